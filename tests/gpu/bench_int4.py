@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mainstem.kernels.dense.fp8 import Fp8Linear, quantize_rows
-from mainstem.kernels.dense.fp8_blocks import Fp8BlockLinear
+from mainstem.kernels.dense.fp8_blocks import Fp8BlockLinear, quantize_groups
 from mainstem.kernels.dense.int4 import (
     TILES,
     Int4Tile,
@@ -175,15 +175,30 @@ def check_experts() -> None:
 
 
 def check_fp8_blocks() -> None:
+    """Rows are rounded as on a CPU, to the bit. Sums are checked against the rounded numbers' in
+    fp64: the output's rounding is 0.17 %, and Hopper's sums of 128 columns, in 14 bits, add 0.01 %.
+    Rounding the rows, 2.6 %, is in neither. Scales differ by 2^8 and more, so that one in the
+    wrong place is seen."""
     for num_out, num_in in ((1024, 4096), (4096, 14336)):
-        weight = some(num_out, num_in)
-        (values, scales), bias = quantize_blocks(weight), some(num_out, seed=1)
-        linear = Fp8BlockLinear(values, scales, bias, torch.bfloat16)
-        on_cpu = Fp8BlockLinear(values.cpu(), scales.cpu(), bias.cpu(), torch.bfloat16)
+        values = (100 * some(num_out, num_in)).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        exponents = some(num_out // 128, num_in // 128, seed=3, dtype=torch.float32)
+        scales = torch.exp2(2 * exponents - 12)
+        spread = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        weight = values.double() * spread
+        linear, bias = Fp8BlockLinear(values, scales, None, torch.bfloat16), some(num_out, seed=1)
+        biased = Fp8BlockLinear(values, scales, bias, torch.bfloat16)
         for tokens in (1, 3, 16, 77):
-            x = some(tokens, num_in, seed=tokens)
-            # Hopper cuts the products of 32 columns to 14 bits below the largest of them
-            assert off_by(linear(x).cpu(), on_cpu(x.cpu())) < 1.5e-2, (num_out, num_in, tokens)
+            loudness = torch.exp2(some(tokens, num_in // 128, seed=2)).repeat_interleave(128, 1)
+            x = some(tokens, num_in, seed=tokens) * loudness
+            rows, row_scales = (part[:tokens] for part in quantize_groups(x))
+            right, right_scales = quantize_groups(x.cpu())
+            assert torch.equal(rows.cpu().float(), right.float()), (num_in, tokens)
+            assert torch.equal(row_scales.cpu(), right_scales), (num_in, tokens)
+            rounded = rows.double() * row_scales.double().repeat_interleave(128, 1)
+            found = linear(x)
+            off = off_by(found, rounded @ weight.t())
+            assert off < LIMITS[torch.bfloat16], (num_out, num_in, tokens, off)
+            assert torch.equal(biased(x), found + bias), (num_out, num_in, tokens)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mainstem.kernels import LayoutError
+from mainstem.kernels.dense import fp8_blocks
 from mainstem.kernels.dense.fp8_blocks import Fp8BlockLinear, has_block_product, quantize_groups
 
 pytestmark = pytest.mark.torch
@@ -38,7 +39,9 @@ def test_the_linear_multiplies_the_rounded_numbers() -> None:
         linear(x).double(), rounded @ weight.t() + bias, rtol=1e-5, atol=1e-4
     )
     error = (linear(x) - (x.double() @ weight.t() + bias)).norm() / (x.double() @ weight.t()).norm()
-    assert 0.005 < float(error) < 0.04  # rows are rounded by 2.6 %, averaged over the sum
+    # A number of 3 bits of mantissa is off by 2.6 % on average (root mean square). So is the sum:
+    # terms and their errors grow alike, with the root of their number.
+    assert 0.023 < float(error) < 0.03
 
 
 def test_shapes_that_the_library_does_not_take() -> None:
@@ -58,3 +61,17 @@ def test_what_is_not_taken_is_named() -> None:
         linear(some(2, 256))
     with pytest.raises(LayoutError, match="multiple of 128"):
         quantize_groups(some(2, 200))
+
+
+def test_a_product_whose_scales_lie_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a card's library is asked once, here of the emulation."""
+    is_right = fp8_blocks.is_library_right.__wrapped__
+    assert is_right(torch.device("cpu"))
+    multiply = Fp8BlockLinear.__call__
+
+    def with_scales_elsewhere(linear: Fp8BlockLinear, x: torch.Tensor) -> torch.Tensor:
+        other = Fp8BlockLinear(linear._values, linear._scales.flip(1), None, torch.bfloat16)
+        return multiply(other, x)
+
+    monkeypatch.setattr(Fp8BlockLinear, "__call__", with_scales_elsewhere)
+    assert not is_right(torch.device("cpu"))

@@ -12,6 +12,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
+from mainstem.kernels.dense import int4  # noqa: E402
 from mainstem.kernels.dense.fp8_blocks import (  # noqa: E402
     _quantize_groups_kernel,
     quantize_groups,
@@ -93,6 +94,16 @@ def test_dequantized_numbers_are_the_weights(case: Case, dtype: torch.dtype) -> 
     assert torch.equal(dequantize(packed(weight, dtype), out), weight.dense(dtype))
 
 
+def test_the_smallest_and_largest_exponents_of_mxfp4() -> None:
+    weight = Case("mxfp4", 16, 192, 32, is_mxfp4=True).weight(torch.float32)
+    weight.scales[:] = torch.tensor([0, 1, 2, 126, 127, 128], dtype=torch.uint8)
+    dense = weight.dense(torch.float32)
+    assert float(dense[:, :32].abs().max()) == 6 * 2.0**-127
+    assert float(dense[:, -32:].abs().max()) == 12
+    found = dequantize(packed(weight, torch.float32), torch.empty(16, 192))
+    assert torch.equal(found, dense)
+
+
 @by_name
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_it_is_the_product(case: Case, dtype: torch.dtype) -> None:
@@ -129,6 +140,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         part = x[first:end]
         alone = multiply(part, nibbles, None, torch.empty(len(part), 40), tile)
         assert torch.equal(alone, together[first:end])
+
+
+def test_many_tokens_whose_sums_are_in_parts_go_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(int4, "MOST_TILES", 1)
+    nibbles = packed(Case("split", 16, 1024, 128).weight(torch.float32), torch.float32)
+    x = some(20, 1024)
+    assert num_splits(16, nibbles.num_blocks, SPLIT) > 1
+    assert int4.most_split_tokens(16, SPLIT) == 16
+    together = multiply(x, nibbles, None, torch.empty(20, 16), SPLIT)
+    for part in (slice(0, 16), slice(16, 20)):
+        alone = multiply(x[part], nibbles, None, torch.empty(len(x[part]), 16), SPLIT)
+        assert torch.equal(together[part], alone)
+    assert not nibbles.arrived.any()
 
 
 def test_tiles_hold_the_tokens() -> None:

@@ -32,7 +32,7 @@ class FaultyFiles(SegmentFiles):
     def write(self, record: int, buffer: memoryview) -> None:
         fault = self.writes.popleft() if self.writes else None
         _raise(fault)
-        if fault == "flip":  # the disk takes something else than it was given
+        if fault == "flip":  # the disk stores other bytes than it was given
             damaged = bytearray(buffer)
             damaged[-1] ^= 1
             super().write(record, memoryview(damaged))

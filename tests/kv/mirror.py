@@ -1,4 +1,4 @@
-"""What somebody who reads KV events knows of the cache: a decoder written from their format."""
+"""What a reader of KV events knows of the cache: a decoder written from their format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ TIERS = {"GPU": "device", "CPU": "host", "STORAGE": "disk"}
 
 @dataclass
 class Mirror:
-    """Pages by tier, rebuilt from events; that an event fits what is known is checked."""
+    """Pages by tier, rebuilt from events; checks that each event fits the pages so far."""
 
     page_size: int
     pages: dict[str, set[bytes]] = field(default_factory=lambda: {t: set() for t in TIERS.values()})
     tokens: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = field(default_factory=dict)
-    untold: set[bytes] = field(default_factory=set)  # pages whose tokens it was not told
+    untold: set[bytes] = field(default_factory=set)  # pages whose tokens were in no event
 
     def apply(self, payload: bytes) -> None:
         ts, events, rank = msgpack.decode(payload)
@@ -67,13 +67,13 @@ class Mirror:
                 parent = key
 
     def known(self, stored: Mapping[str, object]) -> dict[str, set[bytes]]:
-        """What it knows of the tiers of a store; of others it knows nothing."""
+        """The pages it knows in the tiers of a store; it must know of no other tiers."""
         assert not any(pages for tier, pages in self.pages.items() if tier not in stored)
         return {tier: self.pages[tier] for tier in stored}
 
 
 class Recorder:
-    """Events of a bus until somebody takes them, encoded."""
+    """Encoded events of a bus, until they are taken."""
 
     def __init__(self, bus: EventBus) -> None:
         self._events: list[PageEvent] = []

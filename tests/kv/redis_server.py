@@ -1,4 +1,4 @@
-"""A real redis-server on a free port, and a proxy before it that delays, cuts and swallows."""
+"""A real redis-server on a free port, and a proxy that delays, cuts and drops bytes."""
 
 import shutil
 import signal
@@ -20,7 +20,7 @@ CHUNK = 1 << 18
 
 
 def skip_without_server() -> None:
-    """Skip a test where there is no redis-server, or no client for it."""
+    """Skip a test if there is no redis-server, or no client for it."""
     pytest.importorskip("redis", reason="needs the client: pip install 'mainstem[remote]'")
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server on PATH")
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """One server process; what it holds is gone when it ends."""
+    """One server process; its values are lost when it ends."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.port = free_port()
@@ -65,20 +65,20 @@ class RedisServer:
             sleep(0.01)
 
     def call(self, *command: bytes | str | int) -> Reply:
-        """One command, past any proxy."""
+        """One command, without the proxy."""
         line = Line(Address(f"unix://{self.socket}"))
         (reply,) = line.call([command], 10.0)
         line.close()
         return reply
 
     def names(self) -> list[bytes]:
-        """What the values are called."""
+        """The names of all values."""
         found = self.call("KEYS", "*")
         assert isinstance(found, list)
         return found
 
     def pause(self) -> None:
-        """It hangs, and nobody is told."""
+        """The server hangs; connections stay open."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -115,7 +115,7 @@ class Proxy:
         return f"redis://127.0.0.1:{self.port}"
 
     def cut(self) -> None:
-        """End every connection, in the middle of whatever goes on there."""
+        """End every connection, in the middle of any transfer."""
         ends, self._open = self._open, []
         for end in ends:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Copies that fail: no token, page or slot is lost for it, and who waits computes."""
+"""Copies that fail: no token, page or slot is lost, and waiting requests compute."""
 
 from collections import deque
 from pathlib import Path
@@ -19,7 +19,7 @@ TURNS = [[*chat, *fake_answer(chat, 4, VOCAB), 7, 7] for chat in CHATS]
 
 
 def ask(tiered: Tiered, prompts: list[list[int]]) -> list[int]:
-    """Answer prompts at once, all right; returns cached tokens of each."""
+    """Answer prompts at once and check the answers; returns cached tokens of each."""
     requests = [a_request(prompt, 4) for prompt in prompts]
     got = run_all(tiered.engine, requests)
     cached = {str(output.request_id): output.num_cached_tokens for output in got.outputs}
@@ -32,7 +32,7 @@ def ask(tiered: Tiered, prompts: list[list[int]]) -> list[int]:
 def an_engine(
     folder: Path | None, can_overlap: bool, preload: str = "auto"
 ) -> tuple[Tiered, list[StepFailed]]:
-    """With room on the device for two or three chats; and steps that failed."""
+    """An engine with device pages for two or three chats, and a list of failed steps."""
     bus = EventBus()
     failed: list[StepFailed] = []
     bus.subscribe(StepFailed, failed.append)
@@ -51,7 +51,7 @@ def an_engine(
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("has_disk", [False, True])
 @pytest.mark.parametrize("fault", ["early", "late"])
-def test_a_save_that_fails_is_skipped_and_made_later(
+def test_a_save_that_fails_is_skipped_and_tried_later(
     can_overlap: bool, has_disk: bool, fault: str, tmp_path: Path
 ) -> None:
     bus = EventBus()
@@ -82,7 +82,7 @@ def test_a_save_that_fails_is_skipped_and_made_later(
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("has_disk", [False, True])
 @pytest.mark.parametrize("num_faults", [1, 2, 1000])
-def test_whose_load_fails_computes(
+def test_a_request_whose_load_fails_computes(
     can_overlap: bool, has_disk: bool, num_faults: int, tmp_path: Path
 ) -> None:
     tiered, failed = an_engine(tmp_path if has_disk else None, can_overlap)
@@ -94,7 +94,7 @@ def test_whose_load_fails_computes(
     tiered.copier.load_faults.extend(["early"] * num_faults)
     cached = ask(tiered, TURNS)
     assert len(tiered.copier.load_faults) < num_faults
-    assert has_disk or cached.count(0) <= num_faults  # slots to read into may be short, too
+    assert has_disk or cached.count(0) <= num_faults  # there may be no free slots, too
     assert num_faults < 1000 or cached == [0] * len(TURNS)
     tiered.copier.load_faults.clear()
     tiered.store.flush()
@@ -110,7 +110,7 @@ def test_whose_load_fails_computes(
 def test_a_load_may_fail_under_way(
     can_overlap: bool, has_disk: bool, preload: str, tmp_path: Path
 ) -> None:
-    """A step may wait for it already: that fails, and what ran starts again."""
+    """A step may already wait for it: the step fails, and its sequences start again."""
     tiered, failed = an_engine(tmp_path if has_disk else None, can_overlap, preload)
     for chat in CHATS:
         ask(tiered, [chat])

@@ -1,4 +1,4 @@
-"""Conversations that return in crowds, more than device and host memory hold, in virtual time."""
+"""More returning conversations than device and host memory hold, in virtual time."""
 
 from random import Random
 

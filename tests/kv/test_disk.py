@@ -1,4 +1,4 @@
-"""The disk store as files: what survives which accident."""
+"""The disk store as files: which pages survive which fault."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ def key(number: int) -> PageKey:
 
 
 def contents(number: int) -> memoryview:
-    """A page that says which it is, at an address that O_DIRECT accepts."""
+    """A page with its number as content, at an address that O_DIRECT accepts."""
     import mmap  # noqa: PLC0415  # page-aligned memory
 
     buffer = mmap.mmap(-1, PAGE)
@@ -53,7 +53,7 @@ def write(tier: DiskTier, *numbers: int) -> None:
 
 
 def read_all(tier: DiskTier) -> dict[int, str | None]:
-    """Every page of the index: what is wrong with it; a page that reads well must be itself."""
+    """The problem of every page in the index; a page that is read must have its own bytes."""
     buffers = {page.key: contents(0) for page in tier.recover()}
     tier.read([ReadJob(key, buffers[key]) for key in sorted(buffers)])
     found: dict[int, str | None] = {}
@@ -89,7 +89,7 @@ def test_the_folder_is_private(stored: Path) -> None:
     assert all(not path.stat().st_mode & 0o077 for path in stored.glob("*.pages"))
 
 
-def test_a_second_process_is_told_who_has_the_folder(tmp_path: Path) -> None:
+def test_a_second_process_gets_the_id_of_the_one_that_has_the_folder(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     code = (
         "import sys; from pathlib import Path; from mainstem.kv.bytes.disk import DiskTier\n"
@@ -122,7 +122,7 @@ def test_a_truncated_segment_loses_its_end_only(stored: Path) -> None:
     assert tier.lost == {"truncated": 2}
     tier.close()
     tier = open_tier(stored)
-    assert tier.found is None, "it is told once"
+    assert tier.found is None, "it is reported once"
     tier.close()
 
 
@@ -133,14 +133,14 @@ def test_a_segment_that_is_truncated_in_use_loses_its_end_only(stored: Path) -> 
     tier.close()
 
 
-def test_a_segment_that_goes_in_use_is_told(stored: Path) -> None:
+def test_a_segment_removed_in_use_is_reported(stored: Path) -> None:
     tier = open_tier(stored)
     (stored / "0000.pages").unlink()
     assert set(read_all(tier).values()) == {"missing"}
     tier.close()
 
 
-def test_a_missing_segment_is_told_and_made_again(stored: Path) -> None:
+def test_a_missing_segment_is_reported_and_created_again(stored: Path) -> None:
     (stored / "0000.pages").unlink()
     tier = open_tier(stored)
     assert tier.recover() == []
@@ -163,7 +163,7 @@ def test_without_its_index_the_store_starts_empty_and_says_so(stored: Path) -> N
     tier.close()
 
 
-def test_a_damaged_index_is_replaced_and_told(stored: Path) -> None:
+def test_a_damaged_index_is_replaced_and_reported(stored: Path) -> None:
     (stored / FILE).write_bytes(b"not a database" * 1000)
     tier = open_tier(stored)
     assert tier.recover() == []
@@ -175,7 +175,7 @@ def test_a_damaged_index_is_replaced_and_told(stored: Path) -> None:
 
 @pytest.fixture
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the number of pages is kept."""
+    """The file with the number of pages."""
     return tmp_path_factory.mktemp("notes") / "count"
 
 
@@ -185,7 +185,7 @@ def open_counted(folder: Path, ledger: Path, room: int = ROOM) -> DiskTier:
 
 @pytest.fixture
 def counted(tmp_path: Path, ledger: Path) -> Path:
-    """As `stored`, and counted."""
+    """As `stored`, with a ledger."""
     tier = open_counted(tmp_path, ledger)
     write(tier, 1, 2, 3, 4, 5)
     tier.close()
@@ -246,7 +246,7 @@ def test_the_count_follows_what_is_written_and_deleted(tmp_path: Path, ledger: P
     tier.close()
 
 
-def test_an_index_of_an_earlier_day_is_told(
+def test_an_index_restored_from_an_earlier_day_is_reported(
     counted: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "MAX_BATCH", 2)  # what a kill may leave uncounted
@@ -270,7 +270,7 @@ def test_a_damaged_count_says_nothing(text: str, counted: Path, ledger: Path) ->
     tier.close()
 
 
-def test_a_count_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
+def test_a_count_that_cannot_be_written_is_not_needed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     tier = open_counted(tmp_path / "store", tmp_path / "file" / "count")
     write(tier, 1)
@@ -297,7 +297,7 @@ def test_the_store_is_named_after_its_model_and_the_name_may_change(stored: Path
 @pytest.mark.parametrize(
     "code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_NOMEM]
 )
-def test_an_index_that_cannot_be_read_for_now_costs_no_page(
+def test_a_passing_error_of_the_index_costs_no_page(
     code: int, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: PageIndex) -> list[PageRow]:
@@ -327,7 +327,7 @@ def test_an_index_without_its_journal_costs_no_page(stored: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("format", "99"), ("identity", "another model"), ("page_bytes", "1")]
 )
-def test_what_is_not_ours_is_refused_by_name(stored: Path, name: str, value: str) -> None:
+def test_a_store_of_another_model_or_format_is_refused(stored: Path, name: str, value: str) -> None:
     database = sqlite3.connect(stored / FILE)
     with database:
         database.execute("UPDATE about SET value = ? WHERE name = ?", (value, name))
@@ -336,7 +336,7 @@ def test_what_is_not_ours_is_refused_by_name(stored: Path, name: str, value: str
         open_tier(stored)
 
 
-def test_a_smaller_bound_drops_what_lies_beyond_it(stored: Path) -> None:
+def test_a_smaller_bound_drops_pages_beyond_it(stored: Path) -> None:
     tier = open_tier(stored, room=3 * PAGE)
     assert read_all(tier) == {1: None, 2: None, 3: None}
     assert not tier.take(key(6))
@@ -359,7 +359,7 @@ def test_a_smaller_bound_frees_the_disk(
 
 
 def test_the_threads_outlive_any_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy from a device fails with errors of its own kind."""
+    """A copy from a device may raise any error."""
     tier = open_tier(tmp_path)
 
     def fail(*_: object) -> None:
@@ -385,7 +385,7 @@ def test_the_threads_outlive_any_error(tmp_path: Path, monkeypatch: pytest.Monke
     tier.close()
 
 
-def test_neighbours_are_read_in_one_go_and_fail_alone(
+def test_neighbours_are_read_in_one_call_and_fail_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
@@ -412,7 +412,7 @@ def test_neighbours_are_read_in_one_go_and_fail_alone(
 
 
 def fail_runs(monkeypatch: pytest.MonkeyPatch, read_one: Callable[[int], None]) -> None:
-    """Reads of several records fail; those of one are as `read_one` has them."""
+    """Reads of several records fail; reads of one call `read_one`."""
 
     def read(files: SegmentFiles, record: int, *into: memoryview) -> None:
         if len(into) > 1:
@@ -427,10 +427,10 @@ def a_run(first: int = 0) -> list[ReadJob]:
 
 
 @pytest.mark.serial
-def test_a_run_that_fails_is_read_again_side_by_side(
+def test_a_run_that_fails_is_read_again_in_parallel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page on a bad spot takes long to fail."""
+    """A page on a bad sector takes long to fail."""
     all_there = Barrier(READ_RUN)
 
     def meet(record: int) -> None:
@@ -450,7 +450,7 @@ def test_a_run_that_fails_is_read_again_side_by_side(
     tier.close()
 
 
-def test_what_is_read_again_goes_before_what_is_in_line(
+def test_pages_read_again_go_before_queued_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_read = Event()
@@ -472,9 +472,7 @@ def test_what_is_read_again_goes_before_what_is_in_line(
     assert order == [READ_RUN, *range(READ_RUN), READ_RUN + 1]
 
 
-def test_closing_finishes_what_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_finishes_pages_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_runs(monkeypatch, lambda record: None)
     tier = open_tier(tmp_path, room=40 * READ_RUN * PAGE)
     write(tier, *range(40 * READ_RUN))
@@ -552,7 +550,7 @@ while True:
 @pytest.mark.serial
 @pytest.mark.parametrize("delay_ms", [0, 3, 11, 29, 53])
 def test_kill_9_leaves_what_was_committed(tmp_path: Path, delay_ms: int) -> None:
-    """Whatever the moment: all that was flushed and not replaced is there, and all of it right."""
+    """At any moment: all pages that were flushed and not replaced are there and right."""
     code = WRITER.format(page=PAGE, room=ROOM)
     for _ in range(2):  # the second run begins where the first was killed
         with subprocess.Popen(
@@ -568,12 +566,12 @@ def test_kill_9_leaves_what_was_committed(tmp_path: Path, delay_ms: int) -> None
         assert tier.found is None
         found = read_all(tier)
         assert all(problem is None for problem in found.values())
-        # 16 records: of those flushed, at most the next batch of 5 was under way of being replaced
+        # 16 records: of the flushed ones, at most the next batch of 5 was being replaced
         assert set(range(max(1, flushed - 10), flushed + 1)) <= found.keys()
         tier.close()
 
 
-def test_a_full_disk_is_told_and_not_asked_again_at_once(
+def test_a_full_disk_is_reported_and_not_tried_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
@@ -617,7 +615,7 @@ def test_a_disk_too_full_for_the_index_gives_up_the_last_pages(
             super().__init__(folder, about)
 
     monkeypatch.setattr("mainstem.kv.bytes.disk.PageIndex", FullOnce)
-    monkeypatch.setattr("mainstem.kv.bytes.disk.LITTLE_ROOM", 1 << 60)  # there is less
+    monkeypatch.setattr("mainstem.kv.bytes.disk.LITTLE_ROOM", 1 << 60)  # fewer pages are left
     monkeypatch.setattr("mainstem.kv.bytes.disk.INDEX_ROOM", PAGE + 1)
     tier = open_tier(stored)
     assert tier.found is not None

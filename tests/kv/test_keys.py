@@ -14,7 +14,7 @@ ROOT = root_key(b"model", 4, b"")
 IDS = np.arange(18, dtype=np.int32)
 
 
-def test_a_branch_renames_what_follows_and_nothing_before() -> None:
+def test_a_branch_renames_later_pages_only() -> None:
     plain = PageChain.of(ROOT, 4, IDS)
     branch = plain.branched(2, b"mark").extended(IDS)
     assert branch.keys[:2] == plain.keys[:2]

@@ -1,4 +1,4 @@
-"""kill -9 of a whole engine while it saves: the next one opens what was committed, and is right."""
+"""kill -9 of an engine while it saves: the next one finds the committed pages and answers right."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Which pages stay, move and go: by rule, against a plain model, and in any order of calls."""
+"""Which pages stay, move and leave: by rule, against a plain model, and in any order of calls."""
 
 import tracemalloc
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def a_policy(
 
 
 def tiers(policy: TierPolicy[str], keys: Sequence[str]) -> str:
-    """A letter a page: h, d, or a dot for gone."""
+    """A letter per page: h, d, r, or a dot for none."""
     letter = {HOST: "h", DISK: "d", REMOTE: "r", None: "."}
     return "".join(letter[policy.tier_of(key)] for key in keys)
 
@@ -56,7 +56,7 @@ def test_fifo_does_not_care_about_use() -> None:
 
 
 @pytest.mark.parametrize("kind", SEEING)
-def test_pages_that_are_waited_for_are_exempt(kind: PolicyKind) -> None:
+def test_pages_that_requests_wait_for_are_exempt(kind: PolicyKind) -> None:
     policy = a_policy(3, kind=kind)
     policy.admit("a", 0)
     policy.expect("job", "a")
@@ -76,7 +76,7 @@ def test_lru_and_fifo_do_not_see_the_queue(kind: PolicyKind) -> None:
     assert policy.num_queued == 0
 
 
-def test_of_pages_waited_for_the_tail_of_the_queue_goes_first() -> None:
+def test_awaited_pages_of_the_tail_of_the_queue_go_first() -> None:
     """The paper's figure 9: host and disk are full of waiting jobs' pages."""
     policy = a_policy(2, 2)
     for now, key in enumerate("3412"):
@@ -91,7 +91,7 @@ def test_of_pages_waited_for_the_tail_of_the_queue_goes_first() -> None:
     assert tiers(policy, "1234") == "hdd."
 
 
-def test_what_is_worth_less_than_all_there_is_refused() -> None:
+def test_a_page_worth_less_than_all_others_is_refused() -> None:
     policy = a_policy(2)
     policy.admit("ab", 0)
     policy.expect("job", "ab")
@@ -99,7 +99,7 @@ def test_what_is_worth_less_than_all_there_is_refused() -> None:
     assert tiers(policy, "abxy") == "hh.."
 
 
-def test_what_has_no_place_in_the_host_goes_straight_to_disk() -> None:
+def test_a_page_without_a_place_in_the_host_goes_straight_to_disk() -> None:
     policy = a_policy(2, 2)
     policy.admit("ab", 0)
     policy.expect("job", "ab")
@@ -127,7 +127,7 @@ def test_prefetch_brings_the_soonest_first_and_keeps_the_disk_copy() -> None:
     assert tiers(policy, "abcdef") == "hhdddd"
 
 
-def test_prefetch_stops_at_what_the_host_holds() -> None:
+def test_prefetch_stops_when_the_host_is_full() -> None:
     policy = a_policy(2, 10)
     for now, key in enumerate("abcdef"):
         policy.admit(key, now)
@@ -170,31 +170,31 @@ def test_a_page_with_a_disk_copy_is_released_without_a_write() -> None:
     assert not moves.write
 
 
-def test_what_comes_back_late_from_disk_pushes_nobody_out() -> None:
+def test_pages_that_return_late_from_disk_evict_nothing() -> None:
     policy = a_policy(2, 9)
     for now, key in enumerate("abcd"):
         policy.admit(key, now)
     assert tiers(policy, "abcd") == "ddhh"
-    assert not policy.keep("a", 4)  # what is in the host was all used since
+    assert not policy.keep("a", 4)  # all host pages were used since
     assert tiers(policy, "abcd") == "ddhh"
     policy.note_use("a", 5)
     policy.keep("a", 6)
     assert tiers(policy, "abcd") == "hddh"
 
 
-def test_what_was_brought_up_is_in_use() -> None:
-    """A conversation that runs is not the least recent of all."""
+def test_loading_a_page_counts_as_a_use() -> None:
+    """A running conversation is not the least recently used."""
     policy = a_policy(2, 9)
     for now, key in enumerate("xyab"):
         policy.admit(key, now)
     policy.note_use("x", 4)
     assert tiers(policy, "xyab") == "ddhh"
-    policy.keep("a", 5)  # from host memory; it runs since
+    policy.keep("a", 5)  # from host memory; it has been running since
     policy.keep("x", 6)
     assert tiers(policy, "xyab") == "hdhd"
 
 
-def test_what_is_kept_pushes_out_nothing_that_is_waited_for() -> None:
+def test_kept_pages_evict_nothing_that_requests_wait_for() -> None:
     policy = a_policy(2, 9)
     for now, key in enumerate("abc"):
         policy.admit(key, now)
@@ -205,7 +205,7 @@ def test_what_is_kept_pushes_out_nothing_that_is_waited_for() -> None:
     assert tiers(policy, "abc") == "dhh"
 
 
-def test_what_comes_back_late_from_disk_takes_room_that_is_free() -> None:
+def test_pages_that_return_late_from_disk_take_free_room() -> None:
     policy: TierPolicy[str] = TierPolicy(PolicyConfig((10, 90), headroom=0.2))
     policy.recover(DISK, "zyxwvutsrqponmlkjihgfedcba", 0)
     assert not policy.keep("lmnopqrstu", 1)
@@ -213,8 +213,8 @@ def test_what_comes_back_late_from_disk_takes_room_that_is_free() -> None:
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_of_conversations_that_return_in_turn_some_stay_in_the_host(kind: PolicyKind) -> None:
-    """Three chains fit, six return again and again: each would push out the one needed next."""
+def test_some_conversations_that_return_in_turn_stay_in_the_host(kind: PolicyKind) -> None:
+    """Three chains fit, six return in turn: with LRU each would evict the one needed next."""
     policy = a_policy(12, 99, kind)
     chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(6)]
     for chain in chains:
@@ -229,12 +229,12 @@ def test_of_conversations_that_return_in_turn_some_stay_in_the_host(kind: Policy
     assert hits == ([12] * 4 if kind is PolicyKind.LOOKAHEAD else [0] * 4)
 
 
-def test_where_most_return_soon_who_comes_back_late_pushes_out_the_least_recent() -> None:
+def test_if_most_return_soon_a_late_one_evicts_the_least_recent() -> None:
     policy = a_policy(120, 999)
     chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(60)]
     for chain in chains:
         policy.admit(chain, 0)
-    for now in range(1, 10):  # the last two talk on
+    for now in range(1, 10):  # the last two continue
         for chain in chains[58:]:
             policy.keep(chain, now)
             policy.note_use(chain, now)
@@ -243,14 +243,14 @@ def test_where_most_return_soon_who_comes_back_late_pushes_out_the_least_recent(
     assert HOST not in policy.find(chains[30])  # the first of thirty that were there
     policy.admit(["1-4"], 11, after=["1-3"])
     assert policy.tier_of("1-4") == HOST
-    policy.drop(["1-4", *(key for chain in chains for key in chain)])  # and all are strangers
+    policy.drop(["1-4", *(key for chain in chains for key in chain)])  # all pages are new
     for chain in chains:
         policy.admit(chain, 12)
     policy.keep(chains[0], 13)
     assert HOST not in policy.find(chains[0])
 
 
-def test_a_page_that_is_kept_does_not_make_room_for_itself() -> None:
+def test_a_kept_page_is_not_evicted_for_itself() -> None:
     policy = a_policy(1, 2)
     for now, key in enumerate("abc"):
         policy.admit(key, now)
@@ -262,7 +262,7 @@ def test_a_page_that_is_kept_does_not_make_room_for_itself() -> None:
     assert tiers(policy, "a") == "h"
 
 
-def test_who_returns_often_gets_into_a_host_full_of_those_who_do_not() -> None:
+def test_a_chain_that_returns_often_enters_a_host_full_of_others() -> None:
     policy = a_policy(12, 99)
     chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(6)]
     for chain in chains:
@@ -275,7 +275,7 @@ def test_who_returns_often_gets_into_a_host_full_of_those_who_do_not() -> None:
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_the_tail_of_a_chain_that_only_the_disk_has_pushes_nobody_out(kind: PolicyKind) -> None:
+def test_the_tail_of_a_chain_that_only_the_disk_has_evicts_nothing(kind: PolicyKind) -> None:
     policy = a_policy(2, 9, kind)
     policy.admit("ab", 0)
     policy.admit("xy", 1)
@@ -286,7 +286,7 @@ def test_the_tail_of_a_chain_that_only_the_disk_has_pushes_nobody_out(kind: Poli
     assert tiers(policy, "z") == "h"
 
 
-def test_copies_of_host_pages_make_room_on_disk_first() -> None:
+def test_copies_of_host_pages_are_evicted_first_on_disk() -> None:
     policy = a_policy(2, 1)
     policy.admit("a", 0)
     policy.back_up(DISK, "a")
@@ -297,7 +297,7 @@ def test_copies_of_host_pages_make_room_on_disk_first() -> None:
     assert tiers(policy, "abc") == "hdh"
 
 
-def test_unused_pages_expire_even_if_somebody_waits_for_them() -> None:
+def test_unused_pages_expire_even_if_a_request_waits_for_them() -> None:
     policy = a_policy(9, ttl_s=10)
     for key in "abc":
         policy.admit(key, 0)
@@ -308,7 +308,7 @@ def test_unused_pages_expire_even_if_somebody_waits_for_them() -> None:
     assert policy.expire(15) == ["b"]
 
 
-def test_a_request_given_up_leaves_the_recency_of_its_pages() -> None:
+def test_a_request_that_is_given_up_is_no_use_of_its_pages() -> None:
     policy = a_policy(2)
     policy.admit("a", 0)
     policy.admit("b", 1)
@@ -318,8 +318,8 @@ def test_a_request_given_up_leaves_the_recency_of_its_pages() -> None:
     assert policy.admit("c", 2).drop == ["a"]
 
 
-def test_who_came_and_went_leaves_nothing_behind_where_nothing_is_read_ahead() -> None:
-    """Without a disk nobody asks what to read ahead, for months."""
+def test_without_prefetch_finished_requests_leave_no_memory() -> None:
+    """Without a disk `choose_prefetch` is never called."""
     policy = a_policy(10)
     policy.expect("waits", ["kept"])
     tracemalloc.start()
@@ -333,8 +333,8 @@ def test_who_came_and_went_leaves_nothing_behind_where_nothing_is_read_ahead() -
 
 
 @pytest.mark.serial
-def test_who_gives_up_behind_many_that_want_the_same_is_not_searched_for() -> None:
-    """The last of 64 times as many leaves in about the time of the last of a few."""
+def test_leaving_a_queue_of_requests_for_one_page_takes_no_search() -> None:
+    """Leaving a queue 64 times as long takes about the same time."""
 
     def leave_s(num_waiting: int) -> float:
         policy, keys = a_policy(100), [str(number) for number in range(50)]
@@ -415,7 +415,7 @@ def hits_of_policy(chains: list[list[int]], config: PolicyConfig, known: int) ->
 
 
 def hits_of_model(chains: list[list[int]], capacity: int, known: int) -> int:
-    """Belady that scans the queue and the store, for one tier: furthest next use goes first."""
+    """Belady for one tier by a full scan: the page with the furthest next use goes first."""
     stored: dict[int, int] = {}  # page -> last use
     hits = 0
     for index, chain in enumerate(chains):
@@ -444,7 +444,7 @@ def test_belady_hits_what_a_full_search_would(capacity: int, known: int) -> None
 
 
 def test_two_tiers_hit_what_one_of_their_size_would() -> None:
-    """All but a page now and then: one that moves up has its disk place until it has arrived."""
+    """But for a few hits: a page that moves up keeps its disk place until it has arrived."""
     chains = random_chains(7, 200)
     for kind in (PolicyKind.LOOKAHEAD, PolicyKind.LRU):
         one = hits_of_policy(chains, PolicyConfig((30,), kind=kind), 20)
@@ -452,7 +452,7 @@ def test_two_tiers_hit_what_one_of_their_size_would() -> None:
         assert one == pytest.approx(two, rel=0.03), kind
 
 
-def test_knowing_more_of_the_queue_does_not_hit_less() -> None:
+def test_knowing_more_of_the_queue_never_costs_hits() -> None:
     chains = random_chains(3, 200)
     config = PolicyConfig((10, 20), headroom=0.0)
     hits = [hits_of_policy(chains, config, known) for known in (0, 5, 20, 200)]
@@ -482,7 +482,7 @@ class PolicyMachine(RuleBasedStateMachine):
         return set().union(*self.tiers)
 
     def carry_out(self, moves: Moves[int], in_hand: Sequence[int] = ()) -> None:
-        """Do as a store would: pages in hand are those just computed."""
+        """Carry out moves as a store would; `in_hand` are the pages just computed."""
         lists = [*moves.load, *moves.write, *moves.free, *moves.drop]
         assert len(set(lists)) == len(lists), "a page is moved twice"
         assert set(moves.write) <= self.stored() | set(in_hand), "bytes to write are not at hand"
@@ -499,7 +499,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self.put(key)
 
     def put(self, key: int) -> None:
-        """A page is where the policy has it."""
+        """Place a page where the policy has it."""
         for tier, pages in enumerate(self.tiers):
             (pages.add if self.policy.places(key) >> tier & 1 else pages.discard)(key)
 
@@ -589,7 +589,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(keys=CHAIN, data=st.data())
     def find_in_tier(self, keys: range, data: st.DataObject) -> None:
-        """Somebody else has put pages there."""
+        """Another process has put pages there."""
         tier = data.draw(st.integers(0, len(self.tiers) - 1))
         if tier:
             self.tiers[tier] |= set(keys)

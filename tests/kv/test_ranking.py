@@ -28,7 +28,7 @@ def test_numbers_and_arrays_are_ranked_alike(kind: PolicyKind) -> None:
 
 
 @pytest.mark.parametrize(("ranking", "left"), [(Lru(), "first"), (Fifo(), "second")])
-def test_the_device_gives_up_pages_by_rank(ranking: Ranking, left: str) -> None:
+def test_the_device_evicts_pages_by_rank(ranking: Ranking, left: str) -> None:
     pool = PagePool(2)
     index = PrefixIndex(pool, 4, EventBus(), ranking)
     root = root_key(b"model", 4, b"")
@@ -46,8 +46,8 @@ def test_the_device_gives_up_pages_by_rank(ranking: Ranking, left: str) -> None:
     index.check()
 
 
-def test_the_device_gives_up_the_tail_of_the_queue_last_of_all() -> None:
-    """Of four chains of two pages the two used longest ago are waited for, the first one sooner."""
+def test_the_device_evicts_awaited_pages_last() -> None:
+    """Four chains of two pages; requests wait for the two least recently used, the first sooner."""
     pool = PagePool(8)
     index = PrefixIndex(pool, 4, EventBus(), Lookahead())
     root = root_key(b"model", 4, b"")
@@ -70,8 +70,8 @@ def test_the_device_gives_up_the_tail_of_the_queue_last_of_all() -> None:
 
 
 def cached_by_policy(policy: StorePolicy) -> list[int]:
-    """Cached tokens of four conversations that wait behind a newcomer, who takes 8 of 24 pages; the
-    one that is asked first was used longest ago."""
+    """Cached tokens of four conversations queued after a new request, which takes 8 of 24 pages.
+    The first conversation in the queue was used longest ago."""
     bus = EventBus()
     store = KVStore(24, 4, b"fake", bus, config=StoreConfig(policy=policy))
     scheduler = Scheduler(SchedConfig(), store, VOCAB, 10_000, bus)
@@ -86,7 +86,7 @@ def cached_by_policy(policy: StorePolicy) -> list[int]:
 
 
 def test_the_policy_of_the_store_reaches_the_device() -> None:
-    assert sum(cached_by_policy(StorePolicy.LRU)) <= 4  # each pushes the next one out
+    assert sum(cached_by_policy(StorePolicy.LRU)) <= 4  # each evicts the next one
     ahead = cached_by_policy(StorePolicy.LOOKAHEAD)
     assert ahead[:2] == [20, 20]
     assert ahead[2] >= 16

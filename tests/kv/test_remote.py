@@ -1,5 +1,5 @@
-"""Pages on a server that processes share: found by the next one, never believed blindly, and never
-in the way of an answer, whatever the server does."""
+"""Pages on a server that processes share: the next process finds them, checks them, and answers
+without them whatever the server does."""
 
 import logging
 import socket
@@ -60,7 +60,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Seen:
-    """What an engine told of its tiers."""
+    """Events of an engine about its tiers."""
 
     def __init__(self) -> None:
         self.bus = EventBus()
@@ -78,7 +78,7 @@ class Seen:
 
 
 def answer(tiered: Tiered, prompt: list[int] = PROMPT) -> None:
-    """Ask, and compare."""
+    """Ask, and check the answer."""
     request = a_request(prompt, 4)
     got = run_all(tiered.engine, [request])
     assert got.tokens[str(request.request_id), 0] == fake_answer(prompt, 4, VOCAB)
@@ -86,7 +86,7 @@ def answer(tiered: Tiered, prompt: list[int] = PROMPT) -> None:
 
 
 def store_prompt(url: str, prompt: list[int] = PROMPT) -> None:
-    """An engine computes a prompt, and ends."""
+    """An engine computes a prompt and closes."""
     first = a_tiered_engine(remote=Address(url))
     answer(first, prompt)
     first.engine.close()
@@ -128,7 +128,7 @@ def wait(tier: RemoteTier, count: int) -> list[object]:
     return found
 
 
-def test_over_tcp_and_by_its_other_name(server: RedisServer) -> None:
+def test_over_tcp_with_either_url_scheme(server: RedisServer) -> None:
     exchange(Address(server.url))
     exchange(Address(server.url.replace("redis://", "valkey://") + "/3"))
 
@@ -154,7 +154,7 @@ def test_over_tls(tmp_path: Path) -> None:
         exchange(Address(f"rediss://localhost:{port}?ssl_ca_certs={certificate}"))
         exchange(Address(f"valkeys://localhost:{port}?ssl_ca_certs={certificate}"))
         untrusting = RemoteTier(Address(f"rediss://localhost:{port}"), PAGE, REMOTE)
-        untrusting.ask([key(0)])  # it cannot prove who it is
+        untrusting.ask([key(0)])  # its certificate is not trusted
         assert Answer(key(0), ()) in wait(untrusting, 2)
         untrusting.close()
     finally:
@@ -162,7 +162,7 @@ def test_over_tls(tmp_path: Path) -> None:
 
 
 def remote_port(server: RedisServer) -> int:
-    """The port for TLS, opened beside the plain one."""
+    """A second port, for TLS."""
     port = free_port()
     assert server.call("CONFIG", "SET", "tls-port", str(port)) == b"OK"
     return port
@@ -267,8 +267,8 @@ def test_models_and_secrets_do_not_mix(server: RedisServer) -> None:
         tiered.engine.close()
 
 
-def test_a_foreign_writer_is_not_believed(server: RedisServer) -> None:
-    """Values of other names, bits that flipped, and what is no page at all."""
+def test_values_without_the_secret_are_refused(server: RedisServer) -> None:
+    """Values of other names, flipped bits, and values that are no pages."""
     store_prompt(server.url)
     names = sorted(server.names())
     values = [server.call("GET", name) for name in names]
@@ -293,7 +293,7 @@ def test_a_foreign_writer_is_not_believed(server: RedisServer) -> None:
     tiered.engine.close()
 
 
-def test_what_was_damaged_is_stored_again(server: RedisServer) -> None:
+def test_damaged_pages_are_stored_again(server: RedisServer) -> None:
     store_prompt(server.url)
     for name in server.names():
         server.call("SET", name, b"rubbish")
@@ -306,7 +306,7 @@ def test_what_was_damaged_is_stored_again(server: RedisServer) -> None:
 
 
 def test_pages_that_the_disk_gives_up_go_to_the_server(server: RedisServer, tmp_path: Path) -> None:
-    """Even where the server was not there when they were saved."""
+    """Even if the server was down when they were saved."""
     tiered = a_tiered_engine(
         num_slots=48, num_records=50, disk_dir=tmp_path / "disk", remote=Address(server.url)
     )
@@ -330,7 +330,7 @@ def test_pages_that_the_disk_gives_up_go_to_the_server(server: RedisServer, tmp_
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_not_there_is_told_once(
+def test_an_unreachable_server_is_logged_once(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.stop()
@@ -344,7 +344,7 @@ def test_a_server_that_is_not_there_is_told_once(
     for first in range(10, 14):
         answer(tiered, list(range(first, first + 40)))
         tiered.store.flush()
-    assert "is there again" in caplog.messages[-1]
+    assert "is back" in caplog.messages[-1]
     assert server.names()
     tiered.engine.close()
 
@@ -363,7 +363,7 @@ def test_a_restarted_server_costs_hits(server: RedisServer) -> None:
 
 
 @pytest.mark.serial
-def test_a_server_that_hangs_holds_nobody_up(server: RedisServer) -> None:
+def test_a_server_that_hangs_delays_no_request(server: RedisServer) -> None:
     store_prompt(server.url)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
     asked = tiered.tiers.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
@@ -380,8 +380,8 @@ def test_a_server_that_hangs_holds_nobody_up(server: RedisServer) -> None:
 
 
 @pytest.mark.serial
-def test_an_answer_that_takes_too_long_is_not_waited_for(server: RedisServer) -> None:
-    """40 tokens take 40 ms here, of which 2 may be spent on hearing from others."""
+def test_a_request_does_not_wait_for_a_slow_answer(server: RedisServer) -> None:
+    """40 tokens take 40 ms here, of which 2 may be spent waiting for an answer."""
     store_prompt(server.url)
     proxy = Proxy(server.port, delay_s=0.9)
     seen = Seen()
@@ -411,7 +411,7 @@ def test_a_late_answer_is_given_up(server: RedisServer) -> None:
 def test_questions_that_wait_for_a_hanging_server_are_given_up(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One finds out that it hangs, and the others are not sent."""
+    """The first one times out, and the others are not sent."""
     monkeypatch.setattr(remote_module, "PAUSE_S", 30.0)
     monkeypatch.setattr(remote_module, "ASK_LIMIT_S", 0.2)
     tier = RemoteTier(Address(server.url), PAGE, REMOTE)
@@ -443,7 +443,7 @@ def test_a_line_that_is_cut_while_it_connects_sends_nothing(
     line.close()
 
 
-def test_looking_up_a_name_is_not_waited_for_long(
+def test_a_slow_name_lookup_is_given_up(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered, look_up = Event(), socket.getaddrinfo
@@ -462,7 +462,7 @@ def test_looking_up_a_name_is_not_waited_for_long(
     assert monotonic() - began_s < 5
     answered.set()
     monkeypatch.setattr(line_module, "OPEN_S", 10.0)
-    while True:  # the late one ends, and gives its connection up
+    while True:  # the late lookup ends and closes its connection
         with suppress(LineError):
             assert list(line.call([("PING",)], 10.0)) == [b"PONG"]
             break
@@ -496,7 +496,7 @@ def test_a_full_server_is_still_read_from(server: RedisServer) -> None:
 
 
 def write_one(server: RedisServer) -> str | None:
-    """What is wrong with a page that is written; then no more is written for a while."""
+    """The problem of a page that is written; after that nothing is written for a while."""
     tier = RemoteTier(Address(server.url), PAGE, REMOTE)
     tier.write(WriteJob(key(0), b"tokens", memoryview(bytes(PAGE))))
     tier.flush()
@@ -508,7 +508,7 @@ def write_one(server: RedisServer) -> str | None:
     return written.problem
 
 
-def test_a_cluster_is_named_as_what_is_wrong(tmp_path: Path) -> None:
+def test_a_cluster_is_reported_as_unsupported(tmp_path: Path) -> None:
     skip_without_server()
     server = RedisServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     try:
@@ -519,7 +519,7 @@ def test_a_cluster_is_named_as_what_is_wrong(tmp_path: Path) -> None:
     assert remote_module._problem(moved) == "clusters are not supported"
 
 
-def test_what_is_refused_is_one_kind_and_told_once(
+def test_refused_pages_count_as_one_kind_and_are_logged_once(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.call("REPLICAOF", "127.0.0.1", free_port())
@@ -531,7 +531,7 @@ def test_what_is_refused_is_one_kind_and_told_once(
 def test_closing_does_not_wait_long_for_a_slow_server(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten pages take it three seconds."""
+    """Ten pages take the server three seconds."""
     monkeypatch.setattr(remote_module, "CLOSE_LIMIT_S", 0.3)
     monkeypatch.setattr(remote_module, "WRITE_BATCH", 1)
     proxy = Proxy(server.port, delay_s=0.3)
@@ -558,7 +558,7 @@ def test_a_server_without_a_bound_is_held_to_ours(server: RedisServer) -> None:
     tiered.engine.close()
 
 
-def test_a_server_that_makes_room_by_itself_costs_hits(server: RedisServer) -> None:
+def test_a_server_that_evicts_costs_hits(server: RedisServer) -> None:
     store_prompt(server.url)
     seen = Seen()
     tiered = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
@@ -588,7 +588,7 @@ def test_pages_expire_unless_they_are_used(server: RedisServer) -> None:
     tiered.engine.close()
 
 
-def test_a_thread_that_meets_the_unexpected_fails_its_loads(
+def test_an_unexpected_error_in_a_thread_fails_its_loads(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_prompt(server.url)
@@ -622,10 +622,12 @@ def test_a_connection_that_is_cut_at_any_moment(proxy: Proxy) -> None:
     tiered.engine.close()
 
 
-# -- how far away it is ----------------------------------------------------------------------------
+# -- its round trip --------------------------------------------------------------------------------
 
 
-def test_the_round_trip_counts_apart_from_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_round_trip_is_measured_separately_from_the_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now_s = 10.0
     monkeypatch.setattr("mainstem.kv.transfer.perf_counter", lambda: now_s)
     link = DistantLink(100e6)

@@ -1,4 +1,4 @@
-"""What a server at some distance does to the time to the first token, with a real model.
+"""How the round trip to a server changes the time to the first token, with a real model.
 
 Long: 90,000 tokens of prompts on a CPU. Run as a script it prints what it measured.
 """
@@ -33,7 +33,7 @@ VOCAB = 40_000
 
 @contextmanager
 def proxy_url(server: RedisServer, delay_ms: float) -> Iterator[str]:
-    """A proxy in a process of its own, so that it does not want Python's lock."""
+    """A proxy in a process of its own, so that it does not share Python's lock."""
     command = [sys.executable, "-m", "tests.kv.redis_server", str(server.port), str(delay_ms / 1e3)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -118,7 +118,7 @@ def measure_traffic(folder: Path, server: RedisServer) -> Found:
                 took_s, token = engine.first_s(prompt)
                 seconds[name].append(took_s)
                 tokens.add(token)
-            assert index % 2 or len(tokens) == 1, "pages of others changed an answer"
+            assert index % 2 or len(tokens) == 1, "pages from the server changed an answer"
         cached = {name: engine.num_cached for name, engine in engines.items()}
         for engine in engines.values():
             engine.engine.close()
@@ -126,7 +126,7 @@ def measure_traffic(folder: Path, server: RedisServer) -> Found:
 
 
 def measure_hit(folder: Path, server: RedisServer, num_tokens: int = 1024) -> Found:
-    """One prefix at 1 ms, by engines that never saw it, against computing it."""
+    """One prefix at 1 ms, loaded by engines that never saw it, against computing it."""
     seconds: dict[str, list[float]] = {"none": [], "1 ms": []}
     num_cached = 0
     with proxy_url(server, 1) as url:
@@ -171,7 +171,7 @@ def test_a_prefix_from_a_server_nearby_is_quicker_than_computing_it(
 @pytest.mark.serial
 @pytest.mark.torch
 @pytest.mark.timeout(3000)
-def test_a_server_at_any_distance_holds_nobody_up(
+def test_a_server_at_any_distance_delays_no_request(
     smollm2_folder: Path, server: RedisServer
 ) -> None:
     found = measure_traffic(smollm2_folder, server)

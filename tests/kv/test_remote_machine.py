@@ -1,9 +1,8 @@
-"""Anything in any order over a server below, or below the disk: connections that are cut, a server
-that is slow, hangs, is restarted, full or evicts, values that others changed. The answers are
-right.
+"""Random operations over a server below host memory or below the disk: cut connections, changed
+values, a server that is slow, hangs, restarts, is full or evicts. The answers are right.
 
-FakeRunner's answers depend on every token its pages show. What happens depends on the moment, so
-the operations are drawn from a seed, and their outcome is not.
+FakeRunner's answers depend on every token its pages show. Operations are drawn from a seed; which
+pages are found still depends on timing.
 """
 
 import shutil
@@ -33,7 +32,7 @@ CHANGES = ("flip", "cut", "swap", "gone", "list")
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """Nobody waits long: a server that failed is tried again at once."""
+    """Short waits: a server that failed is tried again at once."""
     skip_without_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_module, "PAUSE_S", 0.005)
@@ -126,7 +125,7 @@ class Driver:
         self.tiered.engine.clear_cache()
 
     def drain(self) -> None:
-        """Everything ends, and the store comes to rest."""
+        """Run until all requests and copies end."""
         for _ in range(10_000):
             if not self.tiered.engine.has_work:
                 break
@@ -165,7 +164,7 @@ class Driver:
         self.server.go_on()
 
     def change_values(self) -> None:
-        """Somebody else writes to the server, or it makes room."""
+        """Another process writes to the server, or the server evicts."""
         kind, where = self.rng.choice(CHANGES), self.rng.randint(0, 200)
         names = sorted(self.server.names())
         for index, name in enumerate(names[:12]):
@@ -191,7 +190,7 @@ class Driver:
                     self.server.call("LPUSH", name, "no page")
 
     def bound(self) -> None:
-        """1: it is full, whatever it holds."""
+        """Limit the server's memory; 1 means full."""
         how = self.rng.choice(["noeviction", "allkeys-random"])
         self.server.call("CONFIG", "SET", "maxmemory-policy", how)
         self.server.call("CONFIG", "SET", "maxmemory", self.rng.choice([1, 1_500_000, 0, 0]))

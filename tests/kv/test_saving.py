@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(10))
 ANSWER = 400  # tokens
-SURE_S = 1.0  # a page that has been full for so long is on disk
+SURE_S = 1.0  # a page is on disk this long after it was filled
 PAGE, MODEL_PAGE = 4, 16
-TEXT = "Once upon a time there was a river, and beside it lived a fisherman who"
+TEXT = "Once upon a time there was a river, and near it lived a fisherman. He"
 
 
 def steps(tiered: Tiered, num_tokens: int) -> list[int]:
-    """Step until so many tokens are there; returns them."""
+    """Step until there are `num_tokens`; returns them."""
     got: list[int] = []
     while len(got) < num_tokens:
         for output in tiered.engine.step():
@@ -67,7 +67,7 @@ def test_saving_at_the_end_saves_prompts_before() -> None:
 def test_saving_in_sync_saves_all_at_the_end_and_waits() -> None:
     counters = Counters().attach(bus := EventBus())
     tiered = a_tiered_engine(num_pages=32, bus=bus, save=Saving.SYNC)
-    tiered.copier.patience = 1000  # copies get on only for those who wait
+    tiered.copier.patience = 1000  # copies proceed only when waited for
     tiered.engine.submit(a_request(PROMPT, 8))
     steps(tiered, 7)
     tiered.engine.flush()
@@ -101,7 +101,7 @@ def test_another_request_finds_what_a_running_answer_has_filled() -> None:
     tiered.engine.close()
 
 
-def test_an_answer_goes_on_being_named_when_its_twin_is_gone() -> None:
+def test_an_answer_is_still_named_when_its_twin_is_gone() -> None:
     """The other request computes the same page at the same time and has its name; it is aborted
     before that page is full, a token a step."""
     tiered = a_tiered_engine(num_pages=64, chunk_tokens=2)
@@ -155,7 +155,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def told_until_killed(program: str, folder: Path, num_tokens: int) -> tuple[list[int], int]:
-    """The tokens that a process said before kill -9, and how many of them SURE_S before."""
+    """The tokens that a process printed before kill -9, and how many of them SURE_S before."""
     told: list[tuple[float, int]] = []
     with subprocess.Popen(
         [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, cwd=ROOT
@@ -178,7 +178,7 @@ def test_kill_9_within_an_answer_costs_its_last_second(tmp_path: Path) -> None:
     tiered = a_tiered_engine(num_pages=200, num_slots=200, disk_dir=tmp_path, num_records=200)
     request = a_request([*PROMPT, *told], 20)
     got = run_all(tiered.engine, [request])
-    # of the last token that was told K and V were not computed
+    # K and V of the last printed token were not computed
     assert got.outputs[0].num_cached_tokens >= (len(PROMPT) + num_sure - 1) // PAGE * PAGE
     expected = fake_answer(PROMPT, len(told) + 20, VOCAB)[len(told) :]
     assert got.tokens[str(request.request_id), 0] == expected

@@ -25,7 +25,7 @@ def a_store(num_pages: int = 8) -> KVStore:
 
 
 def fill(store: KVStore, tokens: Int32s) -> Int32s:
-    """Compute and cache `tokens`, as a sequence that came and went would."""
+    """Compute and cache `tokens`, as a finished sequence would."""
     chain = store.chain(tokens, b"")
     pages = store.take(len(chain.keys))
     store.reserve(chain, 0, pages)
@@ -54,7 +54,7 @@ def test_keys_depend_on_model_page_size_and_salt() -> None:
 
 
 def test_a_page_comes_after_another_unless_it_is_the_first() -> None:
-    """Where a chain branches, too, the page before is a page, and not the branch's mark."""
+    """Where a chain branches, too, the previous page is a page and not the branch's mark."""
     pool = PagePool(4)
     index = PrefixIndex(pool, PAGE, EventBus())
     chain = PageChain.of(root_key(b"m", PAGE, b""), PAGE, ids(1, 2, 3, 4))
@@ -65,7 +65,7 @@ def test_a_page_comes_after_another_unless_it_is_the_first() -> None:
     assert index.previous(pages[:3]) == [None, chain.keys[0], chain.keys[0]]
 
 
-def test_a_page_is_loading_until_its_step_is_on_its_way() -> None:
+def test_a_page_is_loading_until_its_step_is_launched() -> None:
     store = a_store()
     chain = store.chain(ids(1, 2, 3, 4, 5, 6), b"")
     keys = chain.keys
@@ -80,7 +80,7 @@ def test_a_page_is_loading_until_its_step_is_on_its_way() -> None:
     assert store.lookup(chain, 6).outcome is Lookup.MISS
 
 
-def test_the_tail_goes_before_the_prefix_and_the_oldest_first() -> None:
+def test_the_tail_is_evicted_before_the_prefix_and_the_oldest_first() -> None:
     store = a_store(num_pages=6)
     old, new = ids(1, 2, 3, 4, 5, 6), ids(7, 8, 9, 9)
     fill(store, old)
@@ -136,7 +136,7 @@ def compute(store: KVStore, chain: PageChain) -> None:
     store.give_back(np.concatenate([match.pages, fresh]))
 
 
-def test_pinned_pages_go_last_and_only_if_there_is_no_other_way() -> None:
+def test_pinned_pages_are_evicted_last() -> None:
     store = a_store(8)
     app, other = store.chain(ids(1, 1, 2, 2), b""), store.chain(ids(3, 3, 4, 4, 5, 5), b"")
     compute(store, app)
@@ -150,7 +150,7 @@ def test_pinned_pages_go_last_and_only_if_there_is_no_other_way() -> None:
     assert len(store.lookup(app, 4).pages) == 1
     store.give_back(pages)
     store.give_back(more)
-    store.unpin(keys)  # one of them is gone, which is no matter
+    store.unpin(keys)  # one of them is evicted already
     assert store.num_available() == 8
     store.check()
 
@@ -166,7 +166,7 @@ def test_a_page_pinned_twice_needs_two_unpins() -> None:
     assert store.num_available() == 4
 
 
-def test_public_pages_are_found_by_all_and_what_follows_by_its_owner() -> None:
+def test_public_pages_are_found_with_any_salt_and_later_ones_with_their_own() -> None:
     store = a_store(16)
     tokens = ids(1, 1, 2, 2, 3, 3, 4, 4)
     compute(store, store.chain(tokens[:4], b""))
@@ -187,7 +187,7 @@ def test_public_pages_are_found_by_all_and_what_follows_by_its_owner() -> None:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Sequences come, fill pages or give up, and go, in any order."""
+    """Sequences start, fill pages or abort, and end, in any order."""
 
     def __init__(self) -> None:
         super().__init__()

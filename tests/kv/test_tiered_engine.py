@@ -1,4 +1,4 @@
-"""The engine over tiers: what was evicted comes back, and the answers stay the same."""
+"""The engine over tiers: evicted pages come back, and the answers stay the same."""
 
 from pathlib import Path
 from time import monotonic, sleep
@@ -23,7 +23,7 @@ CHATS = [[first, *RNG.integers(0, VOCAB, 29).tolist()] for first in range(6)]
 
 
 def ask(tiered: Tiered, prompts: list[list[int]], max_tokens: int = 4) -> list[int]:
-    """Answer prompts at once, all right; returns cached tokens of each."""
+    """Answer prompts at once and check the answers; returns cached tokens of each."""
     requests = [a_request(prompt, max_tokens) for prompt in prompts]
     got = run_all(tiered.engine, requests)
     cached = {str(output.request_id): output.num_cached_tokens for output in got.outputs}
@@ -36,7 +36,7 @@ def ask(tiered: Tiered, prompts: list[list[int]], max_tokens: int = 4) -> list[i
 @pytest.mark.parametrize("preload", ["auto", "all", "0", "1"])
 @pytest.mark.parametrize("patience", [0, 3])
 @pytest.mark.parametrize("has_disk", [False, True])
-def test_what_the_device_gave_up_comes_back(
+def test_pages_evicted_from_the_device_come_back(
     can_overlap: bool, preload: str, patience: int, has_disk: bool, tmp_path: Path
 ) -> None:
     bus = EventBus()
@@ -162,7 +162,9 @@ def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.serial
-def test_a_slow_disk_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_delays_no_other_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reads take half a second each; a request that needs none is answered meanwhile."""
     FaultyFiles.reset()
     tiered = a_tiered_engine(disk_dir=tmp_path, files=FaultyFiles)
@@ -192,11 +194,11 @@ def test_a_slow_disk_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_of_more_chats_than_host_memory_holds_some_come_from_it(
+def test_with_more_chats_than_host_memory_holds_some_come_from_it(
     policy: PolicyKind, tmp_path: Path
 ) -> None:
-    """Twelve of eight pages and more, of which host memory holds six: whoever returns from disk
-    must not push out those whose turn comes next."""
+    """Twelve chats of eight pages and more, of which host memory holds six: a chat that returns
+    from disk must not evict those that return next."""
     bus = EventBus()
     counters = Counters().attach(bus)
     tiered = a_tiered_engine(24, 4, 64, tmp_path, num_records=200, bus=bus, policy=policy)
@@ -215,10 +217,10 @@ def test_of_more_chats_than_host_memory_holds_some_come_from_it(
     tiered.engine.close()
 
 
-def test_whose_history_is_in_host_memory_does_not_wait_for_the_disk(
+def test_a_request_with_its_history_in_host_memory_does_not_wait_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first in the queue waits for its way, the second has another."""
+    """The first request waits for the disk, the second loads from host memory."""
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
     tiered.engine.close()
@@ -244,7 +246,7 @@ def test_whose_history_is_in_host_memory_does_not_wait_for_the_disk(
     again.engine.close()
 
 
-def test_who_waits_for_a_busy_disk_is_not_looked_up_again(
+def test_a_request_that_waits_for_a_busy_disk_is_not_looked_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiered = a_tiered_engine(num_pages=80, num_slots=80, disk_dir=tmp_path)
@@ -265,7 +267,7 @@ def test_who_waits_for_a_busy_disk_is_not_looked_up_again(
     for number, chat in enumerate(CHATS):
         again.engine.submit(a_request(chat, 4, name=str(number)))
     got.add(again.engine.step())
-    assert len(looked_up) == len(CHATS) + 1  # and whose turn it is
+    assert len(looked_up) == len(CHATS) + 1  # and the request whose turn it is
     for _ in range(5):
         looked_up.clear()
         got.add(again.engine.step())
@@ -280,8 +282,8 @@ def test_who_waits_for_a_busy_disk_is_not_looked_up_again(
     again.engine.close()
 
 
-def test_who_loses_what_came_up_for_it_computes_it(tmp_path: Path) -> None:
-    """Long histories come up in pieces; two that do not fit side by side would push each other out
+def test_a_request_that_loses_its_loaded_pages_computes_them(tmp_path: Path) -> None:
+    """Long histories are loaded in pieces; two that do not fit together would evict each other
     for ever."""
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
@@ -296,13 +298,13 @@ def test_who_loses_what_came_up_for_it_computes_it(tmp_path: Path) -> None:
         if again.store.is_reading:
             sleep(0.001)
         if not again.engine.num_running:
-            again.engine.clear_device()  # as if the other one had taken its pages
+            again.engine.clear_device()  # as if the other request had taken its pages
     assert got.tokens["returns", 0] == fake_answer(CHATS[0], 4, VOCAB)
     again.engine.check()
     again.engine.close()
 
 
-def test_who_waits_for_a_load_hears_of_it_after_a_flush(tmp_path: Path) -> None:
+def test_a_flush_does_not_lose_the_end_of_a_load(tmp_path: Path) -> None:
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
     tiered.engine.close()
@@ -320,9 +322,7 @@ def test_who_waits_for_a_load_hears_of_it_after_a_flush(tmp_path: Path) -> None:
     again.engine.close()
 
 
-def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
-    tmp_path: Path,
-) -> None:
+def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None:
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, CHATS[:2])
     tiered.engine.close()
@@ -335,7 +335,7 @@ def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
     again.engine.step()
     deadline_s = monotonic() + 10
     while again.tiers.find(chains[1].keys).num_below and monotonic() < deadline_s:
-        again.store.poll()  # as steps do, which would come to an end before a slow disk does
+        again.store.poll()  # as steps do, which would end before a slow disk does
         again.store.prefetch()
         sleep(0.001)
     assert again.engine.num_waiting == 2
@@ -344,17 +344,17 @@ def test_what_an_urgent_request_needs_is_read_ahead_before_what_came_earlier(
 
 
 @pytest.mark.serial
-def test_a_step_is_made_late_while_somebody_waits_for_the_disk(
+def test_a_step_is_made_late_while_a_request_waits_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is busy for long: what is read meanwhile joins the step after."""
+    """The device is busy for long: a request whose read ends meanwhile joins the next step."""
     tiered = a_tiered_engine(disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
     tiered.engine.close()
     FaultyFiles.reset()
     again = a_tiered_engine(num_pages=40, disk_dir=tmp_path, can_overlap=True, files=FaultyFiles)
     FaultyFiles.reads.extend(["slow"] * 8)
-    ends_s = [0.0]  # when the step in flight does
+    ends_s = [0.0]  # when the step in flight ends
     monkeypatch.setattr(fakes._Done, "has_ended", lambda _: monotonic() >= ends_s[0])
     monkeypatch.setattr(Loader, "lead_s", lambda *_: ends_s[0] - monotonic())
     again.engine.submit(a_request(CHATS[1], 20, name="runs"))
@@ -383,7 +383,7 @@ def test_a_graceful_stop_saves_what_waits_in_the_write_buffer(tmp_path: Path) ->
     again.engine.close()
 
 
-def test_many_that_wait_for_one_history_are_looked_up_over_several_steps(
+def test_many_requests_for_one_history_are_looked_up_over_several_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most = 50
@@ -413,7 +413,7 @@ def test_many_that_wait_for_one_history_are_looked_up_over_several_steps(
     for _ in range(20):
         num_looked_up = 0
         got.add(engine.step())
-        # ahead of their turn and at it, and the last may go beyond
+        # prefetched and loaded; the last one may go beyond
         assert num_looked_up < 2 * (most + 20)
     assert num_looked_up == 0, "all wait for the load"
     tiered.copier.patience = 0

@@ -95,7 +95,7 @@ class TieredMachine(RuleBasedStateMachine):
         loads=st.lists(st.sampled_from([None, "early"]), max_size=3),
     )
     def fail_copies(self, saves: list[str | None], loads: list[str | None]) -> None:
-        """A load that fails under way fails the step that waits for it: not of this machine."""
+        """Loads have no late faults: one that fails under way also fails the step that waits."""
         self.tiered.copier.save_faults.extend(saves)
         self.tiered.copier.load_faults.extend(loads)
 
@@ -115,7 +115,7 @@ class TieredMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        """Everything ends, and the store comes to rest."""
+        """Run until all requests and copies end."""
         for _ in range(5000):
             if not self.tiered.engine.has_work:
                 break

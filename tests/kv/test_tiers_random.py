@@ -1,6 +1,6 @@
-"""LowerTiers under anything: saves, loads, a queue, tiers that are slow, full or fail. No threads.
+"""LowerTiers: random saves, loads and queues over tiers that are slow, full or fail. No threads.
 
-Bytes and policy may never part: a page is where the policy says, or nowhere at all.
+Bytes and policy must agree: a page is where the policy says, or nowhere at all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ CHAIN_PAGES = 5
 
 @dataclass
 class _Copy:
-    num_left: int  # looks until it is done
+    num_left: int  # calls until it is done
 
     def num_layers_done(self) -> int:
         self.num_left -= 1
@@ -65,7 +65,7 @@ class _Copier:
 
 
 class _Lower:
-    """A tier below host memory; what is under way ends at some later `poll`."""
+    """A tier below host memory; reads and writes end at some later `poll`."""
 
     def __init__(self, rng: Random, name: str, num_places: int) -> None:
         self.name = name
@@ -116,11 +116,11 @@ class _Lower:
         self._under_way.append(keys)
 
     def fail(self) -> None:
-        """A server that was lost, and may be empty now."""
+        """The server was lost and may be empty now."""
         self._under_way.append(Emptied())
 
     def flush(self) -> None:
-        """All that was written is told by the next `poll`."""
+        """The next `poll` returns all writes."""
 
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
         while self._under_way and self._rng.random() < 0.7:
@@ -207,9 +207,7 @@ class _Driver:
 
 @pytest.mark.parametrize("stack", range(4), ids=["host", "disk", "remote", "both"])
 @pytest.mark.parametrize("seed", range(30))
-def test_bytes_and_policy_never_part(
-    seed: int, stack: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_and_policy_agree(seed: int, stack: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver(seed, stack, monkeypatch)
     for _ in range(150):
         driver.act()

@@ -1,4 +1,4 @@
-"""Pages on their way down and up when there is little room for them."""
+"""Saves and loads when there is little room for them."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ RNG = np.random.default_rng(0)
 
 
 def store_on_disk(folder: Path, prompts: list[list[int]]) -> None:
-    """Have prompts of 4-token pages on disk, and nothing in memory."""
+    """Store prompts of 4-token pages on disk, and nothing in memory."""
     tiered = a_tiered_engine(num_pages=200, num_slots=200, disk_dir=folder, num_records=200)
     run_all(tiered.engine, [a_request(prompt, 1) for prompt in prompts])
     tiered.engine.close()
@@ -43,9 +43,8 @@ def test_a_history_longer_than_host_memory_comes_up_in_pieces(
     tiered.engine.close()
 
 
-def test_what_those_that_wait_need_is_read_ahead(tmp_path: Path) -> None:
-    """The device has room for one at a time: the others are in host memory when it is their
-    turn."""
+def test_pages_of_waiting_requests_are_prefetched(tmp_path: Path) -> None:
+    """The device has room for one at a time: the others are in host memory when they start."""
     prompts = [[first, *RNG.integers(0, VOCAB, 31).tolist()] for first in range(5)]
     store_on_disk(tmp_path, prompts)
     tiered, counters = again_from_disk(tmp_path, num_pages=12, num_slots=80)
@@ -57,7 +56,7 @@ def test_what_those_that_wait_need_is_read_ahead(tmp_path: Path) -> None:
     tiered.engine.close()
 
 
-def test_nothing_is_read_ahead_while_a_load_waits_for_the_disk(
+def test_nothing_is_prefetched_while_a_load_waits_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [[first, *RNG.integers(0, VOCAB, 31).tolist()] for first in range(5)]
@@ -70,11 +69,11 @@ def test_nothing_is_read_ahead_while_a_load_waits_for_the_disk(
     tiered.engine.close()
 
 
-def test_closing_ends_when_host_memory_refuses_what_was_postponed(
+def test_closing_ends_when_host_memory_refuses_postponed_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The write buffer takes the first pages, host memory refuses them: none is being saved whose
-    end would be the moment to try the others."""
+    """Host memory refuses the first pages of the write buffer: no save ends that would start the
+    postponed ones."""
     bus = EventBus()
     skipped: list[SavesSkipped] = []
     bus.subscribe(SavesSkipped, skipped.append)
@@ -129,14 +128,14 @@ def test_of_pages_put_off_only_as_many_are_looked_at_as_there_is_room_for(
     tiered.engine.close()
 
 
-def test_a_load_is_startable_when_it_will_be_there_in_time() -> None:
-    """Loads are copied one after the other: what the first needs, the second has not."""
+def test_a_load_is_startable_when_it_will_end_in_time() -> None:
+    """Loads are copied one after the other: time that the first needs is lost to the second."""
     tiered = a_tiered_engine(num_pages=32, num_slots=32)
     prompts = [[first, *RNG.integers(0, VOCAB, 15).tolist()] for first in range(2)]
     run_all(tiered.engine, [a_request(prompt, 1) for prompt in prompts])
     tiered.engine.flush()
     tiered.engine.clear_device()
-    tiered.copier.patience = 1000  # copies do not get on meanwhile
+    tiered.copier.patience = 1000  # copies make no progress meanwhile
     store, tiers = tiered.store, tiered.tiers
     nothing = np.empty(0, np.int32)
     for prompt in prompts:
@@ -155,7 +154,7 @@ def test_a_load_is_startable_when_it_will_be_there_in_time() -> None:
 
 
 def test_pages_wait_on_the_device_for_a_slow_disk(tmp_path: Path) -> None:
-    """Host memory is full of pages that the disk has not taken yet: none is refused for that."""
+    """Host memory is full of pages that the disk has not written yet: none is refused for that."""
     FaultyFiles.reset()
     FaultyFiles.writes.extend(["slow"] * 40)
     bus = EventBus()

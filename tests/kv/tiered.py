@@ -27,15 +27,15 @@ from tests.builders import VOCAB
 from tests.fakes import FakeRunner
 
 REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=60.0, max_bytes=1 << 30)
-NUM_LAYERS = 2  # token ids and positions: a page that is half there shows
+NUM_LAYERS = 2  # token ids and positions: a half-copied page shows
 
 
 class CopyFault(Exception):
-    """What a device says that cannot copy."""
+    """The error of a device that cannot copy."""
 
 
 class FakeTransfer:
-    """Copies one layer each time it is asked how far it is, after `patience` idle questions."""
+    """Copies one layer at each call of `num_layers_done`, after `patience` calls."""
 
     def __init__(
         self, copier: "FakeCopier", layers: list[tuple[np.ndarray, np.ndarray]], fault: str | None
@@ -132,13 +132,13 @@ class FakeCopier:
         self._loads.pop(load_id, None)
 
     def finish(self, load_ids: Iterable[int]) -> None:
-        """What a gate does: the step reads the pages, so the loads must be there."""
+        """As a gate: the step reads the pages, so the loads must be done."""
         for load_id in load_ids:
             if (transfer := self._loads.get(LoadId(load_id))) is not None:
                 transfer.wait()
 
     def drain(self) -> None:
-        """What failed copies no more."""
+        """Failed copies move no more bytes."""
 
     def close(self) -> None:
         pass

@@ -1,8 +1,8 @@
-"""A card, its host memory and a disk that only keep time, under the engine as it is.
+"""A simulated card, host memory and disk in virtual time, under the real engine.
 
 Everything that reads a clock reads a virtual one, which moves when the engine waits: for a step,
-for a read, or because there is nothing to do. So a crowd on a large card takes seconds here, and
-comes out the same each time.
+for a read, or because there is nothing to do. So a large workload on a large card takes seconds
+here, with the same result each time.
 """
 
 from collections import deque
@@ -129,8 +129,8 @@ class _Run:
 
 
 class VirtualDisk:
-    """A lower tier. Reads share the rate evenly, some at a time; writes have it when there are
-    none."""
+    """A lower tier. A few reads at a time share the rate evenly; writes run when there are no
+    reads."""
 
     name = "disk"
     is_shared = False
@@ -161,7 +161,7 @@ class VirtualDisk:
         pass
 
     def end_soon(self) -> None:
-        """There is always time."""
+        """Nothing to do: writes always finish."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         pass
@@ -265,7 +265,7 @@ class VirtualRunner:
         self.clock.wait_until(self.free_s)
 
     def check(self) -> None:
-        """Nothing here can be lost."""
+        """Nothing to check: there is no other process."""
 
     def close(self) -> None:
         pass
@@ -273,7 +273,7 @@ class VirtualRunner:
 
 @dataclass
 class VirtualCard:
-    """An engine on such a card, and who asks it."""
+    """An engine on such a card, with calls that send it prompts."""
 
     clock: VirtualClock
     engine: Engine
@@ -295,7 +295,7 @@ class VirtualCard:
         return [first_s[name] for name in names]
 
     def replay(self, arrivals: Sequence[tuple[float, list[int]]], output: int) -> list[float]:
-        """Prompts that come when they are due; returns the seconds to the first token of each."""
+        """Send each prompt when it is due; returns the seconds to the first token of each."""
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         began_s, first_s, num_asked = self.clock.now_s, dict[int, float](), 0
         while num_asked < len(arrivals) or self.engine.has_work:

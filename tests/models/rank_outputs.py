@@ -19,7 +19,7 @@ from mainstem.core.request import Output, SamplingParams
 from mainstem.engine.build import join
 from mainstem.models.collectives import ALONE, Collectives
 from mainstem.runner.cpu_load import load_cpu_runner
-from mainstem.runner.origin import folder_origin
+from mainstem.runner.origin import Origin, folder_origin, for_rank
 from tests.builders import a_request, run_all
 
 TOLERANCE = 1e-4
@@ -39,7 +39,10 @@ def outputs(
 ) -> list[Output]:
     """Of prompts that share a beginning, longer than the windows, in chunks; then of a lone one."""
     config = a_config(quantize)
-    runner, facts = load_cpu_runner(folder_origin(folder), config, ranks)
+    origin: Origin = folder_origin(folder)
+    if not ranks.shard.is_whole:
+        origin = for_rank(origin)
+    runner, facts = load_cpu_runner(origin, config, ranks)
     engine = join(runner, facts, config, EventBus())
     rng = np.random.default_rng(3)
     head = rng.integers(3, facts.vocab_size, 13).tolist()

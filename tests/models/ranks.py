@@ -25,18 +25,25 @@ class _Meeting:
         self.all_there, self.all_read = Barrier(of), Barrier(of)
         self.parts: list[Tensor] = [torch.empty(0)] * of
         self.turn = Lock()
+        self.are_apart = False  # ranks made different calls; an engine may try again after it
 
     def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
         self.parts[rank] = part.clone()
         self._wait(self.all_there)
         found = list(self.parts)
         self._wait(self.all_read)
+        if len({part.shape for part in found}) > 1:
+            self.are_apart = True
+            raise AssertionError(f"ranks bring {[list(part.shape) for part in found]}")
         return found
 
     def _wait(self, barrier: Barrier) -> None:
         self.turn.release()
         try:
             barrier.wait(_WAIT_S)
+        except BrokenBarrierError:
+            self.are_apart = True
+            raise
         finally:
             self.turn.acquire()
 
@@ -59,7 +66,6 @@ class Thread:
         assert x.is_contiguous(), "NCCL would refuse it"
         self.num_sums += 1
         parts = self._meeting.exchange(self.shard.rank, x)
-        assert len({part.shape for part in parts}) == 1, "ranks sum different things"
         return x.copy_(torch.stack(parts).sum(dim=0))
 
     def gather(self, x: Tensor) -> Tensor:
@@ -83,4 +89,5 @@ def run_ranks(of: int, work: Callable[[Thread], T]) -> list[T]:
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda each: isinstance(each, BrokenBarrierError)):
         raise error
+    assert not meeting.are_apart, "ranks made different calls"
     return [future.result() for future in futures]

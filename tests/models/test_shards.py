@@ -249,8 +249,10 @@ def test_a_layer_sums_twice_and_a_parallel_one_once(tmp_path: Path) -> None:
     assert sums("phi 2") == 1 + 2
 
 
-def test_one_token_has_its_own_pass_on_a_rank(tmp_path: Path) -> None:
-    write_checkpoint(FAMILIES["llama, tied"], tmp_path)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_one_token_has_its_own_pass_on_all_ranks_or_none(has_bias: bool, tmp_path: Path) -> None:
+    """The bias of a product that is summed is on one rank only."""
+    write_checkpoint(LlamaConfig(**WIDE, attention_bias=has_bias), tmp_path)
     spec = read_spec(tmp_path)
 
     def has_pass(ranks: Thread) -> bool:
@@ -259,7 +261,7 @@ def test_one_token_has_its_own_pass_on_a_rank(tmp_path: Path) -> None:
         tables = CpuAttention(decoder.spec, pages, 4, decoder.sinks).tables
         return SingleTokenPass.make(decoder, pages, tables) is not None
 
-    assert run_ranks(2, has_pass) == [True, True]
+    assert run_ranks(2, has_pass) == [not has_bias] * 2
 
 
 class Deaf:

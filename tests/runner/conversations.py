@@ -1,7 +1,7 @@
 """A conversation that outgrows its window several times, on any engine of one layer.
 
-Keys and values of one layer depend on token and position alone, so that moved pages are what they
-would be if computed afresh: each answer must be that of the kept tokens as a prompt of their own.
+Keys and values of one layer depend on token and position alone, so moved pages equal recomputed
+ones: each answer must be that of the kept tokens as a prompt of their own.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ def check_conversation(
             overflow=overflow,
         )
         found = answer(engine, request)
-        # by now the choice is made
+        # the pages to keep are chosen by now
         kept, truncation = engine._scheduler._intake._truncator.fit(request)
         alone = Request(RequestId(f"alone-{turn}"), kept.prompt_ids, GREEDY, salt=b"alone")
         assert found == answer(engine, alone)

@@ -1,4 +1,4 @@
-"""Small models of every kind of block, with weights of which none is at its default."""
+"""Small models of every kind of block, with no weight at its default."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -76,8 +76,8 @@ RECIPES: dict[str, ModelSpec] = {name: _spec(name) for name in _CONFIGS}
 
 
 class _Weights(RandomWeights):
-    """Gains around one, all else larger than a model's, so that an error shows in the answers. A
-    tensor follows from its name: the same for every device, and for every rank that has a part."""
+    """Gains around one, other weights larger than a model's, so that an error shows in the answers.
+    A tensor depends on its name only: the same on every device and rank."""
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         generator = torch.Generator().manual_seed(crc32(name.encode()))
@@ -109,5 +109,5 @@ def a_config(dtype: DType = DType.FP32) -> EngineConfig:
 
 
 def deeper(spec: ModelSpec) -> ModelSpec:
-    """With every layer twice."""
+    """The same with every layer twice."""
     return replace(spec, layers=spec.layers * 2)

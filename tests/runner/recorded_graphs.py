@@ -1,4 +1,4 @@
-"""CUDA graphs without a card: a recording, when replayed, calls what was called as it was made."""
+"""CUDA graphs without a card: replaying a recording repeats the recorded calls."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

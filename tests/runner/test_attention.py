@@ -1,4 +1,4 @@
-"""What the last layer computes: the spans of the rows that are carried on."""
+"""What the last layer computes: the spans of the rows that are needed."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Weights that change in place: pages that the old ones filled are not read again."""
+"""Weights that change in place: pages of the old weights are not read again."""
 
 from pathlib import Path
 

@@ -110,8 +110,8 @@ def test_same_tokens_without_sharing() -> None:
 
 
 def scores(engine: Engine) -> list[float]:
-    """Logprobs of the ends of prompts, then of forty tokens after each; more rows of logits than
-    the step has tokens."""
+    """Logprobs of the last tokens of prompts, then of forty tokens after each; more rows of logits
+    than the step has tokens."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     for index, ids in enumerate(prompts()):
         asked = Scoring(len(ids) - 2, tuple(range(40)))
@@ -197,7 +197,7 @@ def test_more_span_levels_than_the_buffers_hold_are_refused() -> None:
         on_gpu(replace(config, sched=replace(config.sched, span_levels=9)))
 
 
-def test_a_gpu_that_is_not_there_is_named() -> None:
+def test_a_missing_gpu_is_named() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     from mainstem.core.config import Device, Quantize  # noqa: PLC0415

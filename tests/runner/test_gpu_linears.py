@@ -71,6 +71,12 @@ def test_room_for_dequantized_weights_is_as_large_as_the_largest() -> None:
         maker.layer(Product(some_int4(16, size)))
     maker.finish()
     assert maker.room_bytes == 4 * 16 * 96
+    with_head = a_maker()
+    product, x = Product(some_int4(24, 96)), some(MOST_TOKENS + 1, 96)
+    head = with_head.head(product)
+    with_head.finish()
+    assert with_head.room_bytes == 0
+    torch.testing.assert_close(head(x, torch.empty(len(x), 24)), right(product, x))
     alone = a_maker(is_deterministic=True)
     alone.layer(Product(some_int4(16, 96)))
     alone.finish()
@@ -79,7 +85,7 @@ def test_room_for_dequantized_weights_is_as_large_as_the_largest() -> None:
 
 @pytest.mark.parametrize("block", [None, 128], ids=["channels", "blocks"])
 def test_fp8_is_multiplied_as_it_is(block: int | None) -> None:
-    """Rows are rounded to fp8, by 2.6 % each number."""
+    """Rows are rounded to fp8, each number by about 2.6 %."""
     product, x = Product(some_fp8(128, 512, block)), some(5, 512)
     maker = a_maker()
     assert maker.layer(product).is_fp8 == (block is None)
@@ -95,7 +101,7 @@ def test_fp8_is_multiplied_as_it_is(block: int | None) -> None:
         (some_int4(16, 96, group=16), False, "int4 in 1 x 16"),
     ],
 )
-def test_what_has_no_product_is_dequantized_and_logged(
+def test_a_format_without_a_product_is_dequantized_and_logged(
     weight: PackedWeight,
     is_deterministic: bool,
     words: str,
@@ -108,7 +114,15 @@ def test_what_has_no_product_is_dequantized_and_logged(
     assert words in caplog.text
 
 
-def test_packed_weights_can_be_made_fp8_by_order() -> None:
+def test_fp8_per_channel_is_not_rounded_again_on_request() -> None:
+    product, x = Product(some_fp8(64, 96, None)), some(3, 96)
+    found = answer(a_maker(Quantize.FP8), product, x)
+    assert torch.equal(found, answer(a_maker(), product, x))
+    blocks = a_maker(Quantize.FP8).layer(Product(some_fp8(128, 512, 128)))
+    assert blocks.is_fp8  # one scale per channel, as requested
+
+
+def test_packed_weights_can_be_made_fp8_on_request() -> None:
     product, x = Product(some_int4(32, 96)), some(3, 96)
     linear = a_maker(Quantize.FP8).layer(product)
     assert linear.is_fp8

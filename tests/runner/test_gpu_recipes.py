@@ -63,7 +63,7 @@ def test_two_ranks_have_the_tokens_of_one_cpu(name: str) -> None:
 
 @interpreted
 def test_two_ranks_norm_over_the_heads_of_both() -> None:
-    """What OLMo 2 does, and the norm behind attention, in one layer."""
+    """As OLMo 2 does, with the norm after attention, in one layer."""
     spec = RECIPES["Olmo2ForCausalLM"]
     check_two_ranks(replace(spec, layers=spec.layers[:1]), [prompts()[0][:5]])
 
@@ -118,7 +118,7 @@ def test_deterministic_ranks_answer_alone_as_in_a_batch() -> None:
     sampling = replace(GREEDY, logprobs=1)
 
     def logprobs(given: list[list[int]]) -> list[float]:
-        """Of what is sampled, to the bit."""
+        """Logprobs of the sampled tokens, to the bit."""
 
         def ask(engine: Engine) -> list[float]:
             requests = [

@@ -22,7 +22,7 @@ EVERY_KIND = [Launches(large, merge) for large in (False, True) for merge in (Fa
 
 
 class Order:
-    """Keeps who came when: pieces as calls, a gate's layers as numbers."""
+    """Records the order of events: pieces as calls, a gate's layers as numbers."""
 
     def __init__(self) -> None:
         self.calls: list[Call | int] = []

@@ -1,4 +1,4 @@
-"""Pages that outlived a truncation: keys turned to other positions on real (tiny) models."""
+"""Pages kept by a truncation: keys rotated to other positions on real (tiny) models."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_moved_keys_are_those_of_the_other_position(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("rotary_dim", [8, 16])
 def test_half_precision_and_partly_rotated_heads_are_moved_alike(rotary_dim: int) -> None:
-    """bf16 holds 8 bits: a turned key is within half a unit of the last place of the exact one."""
+    """bf16 holds 8 bits: a rotated key is within half a unit of the last place of the exact one."""
     torch.manual_seed(0)
     pages = torch.randn(2, 6, 2, PAGE, 16).to(torch.bfloat16)
     wide, before = pages.float(), pages.clone()

@@ -21,7 +21,7 @@ def plain_draws(logits: Float32s, keys: Int64s, temperature: float = 1.0) -> Int
     return noise.draw(logits, ones * np.float32(temperature), ones * 0, keys)
 
 
-def test_the_hash_is_the_one_that_is_written_down() -> None:
+def test_the_hash_is_the_documented_one() -> None:
     """lowbias32 of the id; then of that and the key, whose upper half is added in the middle."""
     mask = 0xFFFFFFFF
 
@@ -38,7 +38,7 @@ def test_the_hash_is_the_one_that_is_written_down() -> None:
 
 
 def pairs(name: str) -> tuple[noise.UInt32s, noise.UInt32s]:
-    """2^20 pairs of numbers that must have nothing to do with each other."""
+    """2^20 pairs of numbers that must be independent."""
     rows = 2**20 // VOCAB
     ids = np.arange(VOCAB)
     if name == "neighbouring ids":

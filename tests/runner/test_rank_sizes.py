@@ -45,3 +45,8 @@ def test_quantized_weights_are_smaller(tmp_path: Path) -> None:
     (one, two, *_) = rank_sizes(write(tmp_path, quantization_config=gptq))
     assert one.weight_bytes == LAYERS // 2 + 2 * LAYERS // 32 + 2 * ENDS
     assert two.weight_bytes == one.weight_bytes // 2
+    with_zeros = write(tmp_path, quantization_config=gptq | {"sym": False})
+    assert rank_sizes(with_zeros)[0].weight_bytes == one.weight_bytes + LAYERS // 32
+    blocks = {"quant_method": "fp8", "weight_block_size": [64, 32]}
+    found = rank_sizes(write(tmp_path, quantization_config=blocks))[0].weight_bytes
+    assert found == LAYERS + 4 * LAYERS // (64 * 32) + 2 * ENDS

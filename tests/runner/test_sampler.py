@@ -185,7 +185,7 @@ def test_repetition_penalty_counts_prompt_and_output() -> None:
     logits = torch.zeros(VOCAB)
     logits[[3, 4, 5]] = torch.tensor([3.9, 3.8, 2.0])
     assert sample_one(sampler, logits, sampling) == 5
-    assert sample_one(sampler, logits, sampling) == 3  # 5 is said now: 2.0 / 2 < 3.9 / 2
+    assert sample_one(sampler, logits, sampling) == 3  # 5 was sampled: 2.0 / 2 < 3.9 / 2
 
 
 def test_presence_penalty_is_flat_and_frequency_penalty_counts() -> None:

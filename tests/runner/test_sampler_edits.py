@@ -47,7 +47,7 @@ def some_sampling(rng: np.random.Generator) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_sequence_is_edited_as_if_it_were_alone(seed: int) -> None:
-    """50 sequences, more than are counted at once; some leave, others come back with a past."""
+    """50 sequences, more than are counted at once; some leave, others return with a past."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     edits = LogitEdits(Uploads(CPU))

@@ -47,8 +47,8 @@ def test_a_lone_sequence_gives_the_same_logprobs_either_way(
 def test_pages_may_lie_anywhere(
     pages: list[int], min_fused_keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neighbouring pages are read in place, others are gathered, few and many keys are attended in
-    different ways; logprobs as without this pass."""
+    """Neighbouring pages are read in place, others are gathered; few and many keys use different
+    attention calls. Logprobs are as without this pass."""
     make_checkpoint("llama", tmp_path)
     monkeypatch.setattr(single, "_MIN_FUSED_KEYS", min_fused_keys)
 

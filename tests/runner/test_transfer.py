@@ -136,7 +136,7 @@ def test_parts_of_ranks_lie_side_by_side_in_a_slot() -> None:
             copier.close()
 
 
-def test_slots_lie_where_files_want_them() -> None:
+def test_slots_are_aligned_for_files() -> None:
     pages = DevicePages(tiny_spec(), 4, 1, torch.float32)  # 2 KiB a page
     copier = CpuCopier(pages, host_bytes=1 << 16)
     assert copier.page_bytes == 2048
@@ -174,7 +174,7 @@ def test_a_gate_holds_a_layer_until_it_is_there() -> None:
     assert transfer.num_layers_done() == 2
 
 
-def test_a_copy_that_fails_is_not_waited_for_in_vain() -> None:
+def test_waiting_for_a_failed_copy_ends() -> None:
     def fail(_: int) -> None:
         raise ValueError("no such page")
 

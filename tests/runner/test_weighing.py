@@ -39,7 +39,7 @@ def test_masses_are_the_attention_that_transformers_reports(name: str, tmp_path:
     seq = Seq(slot=0, token_ids=ids, pages=[9, 3, 4, 5, 0, 1, 2, 12, 11, 10, 8])
     first = [Work(seq, NUM_TOKENS - NUM_QUERIES - 2, has_sample=False)]
     run(runner, a_step(first, PAGE, VOCAB), first)
-    # the queries are a part of the chunk, behind the chunk of another sequence
+    # the queries are a part of the chunk, after the chunk of another sequence
     works = [Work(other, 5), Work(seq, NUM_QUERIES + 2)]
     step = a_step(works, PAGE, VOCAB)
     weighing = PageWeighing(5 + 2, NUM_QUERIES, np.array(seq.pages, np.int32))

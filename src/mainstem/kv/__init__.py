@@ -1,1 +1,1 @@
-"""Who holds which page, on which tier. No tensors outside kv/bytes."""
+"""Which pages are held, and on which tier. No tensors outside kv/bytes."""

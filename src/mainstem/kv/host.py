@@ -1,9 +1,9 @@
 """HostTier: pages in slots of host memory, copied from the device and to it.
 
-    take ---> save: device -> slot ---> told by `poll_saves`        load: slot -> device
+    take ---> save: device -> slot ---> `poll_saves`        load: slot -> device
 
-Copies are of many pages at once and go layer by layer, so that a step can follow a load. A copy
-that fails is waited for until nothing moves: its pages and slots are anybody's then.
+A copy moves many pages at once, layer by layer, so that a step can follow a load. After a copy
+fails, the tier waits until nothing moves: then its pages and slots can be reused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,14 @@ from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
 
-FIRST_RATE = 20e9  # bytes a second, until a copy was seen
+FIRST_RATE = 20e9  # bytes a second, until a copy has been measured
 
 log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Save:
-    """A copy from the device under way."""
+    """A copy from the device in progress."""
 
     keys: Sequence[PageKey]
     pages: Int32s
@@ -32,7 +32,7 @@ class Save:
 
 
 class HostTier:
-    """Slots, who has which, and the copies that use them."""
+    """Slots, which page has which slot, and the copies that use them."""
 
     name = "host"
 
@@ -41,7 +41,7 @@ class HostTier:
         self._slots: dict[PageKey, int] = {}
         self._free = list(range(copier.num_slots - 1, -1, -1))
         self._saves: list[Save] = []
-        self._filling: dict[PageKey, Transfer] = {}  # saves whose slot a writer must wait for
+        self._filling: dict[PageKey, Transfer] = {}  # by key, the save that fills its slot
         self.link = Link(FIRST_RATE)
         self.num_places = copier.num_slots
         self.num_layers = copier.num_layers
@@ -67,7 +67,7 @@ class HostTier:
         return True
 
     def delete(self, key: PageKey) -> None:
-        """A page's slot is free."""
+        """Free a page's slot."""
         self._free.append(self._slots.pop(key))
 
     def view(self, key: PageKey) -> memoryview:
@@ -75,12 +75,12 @@ class HostTier:
         return self._copier.slot(self._slots[key])
 
     def filled(self, key: PageKey) -> Callable[[], None] | None:
-        """What waits until a page's slot is filled; None: it is."""
+        """A function that waits until a page's slot is filled; None: it is filled."""
         filling = self._filling.get(key)
         return None if filling is None else filling.wait
 
     def save(self, keys: Sequence[PageKey], pages: Int32s) -> bool:
-        """Start copying device pages to the slots of `keys`; False: that failed."""
+        """Start copying device pages to the slots of `keys`; False: the copy failed."""
         try:
             transfer = self._copier.save(pages, self._slots_of(keys))
         except Exception as error:
@@ -91,7 +91,7 @@ class HostTier:
         return True
 
     def poll_saves(self) -> Iterator[tuple[Save, bool]]:
-        """Saves that came to an end, and whether they did well; in the order they were started."""
+        """Saves that ended, and whether they succeeded, in the order they were started."""
         while self._saves:
             save = self._saves[0]
             num_done = self.num_layers_done(save.transfer)
@@ -104,7 +104,7 @@ class HostTier:
             yield save, num_done is not None
 
     def load(self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s) -> Transfer | None:
-        """Start copying the slots of `keys` to device pages; None: that failed."""
+        """Start copying the slots of `keys` to device pages; None: the copy failed."""
         try:
             return self._copier.load(load_id, self._slots_of(keys), pages)
         except Exception as error:
@@ -116,7 +116,7 @@ class HostTier:
         self._copier.forget(load_id)
 
     def num_layers_done(self, transfer: Transfer) -> int | None:
-        """None: the copy failed, and is at rest."""
+        """None: the copy failed, and nothing moves any more."""
         try:
             return transfer.num_layers_done()
         except Exception as error:
@@ -126,7 +126,7 @@ class HostTier:
     def flush(self) -> None:
         """Return when saves are done, or have failed."""
         for save in self._saves:
-            with suppress(Exception):  # `poll_saves` finds out
+            with suppress(Exception):  # `poll_saves` reports the error
                 save.transfer.wait()
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class HostTier:
         self._copier.close()
 
     def check(self, keys: set[PageKey]) -> None:
-        """Raise if a slot was lost, or others than `keys` have one."""
+        """Raise if a slot was lost, or if pages other than `keys` have one."""
         used, free = set(self._slots.values()), set(self._free)
         assert self._slots.keys() == keys, "a page's slot is not known"
         assert len(used) == len(self._slots), "two pages in one slot"
@@ -147,7 +147,7 @@ class HostTier:
         return np.array([slots[key] for key in keys], np.int32)
 
     def _rest(self, error: Exception) -> None:
-        """A copy failed: its pages and slots are anybody's once nothing moves."""
+        """A copy failed: wait until nothing moves, so that its pages and slots can be reused."""
         log.warning("a copy of pages failed", exc_info=error)
-        with suppress(Exception):  # a device that is lost says so to the next step
+        with suppress(Exception):  # if the device is lost, the next step raises
             self._copier.drain()

@@ -1,4 +1,4 @@
-"""PageKey -> device page: how much of this prompt is here already."""
+"""PageKey -> device page: how much of a prompt is already on the device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,16 +19,16 @@ from mainstem.kv.ranking import Lru, Ranking
 MAX_FOLLOWERS_TRIED = 256
 NO_PAGE = NO_TOKEN = -1
 MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
-PINNED = 1 << 62  # beyond the worth of what is not pinned
-AWAITED = 1 << 61  # beyond the worth of what nobody waits for: 5 x 10^11 uses
+PINNED = 1 << 62  # above the worth of every page that is not pinned
+AWAITED = 1 << 61  # above the worth of every page that no request waits for: 5 x 10^11 uses
 
 
 class PrefixIndex:
-    """Finds pages by key, keeps them while there is room, gives the least useful up.
+    """Finds pages by key, keeps them while there is room, evicts the least useful.
 
     The index is itself a holder of every page in it, so a page outlives its sequences.
 
-        reserve -> LOADING --commit--> READY --(nobody else holds it)--> idle --evict--> gone
+        reserve -> LOADING --commit--> READY --(no other holder)--> idle --evict--> gone
                       `----abort----> gone
 
     Invariant: keys and pages are one to one, and every indexed page has the index as a holder.
@@ -42,8 +42,8 @@ class PrefixIndex:
         self._ranking = Lru() if ranking is None else ranking
         self._bus = bus
         self._page_of: dict[PageKey, int] = {}
-        # the pages after a key, by their first token, are a list, linked both ways: most have one,
-        # so no object each
+        # the pages after a key, by their first token, form a doubly linked list; most lists have
+        # one page, so there is no object per list
         self._latest_after: dict[tuple[PageKey, int], int] = {}
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
@@ -56,8 +56,8 @@ class PrefixIndex:
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._rank = np.zeros(pool.num_pages, np.int64)
         self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
-        self._is_tail = np.zeros(pool.num_pages, np.bool_)  # it is not full, and will not be
-        self._pins: dict[int, int] = {}  # how often a page was pinned; few are
+        self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and will not be filled
+        self._pins: dict[int, int] = {}  # how often a page is pinned; few are
         self._clock = 0
         self.logprobs = PageLogprobs(pool.num_pages, page_size)
 
@@ -72,11 +72,11 @@ class PrefixIndex:
         return key in self._page_of
 
     def num_idle_pinned(self) -> int:
-        """Of the idle pages those that are pinned."""
+        """The idle pages that are pinned."""
         return int(np.count_nonzero(self._pool.holders[list(self._pins)] == 1))
 
     def pin(self, pages: Sequence[int]) -> list[PageKey]:
-        """READY pages are given up only when no other idle page is left; returns their keys."""
+        """Pin READY pages: they are evicted only after all other idle pages; returns their keys."""
         keys: list[PageKey] = []
         for page in pages:
             key = self._key_of[page]
@@ -86,7 +86,7 @@ class PrefixIndex:
         return keys
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
-        """End one pin of each page that is still there."""
+        """End one pin of each page that is still indexed."""
         for key in keys:
             page = self._page_of.get(key)
             if page in self._pins:
@@ -97,7 +97,7 @@ class PrefixIndex:
     def match(self, keys: Sequence[PageKey]) -> tuple[Int32s, int]:
         """Pages of the longest indexed prefix of `keys`, and how many of them are ready."""
         found: list[int] = []
-        with suppress(KeyError):  # the first key that is not there; what came before it stays
+        with suppress(KeyError):  # the first missing key; the pages before it are the match
             found.extend(map(self._page_of.__getitem__, keys))
         pages = np.array(found, np.int32)
         ready = self._is_ready[pages]
@@ -109,7 +109,7 @@ class PrefixIndex:
 
     @property
     def is_indexed(self) -> Bools:
-        """By page, whether it has a name; not to be changed."""
+        """By page, whether it has a name. Read only."""
         return self._is_indexed
 
     def named(self, pages: Int32s) -> dict[PageKey, int]:
@@ -131,14 +131,14 @@ class PrefixIndex:
         return [tokens.tobytes() for tokens in self._tokens[pages]]
 
     def loading(self, pages: Int32s) -> list[int]:
-        """Places of those of `pages` that are not ready."""
+        """Indices of those of `pages` that are not ready."""
         return np.flatnonzero(~self._is_ready[pages]).tolist()
 
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
-        """The READY page after `parent` that begins most like `token_ids`, and how many tokens.
+        """The READY page after `parent` with the most leading tokens of `token_ids`, and how many.
 
-        Only the latest of those with the same first token are looked at. Of equals, that with the
-        most logprobs is taken.
+        Only the latest pages with the same first token are compared. On a tie the page with the
+        most logprobs wins.
         """
         after = (parent, int(token_ids[0])) if len(token_ids) else None
         if after not in self._latest_after:
@@ -154,9 +154,9 @@ class PrefixIndex:
         return (int(pages[best]), int(lengths[best])) if lengths[best] else None
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
-        """Name pages somebody is about to fill: the chain's from page number `first` on.
+        """Name pages that are about to be filled: the chain's from page number `first` on.
 
-        A key that is known already keeps its page; the caller's copy stays without a name.
+        A key that is already indexed keeps its page; the caller's page gets no name.
         """
         if not len(pages):
             return
@@ -180,10 +180,10 @@ class PrefixIndex:
         return len(keys)
 
     def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
-        """Pages of any chains are filled with `tokens`, [pages, page_size]: READY.
+        """Name pages of any chains, which are filled with `tokens` [pages, page_size], as READY.
 
-        A page without a READY one before it gets no name, since nobody would find it; nor does one
-        whose name another page has.
+        A page gets no name if the page before it is not READY, since no lookup would find it, or
+        if another page has its name.
         """
         firsts = tokens[:, 0].tolist()
         kept: list[int] = []
@@ -199,13 +199,13 @@ class PrefixIndex:
             self.commit(pages[kept])
 
     def is_ready(self, key: PageKey) -> bool:
-        """Whether a page is there, and filled."""
+        """Whether a page is indexed and filled."""
         page = self._page_of.get(key)
         return page is not None and bool(self._is_ready[page])
 
     def reserve_tail(self, chain: PageChain, page: int) -> None:
-        """Name the page that the chain's last tokens, too few for a whole one, are about to go to:
-        `best_follower` finds it. Nothing may be written behind them."""
+        """Name the page for the chain's last tokens, which do not fill it, so that `best_follower`
+        finds it. Nothing may be written after these tokens."""
         key, depth = chain.tail_key(), len(chain.keys)
         tail = chain.page_tokens(depth)
         previous = chain.keys[-1] if depth else None
@@ -219,7 +219,7 @@ class PrefixIndex:
     def _file(
         self, key: PageKey, parent: PageKey, previous: PageKey | None, token: int, page: int
     ) -> bool:
-        """Note where a page will be found; False: another one is there already."""
+        """Add a page to the index; False: another page has its key already."""
         if key in self._page_of:
             return False
         self._page_of[key] = page
@@ -242,7 +242,7 @@ class PrefixIndex:
         self.logprobs.forget(pages)
 
     def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
-        """Keep the logprobs of a chain's tokens beside those of its pages that are there."""
+        """Keep the logprobs of a chain's tokens with those of its pages that are indexed."""
         pages, _ = self.match(chain.keys)
         tail = self._page_of.get(chain.tail_key() or chain.root)
         if tail is not None and len(pages) == len(chain.keys):
@@ -250,12 +250,12 @@ class PrefixIndex:
         self.logprobs.keep(pages, found)
 
     def commit(self, pages: Int32s) -> list[PageKey]:
-        """Pages are filled by a step that is on its way: READY. Returns the keys that became so."""
+        """Mark pages READY, which a launched step fills. Returns the keys that became READY."""
         changed = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
         self._is_ready[changed] = True
         keys = [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
         if keys and self._bus.has_listeners(PagesStored):
-            full = changed[~self._is_tail[changed]]  # nobody else has a use for the others
+            full = changed[~self._is_tail[changed]]  # readers of events cannot use tails
             names = [key for page in full.tolist() if (key := self._key_of[page]) is not None]
             if names:
                 self._bus.publish(
@@ -269,30 +269,31 @@ class PrefixIndex:
         return self._remove(dropped)
 
     def touch(self, pages: Int32s) -> None:
-        """Pages were just used: they go last when room is needed."""
+        """Pages were just used: they are evicted last."""
         self._clock += 1
         self._rank[pages] = self._ranking.used(self._rank[pages], self._clock)
 
     def retire(self, pages: Int32s) -> None:
-        """Pages nobody is going to ask for: they go first when room is needed."""
+        """Pages that no request will ask for: they are evicted first."""
         self._rank[pages] = 0
 
     @property
     def sees_queue(self) -> bool:
-        """Whether `evict` wants to know what queued requests wait for."""
+        """Whether `evict` uses the chains that queued requests wait for."""
         return self._ranking.sees_queue
 
     def evict(self, count: int, awaited: Sequence[Sequence[PageKey]] = ()) -> int:
         """Free up to `count` idle pages, the smallest rank first; returns how many.
 
-        A chain is always touched as a whole, so of equals the deepest goes first and a prefix never
-        goes before what follows it. Pages of `awaited` chains, the soonest first, go after those
-        that nobody waits for, the last chain's first. Pinned pages go after all others.
+        A chain is always touched as a whole, so on a tie the deepest page goes first: a prefix is
+        never evicted before the pages after it. `awaited` chains are given soonest first; their
+        pages go after those that no request waits for, the last chain's first. Pinned pages go
+        last.
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
             worth = self._rank * MAX_DEPTH - self._depth
-            for place, keys in enumerate(reversed(awaited)):  # a page counts for the soonest
+            for place, keys in enumerate(reversed(awaited)):  # the soonest chain counts
                 pages, _ = self.match(keys)
                 worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
             worth = worth[idle]
@@ -352,9 +353,9 @@ class PrefixIndex:
             assert self._parent_of[page] == parent, "a page is not filed after its parent"
             assert self._tokens[page, 0] == token, "a page is filed under another token"
             after = self._newer[page]
-            assert after == NO_PAGE or self._older[after] == page, "followers are torn apart"
+            assert after == NO_PAGE or self._older[after] == page, "a list of followers is broken"
         for key, page in self._page_of.items():
-            assert self._key_of[page] == key, "a page answers to another key"
+            assert self._key_of[page] == key, "a page has another key"
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"
         assert self._is_indexed[list(self._pins)].all(), "a page without a key is pinned"

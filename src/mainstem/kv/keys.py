@@ -4,8 +4,8 @@ root  = H(format, model identity, page size, salt)
 key_0 = H(root,  tokens of page 0)
 key_1 = H(key_0, tokens of page 1)      so equal keys mean equal whole prefixes
 
-A chain may branch: from some page on a mark is mixed in, so that pages which hold something else
-than their tokens and position say (they outlived a truncation) get names of their own.
+A chain may branch: from some page on a mark is mixed in. Pages that were moved by a truncation do
+not hold what their tokens and positions would give, so they get names of their own.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class PageChain:
     token_ids: Int32s
     keys: tuple[PageKey, ...]
     branches: tuple[tuple[int, PageKey], ...] = ()  # page number, the key before it
-    public_tokens: int = 0  # leading tokens that anybody may find, the last page's included
+    public_tokens: int = 0  # leading tokens that are found with any salt, the last page's included
 
     @classmethod
     def of(
@@ -56,14 +56,14 @@ class PageChain:
         token_ids: Int32s,
         neighbour: "PageChain | None" = None,
     ) -> "PageChain":
-        """The chain of `token_ids`; pages that begin a `neighbour`, too, are not hashed again."""
+        """The chain of `token_ids`; leading pages that `neighbour` shares are not hashed again."""
         known = () if neighbour is None else neighbour._keys_of(root, token_ids)
         rest = token_ids[len(known) * page_size :]
         more = page_keys(known[-1] if known else root, rest, page_size)
         return cls(root, page_size, token_ids, (*known, *more))
 
     def _keys_of(self, root: PageKey, token_ids: Int32s) -> tuple[PageKey, ...]:
-        """Keys of the leading pages that hold the same tokens here and there."""
+        """Keys of the leading pages that hold the same tokens in both chains."""
         if root != self.root or self.branches:
             return ()
         length = min(len(self.token_ids), len(token_ids))
@@ -78,7 +78,7 @@ class PageChain:
         return replace(self, token_ids=token_ids, keys=(*self.keys, *more))
 
     def branched(self, num_pages: int, mark: bytes) -> "PageChain":
-        """The chain's first pages; what it is extended by gets names that depend on `mark`."""
+        """The chain's first pages; pages added later get names that depend on `mark`."""
         depth = min(num_pages, len(self.keys))
         key = PageKey(sha256(BRANCH + self.parent(depth) + mark).digest())
         kept = tuple(branch for branch in self.branches if branch[0] < depth)
@@ -124,7 +124,7 @@ class PageChain:
         return names
 
     def tail_key(self) -> PageKey | None:
-        """The name of what comes after the last full page; None: nothing does."""
+        """The name of the tokens after the last full page; None: there are none."""
         depth = len(self.keys)
         tail = self.page_tokens(depth)
         return PageKey(sha256(self.parent(depth) + tail.tobytes()).digest()) if len(tail) else None

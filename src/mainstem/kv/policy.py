@@ -1,20 +1,20 @@
-"""Which stored pages stay, move and go (AttentionStore 3.3): decided here, carried out elsewhere.
+"""Which stored pages stay, move and leave (AttentionStore 3.3). Decides; others move the bytes.
 
     saved --admit--> tier 0 --write--> tier 1 --write--> tier 2 ... --drop--> gone
                       |  ^--load--------'|
                       |  ^--keep---------|   load: ahead of a request; keep: read for one and used
-                      `--release         `--forget     a page may be in several: each copy can go
+                      `--release         `--forget     a page may be in several tiers
 
 Tiers are numbered, the fastest first; tier 0 is host memory, and all pages pass through it. The
 engine's store and `mainstem simulate` drive the same object. It holds names and numbers only, so it
-needs neither bytes nor a clock of its own. Every decision comes back as `Moves`, already written
-down here; whoever carries them out reports a page that could not be moved with `drop`.
+needs neither bytes nor a clock of its own. Every decision is returned as `Moves` and already
+recorded here. If a move fails, the caller reports the page with `drop`.
 
-The order of leaving is a `Ranking`'s (kv/ranking.py), in all tiers alike; one that sees the queue
-lets pages that are waited for go last, the tail of the queue first.
+A `Ranking` (kv/ranking.py) orders evictions, the same in all tiers. If it sees the queue, pages
+that requests wait for are evicted last, those of the queue's tail first.
 
 Pages of one chain leave from its tail, because a prefix without its tail is still useful. A page
-that is worth less than all there is goes straight on to the next tier, or is refused.
+that is worth less than every page of a tier goes to the next tier, or is refused.
 """
 
 from collections.abc import Hashable, Iterable, KeysView, Sequence
@@ -33,31 +33,31 @@ HOST = 0  # the number of the fastest tier
 NOWHERE = 1 << 10  # the tier of a page that is in none
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
 WAITED_FOR = 1 << 100  # worth of a queued page is this less its `when`: above every rank
-UNWAITED = 1 << 90  # above every rank, below what is waited for
-RETURNS_KNOWN = 0.25  # of the host, as many pages that return tell how soon others do
-SPARE_ITEMS = 4096  # outdated heap items that are not worth a clean-up
+UNWAITED = 1 << 90  # above every rank, below pages that requests wait for
+RETURNS_KNOWN = 0.25  # share of the host: after this many returning pages their mean counts
+SPARE_ITEMS = 4096  # fewer outdated heap items are not cleaned up
 
 
 @dataclass(slots=True)
 class Moves(Generic[K]):
     """What has to happen to pages. A key is in one list at most.
 
-    Where a page is to be afterwards, `TierPolicy.places` says. Later moves may follow while these
-    are under way: a copy that is being read when it is to be freed has to be read first.
+    `TierPolicy.places` says where a page belongs afterwards. Later moves may follow while these
+    are in progress: a copy that is being read is freed only after the read.
     """
 
     load: list[K] = field(default_factory=list)  # copy to host; the lower tier keeps its copy
     write: list[K] = field(default_factory=list)  # write to a lower tier, free where it leaves
     free: list[K] = field(default_factory=list)  # free in one tier; another one has it
-    drop: list[K] = field(default_factory=list)  # gone from every tier, or refused on arrival
-    # copies freed in this very call, whose bytes are still there
+    drop: list[K] = field(default_factory=list)  # evicted from every tier, or refused on arrival
+    # copies freed in this call, whose bytes still exist
     forgotten: set[tuple[int, K]] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.load or self.write or self.free or self.drop)
 
     def settled(self) -> "Moves[K]":
-        """The same, with what one page went through in one call shortened to where it ended up."""
+        """The same moves, reduced to one per page: where it ended up."""
         if self.free or self.drop or len(set(self.write)) < len(self.write):
             gone = set(self.drop)
             written = dict.fromkeys(key for key in self.write if key not in gone)
@@ -68,16 +68,16 @@ class Moves(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """How much the tiers hold, in pages and the fastest first, and by which rule pages leave."""
+    """How many pages each tier holds, fastest first, and the rule by which pages leave."""
 
     tier_pages: tuple[int, ...]
     kind: PolicyKind = PolicyKind.LOOKAHEAD
-    headroom: float = HEADROOM  # share of the host kept free; with nothing below none is needed
-    ttl_s: float | None = None  # a page unused for so long is dropped
+    headroom: float = HEADROOM  # share of the host kept free; not used without lower tiers
+    ttl_s: float | None = None  # pages unused for longer are dropped
 
     def __post_init__(self) -> None:
         if not self.tier_pages or min(self.tier_pages) < 0:
-            raise ConfigError(f"a tier cannot hold less than no pages: {self.tier_pages}")
+            raise ConfigError(f"tier sizes cannot be negative or missing: {self.tier_pages}")
         if not 0 <= self.headroom < 1:
             raise ConfigError(f"headroom must be in [0, 1), got {self.headroom}")
         if self.ttl_s is not None and self.ttl_s <= 0:
@@ -99,29 +99,29 @@ class PolicyConfig:
 
 
 class _Entry:
-    """A stored page: where it is, and how it ranks while nobody waits for it."""
+    """A stored page: where it is, and how it ranks while no request waits for it."""
 
     __slots__ = ("is_exempt", "places", "rank", "top", "used_s")
 
     def __init__(self) -> None:
         self.places = 0  # a bit for each tier that has it
         self.top = NOWHERE  # the fastest of these
-        self.is_exempt = False  # makes no room at present
+        self.is_exempt = False  # not evicted at present
         self.rank = 0
         self.used_s = 0.0
 
 
 class TierPolicy(Generic[K]):
-    """Decides for every stored page in which tiers it lives, and when it goes.
+    """Decides which tiers hold each stored page, and when it is evicted.
 
     Call order per request: `expect` when it is queued; `dismiss` when it is served, and only then
-    `admit` with all its pages, used and new ones (or `finish`, which is both): as long as a request
-    waits, its pages are worth more than all others. `make_headroom` and `choose_prefetch` whenever
-    there is time. All cost O(log n) a page; nothing scans a tier.
+    `admit` with all its pages, used and new ones (or `finish`, which is both): while a request
+    waits, its pages are worth more than all others. `make_headroom` and `choose_prefetch` at any
+    time. All cost O(log n) a page; nothing scans a tier.
 
-    Invariant: a tier never holds more than its pages, every entry is in a tier, and every page has
-    an item of its present worth in the heap of the fastest tier that has it. In slower tiers it is
-    a copy: those go before all others there.
+    Invariant: a tier never holds more pages than its size, every entry is in a tier, and every page
+    has an item of its present worth in the heap of the fastest tier that has it. In slower tiers it
+    is a copy: copies are evicted there before all other pages.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -141,7 +141,7 @@ class TierPolicy(Generic[K]):
         self._by_use: dict[K, None] = {}  # least recently used first; filled only with a TTL
         self._window: QueueWindow[K] = QueueWindow(config.host_pages - config.headroom_pages)
         self._next_use = self._window.next_use
-        self._soon = 0.0  # share of pages that returned soon, lately
+        self._soon = 0.0  # recent share of pages that returned soon
         self._wanted: list[tuple[int, K]] = []  # heap of (when, key): near, and not in host
 
     # -- what is where -------------------------------------------------------------------------
@@ -194,10 +194,10 @@ class TierPolicy(Generic[K]):
     # -- the queue -----------------------------------------------------------------------------
 
     def expect(self, ticket: Hashable, keys: Sequence[K], place: int | None = None) -> None:
-        """A request that wants `keys` waits in the queue, at its tail if no `place` is given.
+        """A request for `keys` enters the queue, at its tail if no `place` is given.
 
-        `place` is any number that no other waiting request has, small is soon. `ticket` names the
-        request for `dismiss`.
+        `place` is a number that no other waiting request has; a smaller one is served sooner.
+        `ticket` names the request for `dismiss`.
         """
         if not self._sees_queue:
             return
@@ -205,7 +205,7 @@ class TierPolicy(Generic[K]):
         self._clean()
 
     def dismiss(self, ticket: Hashable) -> None:
-        """The request no longer waits: it was served, or given up."""
+        """The request left the queue: it was served or given up."""
         self._file_all(self._window.leave(ticket))
         self._clean()
 
@@ -220,12 +220,12 @@ class TierPolicy(Generic[K]):
         self._clean()
 
     def admit(self, keys: Sequence[K], now: float, after: Sequence[K | None] = ()) -> Moves[K]:
-        """A chain, whose pages are all in hand, is used and wants to be in the host tier.
+        """A chain, whose pages are all in memory, was used: put it into the host tier.
 
-        Afterwards `places` says where each of its pages belongs; new ones that are among `write`
-        go to a lower tier without staying in the host, those among `drop` are not kept. `after`
-        names the page before each, where that is known: what follows a page that only lower tiers
-        have pushes nobody out of the host, since whoever wants it has to wait for them anyway.
+        Afterwards `places` says where each of its pages belongs. New pages in `write` go to a lower
+        tier without staying in the host; those in `drop` are not kept. `after` names the page
+        before each, if known. A page whose predecessor is only in lower tiers evicts nothing from
+        the host: a request for it has to wait for those tiers anyway.
         """
         moves: Moves[K] = Moves()
         entries, missing = self._entries, []
@@ -239,7 +239,7 @@ class TierPolicy(Generic[K]):
         is_choosy = self._sees_queue and not self._is_lively
         before = dict(zip(keys, after, strict=True)) if after and is_choosy else {}
         for key, entry in reversed(missing):
-            if entries.get(key) is not entry:  # made room for a page before it in the chain
+            if entries.get(key) is not entry:  # evicted for a page before it in the chain
                 continue
             worth, spared = self._worth(key, entry), 0
             previous = before.get(key)
@@ -253,14 +253,13 @@ class TierPolicy(Generic[K]):
         return moves.settled()
 
     def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
-        """Stored pages were brought up for a request, which has them now: may those that came from
-        lower tiers stay in the host?
+        """A request has loaded these stored pages: may those from lower tiers stay in the host?
 
-        If conversations that return mostly do so soon, yes, in place of the least recent. Else they
-        only push out what was last used before they were, until this use: who comes back later than
-        all that is there would be gone again before its next turn. So where more conversations
-        return in turn than the host holds, some are found there instead of none (as in LIRS, the
-        distance between two uses decides). LRU and FIFO admit whatever comes.
+        If most conversations return soon, yes: they evict the least recently used. Otherwise they
+        evict only pages whose last use is older than their own previous use. A conversation that
+        returns later than all those in the host would be evicted again before its next turn. So if
+        more conversations return in turn than the host holds, some are found there instead of none
+        (as in LIRS, the distance between two uses decides). LRU and FIFO admit all pages.
         """
         entries = [(key, entry) for key in keys if (entry := self._entries.get(key)) is not None]
         self._note_returns([entry for _, entry in entries])
@@ -270,7 +269,7 @@ class TierPolicy(Generic[K]):
         for key, entry in entries:
             if not entry.top or self._entries.get(key) is not entry:
                 continue
-            entry.is_exempt = True  # it does not make room for itself
+            entry.is_exempt = True  # it must not be evicted for itself
             is_welcome = self._make_room(HOST, entry.rank, moves, self._headroom_pages)
             entry.is_exempt = False
             if is_welcome:
@@ -281,7 +280,7 @@ class TierPolicy(Generic[K]):
         return moves.settled()
 
     def _note_returns(self, entries: Sequence[_Entry]) -> None:
-        """What share of pages comes back so soon that the host would have had them all along."""
+        """Update the share of pages that return so soon that an LRU host would still have them."""
         host_pages = max(1, self.config.host_pages)
         num_soon = sum(self._clock - entry.rank <= host_pages for entry in entries)
         weight = min(1.0, len(entries) / (RETURNS_KNOWN * host_pages))
@@ -289,14 +288,14 @@ class TierPolicy(Generic[K]):
 
     @property
     def _is_lively(self) -> bool:
-        """Whether more is found in the host if what returns pushes out the least recent than if it
-        stays as it is: the latter finds its share of all that is stored."""
+        """Whether LRU in the host finds more than leaving the host as it is, which finds the host's
+        share of all stored pages."""
         return self._soon * len(self._entries) > self.config.host_pages
 
     def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
         """`dismiss` and `admit` for a request that was served; its pages are filed only once."""
         waited_for = self._window.leave(ticket)
-        if keys[: len(waited_for)] == waited_for:  # then `admit` files what nobody waits for
+        if keys[: len(waited_for)] == waited_for:  # `admit` files the unwaited pages
             waited_for = [key for key in waited_for if key in self._next_use]
         self._file_all(waited_for)
         return self.admit(keys, now)
@@ -316,12 +315,12 @@ class TierPolicy(Generic[K]):
             elif not entry.places:
                 self._remove(key)
                 moves.drop.append(key)
-        moves.drop = [key for key in moves.drop if key not in self._entries]  # found after all
+        moves.drop = [key for key in moves.drop if key not in self._entries]  # found again
         self._clean()
         return moves.settled()
 
     def back_up(self, tier: int, keys: Sequence[K]) -> Moves[K]:
-        """Have host pages in a lower tier too, where only older pages must go for it.
+        """Copy host pages to a lower tier too, unless newer pages would be evicted for it.
 
         The copies are listed in `write`; the host keeps its own.
         """
@@ -338,10 +337,10 @@ class TierPolicy(Generic[K]):
         return moves.settled()
 
     def choose_prefetch(self, *limits: int) -> Moves[K]:
-        """Bring pages of near requests from lower tiers to host, soonest first; `limits` says how
-        many of each tier, from tier 1 on.
+        """Bring pages of near requests from lower tiers to host, soonest first; `limits` is the
+        maximum for each tier, from tier 1 on.
 
-        Host pages that are wanted later make room; the headroom is left alone.
+        Host pages that are wanted later are evicted for them; the headroom stays free.
         """
         moves: Moves[K] = Moves()
         entries, wanted, left = self._entries, self._wanted, [0, *limits]
@@ -349,7 +348,7 @@ class TierPolicy(Generic[K]):
             entry = entries.get(key)
             if entry is not None and entry.top and self._window.is_near(key):
                 self._want(key)
-        put_off: list[tuple[int, K]] = []  # in tiers of which no more may be brought
+        put_off: list[tuple[int, K]] = []  # in tiers whose limit is reached
         sources: list[tuple[int, K]] = []
         while wanted and any(left):
             when, key = wanted[0]
@@ -369,7 +368,7 @@ class TierPolicy(Generic[K]):
                 break
             heappop(wanted)
             self._enter(HOST, key, entry)
-            del self._copies[source][key]  # it is what is to be loaded: it cannot make room yet
+            del self._copies[source][key]  # it is about to be read: not to be evicted yet
             sources.append((source, key))
             left[source] -= 1
             moves.load.append(key)
@@ -407,7 +406,7 @@ class TierPolicy(Generic[K]):
     def expire(self, now: float) -> list[K]:
         """Drop pages that were not used for the TTL; returns them.
 
-        Those that are waited for, too: a TTL is a promise to those whose pages they are.
+        Pages that requests wait for, too: the TTL is a promise to the users who own the data.
         """
         ttl_s = self.config.ttl_s
         gone: list[K] = []
@@ -423,15 +422,15 @@ class TierPolicy(Generic[K]):
         return gone
 
     def drop(self, keys: Iterable[K]) -> None:
-        """These pages are gone from every tier: damaged, deleted, or a move failed."""
+        """Remove pages from every tier: they are damaged or deleted, or a move failed."""
         for key in keys:
             if key in self._entries:
                 self._remove(key)
         if not self._entries:
-            self._soon = 0.0  # who comes now is a stranger
+            self._soon = 0.0  # all pages to come are new
 
     def drop_from(self, tier: int, keys: Iterable[K]) -> None:
-        """These pages are gone from one tier; they stay where else they are."""
+        """Remove pages from one tier; copies in other tiers stay."""
         for key in keys:
             entry = self._entries.get(key)
             if entry is None or not entry.places >> tier & 1:
@@ -444,7 +443,7 @@ class TierPolicy(Generic[K]):
     # -- inside --------------------------------------------------------------------------------
 
     def _worth(self, key: K, entry: _Entry) -> int:
-        """What decides who leaves: the smallest goes first."""
+        """The page with the smallest worth is evicted first."""
         when = self._next_use.get(key)
         return entry.rank if when is None else WAITED_FOR - when
 
@@ -511,8 +510,8 @@ class TierPolicy(Generic[K]):
         return None
 
     def _make_room(self, tier: int, worth: int, moves: Moves[K], spared: int = 0) -> bool:
-        """Room for a page of `worth`, `spared` pages apart: copies go first, then what is worth
-        less; False if all there are worth more."""
+        """Make room for a page of `worth` and leave `spared` places free: evict copies first, then
+        pages worth less. False if all are worth more."""
         if self._counts[tier] + spared < self._pages[tier]:
             return True
         if self._copies[tier]:
@@ -527,7 +526,7 @@ class TierPolicy(Generic[K]):
         moves.free.append(key)
 
     def _push_out(self, tier: int, worth: int | None, moves: Moves[K]) -> bool:
-        """Have the page of least worth leave a tier, to a lower one if it is worth a place there;
+        """Evict the page of least worth from a tier, to a lower one if it is worth a place there;
         False if none is worth less than `worth`."""
         key = self._pop(tier, worth)
         if key is None:
@@ -570,20 +569,20 @@ class TierPolicy(Generic[K]):
             del self._copies[tier][key]
         elif places:
             entry.top = (places & -places).bit_length() - 1
-            self._copies[entry.top].pop(key, None)  # it may be what is to be loaded
+            self._copies[entry.top].pop(key, None)  # it may be about to be read
             self._settle_at_top(key, entry)
         else:
             entry.top = NOWHERE
 
     def _settle_at_top(self, key: K, entry: _Entry) -> None:
-        """A page may go from its fastest tier from here on; below host it may be wanted back."""
+        """A page may be evicted from its fastest tier from now on, or prefetched from it."""
         self._file(key, entry)
         if entry.top and self._window.is_near(key):
             self._want(key)
 
     def _want(self, key: K) -> None:
         when = self._next_use.get(key)
-        assert when is not None, "near pages are waited for"
+        assert when is not None, "a near page has no next use"
         heappush(self._wanted, (when, key))
 
     def _remove(self, key: K) -> None:
@@ -614,7 +613,7 @@ class TierPolicy(Generic[K]):
             places |= 1 << tier
         for entry in entries.values():
             assert entry.places, "an entry is in no tier"
-            assert not entry.places & ~places, "an entry is in a tier that there is not"
+            assert not entry.places & ~places, "an entry is in a tier that does not exist"
         if self.config.ttl_s is not None:
             assert self._by_use.keys() == entries.keys(), "a page cannot expire"
             times = [entries[key].used_s for key in self._by_use]

@@ -1,4 +1,4 @@
-"""The device pages and how many hold each."""
+"""The device pages and how many holders each has."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.holders = np.zeros(num_pages, np.int32)  # read freely, changed only here
+        self.holders = np.zeros(num_pages, np.int32)  # others may only read it
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # a stack, page 0 on top
         self._num_free = num_pages
 
@@ -25,7 +25,7 @@ class PagePool:
     def take(self, count: int) -> Int32s:
         """Lend `count` pages with one holder each, in order, or raise OutOfPages and lend none.
 
-        Neighbours are read faster than scattered pages, so what can be a run is one.
+        Neighbours are read faster than scattered pages, so pages are lent as runs where possible.
         """
         if count > self._num_free:
             raise OutOfPages(wanted=count, free=self._num_free)
@@ -52,7 +52,7 @@ class PagePool:
         self._num_free = top + len(freed)
 
     def recount(self, holders: Int32s) -> None:
-        """So many hold each page, however far an interrupted call came."""
+        """Set the holders of every page, after a call that may have been interrupted."""
         self.holders[:] = holders
         free = np.flatnonzero(holders == 0)
         self._num_free = len(free)
@@ -65,4 +65,4 @@ class PagePool:
         assert not self.holders[free].any(), "a page is both free and held"
         held = int((self.holders > 0).sum())
         assert len(free) + held == self.num_pages, "a page was lost"
-        assert (self.holders >= 0).all(), "a page has fewer than no holders"
+        assert (self.holders >= 0).all(), "negative number of holders"

@@ -1,7 +1,7 @@
 """Questions to tiers that other processes fill: which of these pages do you have?
 
-Nothing is listed, so what a shared tier has is found by asking. An answer comes when it comes; who
-would wait for it too long does not, and it is of use to the next.
+A shared tier does not list its pages, so it is asked. An answer may take long: a request that would
+wait too long for it starts without it, and the answer serves the next request.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from mainstem.core.ids import PageKey
 from mainstem.kv.tier import LowerTier
 
 MAX_ASKED = 4096  # pages of one question
-SURE = 1.5  # an answer is waited for where there is time for this many round trips
+SURE = 1.5  # wait for an answer if there is time for this many round trips
 
 
 @dataclass(slots=True, eq=False)
@@ -21,20 +21,20 @@ class _Question:
 
     asked_s: float
     num_open: int  # tiers that have not answered
-    give_up_s: float = float("inf")  # when whoever waits for the answer does so no longer
+    give_up_s: float = float("inf")  # when requests stop waiting for the answer
     is_late: bool = False
 
 
 class Questions:
-    """Questions under way, by the last page that each asks for."""
+    """Open questions, by the last page that each asks for."""
 
     def __init__(self, tiers: Sequence[LowerTier]) -> None:
         self._tiers = tiers
         self._open: dict[PageKey, _Question] = {}
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask for pages in chain order that nobody here has; returns the key that the answer goes
-        by. None: nobody is to be asked."""
+        """Ask for pages, in chain order, that are not stored here; returns the key of the answer.
+        None: there is nothing to ask, or no tier to be asked."""
         tiers = [tier for tier in self._tiers if tier.is_open]
         asked = keys[:MAX_ASKED]
         if not tiers or not asked:
@@ -46,12 +46,12 @@ class Questions:
         return asked[-1]
 
     def is_open(self, key: PageKey) -> bool:
-        """Whether an answer is still to come, late or not."""
+        """Whether an answer is still expected, late or not."""
         return key in self._open
 
     def awaits(self, key: PageKey, most_s: float) -> bool:
-        """Whether somebody who waits at most `most_s` for an answer should: it is expected before.
-        The wait ends with the answer, or when that time is over."""
+        """Whether a request should wait for the answer: it is expected within `most_s`. The wait
+        ends with the answer or after `most_s`."""
         question = self._open.get(key)
         if question is None or question.is_late:
             return False
@@ -61,7 +61,7 @@ class Questions:
         return True
 
     def note_answer(self, key: PageKey) -> bool:
-        """A tier has answered; whether all have."""
+        """A tier has answered; returns whether all have."""
         question = self._open[key]
         question.num_open -= 1
         if not question.num_open:
@@ -69,7 +69,7 @@ class Questions:
         return not question.num_open
 
     def take_late(self) -> list[PageKey]:
-        """Answers that nobody waits for any more, told once."""
+        """Answers whose wait is over; each is returned once."""
         if not self._open:
             return []
         now_s = monotonic()

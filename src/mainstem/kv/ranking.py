@@ -1,7 +1,7 @@
 """In which order pages leave a tier: the smallest rank goes first.
 
-A ranking says what a use does to a page's rank. `TierPolicy` asks it for every page it stores, the
-index of the device for arrays of pages, so `used` takes and returns numbers or arrays of them.
+A ranking says what a use does to a page's rank. `TierPolicy` calls it for single pages, the index
+of the device for arrays of pages, so `used` takes and returns numbers or arrays of them.
 """
 
 from enum import Enum
@@ -15,7 +15,7 @@ R = TypeVar("R", int, Int64s)
 
 
 class Ranking(Protocol):
-    """How pages are ordered while nobody in the queue waits for them."""
+    """How pages are ordered while no queued request waits for them."""
 
     @property
     def sees_queue(self) -> bool:
@@ -25,7 +25,7 @@ class Ranking(Protocol):
 
     @property
     def has_headroom(self) -> bool:
-        """Whether part of host memory is kept free for what comes."""
+        """Whether part of host memory is kept free for new pages."""
         ...
 
     def used(self, rank: R, clock: int) -> R:
@@ -54,14 +54,14 @@ class Fifo:
 
 
 class Lookahead(Lru):
-    """Of pages that nobody waits for the least recently used; then the queue's tail
+    """First the least recently used page that no request waits for; then the queue's tail
     (AttentionStore 3.3)."""
 
     sees_queue = True
 
 
 class Belady(Lookahead):
-    """As lookahead, without headroom: the bound for what is known of the queue."""
+    """As lookahead, without headroom: the upper bound for what is known of the queue."""
 
     has_headroom = False
 

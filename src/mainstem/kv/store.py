@@ -1,4 +1,4 @@
-"""KVStore: the one door to pages, on the device and in the tiers below it."""
+"""KVStore: the only way to pages, on the device and in the tiers below it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from mainstem.kv.stored import NOTHING_STORED, Stored
 from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.traffic import Traffic
 
-EVICT_SHARE = 64  # of all pages one in so many is given up at a time
+EVICT_SHARE = 64  # 1/64 of all pages is evicted at a time
 DEFAULT_CONFIG = StoreConfig()
 
 
@@ -31,20 +31,20 @@ class Lookup(Enum):
 
     MISS = "miss"
     READY = "ready"
-    LOADING = "loading"  # on its way: being computed by somebody else, or read from a lower tier
+    LOADING = "loading"  # another sequence computes it, or a lower tier reads it
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How much of a chain of keys is there."""
+    """How much of a chain of keys the store has."""
 
     pages: Int32s  # the leading READY pages
     outcome: Lookup  # of the first page after them; READY when none is left
-    awaited: PageKey | None = None  # LOADING: the deepest page that is on its way
+    awaited: PageKey | None = None  # LOADING: the deepest page that is being filled
     similar_page: int | None = None  # MISS: a READY page that begins like the missing one ...
     similar_tokens: int = 0  # ... and for how many tokens
-    stored: Stored = NOTHING_STORED  # MISS: pages after these that `load` can bring up
-    loads: Int32s | None = None  # the last of `pages` are on their way: a step must wait for these
+    stored: Stored = NOTHING_STORED  # MISS: pages after these that `load` can load
+    loads: Int32s | None = None  # loads of the last `pages` that a step must wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class StoredRun:
     chain: PageChain
     first: int
     num_pages: int
-    limit_s: float = READ_LIMIT_S  # whoever wants them would rather compute them after that
+    limit_s: float = READ_LIMIT_S  # after that, computing them is faster
 
     @property
     def keys(self) -> tuple[PageKey, ...]:
@@ -65,8 +65,8 @@ class KVStore:
     """Lends pages to sequences and remembers what is in them.
 
     take/give_back lends empty pages; lease/release lends filled ones; reserve/commit/abort names
-    pages while they are filled. Pages are given up for room only while nobody holds them.
-    With tiers below the device, filled pages are saved as they come, and loaded when asked for.
+    pages while they are filled. Only pages without holders are evicted. With tiers below the
+    device, filled pages are saved as steps fill them, and loaded on request.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class KVStore:
         self._index = PrefixIndex(self._pool, page_size, bus, ranking)
         self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
         self._identity = identity
-        self._last_chain: PageChain | None = None  # prompts that share much come together
+        self._last_chain: PageChain | None = None  # prompts with a common prefix arrive together
         self._bus = bus
         self._traffic: Traffic | None = None
         if tiers is not None:
@@ -112,15 +112,15 @@ class KVStore:
         return self.num_pages - self.num_takeable() - only_copied
 
     def watch_queue(self, awaited: Callable[[int], Sequence[Sequence[PageKey]]]) -> None:
-        """`awaited` says which chains queued requests wait for, the soonest first, and up to a
-        number of pages. It is called when the device must give up pages: these go last."""
+        """`awaited` returns the chains that queued requests wait for, the soonest first, up to a
+        number of pages. It is called when the device must evict: these pages go last."""
         self._awaited = awaited
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
         """The names of the pages of `token_ids`.
 
-        Full pages of the first `public_tokens` are named without the salt: whoever asks for them
-        finds them, whatever its salt. The salt is mixed in after them.
+        Full pages of the first `public_tokens` are named without the salt, so requests with any
+        salt find them. The salt is mixed in after them.
         """
         num_public = public_tokens // self.page_size
         if not salt or not num_public:
@@ -133,18 +133,18 @@ class KVStore:
         return replace(chain, public_tokens=public_tokens)
 
     def pin(self, chain: PageChain) -> list[PageKey]:
-        """Keep the READY pages of a chain, and the one that begins like its unfinished last page,
-        until room cannot be made without them; returns what to `unpin`."""
+        """Pin the READY pages of a chain, and the page that begins like its partial last page: they
+        are evicted only after all others. Returns what to `unpin`."""
         match = self.lookup(chain, len(chain.token_ids))
         similar = [] if match.similar_page is None else [match.similar_page]
         return self._index.pin([*match.pages.tolist(), *similar])
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
-        """End a pin; pages that are gone already are no matter."""
+        """End a pin; pages that are already evicted are skipped."""
         self._index.unpin(keys)
 
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
-        """How much of the first `num_tokens` of a chain is there."""
+        """How much of the first `num_tokens` of a chain the store has."""
         keys = chain.keys[: num_tokens // self.page_size]
         match = self.find(keys)
         if match.outcome is Lookup.LOADING:
@@ -154,7 +154,7 @@ class KVStore:
         if match.loads is not None:
             if not stored.num_pages:
                 return match
-            # whoever starts now computes what could be loaded next
+            # a sequence that starts now would compute pages that can be loaded
             loading = self._index.loading(match.pages)
             return Match(match.pages[: loading[0]], Lookup.LOADING, keys[loading[-1]])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
@@ -168,7 +168,7 @@ class KVStore:
     def _similar(self, chain: PageChain, depth: int, rest: Int32s) -> tuple[int, int] | None:
         """A page that begins like the tokens after page number `depth`, and for how many.
 
-        Where the public part ends inside a page, that part may be found under its public name.
+        If the public part ends inside a page, that part may be found under its public name.
         """
         own = self._index.best_follower(chain.parent(depth), rest)
         num_public = chain.public_tokens - depth * self.page_size
@@ -179,15 +179,15 @@ class KVStore:
         return max(found, key=lambda match: match[1], default=None)
 
     def has(self, key: PageKey) -> bool:
-        """Whether a page is there or on its way."""
+        """Whether a page is indexed, READY or LOADING."""
         return key in self._index
 
     def is_ready(self, key: PageKey) -> bool:
-        """Whether a page is there, and filled."""
+        """Whether a page is indexed and filled."""
         return self._index.is_ready(key)
 
     def find(self, keys: Sequence[PageKey]) -> Match:
-        """How many of these pages, the leading ones, are there; they need not follow each other."""
+        """How many of these pages, the leading ones, are indexed; they may be of any chains."""
         pages, num_ready = self._index.match(keys)
         if num_ready == len(pages):
             return Match(pages, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
@@ -198,13 +198,13 @@ class KVStore:
         return Match(pages, Lookup.MISS, loads=loads)
 
     def take(self, count: int) -> Int32s:
-        """Lend `count` empty pages, giving up idle ones for it; or raise OutOfPages, lend none."""
+        """Lend `count` empty pages, evicting idle ones; or raise OutOfPages and lend none."""
         short = count - self._pool.num_free
         if short > 0:
             idle = self._index.num_idle()
             if short > idle:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
-            # some more than needed: finding the oldest costs the same for one page and for many
+            # evict more than needed: finding the oldest costs the same for one page and for many
             spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
             awaited = self._awaited(self.num_pages) if self._index.sees_queue else ()
             gone = self._index.evict(max(short, spare), awaited)
@@ -214,8 +214,7 @@ class KVStore:
     def give_back(self, pages: Int32s, num_wanted: int | None = None) -> None:
         """A sequence no longer needs `pages`; named ones stay as cache, most recently used.
 
-        Where it is known that only the first `num_wanted` will be asked for again, the others are
-        the first to go.
+        If only the first `num_wanted` will be asked for again, the others are evicted first.
         """
         self._index.touch(pages[:num_wanted])
         if num_wanted is not None:
@@ -229,7 +228,7 @@ class KVStore:
         self._pool.share(pages)
 
     def release(self, pages: Int32s) -> None:
-        """End a lease without a trace: the pages are no more recently used than before."""
+        """End a lease that does not count as a use: the order of eviction stays as before."""
         self._pool.give_back(pages)
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
@@ -240,20 +239,20 @@ class KVStore:
         self._index.reserve(chain, first, pages[: self._index.num_nameable(keys)])
 
     def reserve_tail(self, chain: PageChain, page: int) -> None:
-        """The same for the page of the chain's last tokens, which do not fill it: others find what
-        they have in common with it. Tiers below the device do not hear of it."""
+        """The same for the page of the chain's last tokens, which do not fill it: other sequences
+        find the tokens they share with it. It is not saved to lower tiers."""
         self._index.reserve_tail(chain, page)
 
     def commit_tail(self, page: int) -> None:
-        """The step on its way fills such a page as far as it goes."""
+        """The launched step fills such a page with its last tokens."""
         self._index.commit(np.array([page], np.int32))
 
     def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
-        """Keep what was computed of a prompt beside its pages, while they are there."""
+        """Keep a prompt's logprobs as long as its pages."""
         self._index.keep_logprobs(chain, found)
 
     def known_logprobs(self, match: Match, num_top: int) -> list[TokenLogprobs | None]:
-        """Logprobs of the first tokens of a match, as many as are kept beside its pages."""
+        """Logprobs of the first tokens of a match, as many as are kept with its pages."""
         kept, found = self._index.logprobs, list[TokenLogprobs | None]()
         if num_top > MAX_TOP:
             return found
@@ -269,20 +268,20 @@ class KVStore:
         return [None, *found[1:]] if found else found
 
     def commit(self, pages: Int32s) -> list[PageKey]:
-        """Reserved pages are filled by a step on its way; returns the keys now READY."""
+        """A launched step fills these reserved pages; returns the keys now READY."""
         if self._traffic is not None:
             self._traffic.commit(pages)
         return self._index.commit(pages)
 
     def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
-        """Pages that steps have filled with `tokens`, [pages, page_size], get their names, where
-        what comes before them is READY, and are saved."""
+        """Name and save pages that steps have filled with `tokens`, [pages, page_size], if the page
+        before each is READY."""
         self._index.name(pages, names, tokens)
         if self._traffic is not None:
             self._traffic.note_filled(pages)
 
     def abort(self, pages: Int32s) -> list[PageKey]:
-        """Whatever of `pages` was reserved and not filled loses its name; returns these keys."""
+        """Forget those of `pages` that were reserved and not filled; returns their keys."""
         return self._index.abort(pages)
 
     # --- tiers below the device -----------------------------------------------------------------
@@ -293,7 +292,7 @@ class KVStore:
 
     @property
     def num_loads(self) -> int:
-        """Loads under way."""
+        """Loads in progress."""
         return 0 if self._traffic is None else self._traffic.num_loads
 
     @property
@@ -307,7 +306,7 @@ class KVStore:
         return self._traffic is not None and self._traffic.saving is Saving.DECODING
 
     def save_as(self, saving: Saving) -> None:
-        """Save pages at other moments from now on."""
+        """Change when pages are saved."""
         if self._traffic is not None:
             self._traffic.saving = saving
 
@@ -316,23 +315,23 @@ class KVStore:
         return NOTHING_STORED if self._traffic is None else self._traffic.find(keys)
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask tiers that other processes fill for pages that nobody here has; returns the key that
-        the answer goes by, which `poll` tells. None: nobody is to be asked."""
+        """Ask shared tiers for pages that are not stored here; returns the key of the answer, which
+        `poll` returns. None: there is no tier to ask."""
         return None if self._traffic is None else self._traffic.tiers.ask(keys)
 
     def is_asked(self, key: PageKey) -> bool:
-        """Whether an answer is still to come."""
+        """Whether an answer is still expected."""
         return self._traffic is not None and self._traffic.tiers.questions.is_open(key)
 
     def awaits(self, key: PageKey, most_s: float) -> bool:
-        """Whether an answer should be waited for, up to `most_s` after the question."""
+        """Whether a request should wait for an answer, up to `most_s` after the question."""
         return self._traffic is not None and self._traffic.tiers.questions.awaits(key, most_s)
 
     def load(self, run: StoredRun, kept: Int32s, start_layers: int) -> PageKey | None:
-        """Bring up a run of pages that lower tiers have, giving up none of `kept` for it.
+        """Load a run of pages from lower tiers, without evicting any of `kept`.
 
-        Returns the key to wait for; None: there is no way now. Raises OutOfPages. A prompt may
-        start on pages that are on their way once `start_layers` layers of them are there.
+        Returns the key to wait for; None: nothing can be loaded now. Raises OutOfPages. A prompt
+        may start on the pages once `start_layers` layers of them are loaded.
         """
         assert self._traffic is not None
         self.lease(kept)
@@ -344,28 +343,28 @@ class KVStore:
         return self._traffic.load(run.chain, run.first, pages, start_layers, run.limit_s)
 
     def launched(self, step_id: StepId) -> None:
-        """What was committed since the last step is filled by this one."""
+        """This step fills the pages committed since the last step."""
         if self._traffic is not None:
             self._traffic.launched(step_id)
 
     def settle(self, step_id: StepId) -> None:
-        """Steps up to this one have run: what they filled is saved."""
+        """Steps up to this one have run: save the pages they filled."""
         if self._traffic is not None:
             self._traffic.settle(step_id)
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
-        """Look at copies under way; returns keys somebody may have waited for. A step that is made
+        """Check copies in progress; returns keys that a request may wait for. A step that is made
         now runs in `lead_s` at the earliest."""
         return [] if self._traffic is None else self._traffic.poll(lead_s)
 
     def expect(self, place: int, chain: PageChain) -> None:
-        """Somebody who wants the chain waits, at a place in the queue that nobody else has: lower
-        tiers keep and bring nearer what it needs."""
+        """A request for the chain entered the queue, at a place that no other request has. Lower
+        tiers keep and prefetch the pages it needs."""
         if self._traffic is not None:
             self._traffic.tiers.expect(place, chain.keys)
 
     def prefetch(self) -> None:
-        """Bring to host memory what those that wait need next."""
+        """Bring the pages that waiting requests need next to host memory."""
         if self._traffic is not None:
             self._traffic.tiers.prefetch()
 
@@ -375,19 +374,19 @@ class KVStore:
             self._traffic.tiers.dismiss(place)
 
     def flush(self) -> None:
-        """Return when everything that was to be saved is saved."""
+        """Return when all pending saves are done."""
         if self._traffic is not None:
             self._traffic.flush()
 
     def close(self) -> None:
-        """Finish saving what was to be saved."""
+        """Finish all pending saves."""
         if self._traffic is not None:
             self._traffic.tiers.end_soon()
             self._traffic.flush()
             self._traffic.tiers.close()
 
     def reclaim(self) -> None:
-        """No sequence holds a page any more, nor fills one, whatever became of those that did."""
+        """Free all pages: no sequence holds or fills one any more, however the last ones ended."""
         num_copies = np.zeros(self.num_pages, np.int32)
         if self._traffic is not None:
             num_copies = self._traffic.num_copies
@@ -396,8 +395,8 @@ class KVStore:
 
     @contextmanager
     def distrust(self) -> Iterator[None]:
-        """A step failed: nothing is saved while sequences give their pages back, and what nobody
-        holds on the device afterwards is forgotten."""
+        """A step failed: save nothing while sequences give their pages back, and then forget all
+        device pages without holders."""
         if self._traffic is None:
             yield
         else:
@@ -406,7 +405,7 @@ class KVStore:
         self._clear_device()
 
     def clear(self) -> int:
-        """Forget every page nobody holds, in every tier; returns how many device pages."""
+        """Forget every page without holders, in every tier; returns how many device pages."""
         if self._traffic is not None:
             self._traffic.tiers.clear()
         count = self._clear_device()

@@ -1,4 +1,4 @@
-"""Records of stored pages: where each is, those on their way to the device, what came to an end."""
+"""Records of stored pages: where each is, loads in progress, and what has ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from mainstem.kv.transfer import LoadId, Transfer
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A page that is stored, or about to be."""
+    """A page that is stored or being saved."""
 
     key: PageKey
     token_ids: bytes
@@ -19,13 +19,13 @@ class Entry:
     full: int = 0  # ... and those of them that have its bytes
     holds: int = 0  # copies that use its places
     is_lost: bool = False
-    skips_load: bool = False  # a load that began with it failed: whoever asks next computes it
+    skips_load: bool = False  # a load that began with it failed: the next request computes it
     is_recovered: bool = False  # from an earlier process: its parent is not known
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Pages on their way to the device."""
+    """Pages being loaded to the device."""
 
     load_id: LoadId
     keys: Sequence[PageKey]
@@ -41,13 +41,13 @@ class Load:
 
 @dataclass(slots=True)
 class Arrivals:
-    """What came to an end since the last look."""
+    """What ended since the last `poll`."""
 
     loaded: list[Load] = field(default_factory=list)
     failed: list[Load] = field(default_factory=list)
-    startable: list[Load] = field(default_factory=list)  # not there yet, but soon enough
+    startable: list[Load] = field(default_factory=list)  # loaded in time for a step
     saved: list[Int32s] = field(default_factory=list)  # device pages that were copied
-    answered: list[PageKey] = field(default_factory=list)  # see `ask`; or not waited for any more
+    answered: list[PageKey] = field(default_factory=list)  # or no longer waited for
 
 
 @dataclass(frozen=True, slots=True)

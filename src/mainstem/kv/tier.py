@@ -3,10 +3,11 @@
     host memory    the first: its other side is the device (kv/host.py)
     disk           kv/bytes/disk.py
     a server       kv/bytes/remote.py; other processes put pages there, too
-                   each is slower than the one before it, and reached through host memory
 
-A tier knows where its pages lie and moves their bytes; which pages it is given is decided
-elsewhere. It is owned by one thread, and nothing here waits except `flush` and `close`.
+Each is slower than the one before it. Pages pass through host memory.
+
+A tier knows where its pages are and moves their bytes; kv/policy.py decides which pages it gets.
+One thread owns it. Only `flush` and `close` block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a shared tier has of the pages it was asked for: the leading ones. They have places."""
+    """The leading pages of a question that a shared tier has."""
 
     asked: PageKey  # the last of them
     keys: Sequence[PageKey]
@@ -101,7 +102,7 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was given."""
+        """Finish all writes and deletes."""
         ...
 
 
@@ -113,53 +114,53 @@ class LowerTier(Tier, Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes put pages there: then it is asked what it has."""
+        """Whether other processes put pages there: then `ask` finds them."""
         ...
 
     @property
     def is_open(self) -> bool:
-        """Whether questions have a chance at present."""
+        """Whether questions can be answered at present."""
         ...
 
     @property
     def can_write(self) -> bool:
-        """Whether writes have a chance at present."""
+        """Whether writes can succeed at present."""
         ...
 
     @property
     def num_writes_pending(self) -> int:
-        """Pages given to `write` whose outcome `poll` has not told."""
+        """Pages given to `write` whose outcome `poll` has not returned."""
         ...
 
     def recover(self) -> Sequence[StoredPage]:
-        """The pages that are there at the start, least recently used first; asked once."""
+        """The pages in the tier at the start, least recently used first; called once."""
         ...
 
     def opened(self, num_pages: int) -> StoreOpened | None:
-        """What to tell of the start, with so many pages of it kept; None: nothing."""
+        """The event for the start, after which the tier holds `num_pages`; None: no event."""
         ...
 
     def write(self, job: WriteJob) -> None:
-        """Write a page that has a place; its buffer must stay as it is until `poll` tells the
+        """Write a page that has a place; its buffer must not change until `poll` returns the
         outcome."""
         ...
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
-        """Read pages into their buffers, which belong to the tier until `poll` tells the outcome.
-        After `limit_s` nobody wants them: a tier that can gives them up then."""
+        """Read pages into their buffers, which belong to the tier until `poll` returns the outcome.
+        After `limit_s` no request needs them: a tier may give them up then."""
         ...
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
-        """Keep for others, and for the next start, when pages were last used."""
+        """Record when pages were last used, for other processes and the next start."""
         ...
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask a shared tier which of `keys`, the leading ones, it has: an Answer of `poll`. Where
-        it cannot be asked it has none."""
+        """Ask a shared tier which leading `keys` it has; `poll` returns an Answer. If the tier
+        cannot be asked, it has none."""
         ...
 
     def end_soon(self) -> None:
-        """It will be closed: a tier that others keep may be given up if it is slow."""
+        """`close` will be called: a slow shared tier may give up its writes."""
         ...
 
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:

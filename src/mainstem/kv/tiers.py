@@ -1,6 +1,6 @@
-"""The tiers below the device, behind the policy that decides who stays where.
+"""The tiers below the device; the policy decides which pages stay where.
 
-A stored page, its bytes and who uses them (tier 0 is host memory):
+A stored page, its bytes and the copies that use them (tier 0 is host memory):
 
     save ---> slot (filling) ---> slot (full) ---> lower tier (being written) ---> lower tier (full)
                                     ^  |                                              |
@@ -8,9 +8,9 @@ A stored page, its bytes and who uses them (tier 0 is host memory):
                                     `----------------- read: a load or a prefetch ----'
 
 The policy says where a page should be; the bytes follow as soon as no copy uses them (`_settle`).
-Copies count as `holds`, so a place is never reused under one. What one lower tier gives up for the
-next goes by a slot, too. Owned by the engine's thread; copies and the work of lower tiers go on
-elsewhere and are looked at in `poll`.
+Copies count as `holds`, so a place is never reused during one. A page that moves from one lower
+tier to the next passes through a slot, too. The engine's thread owns this; copies and lower tiers
+work on other threads, and `poll` collects their results.
 """
 
 from collections import Counter, deque
@@ -44,9 +44,9 @@ from mainstem.kv.tier import Answer, LowerTier, Read, ReadJob, Tier, WriteJob, W
 from mainstem.kv.transfer import Link, LoadId, PageCopier
 
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
-READ_LIMIT_S = 5.0  # for what nobody waits for in particular
-READ_AHEAD_S = 0.02  # reading ahead gives a tier so much to do: loads must not queue behind it
-CHORE_S = 0.5  # between looks at what has expired
+READ_LIMIT_S = 5.0  # default for reads, as for prefetches
+READ_AHEAD_S = 0.02  # limit of prefetches queued in a tier, so that loads are not delayed
+CHORE_S = 0.5  # between checks for expired pages
 IN_HOST = 1 << HOST
 NO_PAGES = np.empty(0, np.int32)
 
@@ -65,21 +65,21 @@ class LowerTiers:
         self._host = host = HostTier(copier)
         self._below: list[tuple[int, LowerTier]] = list(enumerate(below, HOST + 1))
         self._tiers: list[Tier] = [host, *below]
-        self.links: list[Link] = [tier.link for tier in self._tiers]  # the way up from each
+        self.links: list[Link] = [tier.link for tier in self._tiers]  # from each tier upwards
         self._bus = bus
         host_pages = max(1, host.num_places - 1 - host.num_places // SLACK)
         tier_pages = (host_pages, *(tier.num_places for tier in below))
         self._policy: TierPolicy[PageKey] = TierPolicy(PolicyConfig(tier_pages, kind, ttl_s=ttl_s))
         self._entries: dict[PageKey, Entry] = {}
         self._loads: list[Load] = []
-        self._arrivals = Arrivals()  # that nobody was told of yet
-        # the oldest are forgotten where a tier cannot keep up: they have left host memory
+        self._arrivals = Arrivals()  # not returned by `poll` yet
+        # if a tier cannot keep up, the oldest are forgotten: they have left host memory
         self._to_back_up = [deque[PageKey](maxlen=host.num_places) for _ in self._tiers]
         self._shared = [(number, tier) for number, tier in self._below if tier.is_shared]
-        self._untold = {tier.name for _, tier in self._shared}  # events do not tell of these
+        self._untold = {tier.name for _, tier in self._shared}  # tiers without page events
         self._in_shared = sum(1 << number for number, _ in self._shared)
         self.questions = Questions([tier for _, tier in self._shared])
-        self._used: set[PageKey] = set()  # used since lower tiers were told
+        self._used: set[PageKey] = set()  # not reported to lower tiers yet
         self._next_chore_s = 0.0
         for number, tier in self._below:
             self._recover(number, tier, ttl_s)
@@ -99,7 +99,7 @@ class LowerTiers:
 
     @property
     def num_copies(self) -> int:
-        """Saves and loads under way."""
+        """Saves and loads in progress."""
         return self._host.num_saves + len(self._loads)
 
     @property
@@ -112,7 +112,7 @@ class LowerTiers:
         return self._host.num_pages_saving
 
     def has(self, key: PageKey) -> bool:
-        """Whether a page is stored or being saved; what only others may have kept is not."""
+        """Whether a page is stored or being saved; pages in shared tiers only do not count."""
         entry = self._entries.get(key)
         if entry is None or not self._in_shared:
             return entry is not None
@@ -137,7 +137,7 @@ class LowerTiers:
         return Stored(num_pages, tuple(counts[HOST + 1 :]))
 
     def stored_keys(self) -> dict[str, set[PageKey]]:
-        """The pages that could be loaded, by tier; shared tiers are not ours to tell of."""
+        """The pages that could be loaded, by tier, without shared tiers."""
         entries = self._entries.values()
         return {
             tier.name: {entry.key for entry in entries if entry.full >> number & 1}
@@ -148,8 +148,8 @@ class LowerTiers:
     # --- the queue ------------------------------------------------------------------------------
 
     def expect(self, place: int, keys: Sequence[PageKey]) -> None:
-        """Somebody who wants `keys` waits, at a place of its own in the queue, small is soon; what
-        it needs from lower tiers is read ahead."""
+        """A request for `keys` entered the queue at `place`; a smaller place is served sooner. The
+        pages that it needs are prefetched."""
         self._policy.expect(place, keys, place)
 
     def dismiss(self, place: int) -> None:
@@ -165,12 +165,12 @@ class LowerTiers:
     # --- what other processes have ---------------------------------------------------------------
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask shared tiers for the pages of a chain that are not known yet; returns the key that
-        the answer goes by. None: nobody is to be asked."""
+        """Ask shared tiers for the pages of a chain that are not known yet; returns the key of the
+        answer. None: there is no tier to ask."""
         return self.questions.ask(keys[self.find(keys).num_pages :]) if self._shared else None
 
     def _take_answer(self, number: int, answer: Answer) -> None:
-        """Pages that others have put into a tier, or that we did before it was lost."""
+        """Add pages that other processes put into a tier, or this one before it lost the tier."""
         if self.questions.note_answer(answer.asked):
             self._arrivals.answered.append(answer.asked)
         bit = 1 << number
@@ -183,7 +183,7 @@ class LowerTiers:
                 entry.taken |= bit
                 entry.full |= bit
                 entries.append(entry)
-        # the head of a chain goes last
+        # least recently used first: the head of a chain is evicted last
         moves = self._policy.recover(number, [e.key for e in reversed(entries)], monotonic())
         self._carry_out(moves, "room")
         for key in answer.keys:
@@ -191,7 +191,7 @@ class LowerTiers:
                 self._settle(entry)
 
     def _empty(self, number: int) -> None:
-        """What a tier was known to have is not counted on any more."""
+        """Forget all pages of a tier."""
         there = [entry for entry in self._entries.values() if entry.taken >> number & 1]
         self._policy.drop_from(number, [entry.key for entry in there])
         for entry in there:
@@ -200,8 +200,8 @@ class LowerTiers:
     # --- saving ---------------------------------------------------------------------------------
 
     def make_room(self, count: int) -> int:
-        """How many of `count` pages can be saved now. Slots whose pages a lower tier has, or is
-        about to have, are freed for them; some only when it has."""
+        """How many of `count` pages can be saved now. Frees slots of pages that a lower tier has or
+        is writing; slots of the latter become free when the write ends."""
         if not self._below:
             return count
         num_free = self._host.num_free
@@ -212,7 +212,7 @@ class LowerTiers:
         return min(count, self._host.num_free)
 
     def has_room(self, count: int) -> bool:
-        """Whether so many pages can be saved, or waiting would not make it more."""
+        """Whether `count` pages can be saved, or waiting would not free more slots."""
         if self._host.num_free >= count:
             return True
         is_writing = any(tier.num_writes_pending for _, tier in self._below)
@@ -227,9 +227,9 @@ class LowerTiers:
     ) -> Int32s:
         """Start copying device pages to host memory; returns those that are being copied.
 
-        `keys` are in chain order where pages belong to one chain, each comes `after` another or is
-        the first; none is stored yet, unless in a shared tier. No step depends on a save: one that
-        fails is told as skipped, and may be tried again.
+        `keys` of one chain are in chain order; `after` names the page before each, None for the
+        first. None of them is stored yet, except in a shared tier. No step depends on a save: a
+        failed save is reported as skipped and may be tried again.
         """
         self._carry_out(self._policy.admit(keys, monotonic(), after), "room")
         kept: list[int] = []
@@ -240,7 +240,7 @@ class LowerTiers:
             if entry is None:
                 entry = Entry(key, token_ids[index], after[index])
             elif not self._policy.places(key) & ~entry.taken:
-                continue  # a shared tier has it, and no other wants it
+                continue  # a shared tier has it, and it belongs in no other
             if key not in self._policy or not self._host.take(key):
                 self._policy.drop([key])
                 self._settle(entry)
@@ -287,9 +287,9 @@ class LowerTiers:
         start_layers: int,
         limit_s: float = READ_LIMIT_S,
     ) -> Load | None:
-        """Start bringing stored pages to the device, the leading ones that there are slots to read
-        into; None: there is not one, or copying fails. Reads that take longer than `limit_s` are
-        given up where a tier can."""
+        """Start loading stored pages to the device: the leading ones that have slots to read into.
+        None: there are none, or the copy failed. A tier may give up reads that take longer than
+        `limit_s`."""
         entries = [self._entries[key] for key in keys]
         if entries[0].skips_load:
             entries[0].skips_load = False
@@ -318,7 +318,7 @@ class LowerTiers:
         return load
 
     def is_crowded(self, num_pages: int) -> bool:
-        """Whether loads under way have the slots that so many pages would be read into."""
+        """Whether loads in progress use the slots that `num_pages` would be read into."""
         return self.is_reading and self._host.num_free < num_pages
 
     def _num_with_slots(self, entries: Sequence[Entry]) -> int:
@@ -342,8 +342,8 @@ class LowerTiers:
         return limit
 
     def has_all(self, keys: Sequence[PageKey], token_ids: bytes) -> bool:
-        """Whether all pages could be loaded and are of the tokens that their names stand for; one
-        that is of others goes."""
+        """Whether all pages could be loaded and hold the tokens that their names stand for; a page
+        with other tokens is dropped."""
         width = len(token_ids) // len(keys)
         for index, key in enumerate(keys):
             entry = self._entries.get(key)
@@ -363,7 +363,7 @@ class LowerTiers:
     # --- what came to an end --------------------------------------------------------------------
 
     def poll(self, lead_s: float = 0.0) -> Arrivals:
-        """Look at everything under way; start what can go on. Whoever starts now reads pages in
+        """Collect what has ended, and start what can go on. A step that is made now reads pages in
         `lead_s` at the earliest."""
         self._poll_below()
         self._poll_saves()
@@ -390,7 +390,7 @@ class LowerTiers:
         return len(keys)
 
     def flush(self) -> None:
-        """Return when everything that was saved is where it belongs, in all tiers."""
+        """Return when every saved page is where it belongs, in all tiers."""
         self._host.flush()
         while any(self._to_back_up[n] or tier.num_writes_pending for n, tier in self._below):
             for _, tier in self._below:
@@ -401,16 +401,16 @@ class LowerTiers:
         self._write_uses()
 
     def end_soon(self) -> None:
-        """`close` will come: what slow shared tiers do not take in a while is skipped."""
+        """`close` will be called: slow shared tiers may skip writes."""
         for _, tier in self._below:
             tier.end_soon()
 
     def close(self) -> None:
-        """Finish saves and loads, and let the tiers go."""
+        """Finish saves and loads, and close the tiers."""
         self.end_soon()
         for load in self._loads:
             if load.transfer is not None:
-                with suppress(Exception):  # nobody wants it any more
+                with suppress(Exception):  # no request needs it any more
                     load.transfer.wait()
         self.flush()
         for tier in self._tiers:
@@ -425,11 +425,11 @@ class LowerTiers:
         assert not any(entry.taken for entry in loading if entry.is_lost), "a lost page has a place"
         assert self._policy.keys() <= self._entries.keys(), "a page is nowhere"
         for key, entry in self._entries.items():
-            assert entry.key == key, "a page answers to another key"
+            assert entry.key == key, "an entry has another key"
             assert entry.holds >= 0, "negative hold count"
-            assert not entry.full & ~entry.taken, "a page in no place"
+            assert not entry.full & ~entry.taken, "a page has bytes where it has no place"
             if entry.holds == 0:
-                assert entry.full == entry.taken, "nobody fills a place that was taken"
+                assert entry.full == entry.taken, "a place is taken and never filled"
                 assert entry.full == self._policy.places(key), "bytes and policy disagree"
 
     # --- inside ---------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ class LowerTiers:
             self._bus.publish(opened)
 
     def _settle(self, entry: Entry) -> None:
-        """Bring bytes in line with the policy, unless a copy uses them: then it happens later."""
+        """Free the places that the policy does not list; if a copy uses the page, later."""
         if entry.holds:
             return
         extra = entry.taken & ~self._policy.places(entry.key)
@@ -483,8 +483,8 @@ class LowerTiers:
             self._settle(entry)
 
     def _lose(self, entry: Entry, tier: Tier, reason: str) -> None:
-        """A tier did not give back what it was given: the page is a miss from here on."""
-        is_gone = reason == "missing" and tier.name in self._untold  # a server makes room by itself
+        """A tier lost or damaged a page: it is a miss from now on."""
+        is_gone = reason == "missing" and tier.name in self._untold  # a server evicts by itself
         lost = PagesEvicted(1, "room", tier.name) if is_gone else PagesLost(1, tier.name, reason)
         self._bus.publish(lost)
         self._policy.drop([entry.key])
@@ -502,14 +502,14 @@ class LowerTiers:
                     self._settle(entry)
         if moves.load:
             self._prefetch(moves.load)
-        # last, since room below may be made from what is read, which is held here
+        # last: writes may evict pages that are to be read, which now have a hold
         for key in moves.write:
             if (entry := self._entries.get(key)) is not None:
                 self._place(entry)
 
     def _prefetch(self, keys: Sequence[PageKey]) -> None:
-        """Read pages into slots; where copies under way have the spare ones they stay below."""
-        # who has a slot already is being read by a copy that is under way
+        """Read pages into slots; pages without a free slot stay in their lower tier."""
+        # a page with a slot is already used by a copy
         entries = [e for key in keys if not (e := self._entries[key]).taken & IN_HOST]
         num_free = self._host.num_free
         self._read(entries[:num_free])
@@ -534,7 +534,7 @@ class LowerTiers:
             self._bus.publish(PagesRemoved(tier, [entry.key]))
 
     def _place(self, entry: Entry) -> None:
-        """Have a page in the lower tiers where the policy wants it, through a slot."""
+        """Write a page, through a slot, to the lower tiers where the policy wants it."""
         missing = self._policy.places(entry.key) & ~entry.taken & ~IN_HOST
         if not missing:
             self._settle(entry)
@@ -555,7 +555,7 @@ class LowerTiers:
     def _write(
         self, entry: Entry, number: int, tier: LowerTier, after: Callable[[], None] | None
     ) -> None:
-        """Give a page in a slot, which `after` waits for, to a lower tier."""
+        """Write a page from its slot to a lower tier; `after` waits until the slot is filled."""
         key = entry.key
         has_place = tier.take(key)
         if not has_place and tier.can_write:
@@ -572,31 +572,30 @@ class LowerTiers:
         tier.write(WriteJob(key, entry.token_ids, self._host.view(key), after))
 
     def _keep_off(self, entry: Entry, number: int, reason: str) -> None:
-        """A page did not reach a lower tier; elsewhere it stays if it was to be there."""
+        """A page was not written to a lower tier; its other copies stay."""
         self._bus.publish(SavesSkipped(1, self._tiers[number].name, reason))
         self._policy.drop_from(number, [entry.key])
         self._settle(entry)
 
     def _back_up(self) -> None:
-        """Have what is in host memory in lower tiers too, so that it outlives the process."""
+        """Copy host pages to lower tiers too, so that they outlive the process."""
         for number, tier in self._below:
             waiting = self._to_back_up[number]
             if not tier.can_write:
                 waiting.clear()
-            # what is sent has a slot until it is there: a slow server must not have them all
+            # a write keeps its slot until it ends: a slow server must not use all slots
             most = max(1, self._host.num_places // (8 if tier.is_shared else 2))
             while waiting and (room := most - tier.num_writes_pending) > 0:
                 keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
                 self._carry_out(self._policy.back_up(number, keys), "room")
 
     def _read(self, entries: Sequence[Entry], limit_s: float = READ_LIMIT_S) -> None:
-        """Bring pages into slots, of which there are enough, each from the fastest tier it is
-        in."""
+        """Read each page from the fastest tier that has it; there must be enough slots."""
         jobs: dict[int, list[ReadJob]] = {}
         for entry in entries:
             key = entry.key
             has_slot = self._host.take(key)
-            assert has_slot, "a page is read that there is no slot for"
+            assert has_slot, "a page is read without a free slot"
             entry.taken |= IN_HOST
             entry.holds += 1
             jobs.setdefault(_fastest(entry.full), []).append(ReadJob(key, self._host.view(key)))
@@ -624,7 +623,7 @@ class LowerTiers:
             self._bus.publish(PagesPrefetched(num_read))
 
     def _take_written(self, number: int, done: Written) -> bool:
-        entry = self._entries[done.key]  # a page under way is not forgotten
+        entry = self._entries[done.key]  # a page with a copy in progress is not forgotten
         if done.problem is None:
             entry.full |= 1 << number
             self._tell_stored(self._tiers[number].name, [entry])
@@ -636,7 +635,7 @@ class LowerTiers:
         return False
 
     def _take_read(self, tier: LowerTier, done: Read) -> bool:
-        """Whether the page was read for nobody in particular yet."""
+        """A read ended; returns whether it was a prefetch."""
         entry = self._entries[done.key]
         if done.problem is not None:
             tier.link.give_up(done.num_bytes)
@@ -648,7 +647,7 @@ class LowerTiers:
         if done.token_ids is not None:
             entry.token_ids = done.token_ids
         self._tell_stored("host", [entry])
-        if self._policy.places(entry.key) & ~entry.taken:  # it is on its way to another tier
+        if self._policy.places(entry.key) & ~entry.taken:  # it moves on to another tier
             self._place(entry)
         self._release(entry)
         return entry.holds == 0
@@ -670,8 +669,8 @@ class LowerTiers:
             self._bus.publish(PagesSaved(num_saved, "host"))
 
     def _poll_load(self, load: Load, left_s: float) -> float:
-        """`left_s` is how long its copy can go on before anybody reads it; loads are copied one
-        after the other, so the next has what this one leaves."""
+        """`left_s` is how long its copy may take before a step reads it. Loads are copied one after
+        the other, so this returns what is left for the next one."""
         self._advance(load)
         num_done: int | None = 0
         if load.transfer is not None:
@@ -724,8 +723,8 @@ class LowerTiers:
                 self._bus.publish(PagesLoaded(count, tier, seconds))
 
     def prefetch(self) -> None:
-        """Read into host memory what waiting requests will need next, from tiers that have little
-        to do."""
+        """Read pages that waiting requests will need next into host memory, from tiers with little
+        queued work."""
         if not self._below or self.is_reading or not self._policy.num_queued:
             return
         limits = [self._num_to_prefetch(tier.link) for _, tier in self._below]
@@ -746,7 +745,7 @@ class LowerTiers:
                 self._settle(self._entries[key])
 
     def _write_uses(self) -> None:
-        """Tell lower tiers which of their pages were used."""
+        """Report to lower tiers which of their pages were used."""
         if not self._used:
             return
         now = time()

@@ -1,10 +1,10 @@
-"""Device pages on their way down or up: what is to be saved, what is being loaded.
+"""Device pages that are saved to lower tiers or loaded from them.
 
     commit --launched(step)--> filling --settle(step)--> save ---> copied: the hold ends
     note_filled: pages of answers, whose steps have run -^
-    load: pages taken, named, LOADING ---> copied: READY        or lost: the names go
+    load: pages taken, named, LOADING ---> copied: READY        or failed: no names
 
-A page under a copy has a holder of its own, so it is neither lent nor given up meanwhile.
+A copy holds its pages, so they are neither lent nor evicted meanwhile.
 """
 
 from collections import OrderedDict
@@ -26,8 +26,8 @@ from mainstem.kv.stored import Load, Stored
 from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import LoadId
 
-WRITE_BUFFER = 2  # one device page in so many may be under a save
-SAVE_PIECE = 64  # pages that were put off are looked at again when there are slots for so many
+WRITE_BUFFER = 2  # at most 1/2 of the device pages may be under a save
+SAVE_PIECE = 64  # postponed saves are tried again when this many slots are free
 READ_PIECE = 32  # pages read from a lower tier together go on to the device together
 
 
@@ -54,7 +54,7 @@ class Traffic:
         self._load_ids = count()
         self._load_of: dict[int, Load] = {}  # by device page
         self._loads: dict[LoadId, Load] = {}
-        self._news: list[PageKey] = []  # keys whose loads got on, until somebody is told
+        self._news: list[PageKey] = []  # keys that the next `poll` returns
         # by page: to be saved when the write buffer has room, the first to be put off first
         self._postponed: OrderedDict[int, PageKey] = OrderedDict()
         self._max_saving = max(1, pool.num_pages // WRITE_BUFFER)
@@ -65,7 +65,7 @@ class Traffic:
 
     @property
     def num_copies(self) -> Int32s:
-        """By page, how many copies hold it; not to be changed."""
+        """By page, how many copies hold it. Read only."""
         return self._copying
 
     def num_only_copied(self) -> int:
@@ -82,13 +82,13 @@ class Traffic:
             self._is_filling[pages] = True
 
     def launched(self, step_id: StepId) -> None:
-        """What was committed since the last step is filled by this one."""
+        """This step fills the pages committed since the last step."""
         if self._committed:
             self._filling[step_id] = self._committed
             self._committed = []
 
     def settle(self, step_id: StepId) -> None:
-        """Steps up to this one have run: what they filled can be saved."""
+        """Steps up to this one have run: the pages they filled can be saved."""
         for filled in [step for step in self._filling if step <= step_id]:
             pages = np.concatenate(self._filling.pop(filled))
             self._is_filling[pages] = False
@@ -102,7 +102,7 @@ class Traffic:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Save nothing meanwhile, nor what steps on their way were to fill."""
+        """Save nothing meanwhile, nor later the pages of launched steps."""
         self._committed.clear()
         self._filling.clear()
         self._is_filling[:] = True
@@ -165,10 +165,10 @@ class Traffic:
             self._finish_saves()
 
     def _finish_saves(self) -> None:
-        """Return when no save is under way; what host memory has no room for is put off."""
+        """Return when no save is in progress; saves without a slot are postponed."""
         while self.tiers.num_pages_saving:
             self.tiers.finish_saves()
-            self._news = self.poll()  # it may start some that were put off
+            self._news = self.poll()  # it may start postponed saves
 
     # --- up -------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Traffic:
 
     def startable(self, pages: Sequence[int]) -> Int32s | None:
         """The loads that a step must wait for to read `pages`, all LOADING; None: it is too early,
-        or somebody computes them."""
+        or another sequence computes them."""
         loads: dict[LoadId, None] = {}
         for page in pages:
             load = self._load_of.get(page)
@@ -210,7 +210,7 @@ class Traffic:
         return np.array(list(loads), np.int32)
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
-        """Look at copies under way; returns keys somebody may have waited for."""
+        """Check copies in progress; returns keys that a request may wait for."""
         arrivals = self.tiers.poll(lead_s)
         for pages in arrivals.saved:
             self._let_go(pages)
@@ -230,10 +230,10 @@ class Traffic:
         return news
 
     def flush(self) -> None:
-        """Return when everything that was to be saved is saved, or was refused."""
+        """Return when all pending saves are done or refused."""
         self.tiers.flush()
         with held_interrupts():
-            self._news = self.poll()  # whoever waits for these is told by the next
+            self._news = self.poll()  # the next `poll` returns these keys
         while self._postponed or self.tiers.num_pages_saving:  # each round ends or starts some
             self.tiers.flush()
             with held_interrupts():
@@ -242,7 +242,7 @@ class Traffic:
     def check(self) -> None:
         """Raise if a copy's page was lost."""
         self.tiers.check()
-        assert (self._copying >= 0).all(), "a page is copied less than not at all"
+        assert (self._copying >= 0).all(), "negative number of copies of a page"
         assert (self._pool.holders >= self._copying).all(), "a copy does not hold its page"
         if not self.tiers.num_copies:
             assert not self._copying.any(), "a page is held for a copy that is over"
@@ -254,17 +254,17 @@ class Traffic:
     def _start(
         self, chain: PageChain, first: int, pages: Int32s, start_layers: int, limit_s: float
     ) -> int:
-        """Start to load the chain's pages from number `first` on; returns how many, 0: none can."""
+        """Start to load the chain's pages from number `first` on; returns how many."""
         size = chain.page_size
         keys = chain.keys[first : first + len(pages)]
         token_ids = chain.token_ids[first * size : (first + len(pages)) * size].tobytes()
-        if not self.tiers.has_all(keys, token_ids):  # some may be gone to make room for others
+        if not self.tiers.has_all(keys, token_ids):  # some may have been evicted for others
             return 0
         load_id = LoadId(next(self._load_ids))
         load = self.tiers.load(load_id, keys, pages, start_layers, limit_s)
         if load is None:
             return 0
-        self._copying[load.pages] += 1  # the taker's hold is the copy's from here on
+        self._copying[load.pages] += 1  # the caller's hold passes to the copy
         self._index.reserve(chain, first, load.pages)
         self._loads[load_id] = load
         self._load_of.update(dict.fromkeys(load.pages.tolist(), load))

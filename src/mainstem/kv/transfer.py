@@ -1,4 +1,4 @@
-"""How bytes of pages move between the device and host memory: contracts, and how fast it goes."""
+"""How bytes of pages move between the device and host memory: contracts and rates."""
 
 from time import perf_counter
 from typing import NewType, Protocol
@@ -8,13 +8,13 @@ from mainstem.core.step import Int32s
 LoadId = NewType("LoadId", int)  # a load that a Step may name, so that its layers wait for it
 
 LEARNING = 0.3  # weight of the latest copy in a link's rate
-FADE_S = 1.0  # of work on a shared link, after which what was before counts for half
-GUESS_S = 0.05  # of work, that its first rate counts for
+FADE_S = 1.0  # of work on a shared link, after which earlier work counts half
+GUESS_S = 0.05  # of work: the weight of its first rate
 FORGET_LATE_S = 30.0  # after which a distant link that was too slow is tried again
 
 
 class Transfer(Protocol):
-    """A copy under way. Any thread may ask."""
+    """A copy in progress. Any thread may call these."""
 
     def num_layers_done(self) -> int:
         """Layers that are complete, counted from the first."""
@@ -25,7 +25,7 @@ class Transfer(Protocol):
         ...
 
     def seconds(self) -> float:
-        """How long the copy took, time in a queue not counted; asked when it is done."""
+        """How long the copy took without time in a queue; called when it is done."""
         ...
 
 
@@ -33,7 +33,7 @@ class PageCopier(Protocol):
     """Copies whole pages between the device and a slab of equal slots in host memory.
 
     A slot holds a page as [layers][K or V][kv_heads, page_size, head_dim], whatever the device's
-    own order is. The caller sees to it that nobody else uses the pages and slots of a copy.
+    own order is. The caller makes sure that nothing else uses the pages and slots of a copy.
     """
 
     @property
@@ -44,7 +44,7 @@ class PageCopier(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a slot that are a page's; slots may lie further apart."""
+        """Bytes of a page in its slot; slots may lie further apart."""
         ...
 
     def slot(self, slot: int) -> memoryview:
@@ -52,29 +52,29 @@ class PageCopier(Protocol):
         ...
 
     def save(self, pages: Int32s, slots: Int32s) -> Transfer:
-        """Start copying device pages to slots. What raises may have copied some."""
+        """Start copying device pages to slots. If it raises, some may have been copied."""
         ...
 
     def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> Transfer:
-        """Start copying slots to device pages; steps may wait for the load by its id. What raises
-        may have copied some."""
+        """Start copying slots to device pages; steps may wait for the load by its id. If it
+        raises, some may have been copied."""
         ...
 
     def forget(self, load_id: LoadId) -> None:
-        """A load is done, or given up: no step launched from here on names it."""
+        """A load is done or given up: no step launched from now on names it."""
         ...
 
     def drain(self) -> None:
-        """Return when nothing is being copied, nor will be of what was started, even in part."""
+        """Return when every started copy has ended, failed ones included."""
         ...
 
     def close(self) -> None:
-        """Finish what was started."""
+        """Finish all started copies."""
         ...
 
 
 class Link:
-    """One way between two tiers: what is queued on it, and its rate as last seen."""
+    """One direction between two tiers: what is queued, and the latest rate."""
 
     round_trip_s = 0.0  # until a question is answered
 
@@ -87,18 +87,18 @@ class Link:
         return num_bytes / self._bytes_per_s
 
     def expect_s(self, num_bytes: int) -> float:
-        """Seconds until `num_bytes` more will have passed."""
+        """Seconds until `num_bytes` more will be copied."""
         return self.pass_s(self._queued_bytes + num_bytes)
 
     def start(self, num_bytes: int) -> None:
         self._queued_bytes += num_bytes
 
     def give_up(self, num_bytes: int) -> None:
-        """What `start` counted will not pass."""
+        """Bytes that `start` counted will not be copied."""
         self._queued_bytes -= num_bytes
 
     def finish(self, num_bytes: int, seconds: float) -> None:
-        """What `start` counted has passed, in so many seconds."""
+        """Bytes that `start` counted were copied in `seconds`."""
         self._queued_bytes -= num_bytes
         self._learn(num_bytes / max(seconds, 1e-6))
 
@@ -107,17 +107,17 @@ class Link:
 
 
 class SharedLink(Link):
-    """One on which copies go on side by side: its rate is that of all together, while it is busy.
+    """A link with parallel copies: its rate is that of all together, while it is busy.
 
         copy a   |-----|
         copy b    |-------|               |--
         copy c          |-----|
         busy     |------------|           |--
 
-    Bytes and busy seconds are summed up, and both fade with the work that comes after. Copies that
-    began together end together, so what has passed of those under way, `most_under_way` at most, is
-    guessed from the rate. What should have come long ago may take as long again: a link that hangs
-    looks ever slower.
+    Bytes and busy seconds are summed, and both decay with later work. Copies that began together
+    end together, so the progress of those under way, at most `most_under_way`, is estimated from
+    the rate. An overdue copy is expected to take as long again: a link that hangs looks slower and
+    slower.
     """
 
     def __init__(self, bytes_per_s: float, most_under_way: float = float("inf")) -> None:
@@ -126,7 +126,7 @@ class SharedLink(Link):
         self._end_s = 0.0  # of the latest copy
         self._busy_s = GUESS_S
         self._passed_bytes = bytes_per_s * GUESS_S
-        self._partial_bytes = 0.0  # of what is queued, that have passed by `_partial_s`
+        self._partial_bytes = 0.0  # estimated progress of the queue at `_partial_s`
         self._partial_s = 0.0
 
     def expect_s(self, num_bytes: int) -> float:
@@ -143,14 +143,14 @@ class SharedLink(Link):
         self._leave(num_bytes)
 
     def finish_between(self, num_bytes: int, began_s: float, ended_s: float) -> None:
-        """What `start` counted has passed, between these readings of a clock."""
+        """Bytes that `start` counted were copied between these times."""
         self._leave(num_bytes)
         more_s = max(0.0, ended_s - max(began_s, self._end_s))
         self._end_s = max(self._end_s, ended_s)
         kept = FADE_S / (FADE_S + more_s)
         self._busy_s = kept * self._busy_s + more_s
         self._passed_bytes = kept * self._passed_bytes + num_bytes
-        # in the middle of a burst some of what is queued has passed, nobody knows how much
+        # in a burst an unknown part of the queue has been copied
         least = self._passed_bytes / self._busy_s
         under_way = min(self._queued_bytes, self._most_under_way)
         is_known = self._busy_s >= 0.9 * FADE_S
@@ -158,7 +158,7 @@ class SharedLink(Link):
         self._bytes_per_s = min(max(self._bytes_per_s, least), most)
 
     def _pass_on(self) -> None:
-        """Bring the guess of what has passed up to now."""
+        """Update the estimated progress."""
         now_s = perf_counter()
         passed = self._partial_bytes + (now_s - self._partial_s) * self._bytes_per_s
         self._partial_bytes = passed if self._queued_bytes else 0.0
@@ -172,10 +172,9 @@ class SharedLink(Link):
 
 
 class DistantLink(SharedLink):
-    """One with a round trip before the first byte, which is measured apart from the rate.
+    """A link with a round trip before the first byte, which is measured separately from the rate.
 
-    A copy that was given up because it took too long halves the rate; after a while the link gets
-    another chance.
+    A copy that was given up as too slow halves the rate; after a while the first rate counts again.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -190,13 +189,13 @@ class DistantLink(SharedLink):
         return self.round_trip_s + super().pass_s(num_bytes)
 
     def note_round_trip(self, seconds: float) -> None:
-        """A short question was answered in so many seconds. Quick ones count at once: an answer is
-        late for many reasons, and early for none."""
+        """A short question was answered in `seconds`. A quicker answer than before counts fully:
+        many causes make an answer late, none makes it early."""
         weight = 1.0 if seconds < self.round_trip_s or not self.round_trip_s else LEARNING
         self.round_trip_s += weight * (seconds - self.round_trip_s)
 
     def note_late(self) -> None:
-        """What should have passed by now has not."""
+        """A copy is overdue."""
         self._late_s = perf_counter()
         self._reset(self._bytes_per_s / 2)
 

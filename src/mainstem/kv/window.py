@@ -1,11 +1,11 @@
-"""The requests known to come, in queue order: when each page is wanted next.
+"""The queued requests in order, and when each page is wanted next.
 
     queue   head | r1 r2 r3 | r4 r5 r6 r7 | tail
                   near        far
 
 Everything here is in the eviction window (AttentionStore 3.3.2). The *near* requests are those
-whose pages fit the host tier together: the prefetch window (3.3.1), counted in the pages that the
-requests really have instead of a mean.
+whose pages fit the host tier together: the prefetch window (3.3.1), counted in actual pages instead
+of a mean.
 """
 
 from bisect import bisect_left
@@ -33,11 +33,11 @@ class QueueWindow(Generic[K]):
         self._chains: dict[Hashable, tuple[int, Sequence[K]]] = {}  # ticket -> place, keys
         self._places: list[int] = []
         self._tickets: list[Hashable] = []  # in the order of _places
-        self.next_use: dict[K, int] = {}  # to be read by all, written only here
+        self.next_use: dict[K, int] = {}  # others may only read it
         self._later: dict[K, deque[int]] = {}
         self._num_near = 0  # leading requests that are near
         self._near: dict[K, int] = {}  # key -> near requests that want it
-        self._news: dict[K, None] = {}  # of these, which nobody was told of
+        self._news: dict[K, None] = {}  # of these, not returned by `take_news` yet
 
     def __len__(self) -> int:
         return len(self._places)
@@ -88,7 +88,7 @@ class QueueWindow(Generic[K]):
         return list(news)
 
     def _add(self, key: K, when: int) -> bool:
-        """File one use; tells whether it is the next one."""
+        """File one use; returns whether it is the next one."""
         first = self.next_use.get(key)
         if first is None:
             self.next_use[key] = when
@@ -129,7 +129,7 @@ class QueueWindow(Generic[K]):
             self._num_near += 1
 
     def _recede(self) -> None:
-        """After a request jumped the queue, those it pushed out are no longer near."""
+        """After a request jumped the queue, requests that it pushed back are no longer near."""
         while self._num_near > 1:
             keys = self._chains[self._tickets[self._num_near - 1]][1]
             if len(self._near) - len(keys) < self._near_pages:

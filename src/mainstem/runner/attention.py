@@ -43,7 +43,7 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """What a rotation does to the tokens of a step, and to pages that move."""
+    """The rotation of a step's tokens, and of pages that move."""
 
     tokens: Tensor  # [tokens, 1, rotary_dim / 2]
     moves: Tensor | None  # [moves, 1, 1, rotary_dim / 2]
@@ -53,7 +53,7 @@ class AttentionPlan:
     """Rotates, appends and attends; what the decoder calls per layer."""
 
     def __init__(self, layers: CpuAttention, inputs: Inputs, spans: Spans) -> None:
-        """Of the last layer only `inputs.hidden_rows` are computed."""
+        """The last layer computes only `inputs.hidden_rows`."""
         spec, pages = layers.spec, layers.pages
         tokens, num_turned = len(inputs.write_slots), spec.num_heads + spec.num_kv_heads
         self._layers = layers
@@ -77,7 +77,7 @@ class AttentionPlan:
             if window is not None:
                 positions = inputs.positions.numpy().astype(np.int32)
                 clipped[window] = clip_spans(spans, positions, window, pages.page_size)
-        # layers whose scores are alike share a plan, however they rotate
+        # layers with the same score settings share a plan, whatever their rotation
         plans: dict[tuple[int | None, float, float | None], cpu.SpanPlan] = {}
         self._spans: dict[AttentionSpec, cpu.SpanPlan] = {}
         for kind in layers.kinds:
@@ -118,7 +118,7 @@ class AttentionPlan:
         return self._spans[kind].run(q, pages.slots(layer), sinks).view(tokens, -1)
 
     def _run_wanted(self, q: Tensor, slots: Tensor, sinks: Tensor | None) -> Tensor:
-        """Answers all rows in form, the wanted ones in content."""
+        """Returns all rows; only the wanted ones are computed."""
         out = q.new_empty(len(q), self._num_heads * self._head_dim)
         if self._wanted_spans is not None:
             assert self._wanted is not None
@@ -146,7 +146,7 @@ def _turns(layers: CpuAttention, rope: RopeSpec, inputs: Inputs) -> _Turns:
 def narrow_spans(spans: Spans, rows: NDArray[np.int64], num_tokens: int) -> Spans | None:
     """The same spans seen by the tokens `rows` alone, which are then numbered from 0.
 
-    None where they cannot be spans: rows out of order, or a causal span that would keep a query
+    None if they are not spans any more: rows out of order, or a causal span that would keep a query
     and lose a later one.
     """
     if (np.diff(rows) <= 0).any():

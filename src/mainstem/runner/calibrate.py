@@ -24,7 +24,7 @@ Seconds = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One device: how to time a call on it, and how large a call says something."""
+    """One device: how to time a call on it, and how large a call must be."""
 
     device: torch.device
     name: str
@@ -88,7 +88,7 @@ def _product_rate(probe: Probe) -> float:
 
 
 def _groups(probe: Probe, count: int) -> Spans:
-    """Spans of as many tokens as fill a unit, over a few keys each."""
+    """Spans of one unit's tokens each, over a few keys."""
     rows = probe.rows
     return _spans_of([range(group * rows, (group + 1) * rows) for group in range(count)])
 
@@ -142,7 +142,7 @@ def _attention_s(probe: Probe, spans: Spans) -> float:
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
-    """The best of many: other work on the machine only ever adds."""
+    """The best of many: other work on the machine can only add time."""
     call()
     took_s = []
     for _ in range(NUM_TIMED):

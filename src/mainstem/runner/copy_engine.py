@@ -1,8 +1,7 @@
 """Rows between pinned host memory and a GPU, by the card's copy engines.
 
-torch copies contiguous tensors only; all layers of a page, or a few layers of many slots, are rows
-at a distance, which the driver copies in one call, without taking a multiprocessor from those who
-compute.
+torch copies contiguous tensors only. All layers of a page, or a few layers of many slots, are
+strided rows; the driver copies them in one call and uses no multiprocessor for it.
 """
 
 import ctypes
@@ -38,7 +37,7 @@ class _Copy2D(ctypes.Structure):
 
 
 class Rows:
-    """`width` bytes every so many bytes of host memory and of a device's."""
+    """Rows of `width` bytes, which begin every `host_pitch` or `device_pitch` bytes."""
 
     def __init__(self, width: int, host_pitch: int, device_pitch: int) -> None:
         self._driver = _driver()

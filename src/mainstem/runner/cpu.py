@@ -57,7 +57,7 @@ class CpuRunner:
         return self._pages
 
     def attach(self, loads: Loads) -> None:
-        """Steps may name these loads from here on."""
+        """Steps may name these loads from now on."""
         self._loads = loads
 
     def launch(self, step: Step) -> Finished:
@@ -66,13 +66,13 @@ class CpuRunner:
             return Finished(self._run(step))
 
     def drain(self) -> None:
-        """A launched step has run."""
+        """Nothing to wait for: `launch` runs the step."""
 
     def check(self) -> None:
-        """There is no other process to lose."""
+        """Nothing to check: there is no other process."""
 
     def close(self) -> None:
-        """Drop the references; memory goes with the last one."""
+        """Drop the references; the last one frees the memory."""
         self._previous = torch.empty(0, dtype=torch.long)
 
     def _run(self, step: Step) -> StepResult:
@@ -93,8 +93,8 @@ class CpuRunner:
         )
 
     def _forward(self, step: Step) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states of the sampled rows, then of the rows whose prompt logprobs are wanted; and
-        the masses of pages that the step weighs."""
+        """Hidden states of the sampled rows, then of the rows with prompt logprobs; and the masses
+        of pages that the step weighs."""
         gate = self._gate_for(step)
         if self._single is not None and self._single.can_run(step):
             return self._single.run(step, make_token_ids(step, self._previous), gate), []
@@ -112,7 +112,7 @@ class CpuRunner:
     def _gate_for(self, step: Step) -> Gate:
         if len(step.load_ids) == 0:
             return self._gate
-        assert self._loads is not None, "a step waits for loads nobody knows"
+        assert self._loads is not None, "a step names loads and no copier is attached"
         return self._loads.gate(step.load_ids)
 
     def _sample(self, hidden: Tensor, step: Step) -> tuple[Tensor, dict[int, TokenLogprobs]]:

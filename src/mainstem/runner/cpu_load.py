@@ -44,23 +44,26 @@ def load_cpu_runner(
     if model.quantize is Quantize.INT8:
         decoder = quantize_decoder(decoder)
     else:
-        pack(decoder, int(available_bytes() * _PACKED_SHARE))
+        pack(decoder, int(available_bytes() * _PACKED_SHARE) // ranks.shard.of)
     part = decoder.spec
     kv_bytes = part.kv_elements_per_token * dtype.itemsize
-    budget = _page_budget(cache, available, kv_bytes) // ranks.shard.of  # they share the memory
+    budget = _page_budget(cache, available, kv_bytes, ranks.shard.of)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
+    left = available_bytes()  # before any rank takes its pages
     num_pages = smallest(num_pages, ranks, torch.device("cpu"))
-    cache.check_fits(num_pages * kv_bytes * cache.page_size, available_bytes())
+    cache.check_fits(ranks.shard.of * num_pages * kv_bytes * cache.page_size, left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
     return CpuRunner(decoder, DevicePages(part, num_pages, cache.page_size, dtype), context), facts
 
 
-def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int) -> int:
-    """Bytes for pages where no number of tokens was asked for; the weights are loaded already."""
+def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:
+    """Bytes for a rank's pages where no number of tokens was asked for; the weights are loaded
+    already. Ranks share the memory."""
     left = available_bytes()
     if cache.memory_share is None:
-        return min(int(left * _KV_SHARE), _MAX_AUTO_TOKENS * kv_bytes)
+        return min(int(left * _KV_SHARE) // num_ranks, _MAX_AUTO_TOKENS * kv_bytes)
     budget = int(available_before * cache.memory_share) - (available_before - left)
+    budget //= num_ranks
     if cache.kv_tokens is None and budget < kv_bytes * cache.page_size:
         raise ConfigError(f"memory_share={cache.memory_share} leaves no room for KV")
     return budget

@@ -1,7 +1,7 @@
 """Edits of logits that belong to a sequence: bias, barred stop tokens, penalties.
 
-What a sequence has said lives on the device, one row of ids each, and grows there by the ids that
-are sampled, so that the host need not know them:
+A sequence's token ids stay on the device, one row each. Sampled ids are appended there, so the host
+need not know them:
 
     ids [rows, width]   | prompt ids, each once | output ids in order | unused |
                         0                  num_prompt            num_ids
@@ -93,7 +93,7 @@ class LogitEdits:
             self._penalise(logits, penalised[first : first + _COUNTED_ROWS])
 
     def append(self, token_ids: Tensor, rows: Int32s, seq_slots: Int32s) -> None:
-        """token_ids [*], still on the device, of which these rows belong to these sequences."""
+        """Append these rows of token_ids [*], still on the device, to these sequences."""
         places = []
         for row, slot in _zipped(rows, seq_slots):
             sequence = self._sequences[slot]
@@ -108,7 +108,7 @@ class LogitEdits:
             self._ids.index_put_((targets, columns), said)
 
     def _penalise(self, logits: Tensor, penalised: list[tuple[int, _Sequence]]) -> None:
-        """Ids that occur twice in a row are counted, edited and written twice, all alike."""
+        """An id that occurs twice in a row is edited twice, with the same result."""
         table = np.array(
             [(row, seq.row, seq.num_prompt, seq.num_ids) for row, seq in penalised], np.int64
         )

@@ -1,4 +1,4 @@
-"""Loads that a step may depend on: its layers wait for theirs."""
+"""Loads that a step may depend on: each layer waits for its part of them."""
 
 from typing import Protocol
 
@@ -9,8 +9,8 @@ LAYERS_AT_ONCE = 8  # layers that are loaded, and captured, together
 
 
 class Loads(Protocol):
-    """Knows the loads under way."""
+    """Knows the loads in progress."""
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """A gate that lets a layer through when that layer of these loads is there."""
+        """A gate that lets a layer run when these loads have that layer."""
         ...

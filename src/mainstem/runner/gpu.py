@@ -1,10 +1,10 @@
 """GpuRunner: a Step in, a StepResult out, on a GPU; launched steps run while the host goes on.
 
     launch   plan attention, send the arrays, queue forward pass, sampling and the copy back
-    wait     until the copy is there
+    wait     until the copy back is done
 
-Sampled ids stay on the device for the next step. Steps so small that launching would take longer
-than computing are replayed as CUDA graphs.
+Sampled ids stay on the device for the next step. Small steps, which take longer to launch than to
+compute, are replayed as CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from mainstem.runner.weighing import WeighingAttention
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
-_NUM_RESULTS = 3  # steps whose ids may be on their way to the host
+_NUM_RESULTS = 3  # steps whose ids may be in a copy to the host
 
 
 class GpuStep:
@@ -100,7 +100,7 @@ class GpuRunner:
         return self._pages
 
     def attach(self, loads: Loads) -> None:
-        """Steps may name these loads from here on."""
+        """Steps may name these loads from now on."""
         self._loads = loads
 
     @torch.inference_mode()
@@ -113,7 +113,7 @@ class GpuRunner:
         max_tokens = len(self._results[0])
         size = (len(self._logits), decoder.spec.hidden_size)
         hidden_rows = torch.zeros(size, dtype=decoder.dtype, device=self._device)
-        for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels know 1 and multiples of 16
+        for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels specialise on 1 and 16
             inputs = self._inputs.views(tokens)
             attention.plan(_one_key_each(tokens), np.zeros(tokens, np.int32))
             for launches in attention.kinds_of_steps:
@@ -139,14 +139,14 @@ class GpuRunner:
     def drain(self) -> None:
         """See Runner in core.step."""
         if self._is_cuda:
-            with suppress(RuntimeError):  # what a failed step left behind comes up here once more
+            with suppress(RuntimeError):  # the error of a failed step is raised here again
                 torch.cuda.synchronize(self._device)
 
     def check(self) -> None:
-        """A step says so if the device is lost."""
+        """Nothing to check: a step raises if the device is lost."""
 
     def close(self) -> None:
-        """Wait for what runs and drop the references."""
+        """Wait for running steps and drop the references."""
         self.drain()
         self._graphs = None
         self._previous = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -157,11 +157,11 @@ class GpuRunner:
         num_rows = len(step.sample_rows)
         gate = self._gate
         if len(step.load_ids):
-            assert self._loads is not None, "a step waits for loads nobody knows"
+            assert self._loads is not None, "a step names loads and no copier is attached"
             gate = self._loads.gate(step.load_ids)
         size = None if self._graphs is None else self._graphs.size_for(step)
         launches = self._attention.plan(step.spans, step.positions)
-        begin = self._mark()  # behind the planning, which a device that has nothing to do waits for
+        begin = self._mark()  # after planning, which an idle device waits for
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
         hidden, masses = self._forward(step, inputs, size, launches, gate)
         ids, logprobs = self._sample_hidden(hidden, step)
@@ -202,8 +202,8 @@ class GpuRunner:
     def _forward(
         self, step: Step, inputs: GpuInputs, size: int | None, launches: Launches, gate: Gate
     ) -> tuple[Tensor, list[Tensor]]:
-        """Rows of the last layer that are needed, and perhaps some more; and the masses of pages
-        that the step weighs, on their way to the host."""
+        """At least the needed rows of the last layer; and the masses of pages that the step weighs,
+        in a copy to the host."""
         decoder = self._decoder
         if size is None:
             self._attention.bind(inputs, launches)
@@ -227,7 +227,7 @@ class GpuRunner:
         """What graphs of `size` tokens hold: everything from the ids to the last norm."""
         inputs, decoder = self._inputs.views(size), self._decoder
         num_layers = decoder.spec.num_layers
-        normed: list[Rows] = []  # what a piece hands to the next stays where it is
+        normed: list[Rows] = []  # passed from piece to piece, at a fixed address
 
         def run(first: int) -> None:
             self._attention.bind(inputs, launches)

@@ -22,7 +22,7 @@ from mainstem.runner.gpu_pages import GpuPages
 
 @dataclass(frozen=True, slots=True)
 class SpanSettings:
-    """What every SpanAttention of a model has alike."""
+    """Settings that all SpanAttentions of a model share."""
 
     page_size: int
     dtype: torch.dtype
@@ -32,8 +32,8 @@ class SpanSettings:
 
 
 class LayerSpans:
-    """Span attention of all layers: those whose scores are alike share a plan, those with one
-    window the spans it is made from, and all of them the memory for Partials.
+    """Span attention of all layers. Layers with the same score settings share a plan, layers with
+    the same window share spans, and all share the memory for Partials.
     """
 
     def __init__(self, spec: ModelSpec, settings: SpanSettings) -> None:
@@ -72,7 +72,7 @@ class LayerSpans:
 
     @property
     def kinds_of_steps(self) -> tuple[Launches, ...]:
-        """See SpanAttention; a launch that one kind of layer needs is made by all that have it."""
+        """See SpanAttention; a launch that one kind of layer needs is made in all that have it."""
         return max((kind.kinds_of_steps for kind in self._kinds.values()), key=len)
 
     def plan(self, spans: Spans, positions: Int32s) -> Launches:
@@ -139,7 +139,7 @@ class GpuAttention:
         return self._spans.plan(spans, positions)
 
     def bind(self, inputs: GpuInputs, launches: Launches) -> None:
-        """Where the next step's tokens stand and go, and what to launch for them."""
+        """Set positions and slots of the next step's tokens, and what to launch for them."""
         self._inputs, self._launches = inputs, launches
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:

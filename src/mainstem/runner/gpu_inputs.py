@@ -1,4 +1,4 @@
-"""Step -> device tensors on a GPU: one copy through pinned memory into buffers that stay."""
+"""Step -> device tensors on a GPU: one copy through pinned memory into fixed buffers."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ from mainstem.kernels.memory.upload import move_words
 from mainstem.runner.uploads import Uploads
 
 _ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from
-_NUM_STAGING = 3  # steps that may be on their way to the device
+_NUM_STAGING = 3  # steps that may be in a copy to the device
 FEW_ROWS = 1024
 FINE_ROWS, COARSE_ROWS = 16, 64
 
 
 def padded_size(rows: int) -> int:
-    """So many rows are computed: products know few shapes, all tried before the first step."""
+    """The number of rows to compute: there are few sizes, all tried before the first step."""
     grain = FINE_ROWS if rows <= FEW_ROWS else COARSE_ROWS
     return -(-rows // grain) * grain
 
 
 def all_sizes(max_rows: int) -> list[int]:
-    """Every size that `padded_size` answers for up to `max_rows` rows."""
+    """Every size that `padded_size` returns for up to `max_rows` rows."""
     few = range(FINE_ROWS, min(FEW_ROWS, max_rows) + 1, FINE_ROWS)
     return [*few, *range(FEW_ROWS + COARSE_ROWS, max_rows + 1, COARSE_ROWS)]
 
@@ -87,7 +87,7 @@ class InputBuffers:
         return GpuInputs(token_ids, positions, slots, None, None, None)
 
     def clear(self) -> None:
-        """No token, nothing written: what a pass without a Step may run over."""
+        """Prepare a pass without a Step: no tokens, no slots to write."""
         self._ints[:2].zero_()
         self._ints[2].fill_(-1)
 
@@ -106,7 +106,7 @@ class InputBuffers:
             return None
         padded = min(padded_size(len(rows)), self._max_tokens)
         ints[3, : len(rows)] = rows
-        ints[3, len(rows) : padded] = 0  # any row: nobody looks at the answer
+        ints[3, len(rows) : padded] = 0  # any row: its result is not used
         return padded
 
     def _copies(self, step: Step) -> tuple[Tensor, Tensor] | None:

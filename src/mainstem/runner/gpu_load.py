@@ -18,13 +18,13 @@ from mainstem.runner.graphs import GRAPH_SIZES
 from mainstem.runner.origin import Origin, context_of, make_facts
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
-DEFAULT_TOKENS = 2048  # in a step, where the config does not say
+DEFAULT_TOKENS = 2048  # in a step, unless the config says otherwise
 DETERMINISTIC_KEYS = 512  # between the cuts of a span, the same for every batch
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
 _SAMPLING_ROWS = 1024  # whose logits may be held in fp32, with copies
-# Each level costs a token a Partial, 8 or 16 KB with 32 heads of 128. There is room for all levels
-# of decodes, and for fewer of a step full of prompts, which gain less by sharing.
+# Each level costs one Partial per token, 8 or 16 KB with 32 heads of 128. There is room for all
+# levels of decodes, and for fewer levels of a step full of prompts, which gain less by sharing.
 _MAX_SPAN_LEVELS = 8
 _PROMPT_LEVELS = 4
 _DEEP_TOKENS = 2048
@@ -35,7 +35,7 @@ def load_gpu_runner(
     origin: Origin, config: EngineConfig, device: torch.device, ranks: Collectives = ALONE
 ) -> tuple[GpuRunner, RunnerFacts]:
     """Load weights and allocate pages; without `cache.kv_tokens` weights and pages together take
-    `cache.memory_share` of the card (0.9). Ranks have as many pages as the one with the least room.
+    `cache.memory_share` of the card (0.9). Ranks have as many pages as the one with least memory.
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
@@ -80,7 +80,7 @@ def load_gpu_runner(
 
 
 def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimits:
-    """Of attention in steps of `max_tokens`; deterministic, a token has Partials by its context."""
+    """For steps of `max_tokens`; if deterministic, Partials per token grow with the context."""
     deep = (_MAX_SPAN_LEVELS + 1) * min(max_tokens, _DEEP_TOKENS)
     partials = max((_PROMPT_LEVELS + 1) * max_tokens, deep)
     if deterministic_context is not None:
@@ -109,7 +109,7 @@ def _dtype(model: ModelConfig, spec: ModelSpec) -> torch.dtype:
 
 
 def _free_bytes(config: EngineConfig, spec: ModelSpec, device: torch.device) -> int:
-    """What the card has left for pages, the peak of sampling set aside."""
+    """Memory left on the card for pages, after the peak of sampling."""
     free, total = torch.cuda.mem_get_info(device)
     share = config.cache.memory_share or _MEMORY_SHARE
     sampling = 3 * 4 * _SAMPLING_ROWS * spec.vocab_size

@@ -10,7 +10,7 @@ from mainstem.models.spec import ModelSpec
 
 
 class GpuPages:
-    """Owns the page tensors; who may use which page is the control plane's business."""
+    """Owns the page tensors; the control plane decides which sequence uses which page."""
 
     def __init__(
         self,

@@ -5,13 +5,13 @@
     loads    | session a | session b: layers 0-7 | 8-15 | ...
     saves    | pages of step n-1 |
 
-A load comes a few layers of many slots at a time, which lie as rows in the slab: the copy engines
-move them into one of two staging buffers, from which a short kernel spreads them over the pages
-while the next rows come in. A save takes all layers of a page at once, nobody waits for one of
-them: these are rows on the device, which the engines read where they are.
-Host to device and device to host do not slow each other down, and no multiprocessor is taken for
-longer than the spreading. A save starts when its step is known to have ended, so it needs no event
-of the compute stream.
+A load moves a few layers of many slots at a time, which are rows in the slab. The copy engines move
+them into one of two staging buffers; a short kernel spreads them over the pages while the next rows
+arrive. A save copies all layers of a page at once, since no step waits for it: these are rows on
+the device, which the engines read in place.
+Host-to-device and device-to-host copies do not slow each other down, and only the spreading uses
+multiprocessors. A save starts when its step is known to have ended, so it needs no event of the
+compute stream.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ STAGING_BYTES = 128 << 20  # of one buffer; there are two. 4,000 tokens of Llama
 
 
 class GpuTransfer:
-    """A copy on streams; events tell how far it is."""
+    """A copy on streams; events show its progress."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -73,7 +73,7 @@ class _Staging:
     """Two buffers on the device: one is filled while the other is emptied."""
 
     def __init__(self, page_bytes: int, device: torch.device) -> None:
-        """`page_bytes` of what is moved of a page at once."""
+        """`page_bytes` are the bytes of a page that are moved at once."""
         self.pages = max(1, STAGING_BYTES // page_bytes)
         self._buffers = [
             torch.empty(self.pages * page_bytes, dtype=torch.uint8, device=device) for _ in range(2)
@@ -113,7 +113,7 @@ class GpuCopier:
         self._compile()
 
     def _compile(self) -> None:
-        """Before anybody waits for it."""
+        """Compile the kernel before the first load needs it."""
         nothing = torch.empty(0, dtype=torch.int32, device=self._pages.all.device)
         buffer, _ = self._staging.take()
         spread_pages(self._pages.all, buffer, nothing)
@@ -137,7 +137,7 @@ class GpuCopier:
     def save(self, pages: Int32s, slots: Int32s) -> GpuTransfer:
         distance = self._pages.all[0, 0].nbytes  # from K to V, from V to the next layer's K
         at_once, pitch = 2 * self._num_layers, distance
-        if distance > MAX_PITCH:  # one by one then
+        if distance > MAX_PITCH:  # copied one by one then
             at_once, pitch = 1, self._half_bytes
         rows = Rows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=pitch)
         stream = self._saves_stream
@@ -183,7 +183,7 @@ class GpuCopier:
         self._loads.pop(load_id, None)
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """Of loads that are not forgotten; those that are have come to their end."""
+        """A gate for these loads; forgotten ones have ended."""
         known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
         return GpuGate([transfer for transfer in known if transfer is not None])
 
@@ -217,7 +217,7 @@ class GpuCopier:
 
 
 def _by_slot(slots: Int32s, pages: Int32s) -> tuple[Int32s, Int32s]:
-    """Neighbouring slots are copied in one go."""
+    """Neighbouring slots are copied in one call."""
     order = np.argsort(slots)
     return slots[order], pages[order]
 

@@ -1,7 +1,7 @@
 """CUDA graphs of small steps, some per padded size, in pieces of a few layers.
 
-A step with pages on their way waits between the pieces, as it would between the layers. Steps up to
-some size have graphs without the launches of attention that decodes often do without.
+A step with loads in progress waits between the pieces, as it would between the layers. Small steps
+also have graphs without those attention launches that decodes often do not need.
 """
 
 from bisect import bisect_left
@@ -18,14 +18,14 @@ from mainstem.runner.gates import LAYERS_AT_ONCE
 
 # A larger step keeps the device busy for longer than its launches take.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 1025, 64))
-# Launches saved are a few microseconds a layer, which larger steps would not notice.
+# Saving launches is worth a few microseconds a layer, too little for larger steps.
 MOST_TOKENS_OF_FEWER = 256
 
 
 class StepGraphs:
     """Captures passes per size at the start; a step replays the smallest that holds it.
 
-    What a pass reads must lie in buffers that stay: a graph remembers addresses.
+    A pass must read from fixed buffers: a graph remembers addresses.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class StepGraphs:
         kinds: tuple[Launches, ...],
         pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
     ) -> None:
-        """Of the kinds, the first does for any step. `pieces_of(size, launches)`: what runs
-        LAYERS_AT_ONCE layers each, one piece after the other.
+        """The first of the kinds works for any step. `pieces_of(size, launches)` returns the
+        pieces in order, of LAYERS_AT_ONCE layers each.
         """
         self._sizes = sizes
         self._all = kinds[0]
@@ -52,7 +52,7 @@ class StepGraphs:
         graphs = []
         for piece in pieces:
             graph = torch.cuda.CUDAGraph()
-            # thread_local: NCCL's watchdog may ask for its events meanwhile
+            # thread_local: NCCL's watchdog may query its events meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 piece()
             self._pool = graph.pool()
@@ -60,8 +60,8 @@ class StepGraphs:
         return graphs
 
     def size_for(self, step: Step) -> int | None:
-        """The size to replay, None where the step is too large or does what no graph holds.
-        Copies may come before the pass unless they read what the step itself brings."""
+        """The size to replay; None if the step is too large or needs work that no graph has. Copies
+        run before the pass, so they must not read what the step itself writes."""
         if len(step.move_to) or step.weighings:
             return None
         if len(step.copy_to) and _reads_its_own(step):
@@ -71,8 +71,8 @@ class StepGraphs:
         return self._sizes[bisect_left(self._sizes, step.num_tokens)]
 
     def replay(self, size: int, launches: Launches, gate: Gate) -> None:
-        """Queue the pass with at least these launches; each piece behind what the gate says of its
-        first layer.
+        """Queue the pass with at least these launches; each piece waits at the gate for its first
+        layer.
         """
         graphs = self._graphs.get((size, launches)) or self._graphs[size, self._all]
         for index, graph in enumerate(graphs):

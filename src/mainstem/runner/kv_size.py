@@ -14,8 +14,8 @@ class KvSize:
     bytes_per_token: int
     dtype: DType
     max_positions: int
-    # of bytes_per_token, in windowed layers, and read by nobody at the end of the longest context:
-    # a page holds all layers, so keys that have left a window are kept with the others
+    # share of bytes_per_token that is in windowed layers and unused at the end of the longest
+    # context: a page holds all layers, so keys that have left a window are kept with the others
     unread_bytes_per_token: int
     weights: str  # how the checkpoint has them: a dtype, or a quantized format in words
 

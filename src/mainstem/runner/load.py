@@ -1,4 +1,4 @@
-"""Weights -> a runner on the device they are to run on."""
+"""Weights -> a runner on its device."""
 
 import torch
 
@@ -16,8 +16,8 @@ CPU = "cpu"
 def load_runner(
     origin: Origin, config: EngineConfig, ranks: Collectives = ALONE
 ) -> tuple[Runner, RunnerFacts]:
-    """Load weights and allocate pages on the device that the config names: the part of the model
-    that `ranks.shard` says. All ranks load at the same time, and have the same number of pages."""
+    """Load the part of the model that `ranks.shard` names and allocate pages, on the config's
+    device. All ranks load at the same time and have the same number of pages."""
     device = choose_device(config.model)
     if device.type == "cuda":
         from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # brings Triton
@@ -27,7 +27,7 @@ def load_runner(
 
 
 def choose_device(model: ModelConfig) -> torch.device:
-    """ConfigError where the wanted device is not there or cannot do what is asked."""
+    """Raises ConfigError if the device is missing or cannot run this config."""
     has_cuda = torch.cuda.is_available()
     if model.device is Device.CUDA and not has_cuda:
         raise ConfigError("device=cuda: torch sees no GPU; `mainstem doctor` says what it sees")

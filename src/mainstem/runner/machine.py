@@ -1,4 +1,4 @@
-"""What this machine computes with: devices, torch and triton, as facts without judgement."""
+"""What this machine computes with: devices, torch and triton."""
 
 import importlib.metadata
 import os

@@ -21,12 +21,12 @@ _LOG_2 = 0.6931471805599453
 _EXPONENT_STEPS = 2**23  # of a float32, whose bits are then its log2, nearly, from 127 for 1.0
 _BOUND_BASE = _LOG_2 * (127 + 32)
 _SLACK = 1e-3  # of sums in float32
-_FEW = 1024  # tokens whose logarithms cost little
+_FEW = 1024  # up to this many tokens logarithms are cheap
 
 
 def draw(logits: Float32s, temperature: Float32s, min_p: Float32s, keys: Int64s) -> Int64s:
-    """One token per row of logits [rows, vocab], without top_k and top_p; where logits are NaN,
-    any."""
+    """One token per row of logits [rows, vocab], without top_k and top_p; any token
+    if logits are NaN."""
     rows, vocab = logits.shape
     mixed = _mixed_ids(vocab)
     bits, spare = np.empty((2, vocab), np.uint32)
@@ -55,7 +55,7 @@ def bits_of(keys: Int64s, token_ids: Int64s, vocab: int) -> UInt32s:
 
 
 def pick(scores: Float32s, bits: UInt32s) -> Int64s:
-    """The place in each row [rows, n] where score - log(E) is largest; of NaN any."""
+    """The index in each row [rows, n] where score - log(E) is largest; any index if NaN."""
     if scores.shape[1] <= _FEW:
         places: Int64s = (scores + gumbel(bits)).argmax(axis=1)
         return places
@@ -72,8 +72,8 @@ def gumbel(bits: UInt32s) -> NDArray[np.float64]:
 
 
 def _pick_from_top(scores: Float32s, bits: UInt32s, bound: Float32s) -> int:
-    """As `pick`, of one row. Few tokens come near the winner, so `bound` is filled with what their
-    noisy scores are at most, and exact ones are computed from the top."""
+    """As `pick`, of one row. Few tokens come near the winner, so `bound` is filled with upper
+    bounds of the noisy scores, and exact scores are computed from the top."""
     _fill_bounds(scores, bits, bound)
     best, best_place = -np.inf, 0
     while float(bound.max()) + _BOUND_BASE > best - _SLACK:  # false of NaN
@@ -86,8 +86,8 @@ def _pick_from_top(scores: Float32s, bits: UInt32s, bound: Float32s) -> int:
 
 
 def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
-    """With _BOUND_BASE, score - log(E) or a little more, without a logarithm: E is at least v, and
-    log2 is at least the straight line between powers of two, which a float's bits are."""
+    """Upper bounds of score - log(E), with _BOUND_BASE added, without a logarithm: E is at least v,
+    and log2 is at least the straight line between powers of two, which a float's bits give."""
     bound[:] = bits
     bound[:] = bound.view(np.int32)
     bound *= np.float32(-_LOG_2 / _EXPONENT_STEPS)

@@ -1,4 +1,4 @@
-"""Where weights come from, and what a model loaded from there is to the control plane."""
+"""Where weights come from, and the facts of a loaded model for the control plane."""
 
 import hashlib
 from collections.abc import Collection
@@ -39,8 +39,8 @@ class FolderOrigin:
     weights: WeightDigest
 
     def digest(self) -> bytes:
-        """Fields that were ignored by order are a part of it: config.json, which is hashed, holds
-        them, but a version that knows them computes other pages from the same file."""
+        """Covers fields that the user chose to ignore: a later version that knows them computes
+        other pages from the same config.json."""
         digest = hashlib.sha256(self.weights.wait())
         if self.spec.ignored_fields:
             digest.update(f"ignored:{','.join(self.spec.ignored_fields)}".encode())
@@ -86,8 +86,8 @@ def for_rank(origin: Origin) -> Origin:
 
 
 def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
-    """Raises UnsupportedModel for mathematics we do not have. Fields of config.json that nobody
-    here knows are in the way, unless they are `ignored`. Begins to hash the weights."""
+    """Raises UnsupportedModel for a model that the engine cannot run, and for unknown fields of
+    config.json that are not `ignored`. Begins to hash the weights."""
     return FolderOrigin(folder, read_spec(folder, ignored), WeightDigest(folder))
 
 
@@ -100,8 +100,8 @@ def make_facts(
     num_pages: int,
     layout: bytes,
 ) -> RunnerFacts:
-    """What the control plane must know of a model that was loaded so. Sizes are those of the
-    rank's part: that is what a step costs, and what a page holds."""
+    """What the control plane must know of a loaded model. Sizes are those of the rank's part: they
+    decide what a step costs and what a page holds."""
     spec = part_of(origin.spec, shard)
     if not shard.is_whole:
         layout += f":rank {shard.rank} of {shard.of}".encode()
@@ -122,7 +122,7 @@ def make_facts(
 
 
 def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
-    """Tokens of prompt and answer together; ConfigError where the model has fewer positions."""
+    """Tokens of prompt and answer together; raises ConfigError if the model has fewer positions."""
     context = spec.max_positions if max_model_len is None else max_model_len
     if context > spec.max_positions:
         raise ConfigError(
@@ -137,9 +137,9 @@ def _identity(
     """Equal for two loads exactly when one may read the pages of the other."""
     digest = hashlib.sha256(origin.digest())
     digest.update(f"{dtype}:{model.quantize.value}:".encode() + layout)
-    if model.deterministic:  # pages of others differ in their last bits
+    if model.deterministic:  # pages of other settings differ in their last bits
         digest.update(b":deterministic")
     ropes = origin.spec.at_context(context).ropes
-    if ropes != origin.spec.ropes:  # LongRoPE turns keys otherwise in long contexts
+    if ropes != origin.spec.ropes:  # LongRoPE rotates keys differently in long contexts
         digest.update(repr(ropes).encode())
     return digest.digest()

@@ -3,8 +3,8 @@
     [layer][K or V][kv_heads, pages, page_size, head_dim]
 
 Neighbouring pages are one run of a head's slots, which attention reads in place. K and V of a layer
-lie in one block of memory, so that one write serves both. Memory is taken as it is: a page costs
-nothing until it is written, and slots nobody wrote hold anything.
+lie in one block of memory, so that one write serves both. Memory is not initialised: a page costs
+nothing until it is written, and unwritten slots may hold anything.
 """
 
 import torch
@@ -14,7 +14,7 @@ from mainstem.models.spec import ModelSpec
 
 
 class DevicePages:
-    """Owns the page tensors; who may use which page is the control plane's business."""
+    """Owns the page tensors; the control plane decides which sequence uses which page."""
 
     def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
         self.num_pages = num_pages

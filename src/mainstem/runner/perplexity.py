@@ -1,4 +1,4 @@
-"""How well a decoder predicts a text; says what quantization costs."""
+"""How well a decoder predicts a text; measures the cost of quantization."""
 
 import math
 
@@ -25,10 +25,10 @@ def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: 
     if not 0 < stride <= window or len(token_ids) < 2:
         raise ValueError(f"cannot score {len(token_ids)} tokens, window {window}, stride {stride}")
     total = 0.0
-    scored = 1  # tokens whose likelihood is in, the first one for free
+    scored = 1  # tokens scored, the first one for free
     for first in range(0, len(token_ids), stride):
         ids = token_ids[first : first + window]
-        skipped = scored - first  # of this window, already in
+        skipped = scored - first  # of this window, already scored
         if skipped < len(ids):
             total += _window_nll(decoder, ids, skipped)
         scored = first + len(ids)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mainstem.core.config import DType
 from mainstem.models.families import read_spec
-from mainstem.models.quantized.packing import Layout, PackedKind
+from mainstem.models.quantized.packing import Layout
 from mainstem.models.shard import Shard, part_of, shards_that_divide
 from mainstem.models.spec import ModelSpec
 
@@ -15,7 +15,7 @@ MOST_RANKS = 16  # that are listed
 
 @dataclass(frozen=True, slots=True)
 class RankSize:
-    """Of the rank that has most; weights without norms, biases and zero points, which are few."""
+    """Sizes of the largest rank. Norms, biases and zero points, which are small, do not count."""
 
     num_ranks: int
     weight_bytes: int
@@ -53,6 +53,4 @@ def _weight_bytes(spec: ModelSpec, element_bytes: int) -> int:
     if quantized.layout is Layout.MXFP4:  # of experts alone
         packed = spec.num_expert_params + spec.num_idle_params
     packing = quantized.packing or quantized.packings[0]
-    scale_bytes = 1 if packing.kind is PackedKind.MXFP4 else element_bytes
-    each = 1 / packing.kind.columns_per_value + scale_bytes / (packing.group or float("inf"))
-    return (plain - packed) * element_bytes + round(packed * each)
+    return (plain - packed) * element_bytes + round(packed * packing.bytes_per_param)

@@ -1,7 +1,7 @@
 """Logits -> token ids.
 
 A row's token depends on its logits, its settings, its history and its noise key, never on the
-rows beside it. Order of work, as in vLLM:
+other rows. Order of work, as in vLLM:
 
     raw logits -> logprobs (if wanted)
     mask, logit_bias, min_tokens -> repetition, presence, frequency penalties
@@ -29,15 +29,15 @@ from mainstem.runner.edits import LogitEdits
 from mainstem.runner.noise import bits_of, draw, pick
 from mainstem.runner.uploads import Uploads
 
-_CANDIDATES = 1024  # sorted first; a row whose top_p reaches beyond is sorted whole
+_CANDIDATES = 1024  # sorted first; a row whose top_p needs more is sorted whole
 _LOGPROB_ROWS = 128  # whose log-probabilities over the whole vocabulary are held at once
 
 
 class Sampler:
     """Turns logits into tokens on one device; remembers, by sequence slot, what edits need.
 
-    On a GPU nothing here waits for the device: settings go up through pinned memory, sampled ids
-    stay there.
+    On a GPU nothing here waits for the device: settings are sent through pinned memory, sampled
+    ids stay on the device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -89,7 +89,7 @@ class Sampler:
         return sample.sample(logits, *settings, choice.keys)
 
     def _send_choice(self, batch: SampleBatch) -> "Choice":
-        """The settings in one piece, each at an address that kernels like (16 bytes)."""
+        """Send the settings in one copy, each aligned to 16 bytes for the kernels."""
         rows = len(batch.temperature)
         words = np.zeros((6, -(-rows // 4) * 4), np.int32)
         columns = (batch.temperature, batch.top_p, batch.top_k, batch.min_p)
@@ -113,8 +113,7 @@ def _apply_masks(logits: Tensor, batch: SampleBatch, uploads: Uploads) -> None:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """argmax over the last axis on a CPU, the first of equals: numpy's is vectorised, torch's goes
-    element by element."""
+    """argmax over the last axis on a CPU, the first on a tie; numpy's is faster than torch's."""
     return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
@@ -129,7 +128,7 @@ class Choice:
     keys: Tensor
 
     def of(self, rows: Tensor) -> "Choice":
-        """Of these rows only."""
+        """The settings of these rows only."""
         return Choice(
             self.temperature[rows],
             self.top_p[rows],
@@ -206,10 +205,10 @@ def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
 def _draw_kept(
     scores: Float32s, best: Float32s, ids: Int64s, is_kept: Bools, choice: Choice
 ) -> Int64s:
-    """Draw one token per row of `ids`, the likeliest first, `best` their scores. The first of them
-    are kept; if others have the score of the last one kept, the lowest ids of that score are."""
+    """Draw one token per row of `ids`, the likeliest first, with scores `best`. Only the first of
+    them are kept; on a tie with the last one kept, the lowest ids are kept."""
     (rows, count), vocab = best.shape, scores.shape[1]
-    num_kept = np.maximum(np.count_nonzero(is_kept, axis=1), 1)  # inf in the logits leaves none
+    num_kept = np.maximum(np.count_nonzero(is_kept, axis=1), 1)  # none is kept if logits are inf
     every, width = np.arange(rows), num_kept.max()
     last, after = best[every, num_kept - 1], best[every, np.minimum(num_kept, count - 1)]
     for row in np.flatnonzero((last == after) & (num_kept < vocab)):
@@ -231,7 +230,7 @@ def _weights(scores: Tensor, min_p: Tensor) -> Tensor:
 
 
 class LogprobRows:
-    """Log-probabilities on their way to the host; `resolve` once the device has come this far."""
+    """Log-probabilities in a copy to the host; call `resolve` when the copy is complete."""
 
     def __init__(self, values: Tensor, ints: Tensor, counts: Int32s) -> None:
         self._values = values  # chosen, top ...
@@ -239,7 +238,7 @@ class LogprobRows:
         self._counts = counts
 
     def resolve(self) -> list[TokenLogprobs]:
-        """One record per row. On a GPU the caller has waited for an event behind the start."""
+        """One record per row. On a GPU the caller has waited for an event after the start."""
         return [
             TokenLogprobs(
                 token_id=ints[0],
@@ -278,7 +277,7 @@ def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, 
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy that is complete when the device has come this far."""
+    """Start a copy to the host; it is complete when the device reaches this point."""
     if tensor.device.type == "cpu":
         return tensor
     from mainstem.kernels.memory.upload import move_words  # noqa: PLC0415  # brings Triton

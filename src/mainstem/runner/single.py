@@ -1,17 +1,17 @@
-"""A step of one token, as a lone conversation has it: all buffers and views laid out beforehand.
+"""A step of one token of a lone conversation: all buffers and views are prepared beforehand.
 
 At batch 1 the weights are read at memory speed and the rest is the cost of calling torch. So the
-pass is written in products that do the work of their neighbours (a norm is the factor of the next
-product, a residual is what a product is added to) over buffers that never move:
+pass uses few calls over fixed buffers: a norm is a factor of the next product, and a product is
+added to the residual in place:
 
     per layer   dot, addmv, mul_, write, attend, addmv_, dot, addmv, silu_, mul_, addmv_
 
 Dot products, the write of K and V and attention over few keys go through numpy views of the same
 memory, which costs half of torch's call; many keys go through torch's fused kernel, which uses all
-cores. Neighbouring pages are read where they are, and the views of all layers are made in one go;
+cores. Neighbouring pages are read in place, and the views of all layers are made in one call;
 other pages are gathered layer by layer. On a rank of several (models/shard.py) a product is summed
-over ranks before it is added to x. Everything else goes through Decoder.forward, of which this is
-the same mathematics.
+over ranks before it is added to x. All other steps go through Decoder.forward, which computes the
+same.
 """
 
 import math
@@ -34,7 +34,7 @@ from mainstem.runner.pages import DevicePages
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-_MIN_FUSED_KEYS = 160  # below, three small calls cost less than the fused one (docs/log/cpu.md)
+_MIN_FUSED_KEYS = 160  # fewer: three small calls cost less than the fused one (docs/log/cpu.md)
 _THREADED_ELEMENTS = 460_800  # OpenBLAS runs a smaller matrix times a vector on one core
 
 AddProduct = Callable[[Tensor, Tensor, Tensor], Tensor]  # x += matrix @ vector, of all ranks
@@ -64,7 +64,7 @@ class SingleTokenPass:
         self._layers = layers
         self._pages = pages
         self._turns = turns
-        # queries are turned and scaled in one product, keys only turned
+        # queries are rotated and scaled in one product, keys only rotated
         self._stretch = torch.ones(heads + kv_heads, 1)
         self._stretch[:heads] = spec.layers[0].attention.scale
         self._floor = spec.hidden_size * spec.norm.eps
@@ -77,7 +77,7 @@ class SingleTokenPass:
         self._new_kv = self._qkv[heads * dim :].view(2, kv_heads, dim).numpy()
         self._gate_up = torch.empty(len(layers[0].gate_up))
         self._gate, self._up = self._gate_up.chunk(2)
-        # rows that `_threaded` adds to a matrix add nothing to what lies behind x
+        # rows of zeros that `_threaded` adds write only zeros after x
         self._padded_x = torch.zeros(max(max(len(w.out), len(w.down)) for w in layers))
         self._x = self._padded_x[: spec.hidden_size].view(1, -1)
         ranks = decoder.ranks
@@ -91,12 +91,13 @@ class SingleTokenPass:
     def make(
         cls, decoder: Decoder, pages: DevicePages, tables: Mapping[RopeSpec, Tensor]
     ) -> "SingleTokenPass | None":
-        """None where the model has parts this pass has not: other dtypes, quantized or biased
+        """None if the model has parts that this pass cannot run: other dtypes, quantized or biased
         products, norms of heads, partial rotation or none, windows, experts. `tables` are those of
         `rotary_table`."""
         spec = decoder.spec
         layers = [_weights(layer) for layer in decoder.layers]
         is_plain = decoder.dtype == torch.float32 and spec.rotary_dim == spec.head_dim
+        is_plain &= not spec.has_out_bias  # which one rank has: all run the same calls
         if not is_plain or len(set(spec.layers)) > 1 or any(layer is None for layer in layers):
             return None
         attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
@@ -121,7 +122,7 @@ class SingleTokenPass:
         )
 
     def run(self, step: Step, token_id: Tensor, gate: Gate) -> Tensor:
-        """The hidden state [1, hidden], normed, as Decoder.forward answers it."""
+        """The hidden state [1, hidden], normed, as Decoder.forward returns it."""
         self._x.copy_(self._decoder.embed(token_id))
         x = self._x[0]
         x_array = x.numpy()
@@ -153,7 +154,7 @@ class SingleTokenPass:
         return 1.0 / math.sqrt(float(x.dot(x)) + self._floor)
 
     def _attention(self, step: Step) -> Callable[[int], Tensor]:
-        """What answers a layer's attention, [heads * dim]."""
+        """The function that computes a layer's attention, [heads * dim]."""
         num_keys = int(step.spans.key_tokens[0])
         read = self._reader(step.spans.page_ids.astype(np.int64), num_keys)
         if num_keys < _MIN_FUSED_KEYS:
@@ -189,7 +190,7 @@ class SingleTokenPass:
         return self._pages.all_slots.narrow(3, first, num_keys).unbind().__getitem__
 
     def _gatherer(self, pages: NDArray[np.int64], num_keys: int) -> ReadLayer:
-        """For pages that lie anywhere: every layer is gathered into one buffer."""
+        """For scattered pages: every layer is gathered into one buffer."""
         _, both, kv_heads, _, dim = self._pages.all_slots.shape
         width = self._pages.page_size * dim
         runs = np.arange(both * kv_heads)[:, None] * self._pages.num_pages + pages
@@ -231,7 +232,7 @@ def _weights(layer: Layer) -> _Weights | None:
 
 
 def _only_sums(tail: Norm) -> bool:
-    """Whether what a layer answers is added as it is, or summed over ranks and then added."""
+    """Whether a layer's output is only added, perhaps after a sum over ranks."""
     return isinstance(tail.then if isinstance(tail, Summed) else tail, Identity)
 
 
@@ -244,10 +245,10 @@ def _adder(ranks: Collectives, hidden_size: int) -> AddProduct:
 
 
 def _threaded(weight: Tensor) -> Tensor:
-    """The matrix with rows of zeros below, if then all cores work on it and that is faster.
+    """The matrix, with rows of zeros added if all cores then work on it and that is faster.
 
-    One core reads at a little more than half of the memory's speed, so up to three quarters more to
-    read is a gain.
+    One core reads at a little more than half of the memory's speed, so reading up to three quarters
+    more is a gain.
     """
     num_rows = -(-_THREADED_ELEMENTS // weight.shape[1])
     is_near = weight.numel() < _THREADED_ELEMENTS < 1.75 * weight.numel()

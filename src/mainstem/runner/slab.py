@@ -1,4 +1,4 @@
-"""A slab of host memory: equal slots of one page each, as files and devices like them.
+"""A slab of host memory: equal slots of one page each, aligned for files and devices.
 
     slot  [layers][K or V][kv_heads, page_size, head_dim]  + nothing, up to the next 4 KiB
 
@@ -34,7 +34,7 @@ WHOLE = SlabPart(Shard(), -1)  # all of it, in memory of this process
 class HostSlab:
     """Owns the memory; `pages` is [slots, layers, 2, kv_heads, page_size, head_dim].
 
-    Pinned memory is what a GPU copies to and from by itself.
+    A GPU copies to and from pinned memory by itself.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HostSlab:
         self._first = part.shard.rank * self.page_bytes  # byte of each slot
         self.address = self._start + self._first
         self._is_pinned = is_pinned
-        if is_pinned:  # torch's own pinned memory comes in powers of two
+        if is_pinned:  # torch rounds pinned memory up to powers of two
             _check(torch.cuda.cudart().cudaHostRegister(self._start, len(words), 0))  # type: ignore[no-untyped-call]
         used = words.view(num_slots, -1).narrow(1, self._first, self.page_bytes).view(dtype)
         self.pages: Tensor = used.view(num_slots, *page_shape)
@@ -78,7 +78,7 @@ class HostSlab:
         return self.pages[:, layer]
 
     def close(self) -> None:
-        """Unpin; nothing may be copied any more."""
+        """Unpin the memory; no copy may use it any more."""
         if self._is_pinned:
             _check(torch.cuda.cudart().cudaHostUnregister(self._start))  # type: ignore[no-untyped-call]
             self._is_pinned = False
@@ -90,7 +90,7 @@ def _check(result: object) -> None:
 
 
 def slot_bytes(page_bytes: int) -> int:
-    """What a page takes in a slab."""
+    """The size of a page's slot in a slab."""
     return -(-page_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,7 +1,7 @@
 """Copies of pages between a CPU's page tensors and a slab, on threads of their own.
 
-Loads and saves have a thread each, so a save never delays a load. The same contracts hold on a GPU
-with streams in the place of threads (`gpu_transfer.py`).
+Loads and saves have a thread each, so a save never delays a load. On a GPU the same contracts hold
+with streams instead of threads (`gpu_transfer.py`).
 """
 
 from collections.abc import Callable
@@ -51,13 +51,13 @@ class CpuTransfer:
                 self._changed.notify_all()
 
     def num_layers_done(self) -> int:
-        """Raises what the copy raised: only a bug makes a copy of memory fail."""
+        """Raises the copy's error: only a bug makes a copy of memory fail."""
         if self._error is not None:
             raise self._error
         return self._num_done
 
     def wait_for(self, num_layers: int) -> None:
-        """Return when so many layers are there."""
+        """Return when the first `num_layers` layers are copied."""
         if self.num_layers_done() < num_layers:
             with self._changed:
                 self._changed.wait_for(lambda: self.num_layers_done() >= num_layers)
@@ -131,13 +131,13 @@ class CpuCopier:
         self._loads.pop(load_id, None)
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """Of loads that are not forgotten; those that are have come to their end."""
+        """A gate for these loads; forgotten ones have ended."""
         known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
         return CpuGate([transfer for transfer in known if transfer is not None])
 
     def drain(self) -> None:
         for thread in (self._load_thread, self._save_thread):
-            thread.submit(lambda: None).result()  # a thread does one after the other
+            thread.submit(lambda: None).result()  # each thread copies in order
 
     def close(self) -> None:
         self._load_thread.shutdown()
@@ -150,7 +150,7 @@ class CpuCopier:
 
 
 def connect(runner: Runner, host_bytes: int) -> PageCopier:
-    """A copier between the runner's pages and a slab of `host_bytes`, if there is so much."""
+    """A copier between the runner's pages and a slab of `host_bytes`, if there is memory."""
     if host_bytes > (available := available_bytes()):
         raise ConfigError(
             f"host_gb={host_bytes / 1e9:g} is more than the {available / 1e9:.1f} GB of memory left"

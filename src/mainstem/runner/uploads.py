@@ -1,4 +1,4 @@
-"""Arrays on their way to the device."""
+"""Arrays that are sent to the device."""
 
 from collections import deque
 
@@ -16,7 +16,7 @@ class Uploads:
         self._in_use: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def send(self, array: NDArray[np.generic]) -> Tensor:
-        """To the device, through pinned memory, without waiting for anything."""
+        """Send to the device, through pinned memory, without blocking."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cpu":
             return tensor

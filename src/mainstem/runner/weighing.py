@@ -1,4 +1,4 @@
-"""Attention of a step in which pages are weighed: as planned, then the weights of a few rows."""
+"""Attention of a step that weighs pages: as planned, then the weights of a few rows."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from tests.models.quantized.oracles import Case, awq, compressed, fp8, gptq, int8_bytes
+from tests.models.quantized.oracles import Case, awq, compressed, fp8, gptq, int_bytes
 
 
 def gptq_config(**changes: object) -> dict[str, Any]:
@@ -75,7 +75,12 @@ CASES = (
             "int-quantized",
             input_activations=DYNAMIC,
         ),
-        int8_bytes,
+        int_bytes,
+    ),
+    Case(
+        "compressed 4 bits in bytes",
+        compressed_config(ints(symmetric=False), "int-quantized", input_activations=DYNAMIC),
+        partial(int_bytes, bits=4, group=16, has_zeros=True),
     ),
     Case("compressed fp8 per channel", compressed_config(FLOAT8, "float-quantized"), fp8),
     Case(

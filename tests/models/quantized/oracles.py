@@ -147,12 +147,26 @@ def compressed(
     return tensors, found
 
 
-def int8_bytes(rng: np.random.Generator, out: int, width: int) -> tuple[Tensors, Numbers]:
-    """int-quantized: a byte each, a scale for each row."""
-    weight = rng.integers(-128, 128, (out, width)).astype(np.int8)
-    scales = scales_of(rng, out, 1) / 16
-    found = weight.astype(np.float32) * scales.float().numpy()
-    return {"weight": torch.from_numpy(weight), "weight_scale": scales}, found
+def int_bytes(
+    rng: np.random.Generator,
+    out: int,
+    width: int,
+    *,
+    bits: int = 8,
+    group: int | None = None,
+    has_zeros: bool = False,
+) -> tuple[Tensors, Numbers]:
+    """int-quantized: a byte each, whatever the bits; a scale for each row or group."""
+    shared, middle = group or width, 2 ** (bits - 1)
+    weight = rng.integers(-middle, middle, (out, width)).astype(np.int8)
+    scales = scales_of(rng, out, width // shared) / (1 if bits == 4 else 16)
+    tensors = {"weight": torch.from_numpy(weight), "weight_scale": scales}
+    found = weight.astype(np.float32)
+    if has_zeros:
+        zeros = rng.integers(-middle, middle, (out, width // shared)).astype(np.int8)
+        tensors["weight_zero_point"] = torch.from_numpy(zeros)
+        found -= zeros.astype(np.float32).repeat(shared, 1)
+    return tensors, found * scales.float().numpy().repeat(shared, 1)
 
 
 def e4m3(byte: int) -> float:

@@ -26,6 +26,8 @@ CASES = {
     ),
     "8 bits, zero points": (ints(num_bits=8, symmetric=False), "pack-quantized"),
     "int8": (ints(num_bits=8, strategy="channel", group_size=None), "int-quantized"),
+    "4 bits in bytes": (ints(), "int-quantized"),
+    "4 bits in bytes, zero points": (ints(symmetric=False), "int-quantized"),
     "fp8, channels": (FLOAT8, "float-quantized"),
     "fp8, one scale": ({**FLOAT8, "strategy": "tensor"}, "float-quantized"),
     "fp8, blocks": (

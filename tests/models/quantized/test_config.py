@@ -34,6 +34,10 @@ def quantized(config: dict[str, Any]) -> QuantizedSpec:
             gptq_config(group_size=-1, bits=8, desc_act=True),
             "GPTQ, 8 bits, a scale per channel, zero points, act-order",
         ),
+        (
+            gptq_config(dynamic={"+:.*down_proj": {"desc_act": True}}),  # of some products alone
+            "GPTQ, 4 bits, groups of 16, zero points, act-order",
+        ),
         (AWQ, "AWQ, 4 bits, groups of 16, zero points"),
         (compressed_config(ints()), "compressed-tensors, 4 bits, groups of 16"),
         (compressed_config(FLOAT8), "compressed-tensors, FP8, a scale per channel"),
@@ -61,6 +65,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "group_size": 128, "model_file_base_name": None, "model_name_or_path": None,
         "quant_method": "gptq", "static_groups": False, "sym": True, "true_sequential": True,
         "meta": {"quantizer": "gptqmodel:1.4.0"}, "dynamic": None, "lm_head": False,
+    },
+    "GPTQ, 8 bits, groups of 128": {
+        "bits": 8, "checkpoint_format": "gptq", "desc_act": False, "format": "gptq",
+        "group_size": 128, "lm_head": False, "method": "gptq", "pack_dtype": "int32",
+        "quant_method": "gptq", "sym": True, "meta": {"quantizer": ["gptqmodel:6.0.0"]},
+    },
+    "AWQ, 4 bits, groups of 64, zero points": {
+        "bits": 4, "checkpoint_format": "gemm", "desc_act": False, "format": "gemm",
+        "group_size": 64, "lm_head": False, "method": "awq", "pack_dtype": "int32",
+        "quant_method": "awq", "version": "gemm", "zero_point": True,
+        "meta": {"quantizer": ["gptqmodel:6.0.0"]},
     },
     "AWQ, 4 bits, groups of 128, zero points": {
         "backend": "autoawq", "bits": 4, "do_fuse": False, "exllama_config": None,
@@ -166,6 +181,12 @@ def test_compressed_groups_are_found_by_name_then_pattern_then_class() -> None:
     assert found.packing_of("lm_head") is None
 
 
+def test_rules_may_put_modules_in_act_order() -> None:
+    found = quantized(gptq_config(dynamic={"+:.*down_proj": {"desc_act": True}}))
+    assert found.has_order
+    assert not quantized(gptq_config(dynamic={"+:.*down_proj": {"bits": 8}})).has_order
+
+
 def test_versions_of_gptq_differ_in_their_zero_points() -> None:
     assert quantized(gptq_config()).is_zero_less_one
     assert not quantized(gptq_config(checkpoint_format="gptq_v2")).is_zero_less_one
@@ -189,7 +210,10 @@ STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
         (gptq_config(dynamic={"+:.*": {"surprise": 3}}), r"dynamic \+:\.\*"),
         (gptq_config(adapter={"rank": 8}), "adapter"),
         (gptq_config(surprise=1), "surprise"),
+        (gptq_config(method="qqq"), "method='qqq'"),
+        (gptq_config(pack_dtype="int16"), "pack_dtype='int16'"),
         ({**AWQ, "version": "gemv"}, "version='gemv' is not supported, only gemm"),
+        ({**AWQ, "checkpoint_format": "gemv_fast"}, "checkpoint_format='gemv_fast'"),
         ({**AWQ, "bits": 8}, "bits=8 is not supported, only 4"),
         ({**AWQ, "zero_point": False}, "zero_point"),
         ({**FP8, "fmt": "e5m2"}, "fmt"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     FalconConfig,
     GptOssConfig,
@@ -17,6 +18,8 @@ from transformers import (
 from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard, part_of, shards_that_divide
+from mainstem.models.tensors import TensorReader
+from mainstem.models.weights import Checkpoint
 from mainstem.runner.origin import folder_origin, for_rank
 from tests.models.checkpoints import SMALL
 from tests.models.quantized.cases import CASES
@@ -113,6 +116,39 @@ def test_columns_in_act_order_are_dequantized_with_a_warning(
         assert "2 quantized products are dequantized" in record.getMessage()
         assert "self_attn.o_proj, model.layers.0.mlp.down_proj" in record.getMessage()
     assert len(caplog.records) == 2
+
+
+class Counted(Checkpoint):
+    """Notes the largest share that is read of a tensor of layers, in one go."""
+
+    largest = 0.0
+
+    def stored(self, name: str, shape: tuple[int, ...], at: tuple[slice, ...] = ()) -> Tensor:
+        found = super().stored(name, shape, at)
+        if name.endswith(("weight", "weight_packed", "qweight")) and "norm" not in name:
+            self.largest = max(self.largest, found.numel() / torch.Size(shape).numel())
+        return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq",
+        "gptq whole rows",
+        "awq",
+        "compressed 4 bits per channel",
+        "compressed int8 bytes",
+        "compressed fp8 per channel",
+        "fp8 per tensor",
+    ],
+)
+def test_a_rank_never_reads_a_whole_matrix(name: str, tmp_path: Path) -> None:
+    write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME[name])
+    spec = read_spec(tmp_path)
+    for rank in range(2):
+        source = Counted(tmp_path, torch.float32, names=spec.names, quantized=spec.quantized)
+        TensorReader(source, spec, Shard(rank, 2)).layer(0)
+        assert source.largest == 0.5
 
 
 def test_a_rank_in_another_process_reads_packed_weights(tmp_path: Path) -> None:

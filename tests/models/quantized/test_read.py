@@ -15,7 +15,7 @@ from mainstem.models.packed import PackedWeight
 from mainstem.models.quantized.config import read_quantized
 from mainstem.models.weights import SINGLE_FILE, Checkpoint
 from tests.models.quantized.cases import CASES, FP8, gptq_config
-from tests.models.quantized.oracles import Case, Tensors, gptq
+from tests.models.quantized.oracles import Case, Tensors, fp8, gptq
 
 pytestmark = pytest.mark.torch
 NAME = "model.layers.0.mlp.up_proj"
@@ -138,6 +138,14 @@ def test_bytes_without_scales_are_not_taken_for_numbers(tmp_path: Path) -> None:
     assert source.take_packed(NAME, (OUT, WIDTH)) is None
     with pytest.raises(UnsupportedModel, match="nothing beside it says what its numbers"):
         source.take(f"{NAME}.weight", (OUT, WIDTH))
+
+
+@pytest.mark.parametrize("name", ["input_scale", "activation_scale", "k_scale", "kv_scale"])
+def test_scales_of_activations_are_left_aside(name: str, tmp_path: Path) -> None:
+    tensors, right = fp8(np.random.default_rng(0), OUT, WIDTH, scale_shape=())
+    source = saved(tmp_path, FP8, {**tensors, name: torch.ones(())})
+    assert torch.equal(taken(source).dense(torch.float32), torch.from_numpy(right))
+    source.finish()
 
 
 def test_biases_that_tools_add_are_dropped_if_they_are_zero(tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def test_a_rank_that_cannot_load_is_named(kind: str, error: type[Exception], wor
 
 
 def test_ranks_of_a_runner_that_is_dropped_do_not_hold_their_devices() -> None:
-    runner, _ = load_ranks(FakeOrigin(), a_config(2), MODULE)
+    runner, facts = load_ranks(FakeOrigin(), a_config(2), MODULE)
+    assert (facts.num_params, facts.bytes_per_param) == (1001, 2.0), "the largest count"
     pids = runner.ranks.pids
     del runner
     gc.collect()

@@ -14,6 +14,7 @@ from time import monotonic
 import psutil
 import pytest
 import torch
+from transformers import GptOssConfig, LlamaConfig
 
 from mainstem import LLM
 from mainstem.core.config import (
@@ -37,7 +38,8 @@ from mainstem.runner.ranks.load import load_ranks
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import make_checkpoint, write_checkpoint
 from tests.models.quantized.cases import CASES
-from tests.models.quantized.checkpoints import write_quantized
+from tests.models.quantized.checkpoints import write_gpt_oss, write_quantized
+from tests.models.quantized.test_ranks import WIDE
 from tests.models.test_shards import FAMILIES
 
 pytestmark = pytest.mark.torch
@@ -215,10 +217,15 @@ def test_every_family_answers_on_ranks_as_alone(name: str, num_ranks: int, tmp_p
 
 
 @pytest.mark.slow
-def test_quantized_weights_on_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["awq", "gptq act-order", "fp8 blocks", "fp8 per tensor", "mxfp4"])
+def test_quantized_models_answer_on_ranks_as_alone(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    (awq,) = (case for case in CASES if case.name == "awq")
-    write_quantized(FAMILIES["llama, tied"], folder, awq)
+    if name == "mxfp4":  # three groups of columns: the ranks' parts differ in size
+        sizes = WIDE | {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
+        write_gpt_oss(GptOssConfig(**sizes, head_dim=16), folder)
+    else:
+        (case,) = (case for case in CASES if case.name == name)
+        write_quantized(LlamaConfig(**WIDE), folder, case)
     with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
         expected = answers(engine)
     with closing(build_engine(folder, a_config(2, tmp_path / "ranks"))) as engine:

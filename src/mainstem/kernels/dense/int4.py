@@ -73,13 +73,17 @@ def multiply(
     if tokens == 0:
         return out
     tile = tile or tile_for(tokens, x.dtype, x.device)
-    tiles = triton.cdiv(num_out, tile.outs) * triton.cdiv(tokens, tile.tokens)
     splits = num_splits(num_out, weight.num_blocks, tile)
+    most = most_split_tokens(num_out, tile)
+    if splits > 1 and tokens > most:  # one after another: a row does not depend on others
+        for first in range(0, tokens, most):
+            rows = slice(first, first + most)
+            multiply(x[rows], weight, bias, out[rows], tile)
+        return out
+    tiles = triton.cdiv(num_out, tile.outs) * triton.cdiv(tokens, tile.tokens)
     partial = x
     if splits > 1:
         partial = x.new_empty(splits, tokens, num_out, dtype=torch.float32)
-        if tiles > MOST_TILES:
-            raise LayoutError(f"a product of {tokens} tokens in parts is too large")
     _product_kernel[(tiles, splits)](
         x, weight.words, weight.factors, x if bias is None else bias, out, partial, weight.arrived,
         tokens, num_out, weight.num_in, weight.num_blocks, splits, x.stride(0), out.stride(0),
@@ -148,6 +152,11 @@ def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
     """Parts of the columns. By the weight's shape alone, so that a row's sum is too."""
     programs = -(-num_out // tile.outs)
     return max(1, min(tile.programs * _FULL_CARD // programs, blocks // 4, 16))
+
+
+def most_split_tokens(num_out: int, tile: Int4Tile) -> int:
+    """Tokens of one launch whose columns are split: programs count themselves by tiles."""
+    return MOST_TILES // -(-num_out // tile.outs) * tile.tokens
 
 
 @triton.jit(do_not_specialize=("tokens", "splits"))

@@ -2,13 +2,13 @@
 
     engine thread        writer thread                        reader threads
     write(job) ------->  wait for the copies, write some
-                         side by side, fsync, commit --.
+                         in parallel, fsync, commit --.
     delete(key) ------>  delete rows                   |
     read(jobs) --------------------------------------- | --->  read, compare checksums
     poll() <-------------------------------------------+-------------'
 
-Nothing here waits except `flush` and `close`. Jobs for the writer are done in the order given, so a
-row is gone before its record is used again.
+Only `flush` and `close` block. The writer does its jobs in the order given, so a row is deleted
+before its record is reused.
 """
 
 import errno
@@ -37,17 +37,17 @@ from mainstem.kv.bytes.segments import SegmentFiles
 from mainstem.kv.tier import Read, ReadJob, StoredPage, WriteJob, Written
 from mainstem.kv.transfer import SharedLink
 
-FIRST_RATE = 3e9  # bytes a second, until reads were seen
-NUM_READERS = 16  # checksums take about as long as reading, and all stand in line for Python's lock
-READ_RUN = 8  # pages that are read in one go: disks are faster at 16 MB than at 2
-NUM_WRITERS = 8  # pages of a batch that are written side by side, likewise
-INDEX_ROOM = 1 << 20  # bytes that are enough to open and change an index
-LITTLE_ROOM = 64 << 10  # bytes that are not enough
+FIRST_RATE = 3e9  # bytes a second, until a read has been measured
+NUM_READERS = 16  # checksums take about as long as reads, and all threads share Python's lock
+READ_RUN = 8  # pages per read call: disks read 16 MB at a higher rate than 2 MB
+NUM_WRITERS = 8  # pages of a batch that are written in parallel
+INDEX_ROOM = 1 << 20  # bytes; enough to open and change an index
+LITTLE_ROOM = 64 << 10  # bytes; not enough for that
 MAX_BATCH = 64  # pages written between two commits
-READS_FIRST_S = 0.5  # a batch of writes waits no longer than that for reads ...
-FEW_WRITES = 4 * MAX_BATCH  # ... and only while no more than these wait behind it
-FULL_PAUSE_S = 30.0  # a full disk is not asked for more space for so long
-DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index that cannot be mended
+READS_FIRST_S = 0.5  # a batch of writes waits at most this long for reads ...
+FEW_WRITES = 4 * MAX_BATCH  # ... and only while fewer orders than this are queued
+FULL_PAUSE_S = 30.0  # after the disk was full, files do not grow for this long
+DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index with these errors is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ _Order = _RecordWrite | _Delete | _Touch | Event | None  # Event: set it; None: 
 
 
 class DiskTier:
-    """Owned by one thread, which makes the calls; see the module for who does the work."""
+    """One thread owns it and makes all calls; the module shows which threads do the work."""
 
     name = "disk"
     is_shared = False
@@ -101,12 +101,12 @@ class DiskTier:
         model: str | None = None,
         ledger: Path | None = None,
     ) -> None:
-        """Open the store of one model in `folder`, made if need be.
+        """Open the store of one model in `folder`, which is created if it does not exist.
 
-        `model` is its name, for people; `ledger` is where the number of pages is kept, so that an
-        emptied store is noticed. Raises StoreError if it is in use, of another format or cannot be
-        opened. A damaged or missing index means an empty store; `found` then says so, and `lost`
-        how many pages that cost where it is known.
+        `model` is its name, for people. `ledger` keeps the number of pages, so that an emptied
+        store is noticed. Raises StoreError if the store is in use, has another format or cannot be
+        opened. A damaged or missing index means an empty store: `found` says why, and `lost` how
+        many pages were lost, if known.
         """
         self.folder = folder
         self.found: str | None = None
@@ -131,14 +131,14 @@ class DiskTier:
         self._records = {row.key: row.record for row in self._rows}
         self._crc32s = {row.record: row.crc32 for row in self._rows}
         self.link = SharedLink(FIRST_RATE, NUM_READERS * READ_RUN * page_bytes)
-        self._free: list[int] = []  # heap: low records first, so that files fill in order
+        self._free: list[int] = []  # heap, so that files fill in order
         self._next_record = 0  # every record from here on was never used
         self._skip_used()
         self._full_until_s = 0.0
         self._num_pending = 0
         self._orders: SimpleQueue[_Order] = SimpleQueue()
-        self._reads: SimpleQueue[list[_RecordRead] | None] = SimpleQueue()  # []: see below
-        self._again: SimpleQueue[_RecordRead] = SimpleQueue()  # of runs that failed: they go first
+        self._reads: SimpleQueue[list[_RecordRead] | None] = SimpleQueue()  # []: only read `_again`
+        self._again: SimpleQueue[_RecordRead] = SimpleQueue()  # pages of failed runs: read first
         self._done: SimpleQueue[_Committed | Written | Read] = SimpleQueue()
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
         self._threads = [Thread(target=self._write_all, name="kv-writer", daemon=True)]
@@ -154,21 +154,21 @@ class DiskTier:
 
     @property
     def num_writes_pending(self) -> int:
-        """Pages given to `write` whose outcome `poll` has not told."""
+        """Pages given to `write` whose outcome `poll` has not returned."""
         return self._num_pending
 
     @property
     def num_places(self) -> int:
-        """Some records are beyond what is promised: pages that leave are freed a moment later."""
+        """Fewer than there are records, since evicted pages free theirs a moment later."""
         return max(1, self.num_records - 1 - self.num_records // 64)
 
     def recover(self) -> Sequence[StoredPage]:
-        """The pages of the index, least recently used first; asked once."""
+        """The pages of the index, least recently used first; called once."""
         rows, self._rows = self._rows, []
         return [StoredPage(row.key, row.token_ids, row.used_at) for row in rows]
 
     def opened(self, num_pages: int) -> StoreOpened:
-        """What to tell of the start, with so many pages of it kept."""
+        """The event for the start, after which the store holds `num_pages`."""
         return StoreOpened(str(self.folder), num_pages, self.found, dict(+self.lost))
 
     def take(self, key: PageKey) -> bool:
@@ -183,14 +183,14 @@ class DiskTier:
         return True
 
     def write(self, job: WriteJob) -> None:
-        """Write a page; its buffer must stay as it is until `poll` tells the outcome."""
+        """Write a page; its buffer must not change until `poll` returns the outcome."""
         self._num_pending += 1
         self._orders.put(_RecordWrite(job, self._records[job.key]))
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float = float("inf")) -> None:
-        """Read pages into their buffers, which belong to the tier until `poll` tells the outcome.
+        """Read pages into their buffers, which belong to the tier until `poll` returns the outcome.
 
-        Neighbours on the disk are read in one go. A read that has begun cannot be given up."""
+        Neighbours on the disk are read in one call. A read that has begun cannot be cancelled."""
         run: list[_RecordRead] = []
         for job in jobs:
             record = self._records[job.key]
@@ -209,14 +209,14 @@ class DiskTier:
         self._give_back(key)
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Nobody else writes here: what there is, is known."""
+        """Not a shared tier: its pages are already known."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Keep for the next start when pages were last used (seconds since 1970)."""
         self._orders.put(_Touch(used_at))
 
     def end_soon(self) -> None:
-        """What was given is written however long it takes."""
+        """Everything given to `write` is still written, however long it takes."""
 
     def poll(self) -> Iterator[Written | Read]:
         """What was done since the last call."""
@@ -248,7 +248,7 @@ class DiskTier:
         done.wait()
 
     def close(self) -> None:
-        """Finish what was given, stop the threads and unlock the folder."""
+        """Finish all writes and deletes, stop the threads and unlock the folder."""
         self._orders.put(None)
         for _ in self._threads[1:]:
             self._reads.put(None)
@@ -263,8 +263,8 @@ class DiskTier:
     # --- opening --------------------------------------------------------------------------------
 
     def _open_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """The index and its pages that are there; what lies beyond the bound goes: it was larger
-        once."""
+        """The index and its pages. Pages beyond the size limit, which may have been larger before,
+        are deleted."""
         try:
             index, rows = self._sound_index()
             self._note_fewer(len(rows))
@@ -283,8 +283,8 @@ class DiskTier:
         return index, kept
 
     def _note_fewer(self, num_rows: int) -> None:
-        """Compare with the number of pages when the store was last used. A process that was killed
-        may have changed the index once more after it had noted that."""
+        """Compare with the number of pages when the store was last used. A killed process may have
+        changed the index once more after its last note."""
         before = self._ledger.read() or 0
         if self.found is not None and num_rows == 0:
             self.lost["index"] = before
@@ -296,8 +296,8 @@ class DiskTier:
             self.lost["index"] = before - num_rows
 
     def _sound_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """An empty index in place of a damaged one, and only of such: a disk that is full or a file
-        that is locked says nothing about the pages."""
+        """Replace a damaged index by an empty one. Other errors, such as a full disk or a locked
+        file, do not mean damage."""
         had_index = (self.folder / FILE).is_file()
         try:
             index, rows = self._read_index()
@@ -312,7 +312,7 @@ class DiskTier:
         return index, rows
 
     def _read_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """Even an index that is only read wants some room; a full disk gets it from the pages."""
+        """SQLite needs disk space even to read an index; on a full disk pages are cut for it."""
         try:
             index = PageIndex(self.folder, self._about)
         except sqlite3.Error as error:
@@ -328,7 +328,7 @@ class DiskTier:
             raise
 
     def _is_full(self, error: sqlite3.Error) -> bool:
-        """SQLite calls a lack of room for its shared memory an I/O error."""
+        """Also an I/O error: SQLite reports one if there is no space for its shared memory."""
         if _code(error) == sqlite3.SQLITE_IOERR:
             disk = os.statvfs(self.folder)
             return disk.f_bavail * disk.f_frsize < LITTLE_ROOM
@@ -365,14 +365,14 @@ class DiskTier:
                 order.set()
 
     def _next_order(self) -> _Order:
-        """The order after a write, or a harmless one if there is none yet."""
+        """The next order after a write, or one without effect if there is none yet."""
         try:
             return self._orders.get_nowait()
         except Empty:
             return _Touch({})
 
     def _in_index(self, change: Callable[[], None]) -> None:
-        """A change that may be lost: what it leaves behind is found by checksum or replaced."""
+        """A change that may fail: a stale row is found by its checksum or replaced."""
         with suppress(sqlite3.Error):
             change()
 
@@ -381,7 +381,7 @@ class DiskTier:
         self._ledger.note(self._num_rows)
 
     def _write_batch(self, writes: list[_RecordWrite]) -> None:
-        """Records first, then fsync, then their rows: a row never points at less than its page."""
+        """Records first, then fsync, then their rows: a row never points at an incomplete page."""
         rows = [row for row in self._writers.map(self._write_page, writes) if row is not None]
         with self._reporting([row.key for row in rows]):
             self._files.sync([row.record for row in rows])
@@ -392,7 +392,7 @@ class DiskTier:
                 self._done.put(_Committed(row.key, row.crc32))
 
     def _let_reads_pass(self) -> None:
-        """Somebody waits for what is read, and the disk is slow at both at once."""
+        """Requests wait for reads, and the disk is slow at reads and writes at once."""
         until_s = monotonic() + READS_FIRST_S
         while (
             (any(self._is_reading) or not self._reads.empty())
@@ -402,7 +402,7 @@ class DiskTier:
             sleep(0.005)
 
     def _write_page(self, write: _RecordWrite) -> PageRow | None:
-        """The row of a page that was written; None: it was not, and that was told."""
+        """The row of a page that was written; None: the write failed, which was reported."""
         row: PageRow | None = None
         job = write.job
         with self._reporting([job.key]):
@@ -414,10 +414,10 @@ class DiskTier:
 
     @contextmanager
     def _reporting(self, keys: list[PageKey]) -> Iterator[None]:
-        """An error is an outcome of these pages, not the end of the thread."""
+        """Report an error as the outcome of these pages; the thread goes on."""
         try:
             yield
-        except Exception as error:  # a copy from the device may fail in ways of its own
+        except Exception as error:  # a copy from the device may raise any error
             for key in keys:
                 self._done.put(Written(key, _words(error)))
 
@@ -434,8 +434,8 @@ class DiskTier:
         problem = None
         try:
             self._files.read(jobs[0].record, *(job.buffer for job in jobs))
-        except Exception as error:  # whatever it is, somebody waits for the pages
-            if len(jobs) > 1:  # and most of them may be sound
+        except Exception as error:  # any error: a request waits for the pages
+            if len(jobs) > 1:  # most of them may be readable
                 self._read_alone(jobs)
                 return
             problem = _words(error)
@@ -445,11 +445,11 @@ class DiskTier:
             self._done.put(Read(job.key, len(job.buffer), began_s, ended_s, problem))
 
     def _read_alone(self, jobs: list[_RecordRead]) -> None:
-        """Each by whoever is free: a bad spot may take long to fail, the others need not wait."""
+        """Read each page on any free thread: a bad sector may take long to fail."""
         for job in jobs:
             self._again.put(job)
             self._reads.put([])
-        self._read_again()  # the others may have stopped
+        self._read_again()  # the other threads may have stopped
 
     def _read_again(self) -> None:
         with suppress(Empty):

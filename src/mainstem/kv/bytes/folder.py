@@ -13,7 +13,7 @@ class StoreFolder:
     """Holds the folder's lock until `close`; the system frees it when the process dies."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder, 0700, and lock it; StoreError names who else uses it."""
+        """Make the folder, 0700, and lock it; StoreError names the process that uses it already."""
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,7 +1,7 @@
-"""How many pages a store held when it was last used: what shows that one was emptied.
+"""How many pages a store held when it was last used. A lower number shows that it was emptied.
 
-Noted in the user's cache folder, not in the store's own, which may be gone as a whole: deleted, or
-on a disk that is not mounted.
+The count is kept in the user's cache folder, because the store's own folder may be missing:
+deleted, or on a disk that is not mounted.
 """
 
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 from mainstem.core.cache_files import cache_file, write_cache_file
 
 KIND = "stores"  # the folder of the notes
-WIDTH = 12  # digits of a count, which is written in place
+WIDTH = 12  # digits of a count; it is overwritten in place
 
 
 class Ledger:
-    """The count of one store. Where it cannot be kept it is not known."""
+    """The page count of one store; not known if it could not be written."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` is the note's; None: nothing is kept."""
+        """`path` is the file of the count; None: no count is kept."""
         self._path = path
         self._file: int | None = None
 
@@ -32,7 +32,7 @@ class Ledger:
             return None
 
     def note(self, count: int) -> None:
-        """Keep a count. It takes microseconds, and survives the process but not the machine."""
+        """Keep a count. Takes microseconds; survives a killed process but not a power cut."""
         if self._file is not None:
             with suppress(OSError):
                 os.pwrite(self._file, f"{count:>{WIDTH}}".encode(), 0)

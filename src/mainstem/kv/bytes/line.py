@@ -1,10 +1,10 @@
 """A line to a Redis or Valkey server: one connection, commands sent together, answers in order.
 
-    thread A   call: send c1 c2 c3 ---> r1, r2, r3 as they come        one round trip for all
+    thread A   call: send c1 c2 c3 ---> r1, r2, r3 as they arrive      one round trip for all
     thread B   cut: the line is overdue ---> thread A gets LineError
 
 The client library (`redis` or `valkey`, the extra `remote`) connects, authenticates, encrypts and
-parses; it is imported when a line is opened, and not before.
+parses. It is imported only when a line is opened.
 """
 
 import importlib
@@ -19,9 +19,9 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from mainstem.core.errors import ConfigError
 
-CONNECT_S = 1.0  # for a connection to be made, once the host's address is known
-OPEN_S = 4.0  # for all of it: the name's lookup, which nothing else bounds, TLS, credentials
-STALL_S = 2.0  # without a byte, after which a server is given up
+CONNECT_S = 1.0  # limit for connecting, once the host's address is known
+OPEN_S = 4.0  # limit for all of it: name lookup, which has no other limit, TLS and login
+STALL_S = 2.0  # limit without a byte from the server
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 CLIENTS = ("redis", "valkey")
@@ -31,7 +31,7 @@ Reply = object  # bytes, int, str, None, or Refusal
 
 
 class LineError(Exception):
-    """The server cannot be reached, does not answer, or was cut off; says why."""
+    """The server cannot be reached, does not answer, or was cut off; the text says why."""
 
 
 class Overdue(LineError):
@@ -39,7 +39,7 @@ class Overdue(LineError):
 
 
 class BadCredentials(LineError):
-    """The server does not let us in."""
+    """The server refused the user or password."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, and who we are there."""
+    """Where a server is, and the account to use there."""
 
     url: str
     username: str | None = None
@@ -63,14 +63,14 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """For people: without anything private."""
+        """For people: without user and password."""
         parts = urlsplit(self.url)
         place = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
         return f"{parts.scheme}://{place}"
 
 
 class _Connection(Protocol):
-    """As much of a client's connection as is used here."""
+    """The part of a client's connection that is used here."""
 
     def connect(self) -> None: ...
     def disconnect(self) -> None: ...
@@ -80,7 +80,7 @@ class _Connection(Protocol):
 
 
 class _Client(Protocol):
-    """As much of the module of a client."""
+    """The part of a client's module that is used here."""
 
     ConnectionPool: "type[_Pool]"
     exceptions: "_Errors"
@@ -126,7 +126,7 @@ def _has_port(parts: SplitResult) -> bool:
 
 
 class _Opening(Thread):
-    """A connection being made, on a thread of its own: looking up a name may take minutes."""
+    """Connects on a thread of its own, since a name lookup may take minutes."""
 
     def __init__(self, connection: _Connection) -> None:
         super().__init__(name="kv-remote-open", daemon=True)
@@ -159,10 +159,10 @@ class _Opening(Thread):
 
 
 class Line:
-    """One connection, used by one thread, made when it is first needed and after it broke."""
+    """One connection, used by one thread; opened on first use and again after it broke."""
 
     def __init__(self, address: Address) -> None:
-        """Raises ConfigError for an address that cannot be, or without a client."""
+        """Raises ConfigError for an invalid address, or if no client library is installed."""
         client = _client()
         self._errors = client.exceptions
         options: dict[str, object] = {
@@ -174,32 +174,32 @@ class Line:
         }
         url = check_url(address.url)
         if url.startswith("rediss:"):
-            options["ssl_check_hostname"] = True  # not every client does by itself
+            options["ssl_check_hostname"] = True  # not every client sets this itself
         pool = client.ConnectionPool.from_url(url, **options)
         self._connection = pool.make_connection()
         self._is_open = False
         self._opening: _Opening | None = None
-        self._due_s = float("inf")  # when a call that is under way should have ended
+        self._due_s = float("inf")  # deadline of the call in progress
         self._is_cut = False
 
     def call(self, commands: Sequence[Command], limit_s: float) -> Iterator[Reply]:
-        """Send all commands at once and give their answers as they come; raises LineError. Whoever
-        looks at the line may cut it when it takes longer than `limit_s`."""
+        """Send all commands at once and yield their answers as they arrive; raises LineError. After
+        `limit_s` another thread may cut the line."""
         self._is_cut = False
         self._due_s = monotonic() + limit_s
         try:
             if not self._is_open:
                 self._open()
                 self._is_open = True
-                if self._is_cut:  # there may have been nothing to cut yet
+                if self._is_cut:  # `cut_if_overdue` came before there was a socket
                     raise TimeoutError("connecting took too long")
             self._connection.send_packed_command(self._connection.pack_commands(commands))
             for _ in commands:
                 yield self._read()
         except GeneratorExit:
-            self.close()  # answers that nobody read would be taken for those of the next call
+            self.close()  # unread answers would be taken for those of the next call
             raise
-        except Exception as error:  # the client's own, or what a cut line made of it
+        except Exception as error:  # an error of the client, or the result of a cut
             self.close()
             refusals = (self._errors.AuthenticationError, self._errors.AuthorizationError)
             kind = BadCredentials if isinstance(error, refusals) else LineError
@@ -217,12 +217,12 @@ class Line:
         self._opening.wait()
 
     def cut_if_overdue(self) -> bool:
-        """End a call that takes too long, from another thread; whether there was one."""
+        """End an overdue call, from another thread; returns whether there was one."""
         if monotonic() < self._due_s:
             return False
         self._due_s = float("inf")
         self._is_cut = True
-        # under the client's own connection: whoever reads there finds that it has ended
+        # shut down the client's socket: the thread that reads from it gets an end of file
         found: socket | None = getattr(self._connection, "_sock", None)
         if found is not None:
             with suppress(OSError):

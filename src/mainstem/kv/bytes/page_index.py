@@ -1,8 +1,7 @@
 """The index of a disk store: which record holds which page. SQLite in WAL mode.
 
 A row is committed only after its record is on the disk, and deleted before its record is written
-again: whatever moment a crash comes at, a row and its record belong together, and the checksum
-finds the rest.
+again. So after a crash at any moment a row matches its record; the checksum finds other damage.
 """
 
 import sqlite3
@@ -15,7 +14,7 @@ from mainstem.core.ids import PageKey
 
 FORMAT = 1
 FILE = "index.sqlite"
-MODEL = "model"  # what the user called it: told, and not compared
+MODEL = "model"  # the user's name for it: reported, not compared
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -44,11 +43,11 @@ class PageIndex:
     """One connection; used by one thread at a time."""
 
     def __init__(self, folder: Path, about: dict[str, str]) -> None:
-        """Open or create. `about` says what the store is for (model identity, page bytes; the
-        model's name, which may change).
+        """Open or create. `about` says what the store is for: model identity, page bytes, and the
+        model's name, which may change.
 
-        Raises StoreError where the index is of another format or for something else, and
-        sqlite3.DatabaseError where it cannot be read.
+        Raises StoreError if the index has another format or is for something else, and
+        sqlite3.DatabaseError if it cannot be read.
         """
         self._database = sqlite3.connect(folder / FILE, timeout=30.0, check_same_thread=False)
         try:
@@ -107,7 +106,7 @@ class PageIndex:
 
 
 def read_about(folder: Path) -> dict[str, str]:
-    """What a store says it is for; sqlite3.Error where it cannot be read."""
+    """What a store says it is for; raises sqlite3.Error if it cannot be read."""
     database = sqlite3.connect(f"file:{folder / FILE}?mode=ro", uri=True, timeout=30.0)
     try:
         found = dict(database.execute("SELECT name, value FROM about"))

@@ -6,15 +6,15 @@
     read(jobs) ---------------------- | ----------------------- | --> GET ..., compare the signature
     poll() <--------------------------+-------------------------+---------------'
 
-Each thread has a line of its own (kv/bytes/line.py), so a question is not behind pages that are
-sent. Commands go out together, so a hundred pages cost one round trip. A value is
+Each thread has its own line (kv/bytes/line.py), so a question does not wait for pages that are
+sent. Commands are pipelined, so a hundred pages cost one round trip. A value is
 
     format | BLAKE2b(secret; name, what follows) | length | token ids | page, layer by layer
 
-and its name is BLAKE2b(secret; model identity, page's key): a page is only believed from who knows
-the secret, under the name it was stored by, and only for this model. Whatever goes wrong costs
-pages, which are computed instead: a server that cannot be reached or hangs is left alone for a
-while, one that is full is not written to, and closing waits for a slow one for a limited time.
+and its name is BLAKE2b(secret; model identity, page's key): a page is accepted only if
+its writer knew the secret, only under the name it was stored by, and only for this model. An error
+costs pages, which are then computed. A server that cannot be reached or hangs is not called for a
+while, a full one is not written to, and closing waits for a slow one for a limited time.
 """
 
 from collections import deque
@@ -48,17 +48,17 @@ FORMAT = b"mainstem remote page 1"
 NAME_BYTES = 24
 TAG_BYTES = 32
 NUM_READERS = 4
-WRITE_BATCH = 8  # pages that are sent together
-FIRST_RATE = 250e6  # bytes a second, until reads were seen
-WRITE_LIMIT_S = 10.0  # nobody waits for writes
+WRITE_BATCH = 8  # pages sent together
+FIRST_RATE = 250e6  # bytes a second, until a read has been measured
+WRITE_LIMIT_S = 10.0  # long, since no request waits for writes
 ASK_LIMIT_S = 1.0
-PAUSE_S = 1.0  # a server that failed is left alone for so long, twice as long each time ...
-MAX_PAUSE_S = 30.0  # ... up to this
-FULL_PAUSE_S = 30.0  # a server that is full, or refuses pages, is not written to for so long
-CLOSE_LIMIT_S = 10.0  # from the start of closing, after which nothing is sent any more
-CHECK_S = 5.0  # between looks at how much memory the server uses
+PAUSE_S = 1.0  # no calls for this long after a failure, doubled each time ...
+MAX_PAUSE_S = 30.0  # ... up to this limit
+FULL_PAUSE_S = 30.0  # no writes for this long after the server was full or refused pages
+CLOSE_LIMIT_S = 10.0  # sending stops this long after closing began
+CHECK_S = 5.0  # between checks of how much memory the server uses
 
-# why a server does not take or give a page: few kinds, since each is told and counted apart
+# why a server refused a page: few kinds, since each is reported and counted separately
 FULL = "server full"
 CLUSTER = "clusters are not supported"
 REFUSED = "server refuses"
@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """Who may believe whom, and how much is left where."""
+    """Which model and secret pages belong to, how long they are kept, and the server's size."""
 
     identity: bytes  # of the model
     secret: bytes = field(repr=False)
@@ -86,13 +86,13 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    jobs: deque[ReadJob]  # that are not told yet
+    jobs: deque[ReadJob]  # whose outcome is not reported yet
     due_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    jobs: deque[WriteJob]  # that are not told yet
+    jobs: deque[WriteJob]  # whose outcome is not reported yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,12 @@ class _RoundTrip:
 
 
 class _NotOpen(LineError):
-    """The server failed a moment ago, and is left alone."""
+    """The server failed a moment ago and is not called for a while."""
 
 
 class _Worker(Generic[T]):
-    """A thread with a line and orders of one kind. An order that fails, however, is given up with
-    what is said of it; the thread goes on."""
+    """A thread with its own line, for orders of one kind. If an order fails for any reason,
+    `give_up` reports it and the thread goes on."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Worker(Generic[T]):
         fails_if_late: bool = True,
     ) -> None:
         self.line = line
-        self._fails_if_late = fails_if_late  # else what takes too long says nothing of the server
+        self._fails_if_late = fails_if_late  # False: a late order is not a failed server
         self._orders: SimpleQueue[T | Event | None] = SimpleQueue()
         self._work, self._give_up, self._tell_down = work, give_up, tell_down
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -134,7 +134,7 @@ class _Worker(Generic[T]):
         self._orders.put(order)
 
     def take_more(self) -> T | None:
-        """The next order, if there is one, for who does several at once."""
+        """The next order, if there is one, for work that takes several at once."""
         with suppress(Empty):
             order = self._orders.get_nowait()
             if not isinstance(order, Event) and order is not None:
@@ -163,7 +163,7 @@ class _Worker(Generic[T]):
                 continue
             try:
                 self._work(self.line, order)
-            except Exception as error:  # whatever it is, somebody waits
+            except Exception as error:  # any error: a request may wait for the outcome
                 self.line.close()
                 is_late = isinstance(error, Overdue) and not self._fails_if_late
                 if not is_late and not isinstance(error, _NotOpen):
@@ -172,14 +172,14 @@ class _Worker(Generic[T]):
 
 
 class RemoteTier:
-    """Owned by one thread, which makes the calls; see the module for who does the work."""
+    """One thread owns it and makes all calls; the module shows which threads do the work."""
 
     name = "remote"
     is_shared = True
 
     def __init__(self, address: Address, page_bytes: int, settings: RemoteSettings) -> None:
-        """A server that cannot be reached is told in the log, and tried again later. Raises
-        StoreError where it refuses the credentials, ConfigError for an impossible address."""
+        """If the server cannot be reached, the log says so and it is tried again later. Raises
+        StoreError if it refuses the credentials, ConfigError for an invalid address."""
         self._shown = address.shown
         self._page_bytes = page_bytes
         self._settings = settings
@@ -191,12 +191,12 @@ class RemoteTier:
         self._num_reads = 0
         self._next_reader = 0
         self._down_until_s = self._full_until_s = 0.0
-        self._end_s = float("inf")  # nothing is sent from then on
+        self._end_s = float("inf")  # nothing is sent after this time
         self._pause_s = PAUSE_S
-        self._is_down = False  # and the log has told of it
+        self._is_down = False  # True: the log says so
         self._last_down_s = 0.0
         self._has_told_refusal = False
-        self._check_s = 0.0  # when the writing thread looks at the server's memory next
+        self._check_s = 0.0  # when the writing thread next checks the server's memory
         self._done: SimpleQueue[Written | Read | Answer | _Down | _RoundTrip] = SimpleQueue()
         self._greet(Line(address))
         self._asker: _Worker[_Question] = _Worker(
@@ -221,12 +221,12 @@ class RemoteTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server is there, as far as is known, and there is time left for it."""
+        """Whether the server is up, as far as is known, and the time for closing is not over."""
         return self._down_until_s <= monotonic() < self._end_s
 
     @property
     def can_write(self) -> bool:
-        """Whether the server is there and not full: it finds a place for a page by itself."""
+        """Whether the server is up and not full; the server itself finds a place for the page."""
         return self.is_open and monotonic() >= self._full_until_s
 
     @property
@@ -234,40 +234,40 @@ class RemoteTier:
         return self._num_pending
 
     def recover(self) -> Sequence[StoredPage]:
-        """What there is, is found by asking."""
+        """Nothing is listed at the start: `ask` finds what the server has."""
         return []
 
     def opened(self, num_pages: int) -> None:
-        """The log tells of the server."""
+        """No event: the log reports the server."""
 
     def take(self, key: PageKey) -> bool:
         return self.can_write
 
     def delete(self, key: PageKey) -> None:
-        """On the server a page stays for others, until it expires."""
+        """Nothing to do: the page stays on the server for other processes until it expires."""
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask for the leading pages of a chain; answered with none where that is of no use."""
+        """Ask for the leading pages of a chain; a server that cannot be asked has none."""
         if self.is_open:
             self._asker.put(_Question(keys))
         else:
             self._done.put(Answer(keys[-1], ()))
 
     def write(self, job: WriteJob) -> None:
-        """Send a page; its buffer must stay as it is until `poll` tells the outcome."""
+        """Send a page; its buffer must not change until `poll` returns the outcome."""
         self._num_pending += 1
         self._writer.put(_Writes(deque([job])))
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
-        """Fetch pages into their buffers, which belong to the tier until `poll` tells; what is not
-        there in `limit_s` is given up."""
+        """Fetch pages into their buffers, which belong to the tier until `poll` returns the
+        outcome. Reads that take longer than `limit_s` are given up."""
         self._num_reads += len(jobs)
         reader = self._readers[self._next_reader]
         self._next_reader = (self._next_reader + 1) % len(self._readers)
         reader.put(_Reads(deque(jobs), monotonic() + limit_s))
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
-        """Pages that are used do not expire."""
+        """Renew the expiry of used pages."""
         if self.is_open:
             self._writer.put(used_at)
 
@@ -296,11 +296,11 @@ class RemoteTier:
         self._writer.flush()
 
     def end_soon(self) -> None:
-        """What is not sent in a while is given up: a slow server must not keep us from closing."""
+        """Writes that are not sent in time are given up: a slow server must not delay closing."""
         self._end_s = min(self._end_s, monotonic() + CLOSE_LIMIT_S)
 
     def close(self) -> None:
-        """Finish what was given, or give it up, and stop the threads."""
+        """Finish or give up all orders, and stop the threads."""
         self.end_soon()
         self._asker.close()
         self._writer.close()
@@ -318,26 +318,26 @@ class RemoteTier:
     def _note_up(self, seconds: float) -> None:
         self.link.note_round_trip(seconds)
         if self._is_down:
-            log.warning("the remote store at %s is there again", self._shown)
+            log.warning("the remote store at %s is back", self._shown)
         self._is_down, self._pause_s = False, PAUSE_S
 
     def _note_down(self, words: str) -> None:
         since_s, self._last_down_s = monotonic() - self._last_down_s, monotonic()
         if not self._is_down:
             log.warning(
-                "the remote store at %s failed: %s. Pages are computed instead; it is tried again "
-                "in a while",
+                "the remote store at %s failed: %s. Pages are computed instead; the store will be "
+                "tried again later",
                 self._shown,
                 words,
             )
             self._is_down = True
-        elif since_s >= self._pause_s:  # it was tried again; several threads tell of one failure
+        elif since_s >= self._pause_s:  # a new attempt, not another thread's report
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def _greet(self, line: Line) -> None:
-        """See whether the server is there, how far away, and whether we are let in."""
+        """Check that the server is up and accepts the credentials, and measure the round trip."""
         try:
-            for _ in range(2):  # the first makes the connection
+            for _ in range(2):  # the first one connects
                 began_s = perf_counter()
                 (reply,) = line.call([("PING",)], ASK_LIMIT_S)
                 seconds = perf_counter() - began_s
@@ -355,7 +355,7 @@ class RemoteTier:
     # --- threads --------------------------------------------------------------------------------
 
     def _tell_down(self, words: str) -> None:
-        """At once, since the owner may be waiting for what is queued; `poll` tells the rest."""
+        """Stop calls at once, since the owner may wait for queued orders; `poll` does the rest."""
         self._down_until_s = monotonic() + self._pause_s
         self._done.put(_Down(words))
 
@@ -400,7 +400,7 @@ class RemoteTier:
             try:
                 if job.after is not None:
                     job.after()
-            except Exception as error:  # a copy from the device fails in ways of its own
+            except Exception as error:  # a copy from the device may raise any error
                 jobs.remove(job)
                 self._done.put(Written(job.key, repr(error)))
                 continue
@@ -411,13 +411,13 @@ class RemoteTier:
             self._done.put(Written(jobs.popleft().key, _problem(reply)))
 
     def _tell_refusal(self, reply: Reply) -> None:
-        """The server's own words, once: what is counted are kinds."""
+        """Log the server's own words, once; the counters know only kinds."""
         if _problem(reply) == REFUSED and not self._has_told_refusal:
             self._has_told_refusal = True
             log.warning("the remote store at %s refuses a page: %s", self._shown, reply)
 
     def _is_too_large(self, line: Line) -> bool:
-        """Whether the server's memory is used up, and it does not make room by itself."""
+        """Whether the server's memory is used up and it does not evict."""
         if monotonic() < self._check_s:
             return False
         (reply,) = line.call([("INFO", "memory")], ASK_LIMIT_S)
@@ -452,7 +452,7 @@ class RemoteTier:
             job = jobs[0]
             token_ids, problem = self._take(job, reply)
             ended_s = perf_counter()
-            # the round trip is counted apart
+            # the round trip is measured separately
             sent_s = min(began_s + self.link.round_trip_s, ended_s)
             jobs.popleft()
             self._done.put(
@@ -468,7 +468,7 @@ class RemoteTier:
     # --- names and values -----------------------------------------------------------------------
 
     def _digest(self, size: int, *parts: bytes | memoryview) -> bytes:
-        """A hash that only who knows the secret can make."""
+        """A hash that cannot be made without the secret."""
         digest = blake2b(FORMAT, key=self._secret, digest_size=size)
         for part in parts:
             digest.update(len(part).to_bytes(8, "little"))
@@ -476,7 +476,7 @@ class RemoteTier:
         return digest.digest()
 
     def _name(self, key: PageKey) -> bytes:
-        """What a page is called on the server; it tells nothing of the page's tokens."""
+        """The name of a page on the server, which does not reveal the page's tokens."""
         return self._prefix + self._digest(NAME_BYTES, self._settings.identity, key)
 
     def _value(self, name: bytes, job: WriteJob) -> bytes:
@@ -506,7 +506,7 @@ class RemoteTier:
 
 
 def _problem(reply: Reply) -> str | None:
-    """Why a page was not taken or given, in a few fixed words; None: nothing was refused."""
+    """Why the server refused a page, in a few fixed words; None: it did not."""
     if not isinstance(reply, Refusal):
         return None
     if reply.kind in CLUSTER_KINDS:
@@ -516,7 +516,7 @@ def _problem(reply: Reply) -> str | None:
 
 
 def _facts(reply: Reply) -> dict[str, str]:
-    """An answer of INFO; a server that does not give one has no bounds that we know."""
+    """The answer of INFO; empty if the server gives none, so that no limits are known."""
     if not isinstance(reply, bytes):
         return {}
     lines = reply.decode(errors="replace").splitlines()

@@ -3,7 +3,7 @@
     0000.pages | record 0 | record 1 | ... | record n-1 |     0001.pages | record n | ...
 
 Every record begins at a multiple of ALIGNMENT, so reads and writes can bypass the page cache
-(O_DIRECT) where the file system allows it. What a record holds is the index's business.
+(O_DIRECT) where the file system allows it. Which page a record holds is known to the index only.
 """
 
 import errno
@@ -19,7 +19,7 @@ SEGMENT_BYTES = 256 << 20
 class SegmentFiles:
     """Reads and writes records by number; a segment is created when it is first written.
 
-    Several threads may read and write, never the same record.
+    Several threads may read and write, but never the same record at once.
     """
 
     def __init__(self, folder: Path, page_bytes: int) -> None:
@@ -36,8 +36,8 @@ class SegmentFiles:
         return self._record_bytes
 
     def read(self, record: int, *buffers: memoryview) -> None:
-        """Fill each buffer with a record, from this one on, as far as they are neighbours; raises
-        OSError, EOFError where the file ends too early."""
+        """Fill the buffers with the records from this one on, which must be neighbours; raises
+        OSError, or EOFError if the file is too short."""
         segment, offset = self._place(record)
         file = self._open(segment, is_new=False)
         left = list(buffers)
@@ -93,7 +93,7 @@ class SegmentFiles:
         return found
 
     def shorten(self, num_bytes: int) -> None:
-        """Cut at least `num_bytes` off the last segments; their records end too early then."""
+        """Cut at least `num_bytes` off the last segments, which truncates their records."""
         for path in sorted(self._folder.glob("*.pages"), reverse=True):
             size = path.stat().st_size
             os.truncate(path, max(0, size - num_bytes))

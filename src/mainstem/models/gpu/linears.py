@@ -89,24 +89,29 @@ class LinearMaker:
     def layer(self, product: Product) -> Linear:
         """A product of a layer."""
         weight, bias = product.weight, product.bias
+        if isinstance(weight, PackedWeight) and not self._is_deterministic:
+            made = fp8_linear(weight, bias, self._dtype)
+            # fp8 per channel, by order, is what some checkpoints have already
+            if made is not None and (made.is_fp8 or self._quantize is not Quantize.FP8):
+                return made
         if self._quantize is Quantize.FP8:
             dense = product.unpacked(self._dtype).dense
             return ChannelsLinear(Fp8Linear.quantize(dense, bias, self._dtype))
-        if isinstance(weight, PackedWeight) and not self._is_deterministic:
-            made = fp8_linear(weight, bias, self._dtype)
-            if made is not None:
-                return made
-        return self.head(product)
+        return self._exact(product, self._room)
 
     def head(self, product: Product) -> Linear:
         """The LM head. That is never made fp8, for what it would gain is small and what it would
-        lose is not."""
+        lose is not. It has few rows, and would need most room of all."""
+        return self._exact(product, None)
+
+    def _exact(self, product: Product, room: DenseRoom | None) -> Linear:
+        """By the numbers that the weight has; `room` is for dequantizing it in large steps."""
         weight = product.weight
         if isinstance(weight, PackedWeight):
             nibbles = pack_nibbles(weight, self._dtype)
             if nibbles is not None:
                 order, is_deterministic = weight.order, self._is_deterministic
-                return NibbleLinear(nibbles, product.bias, order, self._room, is_deterministic)
+                return NibbleLinear(nibbles, product.bias, order, room, is_deterministic)
             self._unpacked.append(f"{weight.kind.value} in {weight.block_rows} x {weight.group}")
             product = product.unpacked(self._dtype)
         return InvariantLinear(product) if self._is_deterministic else PlainLinear(product)

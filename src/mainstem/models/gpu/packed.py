@@ -46,8 +46,8 @@ class DenseRoom:
 
 
 class NibbleLinear:
-    """4-bit weights: read as they are for few tokens, dequantized for many. Deterministic, always
-    by one kernel, in which a row's bits do not depend on other rows."""
+    """4-bit weights: read as they are for few tokens, dequantized for many where there is room.
+    Deterministic, always by one kernel, in which a row's bits do not depend on other rows."""
 
     is_fp8 = False
 
@@ -56,14 +56,14 @@ class NibbleLinear:
         weight: Nibbles,
         bias: Tensor | None,
         order: Tensor | None,
-        room: DenseRoom,
+        room: DenseRoom | None,
         is_deterministic: bool,
     ) -> None:
         self._weight, self._bias, self._order = weight, bias, order
-        self._room = room
+        self._room = None if is_deterministic else room
         self._is_deterministic = is_deterministic
-        if not is_deterministic:
-            room.reserve(weight)
+        if self._room is not None:
+            self._room.reserve(weight)
 
     def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
         assert isinstance(x, Tensor)
@@ -72,7 +72,7 @@ class NibbleLinear:
         if self._is_deterministic:
             tile = deterministic_tile(x.dtype, x.device)
             return multiply(x, self._weight, self._bias, out, tile)
-        if len(x) <= MOST_TOKENS:
+        if self._room is None or len(x) <= MOST_TOKENS:
             return multiply(x, self._weight, self._bias, out)
         columns = self._room.dense(self._weight).t()
         if self._bias is None:
@@ -117,11 +117,13 @@ def pack_nibbles(weight: PackedWeight, dtype: torch.dtype) -> Nibbles | None:
 def fp8_linear(
     weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> ChannelsLinear | BlocksLinear | None:
-    """None for other kinds, and for blocks that the card has no product for."""
+    """None for other kinds, and for what the card has no product for."""
     if weight.kind is not PackedKind.FP8 or weight.order is not None:
         return None
     (out, width), device = weight.shape, weight.device
-    if weight.group >= width and has_fp8(device):
+    # answers of other dtypes are refused by some cards and versions of the library
+    is_answered = device.type != "cuda" or dtype == torch.bfloat16
+    if weight.group >= width and is_answered and has_fp8(device):
         scales = weight.scales.repeat_interleave(weight.block_rows, dim=0)[:out, 0].contiguous()
         return ChannelsLinear(Fp8Linear(weight.values, scales, bias, dtype))
     is_blocks = weight.group == weight.block_rows == BLOCK

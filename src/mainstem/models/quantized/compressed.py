@@ -2,7 +2,8 @@
 
     weight_packed      int32 [out, in / n]  n = 8 columns of 4 bits (4 of 8 bits) in a word, the
                                             first lowest; uint8 [out, in / 2] for MXFP4
-    weight             int8 or float8_e4m3fn [out, in], where numbers are not packed into words
+    weight             int8 (of 4 bits, too) or float8_e4m3fn [out, in], where numbers are not
+                       packed into words
     weight_scale       [out, groups], [out, 1] or [1]; [out / 128, in / 128] for blocks
     weight_zero_point  int32 [out / n, groups], packed along the rows; int8 [out, ..] with `weight`
     weight_g_idx       [in], the group of each column, with actorder
@@ -19,9 +20,14 @@ from mainstem.models.packed import MXFP4_GROUP, PackedKind, PackedWeight
 from mainstem.models.quantized.act_order import column_order
 from mainstem.models.quantized.fp8 import read_scales
 from mainstem.models.quantized.packing import Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Part, Stored, bits_of, reorder_columns, unpack_words
-
-_SIGN = 0x80  # int8 to uint8 with 128 added is the highest bit flipped
+from mainstem.models.quantized.stored import (
+    Part,
+    Stored,
+    bits_of,
+    pack_values,
+    reorder_columns,
+    unpack_words,
+)
 
 
 class CompressedReader:
@@ -70,7 +76,12 @@ def _bytes(files: Stored, name: str, packing: Packing, part: Part) -> Tensor:
         raise UnsupportedModel(f"tensor {name}.weight is of {values.dtype}, expected {expected}")
     if expected is torch.float8_e4m3fn:
         return values
-    return values.view(torch.uint8) ^ _SIGN
+    return pack_values(_positive(values, packing.kind), packing.kind)
+
+
+def _positive(signed: Tensor, kind: PackedKind) -> Tensor:
+    """int8 -> uint8, the middle added."""
+    return signed.view(torch.uint8) + kind.middle  # wraps around, as two's complement does
 
 
 def _zeros(files: Stored, name: str, packing: Packing, part: Part, is_in_words: bool) -> Tensor:
@@ -79,7 +90,7 @@ def _zeros(files: Stored, name: str, packing: Packing, part: Part, is_in_words: 
     columns = part.column_words(packing.group or part.width)
     if not is_in_words:
         found = files.stored(full, (part.out, groups), (part.rows, columns))
-        return found.view(torch.uint8) ^ _SIGN
+        return _positive(found, packing.kind)
     bits = bits_of(packing.kind)
     per_word = 32 // bits
     words = files.stored(

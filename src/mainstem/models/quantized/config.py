@@ -64,11 +64,12 @@ def _read_gptq(table: Config) -> QuantizedSpec:
         refuse("checkpoint_format", version, "gptq or gptq_v2")
     if table.get("is_marlin_format"):
         refuse("is_marlin_format", True, "gptq or gptq_v2")
-    table.only("pack_dtype", "int32")
+    _check_repeated(table, "gptq")
     for changing in ("adapter", "rotation"):
         table.only(changing)
     packing = _gptq_packing({name: table.get(name) for name in ("bits", "group_size", "sym")})
-    rules = tuple(_dynamic_rules(table, packing))
+    changes = table.get("dynamic")
+    rules = tuple(_dynamic_rules(changes, packing))
     if not table.flag("lm_head"):
         rules += rules_for(["lm_head"])
     return QuantizedSpec(
@@ -76,8 +77,14 @@ def _read_gptq(table: Config) -> QuantizedSpec:
         packing=packing,
         rules=rules,
         is_zero_less_one=version == "gptq",
-        has_order=table.flag("desc_act"),
+        has_order=table.flag("desc_act") or _has_order(changes),
     )
+
+
+def _check_repeated(table: Config, method: str) -> None:
+    """What GPTQModel writes beside the method, whichever it is."""
+    table.only("method", method)
+    table.only("pack_dtype", "int32")
 
 
 def _gptq_packing(fields: Mapping[str, object]) -> Packing:
@@ -89,10 +96,15 @@ def _gptq_packing(fields: Mapping[str, object]) -> Packing:
     )
 
 
-def _dynamic_rules(table: Config, packing: Packing) -> Iterable[Rule]:
+def _has_order(found: object) -> bool:
+    """Whether `dynamic` has modules in act-order."""
+    each = found.values() if isinstance(found, dict) else ()
+    return any(isinstance(changes, dict) and bool(changes.get("desc_act")) for changes in each)
+
+
+def _dynamic_rules(found: object, packing: Packing) -> Iterable[Rule]:
     """GPTQModel's `dynamic`: patterns of modules, with what is other there; "-:" leaves them as
     they are."""
-    found = table.get("dynamic")
     if found is None or found is False:
         return
     if not isinstance(found, dict):
@@ -113,9 +125,10 @@ def _dynamic_rules(table: Config, packing: Packing) -> Iterable[Rule]:
 
 
 def _read_awq(table: Config) -> QuantizedSpec:
-    version = table.text("version", table.text("format", "gemm")).lower()
-    if version != "gemm":
-        refuse("version", version, "gemm")
+    for field in ("version", "format", "checkpoint_format"):
+        if (version := table.text(field, "gemm").lower()) != "gemm":
+            refuse(field, version, "gemm")
+    _check_repeated(table, "awq")
     table.only("zero_point", True)
     bits = table.get("w_bit") if table.get("bits") is None else table.get("bits")
     older = table.get("q_group_size")

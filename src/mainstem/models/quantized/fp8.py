@@ -3,7 +3,8 @@
 weight            float8_e4m3fn [out, in]
 weight_scale_inv  [out / 128, in / 128]    a factor of each block (Qwen 3, DeepSeek)
 weight_scale      [] or [1], [out] or [out, 1]: a factor of all, or of each channel
-input_scale       of activations, for kernels that quantize these: not needed
+input_scale       of activations (or activation_scale), for kernels that quantize these by scales
+                  known ahead: not needed
 """
 
 import torch
@@ -28,7 +29,8 @@ class Fp8Reader:
         values = files.stored(f"{name}.weight", part.shape, (*part.lead, part.rows, part.columns))
         if values.dtype != torch.float8_e4m3fn:
             raise UnsupportedModel(f"tensor {name}.weight is of {values.dtype}, expected fp8 e4m3")
-        files.drop(f"{name}.input_scale")
+        for unneeded in ("input_scale", "activation_scale"):
+            files.drop(f"{name}.{unneeded}")
         scales, group, block_rows = read_scales(files, name, packing, part)
         return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
 

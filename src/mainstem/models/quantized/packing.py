@@ -14,7 +14,9 @@ SUPPORTED = (
     "16-bit checkpoint"
 )
 # of caches of keys and values in fp8; they are kept in the compute dtype here
-KV_SCALES = (".k_scale", ".v_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
+KV_SCALES = (
+    ".k_scale", ".v_scale", ".q_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale",
+)  # fmt: skip
 
 
 class PackedKind(Enum):

@@ -44,7 +44,7 @@ def read_packed(
     ends = [part.indices(size)[:2] for part, size in zip(slices, shape, strict=True)]
     (first_row, end_row), (first_column, end_column) = ends[-2:]
     rows = _outwards(first_row, end_row, shape[-2], lcm(_WORD, packing.block_rows or 1))
-    unit = None if packing.group is None or spec.has_order else lcm(_WORD, packing.group)
+    unit = None if spec.has_order else lcm(_WORD, packing.group or 1)
     columns = _outwards(first_column, end_column, shape[-1], unit)
     part = Part(
         shape=shape, lead=tuple(slice(*end) for end in ends[:-2]), rows=rows, columns=columns

@@ -100,6 +100,7 @@ def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
     weights, which is part of the identity, to the process that started them."""
     num_params = max(each.facts.num_params for each in loaded)
     num_idle_params = max(each.facts.num_idle_params for each in loaded)
+    bytes_per_param = max(each.facts.bytes_per_param for each in loaded)
     identity = hashlib.sha256(origin.digest() + loaded[0].facts.identity).digest()
     alike = [
         replace(
@@ -109,6 +110,7 @@ def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
                 identity=identity,
                 num_params=num_params,
                 num_idle_params=num_idle_params,
+                bytes_per_param=bytes_per_param,
                 device_name=loaded[0].facts.device_name,
             ),
         )
