@@ -20,7 +20,7 @@ from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Tenso
 from mainstem.models.weights import Checkpoint
 from mainstem_bench.rounding import Grid, Rounded, damped, for_inputs
 
-_REPAIR_DAMPING = 0.05  # of the least squares that make up for earlier errors
+_REPAIR_DAMPING = 0.2  # of the least squares that make up for earlier errors
 
 
 class CalibratedLayers:

@@ -3,8 +3,8 @@
 `nearest` looks at the weight alone. `for_inputs` makes the product's answers change least, over the
 inputs that a text gives it: with G the Gram matrix of these inputs and r the error of a row, r G r'
 is what counts. Columns are rounded one by one, the loudest first, and what each leaves is made up
-for by those that follow (GPTQ). Then, in turns, scales are fitted by least squares and columns
-rounded again with all others fixed (coordinate descent).
+for by those that follow (GPTQ). Then scales are fitted by least squares and columns rounded again
+with all others fixed (coordinate descent).
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,12 @@ from torch import Tensor
 
 LEVELS = 15  # the largest
 MIDDLE = 8
-_DAMPING = 0.01  # of the Gram matrix's mean diagonal, added to it: few tokens do not tell all
+# of the Gram matrix's mean diagonal, added to it: few tokens do not tell all. Less of it, and more
+# sweeps, fit the inputs better and other text worse (docs/log/cpu.md)
+_DAMPING = 0.05
 _SHRINKS = tuple(1.0 - 0.04 * step for step in range(10))  # of the range that levels cover
 _BLOCK = 48  # columns whose effect on the rest is one product
-_SWEEPS = 2
+_SWEEPS = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,8 +259,8 @@ class Timing:
         return time_us([lambda x=x: layer(x, out) for x in self.inputs(tokens)])  # type: ignore[misc]
 
     def parts_us(self, tokens: int, tiles: Tiles, methods: Sequence[Method]) -> dict[str, float]:
-        """Products without what is ahead of them: of one routing, so small ones find weights in
-        the L2 cache; `layer_us` has them from memory."""
+        """Products without the kernels before them. The routing is always the same, so small ones
+        find weights in the L2 cache; `layer_us` has them from memory."""
         spec, routing, tensors = self.shape.spec, self.space.routing, self.tensors
         x, rows = self.inputs(tokens)[0], tokens * spec.top_k
         out = torch.empty_like(x)
@@ -351,7 +351,7 @@ def time_one(report: Report, timing: Timing, tokens: int, methods: Sequence[Meth
 
 
 def ours_of(tokens: int, spec: ExpertsSpec) -> Tiles:
-    """What `choose` takes of our tiles."""
+    """The one of our tiles that `choose` takes."""
     tiles = choose(tokens * spec.top_k, spec.num_experts, BF16, CUDA, is_deterministic=False)
     return tiles if tiles.method is Method.OURS else MANY
 

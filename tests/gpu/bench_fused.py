@@ -55,7 +55,7 @@ COPY_BYTES_PER_US = 4.3e6
 
 
 def some(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Written when this returns, since kernels read gains before the one ahead has ended."""
+    """Complete when this returns, since kernels read gains before the previous kernel has ended."""
     generator = torch.Generator("cuda").manual_seed(seed)
     made = torch.randn(shape, generator=generator, device="cuda").to(dtype)
     torch.cuda.synchronize()
@@ -277,8 +277,8 @@ SETTINGS = [
 
 
 def check_sample() -> None:
-    """The sorted draw on the CPU and the search on the card round exponents otherwise; of 400 draws
-    one may have two scores that close together, or a token that close to a limit."""
+    """The sorted draw on the CPU and the search on the card round exponents differently; of 400
+    draws one may have two scores within rounding, or a token within rounding of a limit."""
     for spread in (0.5, 3.0):
         settings = SETTINGS * 20
         logits = some(len(settings), VOCAB, dtype=torch.float32) * spread

@@ -5,7 +5,7 @@
 
 One line per figure: microseconds, achieved GB/s of packed weights, TFLOP/s. Copies of the weights
 rotate, so that they come from memory, and a graph of several products is replayed. `--sweep` tries
-many tiles; `--warm I/N` only compiles, its share of all, so that N processes share the compiling.
+many tiles; `--warm I/N` only compiles, so that each of N processes compiles its share.
 """
 
 import argparse
@@ -246,7 +246,7 @@ def show(what: str, us: float, weight_bytes: float, flops: float) -> None:
 
 
 def tiles_for(tokens: int, args: Arguments) -> Iterator[Int4Tile]:
-    """Those that waste little, the largest also for more tokens than it has."""
+    """Tiles that waste little, and the largest for more tokens than it has."""
     for tile in _SWEPT if args.is_sweep else TILES:
         fits = tile.tokens >= tokens and (tile.tokens < 2 * tokens or tile.tokens <= 16)
         if fits or (tokens > tile.tokens >= 128 and tokens % tile.tokens == 0):

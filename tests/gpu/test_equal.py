@@ -136,7 +136,9 @@ def test_fp32_answers_equal_those_of_a_cpu(rows: list[Row], setting: dict[str, o
         assert is_equal_or_tied(row, got.token_ids), f"prompt {index} differs and is no tie"
     num_equal = sum(row.answer_ids == got.token_ids for row, got in zip(rows, answers, strict=True))
     print(f"{num_equal} of {len(rows)} equal to the last token")
-    assert num_equal >= len(rows) * 7 // 8, "ties are rare; so many mean less precision than fp32"
+    assert num_equal >= len(rows) * 7 // 8, (
+        "ties are rare; more of them mean less precision than fp32"
+    )
 
 
 def test_fp32_answers_are_the_same_alone_and_warm(rows: list[Row]) -> None:

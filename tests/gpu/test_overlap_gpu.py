@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Kernels that are launched while the one ahead still runs read and write nothing too early; needs
-CUDA, run with `make test-gpu`.
+"""Kernels that are launched while the previous one still runs read and write nothing too early;
+needs CUDA, run with `make test-gpu`.
 
-The kernel ahead is the worst there may be: it lets the next one in at once, and does what it has to
-do long after. One launch in between that has nothing to do with either makes sure that the wait for
-the kernel ahead is a wait for the one ahead of it, too.
+The previous kernel is the worst case: it lets the next one in at once, and does its work long
+after. An unrelated launch in between makes sure that waiting for the previous kernel also waits for
+the one before it.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ BLOCK = 8192
 
 @triton.jit
 def _copy_at_once_kernel(target_ptr, source_ptr, size, BLOCK: tl.constexpr):
-    """Waits for nobody."""
+    """Waits for no other kernel."""
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target_ptr + lanes, tl.load(source_ptr + lanes, mask=lanes < size), mask=lanes < size)
 
@@ -156,8 +156,10 @@ WRITERS: dict[str, tuple[int, Callable[[Tensor], object]]] = {
 
 
 @pytest.mark.parametrize("launch", [eagerly, as_a_graph])
-def test_who_does_not_wait_reads_too_early(launch: Callable[[Callable[[], None]], None]) -> None:
-    """Or else the other tests here could not fail."""
+def test_a_kernel_that_does_not_wait_reads_too_early(
+    launch: Callable[[Callable[[], None]], None],
+) -> None:
+    """Otherwise the other tests here could not fail."""
     target, found = torch.zeros_like(ASIDE), torch.ones_like(ASIDE)
     torch.cuda.synchronize()
 

@@ -291,7 +291,7 @@ def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
 
 
 def test_lse_spread_of_80_is_merged_without_overflow() -> None:
-    """One span's scores are 80 above the other's, which then has no say; nothing is inf or NaN."""
+    """One span's scores are 80 above the other's, which then has no weight; no inf or NaN."""
     case = AttentionCase("spread", _decode([40] * 4, [(range(4), 100)]))
     spans = case.spans()
     k_pages, v_pages = (torch.randn(40, 8, 16, 128, device="cuda") for _ in range(2))
@@ -311,7 +311,7 @@ def test_lse_spread_of_80_is_merged_without_overflow() -> None:
 
 @pytest.mark.parametrize("rise", [0.01, 0.06, -0.03])
 def test_scores_that_rise_from_key_to_key_agree(rise: float) -> None:
-    """By less than a maximum may fall behind in a tile, by more in each, and never."""
+    """Scores rise by little per tile, rise by much, or fall."""
     case = AttentionCase("rising", _decode([500] * 64, [(range(64), 4000)]))
     spans = case.spans()
     shape = (int(spans.page_ids.max()) + 1, case.kv_heads, case.page_size, case.head_dim)
@@ -368,7 +368,7 @@ def test_values_far_outside_of_fp16_are_merged(magnitude: float, head_dim: int) 
     assert error.max() < TOLERANCE[torch.bfloat16]
 
 
-def test_a_query_that_is_not_a_number_answers_so() -> None:
+def test_a_nan_query_gives_nan() -> None:
     case = AttentionCase("nan", _decode([20, 300], [(range(2), 100)]))
     spans = case.spans()
     shape = (int(spans.page_ids.max()) + 1, case.kv_heads, case.page_size, case.head_dim)
@@ -436,7 +436,7 @@ POOLS = {
 
 @pytest.mark.parametrize("name", list(POOLS))
 def test_queued_units_are_all_computed_and_the_queue_is_ready_again(name: str) -> None:
-    """Many runs, one right behind the other: each begins with all tickets."""
+    """Many runs, one right after the other: each begins with all tickets."""
     runs, kv_heads = POOLS[name]
     case = AttentionCase(name, runs, 32, kv_heads)
     spans = case.spans()
@@ -466,7 +466,7 @@ def test_queued_units_are_all_computed_and_the_queue_is_ready_again(name: str) -
 
 
 def test_plans_with_queues_of_different_sizes_follow_each_other() -> None:
-    """And plans without one, with and without large units; nobody waits in between."""
+    """And plans without one, with and without large units; nothing waits in between."""
     cases = [
         AttentionCase(name, runs)
         for name, runs in (

@@ -122,7 +122,7 @@ def test_logits_after_save_and_load_are_the_same_bits(preload: str, tmp_path: Pa
 
 
 def test_logits_of_sessions_that_start_while_others_load_are_the_same_bits(tmp_path: Path) -> None:
-    """All at once: steps are made while others run, and count on loads that are not there yet."""
+    """All at once: steps are prepared while others run, and rely on loads still in flight."""
 
     def ask_all(engine: Engine) -> dict[str, list[TokenLogits]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=8, logprobs=20, ignore_eos=True)
@@ -139,7 +139,7 @@ def test_logits_of_sessions_that_start_while_others_load_are_the_same_bits(tmp_p
 
     bus = EventBus()
     counters = Counters().attach(bus)
-    model = ModelConfig(deterministic=True)  # who runs beside whom does not change a bit
+    model = ModelConfig(deterministic=True)  # concurrent requests do not change a bit
     store = StoreConfig(host_gb=0.3, disk_dir=str(tmp_path), disk_gb=1.0, fetch=Fetch.ALWAYS)
     config = EngineConfig(model=model, cache=CacheConfig(kv_tokens=16_384), store=store)
     engine = build_random_engine(DEEP, config, bus)

@@ -91,7 +91,7 @@ SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # of Hopper, and of consumer 
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel with its constants; `types` of arguments whose name does not tell."""
+    """A kernel with its constants; `types` of arguments that do not follow from their names."""
 
     kernel: triton.JITFunction
     constants: Mapping[str, object]

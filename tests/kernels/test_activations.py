@@ -54,7 +54,7 @@ def test_without_gates_it_agrees_with_the_reference(act: Act, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("act", list(Act))
-def test_what_overflowed_is_not_hidden(act: Act) -> None:
+def test_nan_is_not_hidden(act: Act) -> None:
     for column in (0, 8):
         gate_up = torch.ones(1, 16)
         gate_up[0, column] = float("nan")

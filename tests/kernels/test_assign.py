@@ -66,7 +66,7 @@ def test_the_queue_has_the_last_units_of_each_the_longest_first() -> None:
     assert order[4:].tolist() == [4, 5, 6, 7]
 
 
-def test_who_begins_late_keeps_a_unit_that_is_longer_than_what_is_before() -> None:
+def test_a_late_program_keeps_a_unit_that_is_longer_than_its_delay() -> None:
     shares = np.empty(2 * 4 + 2, np.int32)
     slots = SmSlots(2, 2, Pace())  # both multiprocessors, of two programs each
     large = np.array([50.0, 50.0])
@@ -78,7 +78,7 @@ def test_who_begins_late_keeps_a_unit_that_is_longer_than_what_is_before() -> No
     assert order.tolist() == [0, 1, 2, 3]
 
 
-def test_units_that_are_alike_are_queued_behind_large_ones_only() -> None:
+def test_equal_units_are_queued_after_large_ones_only() -> None:
     shares = np.empty(2 * 4 + 2, np.int32)
     slots = SmSlots(1, 2, Pace())
     assign_units(shares, (np.array([100.0]), 1), (np.full(16, 10.0), 1), slots, 0.25)
@@ -87,7 +87,7 @@ def test_units_that_are_alike_are_queued_behind_large_ones_only() -> None:
     assert 0 < kept[0] == kept[1] < 8
 
 
-def test_nobody_keeps_units_where_all_begin_late() -> None:
+def test_no_program_keeps_units_if_all_begin_late() -> None:
     shares = np.empty(2 * 4 + 2, np.int32)
     large = np.array([50.0, 60.0])
     _, order = assign_units(shares, (large, 1), (np.full(16, 10.0), 1), SmSlots(2, 2, Pace()), 0.25)
@@ -95,7 +95,7 @@ def test_nobody_keeps_units_where_all_begin_late() -> None:
     assert order.tolist() == list(range(16))
 
 
-def test_who_gets_no_large_unit_begins_at_once() -> None:
+def test_a_program_without_large_units_begins_at_once() -> None:
     shares = np.empty(2 * 4 + 2, np.int32)
     small = np.full(16, 10.0)
     assign_units(shares, (np.array([100.0]), 1), (small, 1), SmSlots(2, 2, Pace()), 0.25)
@@ -104,7 +104,7 @@ def test_who_gets_no_large_unit_begins_at_once() -> None:
     assert kept[0] == kept[1] > 0
 
 
-def test_large_units_that_are_alike_are_given_out_in_turn() -> None:
+def test_equal_large_units_are_assigned_in_turn() -> None:
     shares = np.empty(2 * 8 + 2, np.int32)
     slots = SmSlots(5, 8, Pace())  # 0, 2, 4, 6 and 1
     order, _ = assign_units(shares, (np.full(3, 10.0), 4), (np.empty(0), 1), slots)
@@ -132,7 +132,7 @@ def test_short_units_among_nearly_equal_ones_are_claimed_last() -> None:
     assert cost[order].tolist() == sorted(cost, reverse=True)
 
 
-def test_a_few_short_units_go_to_who_has_none() -> None:
+def test_a_few_short_units_go_to_programs_without_units() -> None:
     large = np.array([50.0] * 14 + [8.0] * 2), 8
     shares = np.empty(2 * 264 + 2, np.int32)
     order, _ = assign_units(shares, large, (np.empty(0), 1), SmSlots(115, 132, Pace()))

@@ -174,7 +174,7 @@ def test_masks_of_long_prompts_are_bounded(most: int, monkeypatch: pytest.Monkey
 
 
 def test_rows_that_see_none_of_many_keys_in_front() -> None:
-    """More than torch's kernel takes at once: the maximum of a row is -inf for a while."""
+    """More keys than torch's kernel takes at once: the maximum of a row is -inf for a while."""
     prefix = ([0, 1, 2], pages_for(1600, 16, 0), 1600, False)
     own = [([row], pages_for(keys, 16, 200 + 50 * row), keys, False)
            for row, keys in enumerate((1, 700, 3))]  # fmt: skip
@@ -276,7 +276,7 @@ def test_unequal_tails_do_not_read_what_lies_behind_them() -> None:
 
 
 def test_many_heads_over_one_and_runs_of_unequal_length() -> None:
-    """Enough heads for a KV head that even a few queries are laid end to end, keys masked."""
+    """Enough heads per KV head that even a few queries are laid end to end, with masked keys."""
     rows = [list(range(0, 7)), list(range(7, 14))]
     own = [([row], [10 + row], 2, True) for row in range(14)]
     check(

@@ -1,4 +1,4 @@
-"""What `mainstem bench cuts` tells of a step, without a card."""
+"""What `mainstem bench cuts` reports about a step, without a card."""
 
 import random
 
@@ -25,7 +25,7 @@ def test_the_best_way_is_what_the_planner_is_compared_with() -> None:
     ]
 
 
-def test_a_step_of_which_no_way_fits_has_a_line() -> None:
+def test_a_step_that_no_cut_fits_has_a_line() -> None:
     line = summary("step", {}, 15.0)
     assert (line["best_us"], line["over_best"], line["ways"]) == (15.0, 1.0, [])
 

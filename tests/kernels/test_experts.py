@@ -65,7 +65,7 @@ def a_layer(
     is_deterministic: bool = False,
 ) -> GpuExperts:
     space = ExpertSpace.make(case.spec, case.hidden, max_tokens, tensors.router.dtype, CPU)
-    space.rows.fill_(float("nan"))  # what nobody wrote must not be read
+    space.rows.fill_(float("nan"))  # rows that were not written must not be read
     space.act.fill_(float("nan"))
     return GpuExperts(
         tensors, case.spec, space, plain_linear, is_deterministic=is_deterministic, tiles=tiles
@@ -155,7 +155,7 @@ def test_rows_may_lie_apart() -> None:
 def test_a_deterministic_row_does_not_depend_on_the_rows_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More tokens than those whose router sums are cut over programs. The interpreter multiplies
+    """Enough tokens that router sums are not split over programs. The interpreter multiplies
     tiles with numpy, whose bits depend on the tile's shape alone."""
     monkeypatch.setattr(route_module, "SPLIT_TOKENS", 4)
     case = case_of("everything")
@@ -230,7 +230,7 @@ def test_the_most_tiles_are_enough_and_reached() -> None:
     assert most_tiles(0, 8, 16) == 0
 
 
-def test_routing_of_numbers_that_are_none_stays_in_range() -> None:
+def test_routing_of_nan_stays_in_range() -> None:
     logits = some_rows(6, 8)
     logits[1] = float("nan")
     logits[2, 3], logits[3] = 3e38, -3e38
@@ -280,7 +280,7 @@ def test_what_is_not_taken_is_named() -> None:
     odd = Case("odd", a_spec(size=20))
     with pytest.raises(LayoutError, match="multiples of 8"):
         run(a_layer(odd, some_tensors(odd), 4), some_rows(2, 32))
-    with pytest.raises(LayoutError, match="not a choice"):
+    with pytest.raises(LayoutError, match="tiles cannot be chosen"):
         a_layer(case, some_tensors(case), 4, FEW, is_deterministic=True)
     with pytest.raises(LayoutError, match="activation must be one of silu"):
         gated_rows(some_rows(2, 16), "swish", torch.empty(2, 8))

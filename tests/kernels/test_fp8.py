@@ -15,8 +15,8 @@ def some(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_a_quantized_weight_is_within_half_a_step() -> None:
-    """e4m3 has 3 bits behind the point: half a step is 1/16 of the value; below the smallest
-    normal number half a step is 2^-10."""
+    """e4m3 has 3 bits of mantissa: half a step is 1/16 of the value; below the smallest normal
+    number half a step is 2^-10."""
     weight = some(20, 64) * torch.logspace(-3, 3, 20)[:, None]
     values, scale = quantize_weight(weight)
     assert values.dtype == torch.float8_e4m3fn

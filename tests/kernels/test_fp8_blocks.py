@@ -64,7 +64,7 @@ def test_what_is_not_taken_is_named() -> None:
 
 
 def test_a_product_whose_scales_lie_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a card's library is asked once, here of the emulation."""
+    """The check that runs once for a card's library, here run on the emulation."""
     is_right = fp8_blocks.is_library_right.__wrapped__
     assert is_right(torch.device("cpu"))
     multiply = Fp8BlockLinear.__call__

@@ -54,7 +54,7 @@ def test_masses_are_those_of_softmax(
     page_ids = torch.tensor([5, 2, 7, 0, 3])
     k_pages = torch.randn(9, KV_HEADS, PAGE, DIM)
     keys = k_pages[page_ids].transpose(0, 1).reshape(KV_HEADS, -1, DIM)[:, :18]
-    k_pages[3, :, 2:] = float("nan")  # slots behind the last token
+    k_pages[3, :, 2:] = float("nan")  # slots after the last token
     q = torch.randn(5, HEADS, DIM)
     sinks = torch.randn(HEADS) if has_sinks else None
     found = page_masses(

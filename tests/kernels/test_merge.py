@@ -28,7 +28,7 @@ def test_merge_agrees_with_the_reference_also_at_minus_infinity() -> None:
     assert (out[2] == 0).all()
 
 
-def test_a_side_without_keys_has_no_say_even_if_it_is_nan() -> None:
+def test_a_side_without_keys_has_no_weight_even_if_it_is_nan() -> None:
     out_a, out_b = torch.ones(1, 2, 64), torch.full((1, 2, 64), float("nan"))
     out, _ = merge(out_a, torch.zeros(1, 2), out_b, torch.full((1, 2), float("-inf")))
     assert torch.equal(out, out_a)

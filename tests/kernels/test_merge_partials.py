@@ -27,7 +27,7 @@ HEADS, NUM_PROGRAMS = 4, 3
 
 
 def _pack(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of Partials as Hopper's kernels write them, which only a card can show, and factors."""
+    """Rows of Partials in the layout of Hopper's kernels (which need a card), and factors."""
     slots, heads, dim = rows.shape
     factors = rows.abs().amax(2).clamp_min(1e-30)
     halves = (rows / factors[:, :, None]).half().view(slots, heads, dim // 32, 4, 4, 2)
@@ -35,7 +35,7 @@ def _pack(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _plan(counts: list[int]) -> Tensor:
-    """A plan with nothing but merges: of so many Partials each, tokens in reverse."""
+    """A plan with nothing but merges of `counts` Partials each, tokens in reverse."""
     parts = torch.tensor(counts, dtype=torch.int32)
     plan = torch.zeros(HEADER_INTS + MERGE_ROWS * len(counts), dtype=torch.int32)
     plan[HEADER_MERGES] = HEADER_INTS
@@ -57,8 +57,8 @@ def _plan(counts: list[int]) -> Tensor:
     ],
 )
 def test_packed_partials_are_merged(counts: list[int], dim: int) -> None:
-    """Far outside of what fp16 can hold, too, with dims that are far smaller than others, and where
-    there were no keys.
+    """Also far outside of what fp16 can hold, with dims that are far smaller than others, and with
+    no keys.
     """
     torch.manual_seed(0)
     magnitudes = 10.0 ** torch.randint(-9, 9, (sum(counts), HEADS, 1))

@@ -107,7 +107,7 @@ def test_what_is_added_changes_the_residual_first(name: str, kind: str, dtype: t
 
 
 def test_adding_one_time_the_rows_is_adding_them() -> None:
-    """Llama's arithmetic does not know of the scale."""
+    """Llama's arithmetic has no scale."""
     x, rows = some(3, 576, torch.float16), some(3, 576, torch.float16, 1)
     total = x + rows
     add_(x, Delta(rows, scale=1.0))

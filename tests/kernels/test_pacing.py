@@ -1,4 +1,4 @@
-"""The model behind the choice of a cut: what must be true of it whatever its constants are."""
+"""The model behind the choice of a cut: what must hold whatever its constants are."""
 
 import pytest
 
@@ -59,8 +59,8 @@ def test_both_take_less_than_one_after_the_other() -> None:
     assert step_us(large(64, sms=64), small(2000), 64, CARD) < 0.95 * apart
 
 
-def test_a_long_small_unit_waits_for_large_ones_unless_somebody_has_none() -> None:
-    """Of 264 units one takes 100 us: behind large ones of 30 us on all multiprocessors, or beside
+def test_a_long_small_unit_begins_at_once_if_some_multiprocessor_has_no_large_ones() -> None:
+    """One of 264 units takes 100 us: after large ones of 30 us on all multiprocessors, or beside
     them on all but two.
     """
     uneven = small(264, steps=4)._replace(longest_us=100.0)

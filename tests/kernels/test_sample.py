@@ -185,7 +185,7 @@ def test_a_limit_may_lie_beyond_the_likeliest(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("sampling", [SamplingParams(top_p=0.5), SamplingParams()])
-def test_rows_that_are_not_numbers_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
+def test_nan_rows_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
     logits = torch.full((3, 600), float("nan"))
     logits[1] = float("-inf")
     logits[2, 5] = float("inf")

@@ -146,13 +146,13 @@ def _check_first_units(
 
 
 def _first_tokens(spans: Spans) -> list[int]:
-    """What pieces of each span tell: its first token if the others are its neighbours, else -1."""
+    """The first token that pieces of each span hold; -1 if its tokens are not neighbours."""
     rows_of = np.split(spans.query_rows, spans.query_starts[1:-1])
     return [int(rows[0]) if len(rows) and (np.diff(rows) == 1).all() else -1 for rows in rows_of]
 
 
 def _queued_units(ints: np.ndarray, pieces_at: int, per_piece: int, shape: Shape) -> np.ndarray:
-    """Those of the queue, as an order would name them."""
+    """The queued units, numbered as in an order."""
     units = ints[ints[layout.HEADER_QUEUE] : ints[layout.HEADER_LARGE_ORDER]].reshape(
         -1, layout.PIECE_INTS
     )
@@ -277,12 +277,12 @@ def test_every_way_to_cut_is_a_plan(seed: int, tiles: Tiles) -> None:
     [(Run((), 10), Run((), 5000)), (Run((), 5000), Run((0,), 9000)), (Run((0,), 0),)],
     ids=["no queries", "one query", "no keys"],
 )
-def test_next_to_nothing_is_a_plan(runs: tuple[Run, ...], tiles: Tiles) -> None:
+def test_tiny_steps_have_a_plan(runs: tuple[Run, ...], tiles: Tiles) -> None:
     case = AttentionCase("odd", runs)
     check(case, shape_of(case, tiles))
 
 
-def test_as_many_pieces_as_spans_need_not_be_one_each() -> None:
+def test_as_many_pieces_as_spans_need_not_be_one_piece_per_span() -> None:
     case = AttentionCase("two and none", (Run((), 10), Run((0,), 300)))
     shape = shape_of(case, HOPPER, fixed_stretch=256)
     assert plans.make_plan(case.spans(), shape).num_pieces == 2
@@ -520,7 +520,7 @@ def test_a_way_with_room_for_the_last_units_is_one_round() -> None:
 
 
 def test_a_short_unit_lies_beside_another_one() -> None:
-    """272 units, 24 of them short: nobody has two of the 248 long ones."""
+    """272 units, 24 of them short: no program has two of the 248 long ones."""
     own = (Run((row,), keys) for row, keys in enumerate((4306, 15922, 21011, 20360, 2176, 100)))
     case = AttentionCase("few short", (*own, Run((2, 3), 1500), Run((4, 5), 500)), 32, 32)
     _, small = _loads(case)

@@ -347,7 +347,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Spans]:
 
 
 def test_a_step_like_the_last_one_is_planned_after_it(made: list[Spans]) -> None:
-    """Decodes over a shared prefix, a key more each time; pages fill up and are followed by new."""
+    """Decodes over a shared prefix, one key more each time; full pages are followed by new ones."""
     runs: list[Run] = [([0, 1, 2], 40, False), ([0], 14, False), ([1], 3, False), ([2], 31, False)]
     attention = make_attention((4, 2, 64, 16), torch.float32)
     for step in range(20):
@@ -363,7 +363,7 @@ def test_a_step_like_the_last_one_is_planned_after_it(made: list[Spans]) -> None
     assert len(made) == 2
 
 
-def test_what_somebody_picked_is_not_followed(made: list[Spans]) -> None:
+def test_a_picked_plan_is_not_reused(made: list[Spans]) -> None:
     spans = make_spans([([0], 300, False)], 16)
     attention = make_attention((4, 2, 64, 16))
     counts = []
@@ -373,7 +373,7 @@ def test_what_somebody_picked_is_not_followed(made: list[Spans]) -> None:
     assert counts == [1, 1, 2, 3, 3]
 
 
-def test_a_plan_that_had_to_share_less_is_not_followed(made: list[Spans]) -> None:
+def test_a_plan_that_had_to_share_less_is_not_reused(made: list[Spans]) -> None:
     limits = AttentionLimits(max_tokens=2, max_pages=8, max_partials=1)
     attention = make_attention((4, 2, 64, 16), limits=limits)
     spans = make_spans([([0, 1], 32, False), ([0], 5, False), ([1], 5, False)], 16)

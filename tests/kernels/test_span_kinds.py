@@ -54,7 +54,7 @@ def check(
     has_sinks: bool = False,
     **options: Any,
 ) -> None:
-    """The kernel agrees with the reference over slots of which those after a span are NaN."""
+    """The kernel agrees with the reference; slots after a span are NaN."""
     num_heads, kv_heads, dim, page_size = heads
     dtype = options.get("dtype", torch.float32)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Joined runs give the same attention, with a span less per token."""
+"""Joined runs give the same attention, with fewer spans per token."""
 
 from typing import TYPE_CHECKING
 

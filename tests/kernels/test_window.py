@@ -66,7 +66,7 @@ def a_workload(rng: np.random.Generator, page_size: int, most_queries: int = 12)
 
 
 def dense(work: Workload, q: Tensor, kv: Tensor, window: int) -> Tensor:
-    """Each token over the keys that its sequence has up to it, and the window shows."""
+    """Each token over the keys of its sequence, up to its own, that the window shows."""
     outs = []
     for row, (position, pages) in enumerate(zip(work.positions, work.pages_of, strict=True)):
         k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, : position + 1] for x in kv)

@@ -39,11 +39,11 @@ def _cut(case: AttentionCase, max_partials: int | None = None) -> Cut:
         (20, 300, False),  # not enough for one each
     ],
 )
-def test_even_shares_are_given_out(batch: int, keys: int, is_queued: bool) -> None:
+def test_even_shares_are_assigned(batch: int, keys: int, is_queued: bool) -> None:
     assert (_cut(AttentionCase("own", _own(batch, keys))).queued_share > 0) == is_queued
 
 
-def test_all_that_comes_behind_large_units_is_queued() -> None:
+def test_all_units_after_large_ones_are_queued() -> None:
     cut = _cut(AttentionCase("shared", (Run(tuple(range(64)), 2048), *_own(64, 40))))
     assert cut.num_large_spans
     assert cut.queued_share > 0
@@ -61,13 +61,13 @@ def test_some_long_spans_are_cut_once_more() -> None:
     assert (cut.stretches[again] % 32 == 0).all()
 
 
-def test_none_is_where_that_would_be_the_only_merge_of_short_ones() -> None:
+def test_no_short_span_is_cut_once_more_if_nothing_else_is_merged() -> None:
     cut = _cut(AttentionCase("own", _own(300, 128)))
     assert cut.queued_share > 0
     assert (cut.parts == 1).all()
 
 
-def test_none_is_where_partials_would_not_fit() -> None:
+def test_no_span_is_cut_once_more_if_partials_would_not_fit() -> None:
     case = AttentionCase("own", _own(300, 600))
     cut = _cut(case, max_partials=310)
     assert cut.queued_share > 0
@@ -81,7 +81,7 @@ def test_units_of_different_lengths_are_not_cut_once_more() -> None:
     assert (cut.parts == 1).all()
 
 
-def test_spans_are_whole_where_others_are_busy_with_large_units() -> None:
+def test_spans_are_whole_beside_long_large_units() -> None:
     cut = _cut(AttentionCase("long", (Run(tuple(range(64)), 32768), *_own(64, 256))))
     assert cut.num_large < 132
     parts = cut.parts[cut.num_large_spans :]
@@ -118,7 +118,7 @@ def test_large_units_are_a_tile_shorter_where_small_ones_leave_the_room() -> Non
     assert 0 < us[-115] < us[-113] < us[-112]
 
 
-def test_what_is_left_over_goes_to_who_has_nothing_else() -> None:
+def test_rests_go_to_multiprocessors_without_other_units() -> None:
     groups = tuple(Run(tuple(range(first, first + 16)), 51667) for first in range(0, 64, 16))
     case = AttentionCase("groups", (*groups, *_own(64, 64)), 16, 8)
     cut = _cut(case)
@@ -128,7 +128,7 @@ def test_what_is_left_over_goes_to_who_has_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("own", [270, 300])  # small units would take longer than large ones
-def test_they_are_not_where_small_ones_need_it(own: int) -> None:
+def test_large_units_stay_if_small_ones_need_the_room(own: int) -> None:
     cut = _cut(AttentionCase("long", (Run(tuple(range(64)), 32768), *_own(64, own))))
     assert cut.num_large == 112
 
@@ -144,7 +144,7 @@ def test_spans_without_keys_stay_whole() -> None:
     ("prefix", "own"),
     [(32768, 1024), (4096, 256)],  # small units would take longer than large ones; are too few
 )
-def test_spans_are_cut_where_all_will_have_to_help(prefix: int, own: int) -> None:
+def test_spans_are_cut_if_all_programs_are_needed(prefix: int, own: int) -> None:
     cut = _cut(AttentionCase("long", (Run(tuple(range(64)), prefix), *_own(64, own))))
     assert cut.num_large_spans
     assert set(cut.parts[cut.num_large_spans :].tolist()) != {1, 4}
@@ -160,7 +160,7 @@ def test_the_plan_says_where_the_queue_is() -> None:
     assert ints[layout.HEADER_NUM_CLAIMERS] == 264
 
 
-def test_who_comes_late_claims_nothing_where_others_do_it_all() -> None:
+def test_late_programs_claim_nothing_if_others_finish_all_units() -> None:
     case = AttentionCase("shared", (Run(tuple(range(64)), 32768), *_own(64, 256)))
     shape = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
     ints = plans.make_plan(case.spans(), shape).ints
@@ -170,7 +170,7 @@ def test_who_comes_late_claims_nothing_where_others_do_it_all() -> None:
     assert ints[layout.HEADER_NUM_QUEUED] > 0
 
 
-def test_a_share_tells_the_first_token_of_neighbours() -> None:
+def test_a_share_holds_the_first_token_of_neighbours() -> None:
     rows = tuple(range(10, 74)), (*range(74, 137), 139), (*range(140, 204),)[::-1]
     runs = [Run(each, 2048) for each in rows]
     case = AttentionCase("shared", (*runs, *_own(204, 100)))

@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {  # fields that most configs of transformers have
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-# Falcon calls some of them otherwise
+# Falcon has other names for some of them
 SMALL_FALCON = {
     name: value
     for name, value in SMALL.items()
@@ -86,9 +86,9 @@ def make_checkpoint(
     max_shard: str = "1GB",
     **sizes: int,
 ) -> PreTrainedModel:
-    """Write the named model to `folder`; answers the transformers model it was written from.
+    """Write the named model to `folder`; returns the transformers model it was written from.
 
-    `sizes` are fields of its config to set otherwise.
+    `sizes` override fields of its config.
     """
     config_class, changes = CONFIGS[name]
     config = config_class(**{**SMALL, **changes, **sizes})
@@ -103,7 +103,7 @@ def write_checkpoint(
     dtype: torch.dtype = torch.float32,
     max_shard: str = "1GB",
 ) -> PreTrainedModel:
-    """Write a random model of this config to `folder`; answers the model it was written from."""
+    """Write a random model of this config to `folder`; returns the model it was written from."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

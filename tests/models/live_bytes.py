@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that operations made and somebody still holds; views, and parts
-    of a mapped file (`set_`), are none of these."""
+    """Counts the bytes of live tensors that operations made; views, and parts of a mapped file
+    (`set_`), do not count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

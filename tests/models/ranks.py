@@ -1,6 +1,6 @@
 """Ranks as threads of one process, which meet at every collective.
 
-One runs at a time, until it has to wait for the others: Triton's interpreter can be in one thread
+One runs at a time, until it has to wait for the others: Triton's interpreter runs in one thread
 only.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from mainstem.models.shard import Shard
 
 T = TypeVar("T")
-_WAIT_S = 60.0  # for a rank that does not come: one that makes other calls
+_WAIT_S = 60.0  # for a rank that does not arrive since it makes other calls
 
 
 class _Meeting:
-    """Where all ranks put a tensor, and take all of them."""
+    """Where every rank puts a tensor and takes those of all."""
 
     def __init__(self, of: int) -> None:
         self.all_there, self.all_read = Barrier(of), Barrier(of)

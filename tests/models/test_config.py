@@ -84,7 +84,7 @@ def test_what_changes_the_mathematics_is_refused_by_name(
         spec_from_config({**LLAMA, **changes})
 
 
-def test_a_window_that_no_context_exceeds_is_none() -> None:
+def test_a_window_that_no_context_exceeds_is_dropped() -> None:
     spec = spec_from_config(
         {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 128}
     )
@@ -177,7 +177,7 @@ def test_unknown_fields_are_refused_together_and_the_way_out_is_named() -> None:
     assert len(told) < 400, "a long value is cut"
 
 
-def test_unknown_fields_are_ignored_by_order() -> None:
+def test_unknown_fields_are_ignored_on_request() -> None:
     made = spec_from_config({**LLAMA, **UNKNOWN}, ["dim_model_base", "scale_depth", "not_there"])
     assert made.ignored_fields == ("dim_model_base", "scale_depth")
     assert replace(made, ignored_fields=()) == spec_from_config(LLAMA)

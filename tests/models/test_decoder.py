@@ -1,4 +1,4 @@
-"""The forward pass by itself: rows that go through in pieces come out as if they had not."""
+"""The forward pass by itself: running rows in pieces does not change the result."""
 
 from pathlib import Path
 

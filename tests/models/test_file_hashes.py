@@ -1,4 +1,4 @@
-"""Hashes of weights: every byte counts, and a hash is remembered no longer than it is true."""
+"""Hashes of weights: every byte counts, and a hash is forgotten once its file changes."""
 
 import hashlib
 import json
@@ -122,7 +122,9 @@ def test_hashes_do_without_a_cache_folder(
     assert len(hashed) == 2
 
 
-def test_old_notes_go(cache: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_notes_are_deleted(
+    cache: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache_files, "MOST_FILES", 3)
     for number in range(5):
         path = cache.parent / str(number)
@@ -154,9 +156,7 @@ def test_the_embedded_model_brings_its_hashes(cache: Path, hashed: list[str]) ->
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"files": {"model.safetensors": {"bytes": 7}}}'])
-def test_a_manifest_that_says_nothing_is_passed_over(
-    text: str, cache: Path, hashed: list[str]
-) -> None:
+def test_a_damaged_manifest_is_ignored(text: str, cache: Path, hashed: list[str]) -> None:
     path = embedded_file(cache)
     (path.parent / MANIFEST).write_text(text)
     assert file_sha256(path) == hashlib.sha256(b"weights").digest()
@@ -171,7 +171,7 @@ def test_an_embedded_model_that_was_changed_is_read(cache: Path, hashed: list[st
     assert file_sha256(path) == hashlib.sha256(b"changed").digest()
 
 
-def test_a_manifest_elsewhere_says_nothing(cache: Path, hashed: list[str]) -> None:
+def test_a_manifest_elsewhere_is_ignored(cache: Path, hashed: list[str]) -> None:
     path = embedded_file(cache)
     elsewhere = cache.parent / "copy"
     path.parent.rename(elsewhere)

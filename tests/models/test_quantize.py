@@ -49,7 +49,7 @@ def test_a_loud_token_does_not_drown_the_others() -> None:
     torch.testing.assert_close(linear(x)[1:], quiet, atol=0.02 * float(quiet.abs().max()), rtol=0)
 
 
-def test_zeros_stay_nothing() -> None:
+def test_zeros_stay_zeros() -> None:
     assert float(Int8Linear(randn(8, 16))(torch.zeros(3, 16)).abs().max()) < 1e-30
 
 

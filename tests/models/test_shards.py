@@ -146,7 +146,7 @@ def test_numbers_that_do_not_divide_are_refused_by_name() -> None:
     small = spec_from_config(
         LlamaConfig(**SMALL).to_dict() | {"architectures": ["LlamaForCausalLM"]}
     )
-    assert shards_that_divide(small) == (1, 2)  # 6 heads and 2 KV heads; 3 and 2 do not go
+    assert shards_that_divide(small) == (1, 2)  # 6 heads; 2 KV heads rule out 3 and 6 ranks
     with pytest.raises(ConfigError, match=r"over 4 ranks: num_attention_heads=6 .*: 1, 2$"):
         part_of(small, Shard(0, 4))
     with pytest.raises(ConfigError, match="num_key_value_heads=2 is neither"):
@@ -169,7 +169,7 @@ def test_a_part_is_what_a_rank_has() -> None:
     assert part_of(whole, Shard(0, 16)).num_kv_heads == 1  # two ranks have the same one
 
 
-def test_unequal_parts_are_the_whole_without_a_rest() -> None:
+def test_unequal_parts_cover_the_whole() -> None:
     for size in (82, 90, 2880, 1000, 17 * 16):
         for of in (2, 3, 5):
             parts = [Cut(Shard(rank, of)).columns(size) for rank in range(of)]
@@ -208,7 +208,7 @@ def _taken(spec: ModelSpec, shard: Shard) -> Taken:
 
 @pytest.mark.parametrize("name", ["llama", "falcon 40b", "gpt-oss", "qwen 2 moe", "phi 3"])
 def test_a_rank_never_reads_a_whole_matrix(name: str) -> None:
-    """But routers and gates; and both ranks together read each number once."""
+    """Except routers and gates; and both ranks together read each number once."""
     config = FAMILIES[name]
     spec = spec_from_config(config.to_dict() | {"architectures": [_architecture(config)]})
     both = [_taken(spec, Shard(rank, 2)) for rank in range(2)]
@@ -265,16 +265,16 @@ def test_one_token_has_its_own_pass_on_all_ranks_or_none(has_bias: bool, tmp_pat
 
 
 class Deaf:
-    """A rank alone that must not be asked."""
+    """A single rank, whose collectives must not be called."""
 
     shard = Shard()
     is_capturable = True
 
     def sum_(self, x: Tensor) -> Tensor:
-        raise AssertionError("nobody to sum with")
+        raise AssertionError("a single rank must not sum")
 
     def gather(self, x: Tensor) -> Tensor:
-        raise AssertionError("nobody to gather from")
+        raise AssertionError("a single rank must not gather")
 
 
 @pytest.mark.parametrize("name", ["olmo 2", "phi 2"])

@@ -97,7 +97,7 @@ def test_fp8_is_multiplied_as_it_is(block: int | None) -> None:
     ("weight", "is_deterministic", "words"),
     [
         (some_fp8(64, 192, 64), False, "fp8 in 64 x 64"),
-        (some_fp8(128, 512, 128), True, "fp8 in 128 x 128 here that is deterministic"),
+        (some_fp8(128, 512, 128), True, "fp8 in 128 x 128 in the deterministic setting"),
         (some_int4(16, 96, group=16), False, "int4 in 1 x 16"),
     ],
 )

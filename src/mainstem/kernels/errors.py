@@ -1,10 +1,10 @@
-"""Errors of kernels: what they do not take, and what does not fit."""
+"""Errors of kernels: unsupported input, and steps that do not fit."""
 
 from mainstem.core.errors import MainstemError
 
 
 class LayoutError(MainstemError, ValueError):
-    """A tensor or a plan that this kernel does not take; the message names what."""
+    """A tensor or a plan that this kernel does not support; the message names what."""
 
 
 class PlanTooLarge(MainstemError):

@@ -3,7 +3,7 @@
     normed    what attention reads: a norm of x, or x itself
     qkv       one product; queries and keys normed where the family does
     mixed     Attention.run: rotate, append K and V to pages, attend
-    x         += what attention adds: a product, perhaps a norm behind it
+    x         += what attention adds: a product, perhaps with a norm after it
     x         += what the MLP adds, which reads a norm of this x, or, in parallel, of x before
 
 models/cpu and models/gpu compile it from a recipe (spec.py) and tensors (tensors.py).
@@ -19,15 +19,15 @@ class Attention(Protocol):
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """Rotate, append K and V, attend. May overwrite qkv [tokens, heads + 2 kv_heads, dim]
-        (flattened); answers [tokens, heads * dim]."""
+        (flattened); returns [tokens, heads * dim]."""
         ...
 
 
 class Gate(Protocol):
-    """Lets a layer wait for its pages, one layer at a time."""
+    """Makes each layer wait until its pages have arrived."""
 
     def before(self, layer: int) -> None:
-        """Return when the pages this step reads in `layer` are there."""
+        """Return once the pages that this step reads in `layer` have arrived."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""What the ranks of a tensor-parallel model say to each other during a forward pass.
+"""Collectives between the ranks of a tensor-parallel model during a forward pass.
 
-Every rank runs the same Steps, so every rank makes the same calls in the same order. Answers are
-equal on all ranks, to the bit: ranks that sample from gathered logits sample alike.
+Every rank runs the same Steps, so every rank makes the same calls in the same order. Results are
+equal on all ranks, to the bit: ranks that sample from gathered logits sample the same tokens.
 """
 
 from typing import Protocol
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from mainstem.models.shard import Shard
 
-# torch 2.13 calls it so, and warns of the older name
+# the name in torch 2.13, which warns about the older one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Collectives(Protocol):
-    """Of one rank."""
+    """The collectives of one rank."""
 
     @property
     def shard(self) -> Shard: ...
@@ -53,7 +53,7 @@ ALONE = Alone()
 
 
 def smallest(count: int, ranks: Collectives, device: torch.device) -> int:
-    """Of the ranks' counts."""
+    """The smallest of the ranks' counts."""
     if ranks.shard.of == 1:
         return count
     return int(ranks.gather(torch.tensor([[count]], device=device)).min())
@@ -65,8 +65,8 @@ class ProcessGroup:
     NCCL runs on the current stream and can be captured. gloo runs on the host: tensors on a card
     are copied there and back, which is for checks, not for speed.
 
-    is_deterministic: a sum is made in the order of ranks, whatever the shape, so that a row does
-    not depend on its neighbours. It moves ranks / 2 times the bytes. Two ranks have no order.
+    is_deterministic: a sum is in the order of ranks, whatever the shape, so that a row does not
+    depend on its neighbours. It moves ranks / 2 times the bytes. For two ranks order has no effect.
     """
 
     def __init__(

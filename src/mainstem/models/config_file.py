@@ -1,8 +1,8 @@
 """A checkpoint's config.json, read field by field.
 
-A file remembers which fields a family asked for. What nobody asked for is either known to be
-harmless, or stands at a value that changes nothing, or is refused by name: a field that we do not
-know may change the answer.
+A Config remembers which fields a family has read. A field that was not read is accepted if it is
+known to be harmless or has a value that changes nothing. Otherwise it is refused by name: an
+unknown field may change the model's output.
 """
 
 import json
@@ -21,7 +21,7 @@ _DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
 class Config:
     """The fields of a config.json; UnsupportedModel names one that is missing or of a wrong kind.
 
-    A field that is null is as good as missing.
+    A field that is null counts as missing.
     """
 
     def __init__(self, table: Mapping[str, object]) -> None:
@@ -30,11 +30,11 @@ class Config:
 
     @property
     def asked(self) -> frozenset[str]:
-        """Names that somebody asked for, whether they are there or not."""
+        """Names that were read, whether the file has them or not."""
         return frozenset(self._asked)
 
     def unread(self) -> dict[str, object]:
-        """The fields nobody asked for."""
+        """The fields that were not read."""
         return {name: value for name, value in self._table.items() if name not in self._asked}
 
     def get(self, name: str) -> object:
@@ -85,7 +85,7 @@ class Config:
         return tuple(int(str(v)) for v in values)
 
     def names(self) -> tuple[str, ...]:
-        """Of all fields, in the order of the file."""
+        """Names of all fields, in the order of the file."""
         return tuple(self._table)
 
     def items(self, name: str) -> list[object] | None:
@@ -118,12 +118,12 @@ class Config:
             raise UnsupportedModel(f"config field {name}={value!r}: only {choices} is supported")
 
     def is_null(self, name: str) -> bool:
-        """Whether the file has the field and says that there is none of it; this alone does not
-        count as asking for it."""
+        """Whether the file has the field, with the value null; this does not count as reading
+        it."""
         return name in self._table and self._table[name] is None
 
     def has(self, name: str) -> bool:
-        """Whether the field is there; this alone does not count as asking for it."""
+        """Whether the file has the field; this does not count as reading it."""
         return self._table.get(name) is not None
 
     def merged(self, other: "Config") -> "Config":
@@ -141,7 +141,7 @@ class Config:
 
 
 def read_dtype(config: Config) -> DType:
-    """Of the checkpoint's weights."""
+    """The dtype of the checkpoint's weights."""
     older = config.get("torch_dtype")
     name = config.get("dtype") or older or "float32"
     if name not in _DTYPES:
@@ -163,8 +163,8 @@ def read_object(path: Path) -> dict[str, object]:
 
 
 def check_unread(config: Config, architecture: str, ignored: Collection[str]) -> tuple[str, ...]:
-    """Names of fields that are not known and `ignored` by order; raises UnsupportedModel for those
-    that are not ignored, and for known ones at values that are not supported."""
+    """Names of unknown fields that are in `ignored`. Raises UnsupportedModel for other unknown
+    fields, and for known fields with unsupported values."""
     unknown = []
     for name, value in config.unread().items():
         if name in _HARMLESS or name.startswith("_") or value is None:
@@ -173,20 +173,20 @@ def check_unread(config: Config, architecture: str, ignored: Collection[str]) ->
             if isinstance(value, list) and set(value) <= {"full_attention"}:
                 continue
             raise UnsupportedModel(
-                f"layer_types: {architecture} is known with full_attention layers only"
+                f"layer_types: {architecture} is supported with full_attention layers only"
             )
         if name in _NEUTRAL:
             config.only(name, *_NEUTRAL[name])
-        elif value is not False:  # a switch that nobody knows, and that is off
+        elif value is not False:  # False: an unknown switch that is off
             unknown.append(name)
     if refused := [name for name in unknown if name not in ignored]:
         raise UnsupportedModel(_told_unknown(config, refused, architecture))
-    # what is known to change the answers cannot be wished away
+    # fields that are known to change the output cannot be ignored
     known = config.asked | _NEUTRAL.keys() | {"layer_types"}
     if refused := sorted(known.intersection(ignored) - set(unknown)):
         raise UnsupportedModel(
             f"ignore_config_fields: {', '.join(refused)} cannot be ignored: answers depend on it. "
-            "Only fields that are not known can be"
+            "Only unknown fields can be"
         )
     return tuple(sorted(unknown))
 
@@ -206,7 +206,7 @@ def _shorten(text: str) -> str:
 
 
 def words_of(lines: Iterable[str]) -> frozenset[str]:
-    """Names that lines of text list."""
+    """The words of some lines of text."""
     return frozenset(" ".join(lines).split())
 
 
@@ -225,7 +225,7 @@ _HARMLESS = words_of((
     "emb_dropout_prob resid_dropout embd_dropout residual_dropout embedding_dropout dropout",
     "dropout_rate layerdrop neftune_noise_alpha gradient_checkpointing use_bfloat16 bf16 fp16 fp32",
     "loss_type ignore_index router_aux_loss_coef router_jitter_noise output_router_logits",
-    # how it is run; and Qwen's windows, which others do not have
+    # how it is run; and Qwen's windows, which other families do not have
     "max_window_layers use_cache output_attentions output_hidden_states return_dict",
     "return_dict_in_generate torchscript chunk_size_feed_forward attn_implementation",
     "use_flash_attn use_flash_attention use_flash_attention_2 flash_attention cache_implementation",
@@ -246,7 +246,7 @@ _HARMLESS = words_of((
 ))  # fmt: skip
 
 # fields that change a model's mathematics, and the values at which they do not; a family that
-# knows more asks for the field itself
+# supports other values reads the field itself
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1,),

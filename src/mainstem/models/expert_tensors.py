@@ -1,9 +1,9 @@
 """The tensors of a mixture of experts, in one form for every backend and every checkpoint.
 
-A layer of experts is most of a model's memory, so it is made once where it is used and filled
+Experts are most of a model's memory, so a layer is allocated once where it is used and filled
 expert by expert: loading holds the layer and one expert, never two copies of the layer. Quantized
 experts stay packed; the shared one is a product like others. A rank has some columns of every
-expert (models/shard.py); `size` is the number of those.
+expert (models/shard.py); `size` is the number of its columns.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def read_experts(
     cut: Cut = _WHOLE,
 ) -> ExpertTensors:
     """Take a layer's experts from `source`; `prefix` is the layer's, with its dot. `spec` is that
-    of the whole model, `cut` says what of it is wanted."""
+    of the whole model, `cut` says which part of it to read."""
     return _Reader(source, spec, hidden_size, prefix, names, cut).read()
 
 
@@ -114,13 +114,13 @@ class _Reader:
         return weight if isinstance(weight, Tensor) else weight.dense(self._source.dtype)
 
     def _joined(self, *weights: Weight) -> Weight:
-        """On top of each other."""
+        """The weights stacked along their rows."""
         whole = on_top(weights, self._source.dtype)
         self._note(weights, whole)
         return whole
 
     def _stackable(self, *weights: Weight) -> Weight:
-        """Likewise; dequantized in act-order, for experts would need an order each."""
+        """Likewise; act-order is dequantized, since each expert would need its own order."""
         whole = on_top(weights, self._source.dtype)
         if isinstance(whole, PackedWeight) and whole.order is not None:
             whole = whole.dense(self._source.dtype)
@@ -194,7 +194,7 @@ class _Reader:
 
     @property
     def _in_turns(self) -> slice:
-        """The rank's columns where gate and up take turns."""
+        """The rank's columns where gate and up alternate."""
         return slice(2 * self._columns.start, 2 * self._columns.stop)
 
     def _one_packed(

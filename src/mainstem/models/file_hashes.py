@@ -24,8 +24,8 @@ TICK_NS = 2_000_000_000  # a change this soon after another may leave the times 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What the file system says of a file. ctime is there because tools that copy files set mtime
-    back; nobody sets ctime."""
+    """What the file system says about a file. ctime is included because tools that copy files set
+    mtime back; no tool sets ctime."""
 
     size: int
     mtime_ns: int
@@ -39,7 +39,7 @@ class Stamp:
 
     @property
     def of_contents(self) -> tuple[int, int, int]:
-        """Without ctime, which a new link to the file changes, too."""
+        """The stamp without ctime, which changes when a new link to the file is made."""
         return self.size, self.mtime_ns, self.inode
 
     @property
@@ -62,8 +62,8 @@ def file_sha256(path: Path) -> bytes:
 
 
 def _from_manifest(path: Path, stamp: Stamp) -> bytes | None:
-    """What the manifest of an embedded model says, unless the file was touched after it was
-    written. Other folders may hold a manifest of anything."""
+    """The hash in the manifest of an embedded model, unless the file changed after the manifest was
+    written. Only an embedded model's manifest is trusted."""
     if path.parent.parent != cache_dir() / "models":
         return None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -75,7 +75,7 @@ def _from_manifest(path: Path, stamp: Stamp) -> bytes | None:
 
 
 def _noted(path: Path, stamp: Stamp) -> bytes | None:
-    """The note of this stamp; None: there is none, or it is damaged."""
+    """The noted hash for this stamp; None if there is none, or the note is damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         note = json.loads(cache_file(KIND, path).read_text())
         check = note.pop("check")
@@ -103,5 +103,5 @@ def _check(note: dict[str, object]) -> str:
 def _sha256_from(text: str) -> bytes:
     digest = bytes.fromhex(text)
     if len(digest) != hashlib.sha256().digest_size:
-        raise ValueError(f"{text} is no SHA-256")
+        raise ValueError(f"{text} is not a SHA-256")
     return digest

@@ -19,7 +19,7 @@ class ExpertLayout(Enum):
     """How the experts of a layer lie in the checkpoint."""
 
     SEPARATE = "separate"  # gate, up and down of each expert are tensors of their own, [out, in]
-    INTERLEAVED = "interleaved"  # two tensors [experts, in, out]; gate and up in turns (gpt-oss)
+    INTERLEAVED = "interleaved"  # two tensors [experts, in, out]; gate and up alternate (gpt-oss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Names:
         return found.endswith(self.ignored_endings) or found.startswith(self.ignored_beginnings)
 
     def canonical(self, found: str) -> str:
-        """The name by which a tensor of the checkpoint is asked for."""
+        """The name by which families refer to a tensor of the checkpoint."""
         for beginning, meant in self.renamed_beginnings:
             if found.startswith(beginning):
                 return meant + found.removeprefix(beginning)

@@ -1,4 +1,4 @@
-"""Where the rows that a rank has of a product lie in the checkpoint's tensors."""
+"""Where a rank's rows of a product lie in the checkpoint's tensors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from mainstem.models.spec import MlpSpec, ModelSpec
 
 
 class Rows(NamedTuple):
-    """Some rows of a product: those of `part`, of `whole` that the tensor has."""
+    """Some rows of a product: `part` of the tensor's `whole` rows."""
 
     name: str
     whole: int
@@ -40,7 +40,7 @@ def first_rows(mlp: MlpSpec, columns: slice, names: Sequence[str]) -> list[Rows]
 
 
 def times(part: slice, size: int) -> slice:
-    """Of rows, where `part` is of heads that have `size` each."""
+    """The rows of `part`, a slice of heads with `size` rows each."""
     return slice(part.start * size, part.stop * size)
 
 
@@ -61,7 +61,7 @@ def _moved(part: slice, by: int) -> slice:
 
 
 def _merged(rows: Sequence[Rows]) -> list[Rows]:
-    """Neighbours in one tensor as one."""
+    """Adjacent slices of one tensor, merged."""
     merged = [rows[0]]
     for each in rows[1:]:
         before = merged[-1]

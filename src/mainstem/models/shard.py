@@ -4,8 +4,8 @@
                           rows of the vocabulary
     kept by every rank    norms, routers, KV heads that are fewer than ranks
 
-Each expert is cut like an MLP, rather than experts dealt out whole: a step's tokens then load all
-ranks alike, and a lone token reads 1 / ranks of its experts on each.
+Each expert is cut like an MLP, instead of giving whole experts to ranks: a step's tokens then load
+all ranks equally, and a lone token reads 1 / ranks of its experts on each rank.
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from mainstem.core.errors import ConfigError
 from mainstem.models.spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
 
 MOST_RANKS = 64  # that `shards_that_divide` tries
-_UNIT = 16  # parts of an MLP that is not cut equally are multiples, and those of the vocabulary
-_EQUAL_UNIT = 8  # equal parts are multiples of this, which kernels ask for
+_UNIT = 16  # unequal parts of an MLP, and parts of the vocabulary, are multiples of this
+_EQUAL_UNIT = 8  # equal parts are multiples of this, which kernels need
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.of:
-            raise ValueError(f"rank {self.rank} of {self.of}")
+            raise ValueError(f"rank must be from 0 to {self.of - 1}, got {self.rank}")
 
     @property
     def is_whole(self) -> bool:
@@ -42,7 +42,7 @@ class Cut:
     """Where the parts of a rank lie in the model's tensors."""
 
     shard: Shard = WHOLE
-    group: int = 1  # columns of a quantized weight that share a scale: not cut if it can be helped
+    group: int = 1  # columns of a quantized weight that share a scale; kept whole if possible
 
     @classmethod
     def of(cls, spec: ModelSpec, shard: Shard) -> "Cut":
@@ -50,12 +50,13 @@ class Cut:
         return cls(shard, max((packing.group or 1 for packing in packings), default=1))
 
     def heads(self, count: int) -> slice:
-        """Query heads or KV heads, of `count`; one KV head of fewer than ranks."""
+        """The rank's query heads or KV heads, of `count`; one if there are fewer than ranks."""
         rank, of = self.shard.rank, self.shard.of
         return slice(count * rank // of, -(-count * (rank + 1) // of))
 
     def columns(self, size: int) -> slice:
-        """Of an MLP of `size`: equal parts if these are fit for kernels, otherwise whole units."""
+        """The rank's columns of an MLP of `size`: an equal part if kernels support it, otherwise
+        whole units."""
         rank, of = self.shard.rank, self.shard.of
         unit = self._unit(size)
         units = size // unit
@@ -63,7 +64,7 @@ class Cut:
         return slice(units * rank // of * unit, end)
 
     def can_cut(self, size: int) -> bool:
-        """Whether every rank has some of so many columns."""
+        """Whether every rank gets some of `size` columns."""
         return size // self._unit(size) >= self.shard.of
 
     def _unit(self, size: int) -> int:
@@ -73,18 +74,18 @@ class Cut:
         return max(_UNIT, self.group)
 
     def vocabulary(self, size: int) -> slice:
-        """Tokens; the last ranks may have fewer than `vocabulary_rows`, or none."""
+        """The rank's tokens; the last ranks may have fewer than `vocabulary_rows`, or none."""
         rows, rank = vocabulary_rows(size, self.shard.of), self.shard.rank
         return slice(min(size, rows * rank), min(size, rows * (rank + 1)))
 
 
 def vocabulary_rows(size: int, of: int) -> int:
-    """Rows of embedding and head on each rank: equal, so that some at the end may be padding."""
+    """Rows of embedding and head on each rank: equal on all ranks, so the last may be padding."""
     return size if of == 1 else -(-size // (of * _UNIT)) * _UNIT
 
 
 def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
-    """The recipe of what a rank computes; ConfigError where the model cannot be cut so."""
+    """The recipe of a rank's part; ConfigError if the model cannot be split over these ranks."""
     if shard.is_whole:
         return spec
     if reason := _obstacle(spec, shard.of):
@@ -117,7 +118,7 @@ def _part_of_layer(layer: LayerSpec, cut: Cut) -> LayerSpec:
 
 
 def length(part: slice) -> int:
-    """Of a slice with both ends."""
+    """Length of a slice with both ends."""
     return int(part.stop - part.start)
 
 

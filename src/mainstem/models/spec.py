@@ -1,4 +1,4 @@
-"""The recipe of a decoder: what its mathematics is, and nothing of how a device computes it.
+"""The recipe of a decoder: its mathematics, independent of how a device computes it.
 
     x = embedding[tokens] * embedding_scale
     each layer    x += scale * after(attention(before(x)))        before, after: norms, or nothing
@@ -6,8 +6,8 @@
     logits = softcap(head(norm(x)) * logit_scale)
 
 Families (models/families) make recipes from config.json. Backends compile them, at load time, into
-calls: models/cpu for CPUs, models/gpu for GPUs, runner/single for one token on a CPU. Nothing that
-runs asks which family a model is of.
+calls: models/cpu for CPUs, models/gpu for GPUs, runner/single for one token on a CPU. No code at
+run time depends on a model's family.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class NormKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """Every norm of a model is of one kind."""
+    """The norms of a model, all of one kind."""
 
     kind: NormKind
     eps: float
@@ -40,12 +40,12 @@ class NormPlace(Enum):
     """Where a layer's norms stand around attention and MLP."""
 
     BEFORE = "before"  # Llama and most others
-    AFTER = "after"  # OLMo 2: what attention and MLP answer is normed, not what they read
+    AFTER = "after"  # OLMo 2: the outputs of attention and MLP are normed, not their inputs
     BOTH = "both"  # Gemma 2 and 3
 
 
 class Residual(Enum):
-    SERIAL = "serial"  # the MLP reads what attention has added to
+    SERIAL = "serial"  # the MLP reads x after attention has added to it
     PARALLEL = "parallel"  # both read the same norm of the same x (Phi-2, Falcon 7B)
     PARALLEL_TWO_NORMS = "parallel, a norm each"  # the same x, a norm each (Falcon 40B)
 
@@ -96,8 +96,8 @@ class RopeSpec:
     def at_context(self, num_tokens: int) -> "RopeSpec":
         """The frequencies of an engine whose contexts have up to `num_tokens`.
 
-        LongRoPE has two sets. Keys are kept and shared, so one set holds for all requests of an
-        engine, short and long.
+        LongRoPE has two sets. Keys are kept and shared, so all requests of an engine, short and
+        long, use one set.
         """
         if self.scaling is not RopeScaling.LONGROPE or num_tokens <= self.original_positions:
             return self
@@ -108,8 +108,8 @@ class RopeSpec:
 class AttentionSpec:
     """How a layer's tokens look at each other; layers of one kind share one of these."""
 
-    rope: RopeSpec | None  # None: positions are not told to this layer
-    scale: float  # what scores are multiplied with, the rope's score factor included
+    rope: RopeSpec | None  # None: this layer does not see positions
+    scale: float  # factor of the scores, the rope's score factor included
     window: int | None = None  # keys that a token sees, its own included; None: all
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # each head has a learned score that takes weight and gives no value
@@ -135,15 +135,15 @@ class ExpertsSpec:
     activation: Activation
     is_normalized: bool = True  # the weights of the chosen ones are made to sum up to 1
     has_bias: bool = False  # of router and experts
-    shared_size: int | None = None  # of a gated MLP that every token goes through besides
+    shared_size: int | None = None  # of a gated MLP that every token also goes through
     has_shared_gate: bool = False  # which is then weighted by sigmoid(gate(x))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A layer's state is pages of keys and values. A layer with a state of another kind (linear
-    attention, Mamba) becomes a third thing that `attention` can be; its state is then kept for
-    each sequence, and shared at the ends of pages only. Until then families refuse such layers.
+    attention, Mamba) will be another type of `attention`; its state will be kept for each sequence,
+    and shared at the ends of pages only. Until then families refuse such layers.
     """
 
     attention: AttentionSpec
@@ -179,7 +179,7 @@ class ModelSpec:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     quantized: QuantizedSpec | None = None  # weights that the checkpoint has packed
-    ignored_fields: tuple[str, ...] = ()  # of the file: not known, and ignored by order
+    ignored_fields: tuple[str, ...] = ()  # unknown fields of the file that the user chose to ignore
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
     vocab_rows: int | None = None  # of embedding and head, on a rank that has a part; None: all
 
@@ -229,8 +229,8 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def kv_elements_in_windows(self, context: int) -> int:
-        """Those that a token keeps and that nobody reads at the end of a context of `context`
-        tokens, on average: pages hold all layers, windowed ones too."""
+        """Numbers of a token's K and V, on average, that no query reads any more at the end of a
+        context of `context` tokens: pages hold all layers, windowed ones too."""
         per_layer = 2 * self.num_kv_heads * self.head_dim
         windows = [layer.attention.window for layer in self.layers]
         unread = sum(max(0, context - window) for window in windows if window is not None)
@@ -246,7 +246,7 @@ class ModelSpec:
 
     @property
     def num_head_params(self) -> int:
-        """Weights of the product behind the layers."""
+        """Weights of the product after the layers."""
         return self.hidden_size * (self.vocab_rows or self.vocab_size)
 
     @property
@@ -283,8 +283,8 @@ class ModelSpec:
 
     @property
     def moved_bytes_per_param(self) -> float:
-        """What a large step moves of a layer's products: 4-bit weights are read, written in 16 bits
-        and read again. Those of experts are read as they are."""
+        """Bytes per weight that a large step moves: 4-bit weights are read, written in 16 bits and
+        read again. Those of experts are read as they are."""
         packing = None if self.quantized is None else self.quantized.packing
         if packing is None or packing.kind.columns_per_value == 1:
             return 2.0
@@ -292,13 +292,13 @@ class ModelSpec:
 
     @property
     def num_weights(self) -> int:
-        """All that are kept, every expert and the embedding too; norms and biases are few."""
+        """All weights in memory, with every expert and the embedding; norms and biases are few."""
         ends = (1 if self.has_tied_embeddings else 2) * self.num_head_params
         return self.num_layer_params + self.num_idle_params + ends
 
     def at_context(self, num_tokens: int) -> "ModelSpec":
         """The recipe for contexts of up to `num_tokens`: frequencies chosen by length are fixed,
-        and windows that no context exceeds are none."""
+        and windows that no context exceeds are dropped."""
         kinds = {
             kind: replace(
                 kind,

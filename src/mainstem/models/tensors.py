@@ -1,7 +1,7 @@
-"""A checkpoint's tensors in the form in which backends take them, read layer by layer.
+"""A checkpoint's tensors in the form that backends use, read layer by layer.
 
-Whatever a family calls them and however it fuses them, a layer has here: queries, keys and values
-in one product, gate and up in one, gains as they are multiplied. Quantized products stay packed.
+Families differ in how they name and fuse tensors. Here every layer has queries, keys and values in
+one product, gate and up in one, and gains ready to multiply. Quantized products stay packed.
 """
 
 import logging
@@ -71,7 +71,7 @@ class MlpTensors:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """What stands before or after attention and MLP is None where the family has none there."""
+    """Norms before or after attention and MLP are None if the family has none there."""
 
     attention_norm: NormTensors | None
     qkv: Product  # rows: query heads, key heads, value heads
@@ -87,7 +87,7 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True)
 class EndTensors:
-    """Behind the layers."""
+    """Tensors after the layers."""
 
     norm: NormTensors
     head: Product  # its weight is the embedding where they are tied
@@ -96,8 +96,8 @@ class EndTensors:
 class TensorReader:
     """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`.
 
-    With a shard: what that rank has of it. A tensor is never read whole then, but for small ones
-    that all ranks have. `part` is the recipe of what is read.
+    With a shard: the rank's part. Then only small tensors that all ranks have are read whole.
+    `part` is the recipe of what is read.
     """
 
     def __init__(self, source: WeightSource, spec: ModelSpec, shard: Shard = WHOLE) -> None:
@@ -109,7 +109,7 @@ class TensorReader:
         self.part = part_of(spec, shard)
 
     def embedding(self) -> Tensor:
-        """[vocab, hidden], of a rank its tokens, and zeros below up to `vocab_rows`."""
+        """[vocab, hidden]; on a rank its tokens, padded with zeros to `vocab_rows`."""
         return self._vocabulary(f"{self._names.embedding}.weight", self._spec.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
@@ -146,8 +146,8 @@ class TensorReader:
         )
 
     def ends(self, embedding: Tensor) -> EndTensors:
-        """Last norm and head. Raises UnsupportedModel naming what was missing or not expected in
-        the whole checkpoint."""
+        """Last norm and head. Raises UnsupportedModel naming tensors that the whole checkpoint
+        lacks, or that were not expected."""
         spec, names, source = self._spec, self._names, self._source
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:
@@ -159,8 +159,8 @@ class TensorReader:
         source.finish()
         if self._unpacked:
             log.warning(
-                "%d quantized products are dequantized, for the parts of each differ in their "
-                "groups or the order of their columns, which takes memory: %s",
+                "%d quantized products are dequantized, which takes more memory: the parts of each "
+                "differ in their groups or in the order of their columns (%s)",
                 len(self._unpacked),
                 ", ".join(self._unpacked[:3]) + (" ..." if len(self._unpacked) > 3 else ""),
             )
@@ -170,7 +170,7 @@ class TensorReader:
         return self._source.take(name, shape, at)
 
     def _vocabulary(self, name: str, *width: int) -> Tensor:
-        """The rank's rows of embedding or head; zeros for tokens that there are none of."""
+        """The rank's rows of embedding or head; zeros past the last token."""
         size = self._spec.vocab_size
         tokens = self._cut.vocabulary(size)
         return self._padded(self._take(name, size, *width, at=(tokens,)))
@@ -214,7 +214,7 @@ class TensorReader:
         return gains[0], gains[1]
 
     def _product(self, rows: Sequence[Rows], width: int, has_bias: bool) -> Product:
-        """These rows on top of each other."""
+        """A product of these rows, stacked."""
         weights = [take_weight(self._source, r.name, r.whole, width, at=(r.part,)) for r in rows]
         weight = on_top(weights, self._source.dtype)
         if isinstance(weight, Tensor) and not all(isinstance(part, Tensor) for part in weights):
@@ -226,7 +226,7 @@ class TensorReader:
         return Product(weight, bias)
 
     def _summed(self, name: str, width: int, columns: slice, has_bias: bool) -> Product:
-        """Some columns of a product, whose answer is summed over ranks: the first has the bias."""
+        """Some columns of a product whose output is summed over ranks: rank 0 has the bias."""
         hidden, quantized = self._spec.hidden_size, self._spec.quantized
         at = (slice(0, hidden), columns) if columns != slice(0, width) else ()
         weight, bias = take_weight(self._source, name, hidden, width, at=at), None
@@ -277,8 +277,8 @@ def _scaled(product: Product, factors: Tensor) -> Product:
 
 
 def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:
-    """For each row of queries, keys and values. A rope's score factor is of the dims it rotates,
-    but a part of the scale of all: the other dims of the queries are divided by it."""
+    """Factors for each row of queries, keys and values. A rope's score factor belongs to the dims
+    it rotates, but is part of the scale of all: the other dims of the queries are divided by it."""
     heads = torch.ones(spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     heads[: spec.num_heads, rope.rotary_dim :] = rope.score_factor**-2
     return heads.reshape(-1)

@@ -1,4 +1,4 @@
-"""Embedding and head of a rank, which has some tokens of the vocabulary."""
+"""Embedding and head of a rank that has a part of the vocabulary."""
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ class VocabularyPart:
         self._first = ranks.shard.rank * spec.vocab_rows
 
     def embed(self, token_ids: Tensor, embedding: Tensor, out: Tensor) -> Tensor:
-        """[tokens, hidden] of any tokens, into `out`: each rank knows its own, and the sum is exact
-        since all others are zeros."""
+        """[tokens, hidden] of any tokens, into `out`: each rank looks up its own, and the sum is
+        exact since all other ranks have zeros."""
         at = token_ids - self._first
         is_elsewhere = (at < 0) | (at >= self._num_rows)
         torch.index_select(embedding, 0, at.masked_fill_(is_elsewhere, 0), out=out)

@@ -1,4 +1,4 @@
-"""safetensors in the Hugging Face layout -> tensors by name; hashes what it is."""
+"""safetensors in the Hugging Face layout -> tensors by name; a digest of the checkpoint."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def compute_dtype(wanted: DType, checkpoint: DType) -> torch.dtype:
     """The dtype to compute in on this CPU.
 
     AUTO takes the checkpoint's, but fp32 where the CPU has no 16-bit matrix instructions: torch
-    then falls to scalar loops that are 100 to 300 times slower than fp32.
+    then falls back to scalar loops that are 100 to 300 times slower than fp32.
     """
     dtype = _TORCH_DTYPES[checkpoint if wanted is DType.AUTO else wanted]
     if wanted is DType.AUTO and dtype != torch.float32 and not has_fast_matmul(dtype):
@@ -88,7 +88,7 @@ class WeightSource(Protocol):
         ...
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor in the compute dtype, where it is to be used.
+        """The tensor in the compute dtype, on the device.
 
         `shape` is that of the whole tensor. `at` names the part wanted, a slice for each of its
         first axes; a tensor may be taken part by part.
@@ -125,8 +125,8 @@ def take_weight(source: WeightSource, name: str, *shape: int, at: tuple[slice, .
 
 
 class Checkpoint:
-    """The tensors of a folder, taken whole or in parts; `finish` reports what was left or
-    lacking."""
+    """The tensors of a folder, taken whole or in parts; `finish` reports tensors that were not
+    taken or are missing."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Checkpoint:
         names: Names = _USUAL_NAMES,
         quantized: QuantizedSpec | None = None,
     ) -> None:
-        """Of `names` it takes which tensors are ignored, and which are renamed."""
+        """`names` says which tensors are ignored, and which are renamed."""
         self._dtype = dtype
         self._device = device
         self._quantized = quantized
@@ -159,7 +159,7 @@ class Checkpoint:
         return self._dtype
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor in the compute dtype; a missing one is noted, and empty here."""
+        """The tensor in the compute dtype; a missing one is noted, and returned empty."""
         wanted = tuple(shape)
         if name not in self._open:
             self._missing.add(name)
@@ -167,8 +167,8 @@ class Checkpoint:
         tensor = self.stored(name, wanted, at)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise UnsupportedModel(
-                f"tensor {name} is of {tensor.dtype}, and nothing beside it says what its numbers "
-                "mean; quantization_config in config.json would"
+                f"tensor {name} has dtype {tensor.dtype}, but config.json has no "
+                "quantization_config that describes it"
             )
         return tensor.to(self._dtype)
 
@@ -183,7 +183,7 @@ class Checkpoint:
         return packed
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor of the files; None where there is none."""
+        """Shape of a tensor of the files; None if there is none."""
         if name not in self._open:
             return None
         handle, its_name = self._open[name]
@@ -221,8 +221,8 @@ class Checkpoint:
             name.endswith(endings) for name in self._open.keys() - self._taken
         ):
             raise UnsupportedModel(
-                "the weights are quantized, and config.json has no quantization_config that says "
-                "how; old GPTQ folders have it in quantize_config.json, to be copied there"
+                "the weights are quantized, but config.json has no quantization_config; old GPTQ "
+                "folders have it in quantize_config.json: copy it to config.json"
             )
         if self._missing:
             raise UnsupportedModel(f"the checkpoint lacks {_shorten(self._missing)}")
@@ -247,10 +247,10 @@ def checkpoint_digest(folder: Path) -> bytes:
 
 
 class WeightDigest:
-    """Hashes config and weights of a folder on threads of its own, while others load them.
+    """Hashes config and weights of a folder on threads of its own, while the weights are loaded.
 
-    Every byte counts: a tensor that is missed would let a changed model read the pages of the
-    model it was. Hashes of files are remembered (file_hashes.py).
+    Every byte counts: if a tensor were left out, a changed model could read pages of the old model.
+    Hashes of files are remembered (file_hashes.py).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -264,7 +264,7 @@ class WeightDigest:
             Thread(target=self._hash_files, name="weight-hash", daemon=True).start()
 
     def wait(self) -> bytes:
-        """The digest; raises UnsupportedModel where a file changed since this object was made."""
+        """The digest; raises UnsupportedModel if a file changed since this object was made."""
         digest = hashlib.sha256(self._config)
         for file, stamp in self._stamps.items():
             found, now = self._hashes[file].result(), Stamp.of(file)
@@ -275,7 +275,7 @@ class WeightDigest:
                 is_same = file_sha256(file) == found
             if not is_same:
                 raise UnsupportedModel(
-                    f"{file} changed while it was loaded; load the model again once nobody "
+                    f"{file} changed while it was loaded; load the model again once nothing "
                     "writes to it"
                 )
         return digest.digest()
@@ -286,7 +286,7 @@ class WeightDigest:
                 file = self._todo.get_nowait()
                 try:
                     self._hashes[file].set_result(file_sha256(file))
-                except Exception as error:  # goes to whoever waits
+                except Exception as error:  # goes to the caller of `wait`
                     self._hashes[file].set_exception(error)
 
 

@@ -15,8 +15,8 @@ from tests.models.quantized.oracles import Case, Tensors, mxfp4
 
 
 def write_quantized(config: PreTrainedConfig, folder: Path, case: Case) -> PreTrainedModel:
-    """Write a random model of this config with every product of its layers quantized; answers the
-    plain model with the weights that these are."""
+    """Write a random model of this config with every product of its layers quantized; returns the
+    plain model with the dequantized weights."""
     model = write_checkpoint(config, folder)
     tensors = load_file(folder / SINGLE_FILE)
     rng = np.random.default_rng(0)

@@ -46,7 +46,7 @@ def quantized(config: dict[str, Any]) -> QuantizedSpec:
         ({"quant_method": "mxfp4"}, "MXFP4, groups of 32"),
     ],
 )
-def test_a_format_is_told_in_words(config: dict[str, Any], words: str) -> None:
+def test_a_format_is_described_in_words(config: dict[str, Any], words: str) -> None:
     assert str(quantized(config)) == words
 
 

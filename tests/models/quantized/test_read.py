@@ -136,7 +136,7 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
 def test_bytes_without_scales_are_not_taken_for_numbers(tmp_path: Path) -> None:
     source = saved(tmp_path, FP8, {"weight": torch.ones(OUT, WIDTH).to(torch.float8_e4m3fn)})
     assert source.take_packed(NAME, (OUT, WIDTH)) is None
-    with pytest.raises(UnsupportedModel, match="nothing beside it says what its numbers"):
+    with pytest.raises(UnsupportedModel, match="no quantization_config that describes it"):
         source.take(f"{NAME}.weight", (OUT, WIDTH))
 
 

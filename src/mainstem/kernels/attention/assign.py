@@ -1,5 +1,5 @@
-"""Who computes which unit: units of both kinds, assigned so that all programs end together, the
-longest first. Numpy only.
+"""Which program computes which unit: longest-processing-time-first, so that all programs end
+together. Numpy only.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-FEW_ROUNDS = 4  # of units, up to which it matters who gets a short one
+FEW_ROUNDS = 4  # up to this many rounds of units it matters which program gets a short one
 # At least 1/16 of the programs get a unit in a round, since rounds take time. But a tail unit never
 # goes to the busiest program, for at most 64 rounds.
 LEAST_PLAYERS, LAST_ROUNDS = 16, 64
@@ -25,26 +25,26 @@ Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units 
 
 @dataclass(frozen=True, slots=True)
 class SmSlots:
-    """Who may get large units: some of those who can run one at a time."""
+    """Slots that may get large units: `taken` of `count`, each of which runs one at a time."""
 
     taken: int
     count: int  # programs, or multiprocessors (SMs) where large units take them whole
     pace: Pace
 
     def of_large(self, programs: int) -> Int64s:
-        """Those that are taken. Neighbouring multiprocessors share one way to memory, and small
-        units that use it slow down large ones. If that is unavoidable, it hits as few as possible.
+        """The slots that are taken. Neighbouring multiprocessors share a path to memory, on which
+        small units slow down large ones. If unavoidable, slow down as few as possible.
         """
         if self.count < programs and 2 * self.taken > self.count:
             return _all_but(self.count - self.taken, self.count)
         return _spread(self.count)[: self.taken]
 
     def load_before_small(self, slots: Int64s, load: Floats, programs: int) -> Floats:
-        """What programs of small units have to do before, in time of small units; those slots have
-        large ones.
+        """How long each program waits for large units before its first small unit, in time of small
+        units. `slots` have the large units, `load` is their time.
 
-        Where large units take multiprocessors whole, programs of small ones come in as these end:
-        the first ones where there are none.
+        Where a large unit takes a whole multiprocessor, programs of small units start as large
+        units end; the first programs start on multiprocessors without large units.
         """
         before, load = np.zeros(programs), self.pace.beside * (load + self.pace.late_us)
         if self.count == programs:
@@ -61,9 +61,10 @@ def assign_units(
 ) -> tuple[Int64s, Int64s]:
     """Give each program units of both kinds, so that all end together.
 
-    Returns the order of the units; program p has those from shares[p] to shares[p + 1], small ones
-    likewise. At the end of the small ones are those of the work queue, `queued_share` of the time
-    of each program and all of those that begin late: who ends first claims the next of them.
+    Returns the order of the large units and that of the small units. Program p has the large units
+    from shares[p] to shares[p + 1]; the second half of shares does the same for small units. The
+    small units after the last share form the work queue: `queued_share` of each program's time,
+    and all units of programs that begin late. A program that has finished claims the next one.
     """
     shares[:] = 0
     programs = len(shares) // 2 - 1
@@ -71,7 +72,7 @@ def assign_units(
     load, large_order = np.zeros(programs), NO_UNITS
     cost, units = large
     if len(cost):
-        taken = slots.of_large(programs)[: len(cost) * units]  # whoever gets none begins at once
+        taken = slots.of_large(programs)[: len(cost) * units]  # the others begin at once
         large_load = np.zeros(len(taken))
         large_order = _assign_longest_first(cost, units, ends[: slots.count + 1], large_load, taken)
         ends[slots.count + 1 :] = len(large_order)
@@ -81,8 +82,8 @@ def assign_units(
     if not count:
         return large_order, NO_UNITS
     mean = float(cost.sum()) / len(cost)
-    least, most = cost.item(cost.argmin()), cost.item(cost.argmax())  # sooner than min and max
-    # Of a few rounds by themselves all must be alike: a program with two long ones would end last.
+    least, most = cost.item(cost.argmin()), cost.item(cost.argmax())  # faster than min and max
+    # In a few rounds without large units, a program with two long units would end last.
     is_few = programs < count < FEW_ROUNDS * programs and not len(large_order)
     if most >= EVEN * (least if is_few else mean):
         spread = _spread(programs)
@@ -90,10 +91,10 @@ def assign_units(
         if queued_share:
             order = _queue_last(order, cost[order // units], small_ends, load, 1.0 - queued_share)
         return large_order, order
-    # Equal units fill up what the large ones leave open; neighbours share page ids.
+    # Equal units fill the gaps that large ones leave; neighbours share page ids.
     if not queued_share:
         small_ends[1:] = _fill(load, mean, count).cumsum()
-    elif np.count_nonzero(load) < programs:  # who begins late keeps none
+    elif np.count_nonzero(load) < programs:  # programs that begin late keep none
         counts = _fill(load, mean, count)
         counts = np.maximum(np.floor(counts * (1.0 - queued_share)), np.minimum(counts, 1.0))
         counts[load > 0] = 0.0
@@ -106,9 +107,9 @@ def assign_units(
 def _queue_last(order: Int64s, cost: Floats, shares: Int32s, before: Floats, kept: float) -> Int64s:
     """Put the last units of every program at the end of the order, the longest first.
 
-    Who begins at once keeps `kept` of its time and its first unit. Who begins late keeps the first
-    one only if that takes longer than what is `before`: two of those must not meet on a
-    multiprocessor.
+    A program that begins at once keeps its first unit, and `kept` of its time. One that begins late
+    keeps its first unit only if that takes longer than the time `before` it: two such units must
+    not run on one multiprocessor.
     """
     counts = shares[1:] - shares[:-1]
     ends = np.concatenate((np.zeros(1), cost.cumsum()))
@@ -127,11 +128,11 @@ def _queue_last(order: Int64s, cost: Floats, shares: Int32s, before: Floats, kep
 def _assign_longest_first(
     cost: Floats, units: int, shares: Int32s, load: Floats, slots: Int64s
 ) -> Int64s:
-    """Give out units to some programs, the longest first. Returns their order, and adds to what
-    those programs have to do.
+    """Assign units to the programs `slots`, the longest first. Returns the order of the units, and
+    adds to `load`.
     """
     if not np.count_nonzero(cost != cost[0]) and not np.count_nonzero(load):
-        order = np.arange(len(cost) * units)  # nobody will have more than others
+        order = np.arange(len(cost) * units)  # round-robin is even
         turns: Int64s = order - order // len(slots) * len(slots)  # takes half the time of %
         load += np.bincount(turns, weights=cost.repeat(units), minlength=len(slots))
     else:
@@ -144,10 +145,10 @@ def _assign_longest_first(
 
 
 def _turns(costs: Floats, load: Floats) -> Int64s:
-    """Who gets which unit: in rounds, the longest of what is left to the emptiest. Who has more
-    than the emptiest will have sits out. Adds to their load.
+    """The program of each unit. In each round the longest units left go to the least loaded
+    programs; a program that has more than the least loaded one will have sits out. Adds to `load`.
 
-    Among equally empty ones, the first: where a round does not reach all, it is they who get more.
+    Ties go to the first programs, so these get more if a round does not reach all.
     """
     program = np.empty(len(costs), np.int64)
     done = 0
@@ -169,8 +170,8 @@ def _turns(costs: Floats, load: Floats) -> Int64s:
 
 @cache
 def _all_but(free: int, count: int) -> Int64s:
-    """All but some that stay free, the last first. Free ones are neighbours, two by two, and their
-    pairs lie far from each other, since memory serves parts of the card.
+    """All slots but `free` ones, the last first. Free slots are pairs of neighbours. The pairs are
+    far apart, since each part of the card has its own path to memory.
     """
     pairs = (free + 1) // 2
     first = np.arange(pairs) * count // pairs // 2 * 2 if pairs else NO_UNITS
@@ -180,20 +181,21 @@ def _all_but(free: int, count: int) -> Int64s:
 
 @cache
 def _spread(programs: int) -> Int64s:
-    """Programs in an order that visits every second one first: neighbours share a multiprocessor,
-    or its way to memory.
+    """Every second program, then the others: neighbours share a multiprocessor, or its path to
+    memory.
     """
     return np.concatenate((np.arange(0, programs, 2), np.arange(1, programs, 2)))
 
 
 def _fill(load: Floats, size: float, count: int) -> Floats:
-    """How many of `count` equal units each program takes, so that the fullest is least full."""
+    """How many of `count` equal units each program takes, so that the largest load is smallest."""
     if not load.any():
         each, more = divmod(count, len(load))
         room = np.full(len(load), float(each))
         room[:more] += 1.0
         return room
-    # The level to which the emptiest k fill up, for every k; it holds where the next is fuller.
+    # For every k, the level to which the k least loaded programs fill up. It is the right one where
+    # the next program is above it.
     emptiest = np.sort(load, kind="stable")
     levels = (emptiest.cumsum() + size * count) / np.arange(1, len(load) + 1)
     level = float(levels[np.count_nonzero(levels[:-1] > emptiest[1:])])
@@ -203,7 +205,7 @@ def _fill(load: Floats, size: float, count: int) -> Floats:
         taking = (load + room * size).argsort(kind="stable")[:missing]
         room[taking] += 1.0
         missing -= len(taking)
-    while missing < 0:  # by rounding; only who has some can give one back
+    while missing < 0:  # by rounding; only programs with units can give one back
         giving = room.nonzero()[0]
         fullest = giving[(-load[giving] - room[giving] * size).argsort(kind="stable")[:-missing]]
         room[fullest] -= 1.0

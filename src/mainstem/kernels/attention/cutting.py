@@ -1,8 +1,8 @@
 """How spans are cut into units for the span attention kernel, and what a unit costs. Numpy only.
 
-Of some cuts the one is taken that would end first (`pacing.py`): of large spans for one unit on
-each of some number of multiprocessors, of small ones for one or two on each program. Spans of a few
-tokens may be of either kind; without large ones, a launch is saved.
+Several cuts are compared, and the one that would end first is taken (`pacing.py`). Large spans are
+cut for one unit on each of some number of multiprocessors, small ones for one or two units on each
+program. Spans of a few tokens may be of either kind; a step without large units saves a launch.
 """
 
 import math
@@ -22,59 +22,59 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-# Multiprocessors that large units are cut for, of all there are; most models have 8 KV heads. The
-# last two are for several units on each.
+# Shares of the multiprocessors that large units are cut for; most models have 8 KV heads. The last
+# two mean several units on each.
 LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
-# Shares of a little less: else a span of whole shares would be cut into one unit less by rounding.
+# Shares are a little smaller: otherwise rounding could cut a span into one unit less.
 ROUNDING = 0.97
-# Where equal parts of large spans would end so much later than equal shares of all, they are also
-# cut into stretches of one length, and a rest each, for some numbers of multiprocessors; stretches
-# are so much longer than a share.
+# If equal parts of large spans end later than equal shares of all work by this factor, another cut
+# is tried, on some shares of the multiprocessors: stretches of one length, and a rest of each span.
+# Such a stretch is longer than a share by one of the last factors.
 UNEVEN_PARTS = 1.08
 RESTS_ON = np.array([64, 80, 96, 112, 132]) / 132
 OVER_SHARE = np.array([1.02, 1.06, 1.12, 1.2, 1.3])
-# Large units that end late cost more than such that begin on more multiprocessors than needed.
+# Within this factor the cut on most multiprocessors is taken: large units that end late cost more.
 INDIFFERENT = 1.015
-ROUNDS = np.arange(4.0)  # of large units on a multiprocessor that are looked at one by one
+ROUNDS = np.arange(4.0)  # rounds of large units that are looked at one by one
 # Units of small spans on each program, where there are no large ones. A little less than one leaves
 # room for spans that cannot be cut.
 SMALL_ON = (1.0, 0.9, 0.8, 2.0)
-FINER = 4.0  # so many times shorter are stretches of spans of several tokens that fill up gaps
-STRETCH_KEYS = 32  # stretches of small spans are multiples of it, of pages and of a step's keys
+FINER = 4.0  # stretches of spans of several tokens are shorter by this factor, to fill gaps
+STRETCH_KEYS = 32  # stretches of small spans are multiples of this, of pages and of a step's keys
 LEAST_ROWS = LEAST_KEYS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the cutting depends on beside the spans."""
+    """What a cut depends on besides the spans."""
 
     group: int  # query heads per KV head
     kv_heads: int
     page_size: int
     num_programs: int
     tiles: Tiles
-    fixed_stretch: int | None = None  # deterministic: cut at multiples of so many keys
-    can_cut: bool = True  # otherwise no span is cut: the fewest Partials there can be
-    max_partials: int | None = None  # cuts with more are left out, where there is another
+    fixed_stretch: int | None = None  # deterministic: cut at multiples of this
+    can_cut: bool = True  # False: no span is cut, which leaves the fewest Partials
+    max_partials: int | None = None  # cuts with more are left out, if there is another cut
     has_windows: bool = False  # plans say from which key on each query sees
 
-    # KV heads of a small unit: as many as make a tile of `small_k` keys x heads from a page, or
-    # from the fewest keys that a matrix instruction takes.
+    # KV heads of a small unit: as many as fit in a tile of `small_k` keys x heads, with the keys of
+    # a page, or with the fewest keys that a matrix instruction takes.
     fold: int = field(init=False)
-    # Parts of a KV head's keys in a small tile that are attended to apart, where the tile has more
-    # rows than one token needs (Hopper).
+    # Parts of a KV head's keys in a small tile that have a softmax each, if the tile has more rows
+    # than one token needs (Hopper).
     splits: int = field(init=False)
-    # Rows of the small tile: those of one token in all heads of a unit, as a power of two, unless
-    # the tiles have a number of their own.
+    # Rows of the small tile: `tiles.small_q`, or those of one token in all heads of a unit, rounded
+    # up to a power of two.
     small_q: int = field(init=False)
-    # Rows that a small unit has of each of its KV heads, at most.
+    # Most rows of a small unit, of each of its KV heads.
     most_small_rows: int = field(init=False)
-    # Rows of each KV head up to which a span is small in any case: one token's, and more where the
-    # least tile has room for them.
+    # Rows of each KV head up to which a span is always small: one token's, or more if the least
+    # tile has room for them.
     small_rows: int = field(init=False)
-    # Those that large units are shared out to: programs, or multiprocessors where large units take
-    # them whole.
+    # Slots that large units are assigned to: programs, or multiprocessors if a large unit takes a
+    # whole one.
     num_large_programs: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,17 +112,17 @@ class Shape:
 
 
 class Cut(NamedTuple):
-    """Per span, large ones first. Floats, since numpy takes longer where they meet integers."""
+    """Per span, large ones first. Floats, since numpy is slower where floats meet integers."""
 
-    spans: Int64s | slice  # which they are
+    spans: Int64s | slice  # indices of the spans
     num_large_spans: int
     rows: Floats
     stretches: Floats  # keys of a unit
-    parts: Floats  # stretches
+    parts: Floats  # number of stretches
     row_tiles: Floats
     num_large: int  # programs that get large units
     queued_share: float = 0.0  # of small units (`work_queue.py`)
-    late_programs_claim: bool = True  # units of the queue: those without a share
+    late_programs_claim: bool = True  # whether programs without a share claim queued units
 
 
 class _Way(NamedTuple):
@@ -153,7 +153,7 @@ Pick = Callable[[list[Option], Shape], Option]
 
 
 def pick_fastest(options: list[Option], shape: Shape) -> Option:
-    """The best one of those with few enough Partials or, if there are none, with the fewest."""
+    """The fastest with few enough Partials; if there is none, the one with the fewest."""
     if shape.max_partials is not None:
         most = float(shape.max_partials * shape.group * shape.kv_heads)
         most = max(most, min(option.rows for option in options))
@@ -167,7 +167,7 @@ def pick_fastest(options: list[Option], shape: Shape) -> Option:
     best = math.inf
     for option in options:
         large, small = option.large.work, option.small.work
-        if least_us(large, small, card) <= INDIFFERENT * best:  # else it need not be computed
+        if least_us(large, small, card) <= INDIFFERENT * best:  # else it cannot be taken
             us = step_us(large, small, option.sms, card)
             found.append((us, option))
             best = min(best, us)
@@ -200,13 +200,13 @@ class _Columns(NamedTuple):
     """Of the spans."""
 
     keys: Floats
-    seen: Floats  # keys, by a row in the mean: half of them of a prompt's own
+    seen: Floats  # keys that a row sees on average: of a prompt's own keys, half
     rows: Floats
 
 
 def _kinds(columns: _Columns, shape: Shape) -> list[Bools]:
-    """Which spans may be large: as many as can be, those that must be, or none, where their rows,
-    in several tiles, would cost less than a launch.
+    """Ways to choose the large spans: all that may be large; only those that must be; or none, if
+    their rows as several small tiles cost less than a launch.
     """
     rows = columns.rows
     kinds = [rows > shape.small_rows]
@@ -223,7 +223,7 @@ def _kinds(columns: _Columns, shape: Shape) -> list[Bools]:
 
 
 def _cost_less_than_launch(columns: _Columns, is_long: Bools, shape: Shape) -> bool:
-    """Whether long spans do as small ones, on all programs."""
+    """Whether long spans, as small units on all programs, cost less than a launch."""
     pace, programs, keys = shape.tiles.pace, shape.num_programs, columns.keys[is_long]
     if float(keys.sum()) * shape.kv_heads * pace.small_key_us / programs > pace.launch_us:
         return False  # even if each were one tile
@@ -232,7 +232,7 @@ def _cost_less_than_launch(columns: _Columns, is_long: Bools, shape: Shape) -> b
 
 
 def unit_us(keys: Floats, is_large: bool, shape: Shape) -> Floats:
-    """How long units of so many keys, one at least, take, if they need not share the memory."""
+    """How long units of `keys` (at least 1) take, with memory to themselves."""
     pace, tiles = shape.tiles.pace, shape.tiles
     step = tiles.large_k if is_large else tiles.small_k // shape.fold
     per_key = pace.large_key_us if is_large else pace.small_key_us * shape.fold
@@ -243,20 +243,20 @@ def unit_us(keys: Floats, is_large: bool, shape: Shape) -> Floats:
 
 
 def least_stretch(shape: Shape) -> int:
-    """Stretches of small spans are multiples of so many keys."""
+    """Stretches of small spans are multiples of this number of keys."""
     return max(shape.tiles.small_k // shape.fold, shape.page_size, STRETCH_KEYS)
 
 
 class _Spans(NamedTuple):
-    """Those of one kind."""
+    """Spans of one kind."""
 
     keys: Floats
     seen: Floats
     rows: Floats
     copies: Floats  # units of a stretch: tiles of rows x KV heads
     is_large: bool
-    longest: int  # which of them sees most keys
-    num_seen: float  # of all of them
+    longest: int  # index of the span that sees most keys
+    num_seen: float  # keys that all of them see
     num_rows: float
     num_copies: float
 
@@ -267,9 +267,9 @@ class _Spans(NamedTuple):
         places: Sequence[float] | None = None,
         finer: Floats | None = None,
     ) -> list[_Way]:
-        """Some ways: so many units, if all could be of one length, or fewer, and of some spans
-        `finer` times as many. `places`, of each way, run one each at a time, if no other kind is in
-        the way.
+        """One way for each of `shares`: that number of units if all had one length, in practice
+        fewer. Spans are cut `finer` times as often. `places`: how many units of each way run at a
+        time, without the other kind.
         """
         if not len(self.keys):
             return [NOTHING] * len(shares)
@@ -278,7 +278,7 @@ class _Spans(NamedTuple):
         if finer is not None:
             wished = wished * finer
             most = float(wished.max())
-        if most < 2.0 * max(work / max(shares), 1.0):  # nobody is long enough to be cut
+        if most < 2.0 * max(work / max(shares), 1.0):  # no span is long enough to be cut
             return self._whole(shares, shape, places)
         targets = np.maximum(work / np.array(shares), 1.0)
         tile = max(shape.tiles.large_k, shape.page_size) if self.is_large else least_stretch(shape)
@@ -303,15 +303,15 @@ class _Spans(NamedTuple):
         return [_Way(*way) for way in zip(stretches, works, strict=True)]
 
     def cut_with_rests(self, places: Sequence[float], shape: Shape) -> list[_Way]:
-        """Some ways: stretches of one length for all spans, and what is left of each. A few rests
-        fill a multiprocessor, so all are used, whatever number and length spans have. One way for
-        each number of places: that which would end first.
+        """Ways with stretches of one length for all spans, and a rest of each span. A few rests
+        fill a multiprocessor, so all are used, whatever the number and lengths of spans. For each
+        number of places, the way that would end first.
         """
         tile, count = max(shape.tiles.large_k, shape.page_size), len(OVER_SHARE)
         each = float(self.seen @ self.copies) / np.array(places).repeat(count)
         stretches = np.ceil(each * np.tile(OVER_SHARE, len(places)) / tile)[:, None] * tile
         parts = np.ceil(self.keys / stretches)
-        share = self.seen / self.keys  # of a stretch's keys, that rows see in the mean
+        share = self.seen / self.keys  # of a stretch's keys that rows see on average
         rests = unit_us((self.keys - (parts - 1.0) * stretches) * share, True, shape)
         whole = unit_us(stretches * share, True, shape) * (parts > 1.0)
         sizes = np.concatenate((whole, rests), axis=1)
@@ -336,7 +336,7 @@ class _Spans(NamedTuple):
     def _whole(
         self, shares: Sequence[float], shape: Shape, places: Sequence[float] | None
     ) -> list[_Way]:
-        """As many ways, all of uncut spans."""
+        """One way for each of `shares`, all without a cut."""
         sizes = unit_us(self.seen, self.is_large, shape)
         units, longest = self.num_copies, sizes.item(self.longest)
         us = float((sizes * self.copies).sum())
@@ -353,8 +353,9 @@ class _Spans(NamedTuple):
 def _last_end(
     sizes: Floats, units: Floats, us: list[float], places: Sequence[float]
 ) -> list[float]:
-    """When the last unit ends, for each number of places, if the longest always goes to the
-    emptiest; rows are ways to cut, one for each of them or for all. All units together take `us`.
+    """When the last unit ends, for each number of places, if units are assigned longest first.
+    Rows are ways to cut: one for each number of places, or one for all. All units together take
+    `us`.
     """
     order = (-sizes).argsort(axis=1)
     sizes = np.take_along_axis(sizes, order, axis=1)
@@ -369,8 +370,8 @@ def _last_end(
 
 
 def _longest_round(sizes: Floats, ends: Floats, places: float) -> float:
-    """Somebody gets a unit of each round, and those before are no shorter than the last one. Spans
-    are sorted by the size of their units, and `ends` is where these end.
+    """A lower bound: some place has a unit of each round up to the last, and none of its units is
+    shorter than the last one. Spans are sorted by the size of their units; `ends` counts units.
     """
     spans = ends.searchsorted(ROUNDS * places, side="right").tolist()
     rounds = (sizes.item(span) * i for i, span in enumerate(spans, 1) if span < len(sizes))
@@ -379,7 +380,7 @@ def _longest_round(sizes: Floats, ends: Floats, places: float) -> float:
 
 @cache
 def _large_shares(sms: int) -> tuple[list[float], list[float]]:
-    """What large units are cut for, and how many of them run at a time then."""
+    """Numbers of units that large spans are cut for, and how many units run at a time."""
     shares = np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1]
     return shares.tolist(), np.minimum(shares, sms).tolist()
 
@@ -387,7 +388,7 @@ def _large_shares(sms: int) -> tuple[list[float], list[float]]:
 class _Kinds(NamedTuple):
     """Spans by kind."""
 
-    spans: Int64s | slice  # which they are, large ones first
+    spans: Int64s | slice  # their indices, large ones first
     columns: _Columns  # in that order
     row_tiles: Floats
     num_large: int
@@ -421,7 +422,7 @@ class _Kinds(NamedTuple):
 def _by_kind(columns: _Columns, is_large: Bools, shape: Shape) -> _Kinds:
     count = int(np.count_nonzero(is_large))
     spans: Int64s | slice = slice(len(is_large))
-    if np.count_nonzero(is_large[:count]) < count:  # else, as without prompts, these come first
+    if np.count_nonzero(is_large[:count]) < count:  # else large ones come first already
         spans = (~is_large).argsort(kind="stable")
         columns = _Columns(*(column[spans] for column in columns))
     row_tiles = columns.rows / shape.most_small_rows
@@ -430,8 +431,8 @@ def _by_kind(columns: _Columns, is_large: Bools, shape: Shape) -> _Kinds:
 
 
 def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
-    """Ways to cut large spans, with those to cut small ones that may suit them. Among equals the
-    first is best: that with large units on most multiprocessors.
+    """Ways to cut large spans, each with ways to cut small ones that may suit it. Among equals the
+    first is best: large units on most multiprocessors.
     """
     large, small = kinds.large(shape), kinds.small(shape)
     programs, sms = shape.num_programs, shape.num_large_programs
@@ -450,7 +451,7 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
         units = way.work.units
         found.setdefault((units, way.work.longest_us, min(count, units)), way)
     options = [Option(kinds, way, each, int(used)) for (_, _, used), way in found.items()]
-    if each.work.units > small.num_copies:  # cut, and could be cut less: for who begins at once
+    if each.work.units > small.num_copies:  # try fewer cuts, for programs that begin at once
         early = [programs - programs // sms * option.sms for option in options]
         fewer = small.cut([max(count, 1.0) for count in early], shape)
         options += [o._replace(small=way) for o, way in zip(options, fewer, strict=True)]
@@ -458,7 +459,7 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
 
 
 def _small_ways(small: _Spans, shape: Shape) -> list[_Way]:
-    """Ways to cut small spans, where there are no others; of equal ones the first."""
+    """Ways to cut small spans in a step without large ones; of equal ways the first."""
     places = [float(shape.num_programs)] * len(SMALL_ON)
     ways = small.cut([on * shape.num_programs for on in SMALL_ON], shape, places)
     is_shared = small.rows > shape.group

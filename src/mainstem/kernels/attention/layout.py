@@ -4,8 +4,8 @@ A plan is one int32 array, so that it travels in one copy:
 
     header  | HEADER_INTS ints, the HEADER_ fields
     shares  | [programs, SHARE_INTS]: a program's part of the orders, and what its first units are,
-            | so that it need not look them up one after the other
-    queue   | [units, PIECE_INTS]: small units that programs claim as they come free
+            | which saves a chain of look-ups
+    queue   | [units, PIECE_INTS]: small units that programs claim when they are free
     orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
     large   | [pieces, PIECE_INTS]; a piece is a unit of every KV head
     small   | [pieces, PIECE_INTS]
@@ -16,7 +16,7 @@ A plan is one int32 array, so that it travels in one copy:
 Kernels take the fields from `triton/layout.py`. Nothing here needs Triton.
 """
 
-# Header. Places are counted in ints from the begin of the plan.
+# Header. Offsets are in ints from the start of the plan.
 HEADER_SMALL_PIECES = 0
 HEADER_LARGE_PIECES = 1
 HEADER_ENTRIES = 2
@@ -49,7 +49,7 @@ PIECE_ROW_END = 2
 PIECE_PAGES_AT = 3  # where the span's page ids begin
 PIECE_KEY_BEGIN = 4  # keys of the span, [begin, end)
 PIECE_KEY_END = 5
-PIECE_FIRST_LIMIT = 6  # query j sees keys up to and including this + j
+PIECE_FIRST_LIMIT = 6  # query j sees keys up to and including this field + j
 PIECE_STRETCH = 7  # which stretch of the span this is
 PIECE_FIRST_TOKEN = 8  # of the span, or -1: not all that follow are neighbours
 PIECE_FIRST_PAGE = 9  # page id of its first key

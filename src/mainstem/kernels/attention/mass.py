@@ -1,7 +1,7 @@
 """How much attention some tokens pay to each page of their sequence, in plain PyTorch.
 
-Attention kernels do not keep their weights. Where they are wanted, they are computed once more
-from queries and keys: rarely, and for few queries.
+Attention kernels do not keep their weights, so they are computed again from queries and keys:
+rarely, and for few queries.
 """
 
 import torch
@@ -43,7 +43,7 @@ def page_masses(
             is_hidden = places > at
             if window is not None:
                 is_hidden |= places <= at - window
-            # slots behind the last token were never written, and may hold anything
+            # slots after the last token were never written, and may hold anything
             scores = some.float() @ keys
             scores *= scale
             if softcap is not None:

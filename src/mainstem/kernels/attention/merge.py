@@ -34,7 +34,7 @@ def _merge_kernel(
     divisor = tl.where(total > 0, total, 1.0)
     out_a = tl.load(out_a_ptr + cells, mask=is_cell, other=0.0).to(tl.float32)
     out_b = tl.load(out_b_ptr + cells, mask=is_cell, other=0.0).to(tl.float32)
-    # A side without keys has no say, whatever is in its rows.
+    # A side without keys has no weight, whatever is in its rows.
     out_a = tl.where((share_a > 0)[:, None], out_a * (share_a / divisor)[:, None], 0.0)
     out_b = tl.where((share_b > 0)[:, None], out_b * (share_b / divisor)[:, None], 0.0)
     tl.store(out_ptr + cells, (out_a + out_b).to(out_ptr.dtype.element_ty), mask=is_cell)

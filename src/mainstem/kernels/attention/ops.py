@@ -11,9 +11,9 @@ The buffers are made once, at the size of the limits, and the launch does not de
 CUDA graph that captured `run` may be replayed after another `plan`. A step that needs fewer kernels
 saves the others with `run(..., launches=attention.plan(spans))`.
 
-What layers have of their own is chosen at construction, and kernels are compiled for it: windows
-(spans come from `window.py: clip_spans`) and softcaps. Layers of several kinds have a SpanAttention
-each and may share the memory for Partials (`partial_bytes`), since they run one after the other.
+Windows (spans come from `window.py: clip_spans`) and softcaps are chosen at construction, and
+kernels are compiled for them. Each kind of layer has a SpanAttention of its own. They may share the
+memory for Partials (`partial_bytes`), since they run one after the other.
 """
 
 import logging
@@ -80,7 +80,7 @@ class AttentionLimits:
 
 
 def partial_bytes(heads: int, head_dim: int, limits: AttentionLimits) -> int:
-    """Memory for Partials that does for every SpanAttention of these limits."""
+    """Memory for Partials that is enough for every SpanAttention of these limits."""
     return limits.partials() * heads * 4 * (_padded(head_dim) + 1)
 
 
@@ -126,11 +126,13 @@ class _Hopper:
 
 @cache
 def _hopper() -> _Hopper | None:
-    """The kernels that only Hopper has, where this Triton has what they are written in."""
+    """The kernels that only Hopper has; None if this Triton's Gluon cannot compile them."""
     try:
         from mainstem.kernels.attention.hopper import large, rows, small, small_reads  # noqa: PLC0415
     except (ImportError, AttributeError) as error:
-        log.warning("attention takes longer: this Triton's Gluon is not known here (%s)", error)
+        log.warning(
+            "using slower attention kernels: this Triton's Gluon is unsupported (%s)", error
+        )
         return None
     return _Hopper(large, small, rows.boxes_of, small_reads.rows_of_box)
 
@@ -138,7 +140,7 @@ def _hopper() -> _Hopper | None:
 def _with_kernel(
     tiles: Tiles, device: torch.device, page_size: int
 ) -> tuple[Tiles, _Hopper | None]:
-    """The tiles with the kernels of their own that they ask for; others where there are none."""
+    """The tiles, with Hopper's kernels if they need these; other tiles if there are none."""
     if not tiles.is_split:
         if tiles.queued_share or tiles.divides_pages:
             raise LayoutError(
@@ -163,18 +165,18 @@ class _Descriptors:
     """One layer's K or V as rows of head_dim, as units of either kind copy them."""
 
     shape: tuple[int, ...]
-    small: Any  # of Triton's; on Hopper of Gluon's, with one for the tail of heads
-    large: Any  # of Gluon's, with that of the tail; None elsewhere, where pointers do
+    small: Any  # Triton's; on Hopper Gluon's, with one for the tail of heads
+    large: Any  # Gluon's, with one for the tail; None on other cards, which use pointers
 
 
 class SpanAttention:
     """Attention of one step's tokens over the spans they lie in (DESIGN 3.1). One owner, one
     stream.
 
-    `deterministic_keys` cuts every span at multiples of so many keys, with one tile shape, and
-    merges in order: a row's bits then depend on its own keys alone, provided that spans begin at
-    multiples of it in their sequences. It costs up to twice the time. Queries of tokens that lie in
-    no span are left alone, and so is their output.
+    With `deterministic_keys` every span is cut at multiples of that number, with one tile shape,
+    and Partials are merged in order. A row's bits then depend on its own keys alone, provided that
+    spans begin at multiples of it in their sequences. It costs up to twice the time. For tokens
+    that lie in no span, nothing is read or written.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class SpanAttention:
         partials: Tensor | None = None,
     ) -> None:
         """With `has_window` the spans of plans may have first keys. Scores become
-        softcap * tanh(score / softcap). `partials` is memory that others use, too."""
+        softcap * tanh(score / softcap). `partials` is memory shared with others (partial_bytes)."""
         if dtype not in DTYPES:
             raise LayoutError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
         if head_dim not in HEAD_DIMS:
@@ -256,12 +258,11 @@ class SpanAttention:
 
     def _make_buffers(self, partials: Tensor | None) -> None:
         limits, shape, device = self._limits, self._shape, self._device
-        # Uncut, a token is in at most so many pieces of a span, and a span has one at least. Cuts
-        # make four large units a program, one or two small ones, and those of the queue that are
-        # cut once more.
+        # `pieces_of_token` bounds the pieces of a token in an uncut span. Cuts add up to four large
+        # units a program, one or two small ones, and those of the queue that are cut once more.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
-        # A unit has a place in an order, or in the queue as many as a piece.
+        # A unit takes one int in an order, or PIECE_INTS in the queue.
         unit_ints = shape.kv_heads
         if self._tiles.queued_share:
             unit_ints = max(unit_ints, layout.PIECE_INTS * (shape.kv_heads // shape.fold))
@@ -297,7 +298,7 @@ class SpanAttention:
 
     @property
     def kinds_of_steps(self) -> tuple[Launches, ...]:
-        """Launches that steps may need: first those that do for any, then fewer."""
+        """Launches that steps may need: first those that are enough for any step, then fewer."""
         fewer = Launches(large=False, merge=True), Launches(large=False, merge=False)
         return fewer if self._hopper is None else (ALL_LAUNCHES, *fewer)
 
@@ -305,8 +306,8 @@ class SpanAttention:
         """Describe the next `run`s; returns the launches that they need. Copies to the device on
         the current stream; does not wait for it.
 
-        A step like the last one with a few more keys is cut and shared out as that one was, which
-        takes a tenth of the time; with `pick`, which takes one of the ways to cut the spans, never.
+        A step like the last one with a few more keys reuses its cut and assignment, which takes a
+        tenth of the time. With `pick`, which chooses among the ways to cut the spans, it does not.
         """
         self._check_spans(spans)
         if pick is None and self._reusable is not None and self._reusable.holds_for(spans):
@@ -322,9 +323,9 @@ class SpanAttention:
         return self._needed
 
     def _smaller_plan(self, spans: Spans) -> KernelPlan:
-        """The first that fits, or else the last, of plans with ever fewer Partials.
+        """The first plan that fits, of plans with ever fewer Partials; if none fits, the last.
 
-        Prompts gain least by sharing reads, decodes most; uncut spans leave programs idle.
+        Prompts gain least by sharing reads, decodes most. Uncut spans leave programs idle.
         """
         for least_queries, can_cut in ((PROMPT_QUERIES, True), (PROMPT_QUERIES, False), (1, False)):
             fewer = unshare(spans, self._page_size, least_queries)
@@ -498,7 +499,7 @@ class SpanAttention:
             )  # fmt: skip
 
     def _views_of(self, pages: Tensor) -> "_Descriptors":
-        """Made once per layer, since a model keeps its pages."""
+        """Descriptors, made once per layer, since a model keeps its pages."""
         found = self._descriptors.get(pages.data_ptr())
         if found is None or found.shape != tuple(pages.shape):
             rows, hopper = pages.view(-1, self._head_dim), self._hopper

@@ -1,12 +1,12 @@
 """How long a step would take, by a model of the card.
 
-Large units run on some multiprocessors first. Small ones begin on all others at once, where both
-kinds want to be read, and follow on these a little later:
+Large units run first, on some multiprocessors. Small units begin at once on all others, and a
+little after the large ones on these. While both kinds run, they compete for memory:
 
     some multiprocessors | large units | late | small units |
     all others           | small units                      |
 
-Times of units are those at full speed, when nobody else reads. docs/log/kernels.md tells how the
+Times of units are at full speed, with memory to themselves. docs/log/kernels.md says how the
 constants were found.
 """
 
@@ -15,24 +15,24 @@ from typing import NamedTuple
 
 from mainstem.kernels.attention.tuning import Pace
 
-UNEVEN = 0.3  # programs end so much of the longest small unit apart where these differ
-EVEN = 1.2  # they do where the longest is so many times the mean
-LEAST_SPEED = 0.15  # of the fair one, that small units keep beside large ones
+UNEVEN = 0.3  # with uneven small units, programs end this share of the longest one apart
+EVEN = 1.2  # units are uneven if the longest is more than this times the mean
+LEAST_SPEED = 0.15  # share of their fair speed that small units keep beside large ones
 
 
 class Work(NamedTuple):
     """All units of one kind."""
 
     units: float
-    us: float  # all of them, one after the other
+    us: float  # of all units, one after the other
     longest_us: float
-    last_us: float  # who ends last, if there were no other kind
-    keys: float  # x KV heads, that come from memory for them
-    rows: float  # x heads, that are left to be merged, at most
+    last_us: float  # end of the last unit, if there were no other kind
+    keys: float  # x KV heads, read from memory
+    rows: float  # x heads to be merged, at most
 
 
 class Card(NamedTuple):
-    """Who runs units: `per_sm` programs of small ones, or one of large ones, at a time."""
+    """What runs units: a multiprocessor has `per_sm` programs of small units, or one of large."""
 
     programs: int
     per_sm: int
@@ -40,7 +40,7 @@ class Card(NamedTuple):
 
 
 def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
-    """When all is merged, up to a constant, if large units run on so many multiprocessors."""
+    """When all is merged, up to a constant, if large units run on `sms` multiprocessors."""
     programs, per_sm, pace = card
     large_units, large_us, _, last_us, large_keys, large_rows = large
     merge_us = pace.merge_us * (large_rows + small.rows)
@@ -55,7 +55,7 @@ def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
     lack = max((large_wish + small_wish) / reads, 1.0)
     if not small_wish:
         slower, beside = lack, 1.0
-    else:  # large units have asked long before they need it, and are held up less
+    else:  # large units prefetch further ahead, so they are delayed less
         slower = 1.0 + pace.yields * (lack - 1.0)
         left = (reads - large_wish / slower) / small_wish
         beside = min(max(left, LEAST_SPEED / lack), 1.0)
@@ -64,7 +64,7 @@ def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
 
 
 def least_us(large: Work, small: Work, card: Card) -> float:
-    """What a step takes at least; quick to tell."""
+    """A lower bound of `step_us` that is quick to compute."""
     merge_us = card.pace.merge_us * (large.rows + small.rows)
     return large.last_us + merge_us + (card.pace.launch_us if large.units else 0.0)
 
@@ -77,11 +77,11 @@ def _small_end(small: Work, card: Card) -> float:
 
 
 def _late_end(small: Work, large_us: float, early: int, beside: float, card: Card) -> float:
-    """When the last small unit ends, if large ones do at `large_us`; `early` programs begin at
-    once and have the speed `beside` until then.
+    """When the last small unit ends, if large ones end at `large_us`. `early` programs begin at
+    once and run at the speed `beside` until then.
 
-    Every way to cut a step comes here, so it compares by `if`, which is quicker than `min` and
-    `max`. Of several long units it looks at one.
+    This runs for every way to cut a step, so it uses `if`, which is faster than `min` and `max`. Of
+    several long units it considers one.
     """
     units, us, longest_us, _, keys, _ = small
     programs, _, pace = card
@@ -90,7 +90,7 @@ def _late_end(small: Work, large_us: float, early: int, beside: float, card: Car
     done = beside * large_us  # by a program that began at once
     wished = (units if units < programs else programs) * wish
     speed = reads / wished if reads < wished else 1.0
-    # As if units could be divided: by all, or by those who begin at once.
+    # As if units could be divided, among all programs or among those that begin at once.
     left_us = us - early * done
     rest = left_us / programs if left_us > 0.0 else 0.0
     level = large_us + late_us * late / programs + rest / speed
@@ -103,7 +103,7 @@ def _late_end(small: Work, large_us: float, early: int, beside: float, card: Car
             own_us -= done
             own_end = large_us + (own_us / (reads / wished) if reads < wished else own_us)
         level = own_end if own_end < level else level
-    # Whole units, at a speed between that of all and that of the last one.
+    # Whole units, at a speed between that of all units together and that of the last one.
     mean_speed = math.sqrt(speed)
     late_begin = large_us + late_us
     if longest_us > EVEN * size:
@@ -111,7 +111,7 @@ def _late_end(small: Work, large_us: float, early: int, beside: float, card: Car
         return max(level + UNEVEN * longest_us, longest_begin + longest_us / mean_speed)
     if not early:
         return max(late_begin + math.ceil(units / late) * size / mean_speed, level)
-    # The late programs take some each, the early ones what is left.
+    # The late programs take some units each, the early ones the rest.
     late_rest = rest - late_us * speed
     some = int(late_rest / size) if late_rest > 0.0 else 0
     best = math.inf
@@ -119,7 +119,7 @@ def _late_end(small: Work, large_us: float, early: int, beside: float, card: Car
         late_end = late_begin + each * size / mean_speed if each else 0.0
         own_us = math.ceil((units - late * each) / early) * size
         own_end = own_us / beside if own_us <= done else large_us + (own_us - done) / mean_speed
-        if late_end >= own_end:  # and would only end later with more
+        if late_end >= own_end:  # with more units it would only end later
             best = late_end if late_end < best else best
             break
         best = own_end

@@ -1,5 +1,5 @@
 """A step's spans, cut into units for the span attention kernel. Host side, numpy only, once per
-step. What the plan looks like: `layout.py`.
+step. `layout.py` describes the plan.
 """
 
 from typing import NamedTuple
@@ -23,13 +23,13 @@ NO_PIECE = np.zeros((1, layout.PIECE_INTS), np.int32)
 NO_UNIT = np.zeros(1, np.int64)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
 NO_FIRST_KEYS = np.empty(0, np.int32)
-KEPT_KEYS = 16  # more in a span than when its units were shared out do not matter
+KEPT_KEYS = 16  # a plan holds until a span has more than this many new keys
 
 
 class Launches(NamedTuple):
-    """Kernels that a step needs, beside that of small units, which all do."""
+    """Kernels that a step needs besides that of small units, which every step needs."""
 
-    large: bool  # where large units have one of their own
+    large: bool  # where large units have a kernel of their own
     merge: bool
 
 
@@ -37,8 +37,8 @@ ALL_LAUNCHES = Launches(large=True, merge=True)
 
 
 class KernelPlan(NamedTuple):
-    """The plan, as parts that the kernel reads one after the other; the page ids among them are the
-    step's own. `num_ints` and `num_slots` Partials must fit the buffers.
+    """The plan, as parts that `write` concatenates; the page ids are the step's own array, not a
+    copy. `num_ints` and `num_slots` Partials must fit the buffers.
     """
 
     parts: tuple[Int32s | Int64s, ...]
@@ -55,16 +55,16 @@ class KernelPlan(NamedTuple):
         return ints
 
     def write(self, ints: Int32s) -> None:
-        """Put the parts together there."""
+        """Concatenate the parts into `ints`."""
         np.concatenate(self.parts, axis=None, out=ints, casting="same_kind")
 
 
 class _Bounds(NamedTuple):
-    """Up to where pieces go."""
+    """Where pieces begin and end in their spans."""
 
-    pages: Int32s  # [pieces] of the span, ahead of theirs
-    ends: Int32s  # [pieces] of their stretches; the last one has what the span grows by, too
-    hidden: Int32s  # [pieces] last keys of the span, which none of their rows sees
+    pages: Int32s  # [pieces] pages of the span before the piece
+    ends: Int32s  # [pieces] end of the stretch; the last one includes keys that the span grows by
+    hidden: Int32s  # [pieces] keys at the end of the span that no row of the piece sees
 
 
 class _Pieces(NamedTuple):
@@ -74,7 +74,7 @@ class _Pieces(NamedTuple):
 
     table: Int32s  # [pieces, PIECE_INTS]
     num_large: int
-    span: Int64s | slice  # [pieces] which it is of
+    span: Int64s | slice  # [pieces] index of the span
     bounds: _Bounds | None  # None: all spans are whole
 
     def tell_keys(self, table: Int32s, spans: Spans) -> None:
@@ -91,13 +91,13 @@ class _Pieces(NamedTuple):
             page += self.bounds.pages
         table[:, layout.PIECE_FIRST_PAGE] = page_ids[
             page.astype(np.int64)
-        ]  # numpy's own: sooner by half
+        ]  # numpy's own index type takes half the time
         table[:, layout.PIECE_KEY_END] = key_end
         table[:, layout.PIECE_FIRST_LIMIT] = limits[self.span]
 
 
 class _Partials(NamedTuple):
-    """Neighbouring slots for what is left of a token, in the order of the spans."""
+    """Neighbouring slots for the Partials of a token, in the order of the spans."""
 
     entries: Int32s  # [PLAIN_ENTRY_ROWS, entries]
     merges: Int32s  # [MERGE_ROWS, merges]
@@ -133,7 +133,9 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
 def _tell_apart(
     table: Int32s, place: Int64s, counts: Int64s, is_causal: Bools, cut: Cut, shape: Shape
 ) -> _Bounds:
-    """Fill in which rows and keys of its span each piece has; `place` is that span's in the cut."""
+    """Fill in which rows and keys of its span each piece has; `place` is the span's index in the
+    cut.
+    """
     tile_rows = np.full(len(counts), float(shape.most_small_rows))
     tile_rows[: cut.num_large_spans] = shape.tiles.large_q
     first, parts, row_tiles, keys, tile_rows, rows = (
@@ -217,13 +219,13 @@ def _place_partials(spans: Spans, cut: Cut) -> _Partials:
 
 
 def _starts(counts: Int64s) -> Int64s:
-    """Where each begins, if they lie one after the other."""
+    """Where each group begins, if groups lie one after the other."""
     return counts.cumsum() - counts
 
 
 def _split_tokens(tokens: Int64s, queries: Int32s, is_split: Bools) -> Bools:
-    """Which tokens leave Partials: those of several, and whoever shares a span with one of them,
-    since a unit's rows are all whole or all Partials.
+    """Which tokens leave Partials: those in several units, and tokens that share a span with one of
+    them, since a unit's rows are all whole or all Partials.
     """
     is_part = is_split[tokens]
     span = np.arange(len(queries)).repeat(queries)
@@ -233,10 +235,10 @@ def _split_tokens(tokens: Int64s, queries: Int32s, is_split: Bools) -> Bools:
 
 
 class _Units(NamedTuple):
-    """Units that stand by themselves."""
+    """Units that are stored in full."""
 
     first_piece: int  # of their kind
-    pieces: Int64s  # after it
+    pieces: Int64s  # counted from first_piece
     heads: Int64s
 
     def told(self, pieces: Int32s) -> Int32s:
@@ -256,7 +258,9 @@ class _First(NamedTuple):
 def _share_table(
     ends: Int32s, orders: tuple[Int64s, Int64s], pieces: _Pieces, shape: Shape
 ) -> tuple[Int32s, list[_First]]:
-    """Shares, but for first units, and these; who has no unit of a kind gets zeros for it."""
+    """Shares without their first units, and the first units. A program without units of a kind has
+    zeros for it.
+    """
     programs = shape.num_programs
     table, firsts = np.zeros((programs, layout.SHARE_INTS), np.int32), []
     for order, ends_of, units, first_piece, (begin_at, end_at), unit_at in (
@@ -283,19 +287,19 @@ def _share_table(
 
 
 def _units(order: Int64s, units: int, first_piece: int, shape: Shape) -> _Units:
-    """Some of an order of pieces with so many units each."""
+    """Units of an order in full; each piece has `units` of them."""
     pieces = order // units
     return _Units(first_piece, pieces, (order - pieces * units) * (shape.kv_heads // units))
 
 
 class ReusablePlan(NamedTuple):
-    """What of a plan holds for the next steps, too, if all of their spans are those of the step it
-    was made for with a few keys more; or less, where windows have left a page behind.
+    """The part of a plan that holds for later steps as well, if their spans are the same but for a
+    few more keys, or for fewer where a window has moved past a page.
     """
 
     structure: tuple[bytes, bytes, bytes]  # of the spans: query starts, query rows, is causal
-    least_keys: Int32s  # of each span, from which on ...
-    most_keys: Int32s | Int64s  # ... and up to which it need not be cut anew
+    least_keys: Int32s  # of each span: fewest keys for which the plan holds ...
+    most_keys: Int32s | Int64s  # ... and most
     header: Int32s
     shares: Int32s
     firsts: list[_First]
@@ -318,9 +322,9 @@ class ReusablePlan(NamedTuple):
         return self.assemble(pieces, shares, spans)
 
     def assemble(self, pieces: Int32s, shares: Int32s, spans: Spans) -> KernelPlan:
-        """The plan with these pieces; shares are told which of them are the first."""
+        """The plan with these pieces; fills in the first units of the shares."""
         _tell_first(shares, self.firsts, pieces)
-        # A program looks at what would come next before it knows that there is none.
+        # A program reads the next unit before it knows whether there is one.
         queue = self.queued.told(pieces) if len(self.queued.pieces) else NO_PIECE
         large_order, small_order = self.orders
         page_ids, first_keys = spans.page_ids, _first_keys(spans, self.has_windows)
@@ -341,7 +345,7 @@ class ReusablePlan(NamedTuple):
 
 
 def _tell_first(shares: Int32s, firsts: list[_First], pieces: Int32s) -> None:
-    """Fill in what programs begin with."""
+    """Fill in the programs' first units."""
     for programs, units, columns in firsts:
         shares[programs, columns] = units.told(pieces)
 
@@ -360,7 +364,7 @@ def _first_keys(spans: Spans, has_windows: bool) -> Int32s:
 
 
 def make_plan(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> KernelPlan:
-    """Cut the spans into units, share them out and place every row's Partials."""
+    """Cut the spans into units, assign them to programs and place every row's Partials."""
     cut = cut_spans(spans, shape, pick)
     if shape.tiles.queued_share and shape.can_cut and shape.fixed_stretch is None:
         cut = queue_units(cut, spans.key_tokens, shape)
@@ -404,7 +408,9 @@ def make_plan(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> KernelPl
 
 
 def _least_keys(spans: Spans, cut: Cut, shape: Shape) -> Int32s:
-    """Plain spans may lose a page as long as the last of their stretches keeps a key."""
+    """Fewest keys for which a plan holds. Plain spans may lose a page as long as their last stretch
+    keeps a key.
+    """
     needed = np.empty(len(spans), np.int32)
     needed[cut.spans] = (cut.parts - 1.0) * cut.stretches + 1.0
     least = np.maximum(spans.key_tokens - shape.page_size, needed)
@@ -426,7 +432,7 @@ def _header(
     partials: _Partials,
     shape: Shape,
 ) -> Int32s:
-    """Where everything is in the plan; an empty queue, or order of small units, has one place."""
+    """Offsets in the plan. An empty queue, or order of small units, still takes one place."""
     queue_at = layout.HEADER_INTS + layout.SHARE_INTS * shape.num_programs
     large_order_at = queue_at + layout.PIECE_INTS * max(num_queued, 1)
     small_order_at = large_order_at + len(orders[0])

@@ -15,16 +15,16 @@ import torch
 class Pace:
     """How long units take, in microseconds where they were measured; only ratios matter."""
 
-    large_us: float = 500.0  # of a large unit beside its keys
+    large_us: float = 500.0  # of a large unit besides its keys
     large_key_us: float = 0.9
     small_us: float = 90.0
     small_key_us: float = 1.0  # of a key of one KV head
-    reads: float = math.inf  # keys of one KV head that come from memory in a microsecond
-    yields: float = 0.0  # what large units bear of a lack of it, small units bear the rest
-    late_us: float = 0.0  # small units that follow large ones begin so much later
-    beside: float = 1.0  # speed of small units while large ones run elsewhere, when shared out
+    reads: float = math.inf  # keys of one KV head that memory delivers in a microsecond
+    yields: float = 0.0  # share of the delay by lack of bandwidth that large units bear
+    late_us: float = 0.0  # delay of small units that follow large ones
+    beside: float = 1.0  # speed of small units while large ones run elsewhere, for the assignment
     merge_us: float = 0.0  # of a Partial
-    launch_us: float = 0.0  # of the kernel for large units, where it is one of its own
+    launch_us: float = 0.0  # of the kernel for large units, if they have their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class Tiles:
     large_k: int  # keys per step of its loop
     large_stages: int
     num_warps: int
-    programs_per_sm: int  # as many as fit: shares are cut for programs that all run at once
+    programs_per_sm: int  # as many as fit: all programs must run at once
     max_registers: int | None = None
     pace: Pace = Pace()
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
     small_k: int = 64  # keys x KV heads per step of its loop, or those of one page if that has more
-    # Large units run ahead and take whole multiprocessors; small ones follow as these end.
+    # Large units run first and take whole multiprocessors; small ones follow as these end.
     is_split: bool = False
-    queued_share: float = 0.0  # of small units, that are given to no program (`work_queue.py`)
-    divides_pages: bool = False  # a step of a small unit may have a part of a page
+    queued_share: float = 0.0  # of small units, for the work queue (`work_queue.py`)
+    divides_pages: bool = False  # a step of a small unit may cover a part of a page
 
 
 HOPPER = Tiles(
@@ -72,8 +72,9 @@ def _split(head_dim: int, stages: int, large_key_us: float, small_key_us: float)
 
 
 def _wide(tiles: Tiles) -> Tiles:
-    """K and V of the same keys take twice the room, queries and sums twice the registers. With one
-    program of small units on a multiprocessor, nobody reads or computes while its rows are written.
+    """K and V of the same keys take twice the room, queries and sums twice the registers. A
+    multiprocessor has one program of small units, so it neither reads nor computes while this
+    program writes its rows.
     """
     pace = replace(tiles.pace, small_us=6.0, reads=3900.0)
     return replace(tiles, large_k=64, large_stages=2, programs_per_sm=1, pace=pace)
@@ -112,9 +113,9 @@ INTERPRETER = Tiles(
 def choose_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
-    """The tuned record of a card, or one that fits any. `can_split` is false for deterministic
-    rows, which Hopper's own kernels do not have. These have one tile shape, so decodes, which would
-    waste most of a tile of 128 rows, decide it.
+    """The tuned record of a card, or one that fits any card. `can_split` is false for deterministic
+    rows, which Hopper's own kernels do not support. Those rows have one tile shape. Decodes decide
+    it, since they would waste most of a tile of 128 rows.
     """
     if device.type == "cpu":
         return INTERPRETER

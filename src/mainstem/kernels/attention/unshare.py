@@ -1,7 +1,7 @@
-"""The same attention with fewer Partials: shared runs are read by each sequence again.
+"""The same attention with fewer Partials: each sequence reads shared runs again.
 
-A token in one span only needs no Partial. Where a step has more Partials than there is room for,
-the spans above a sequence's own one are put before it:
+A token that lies in one span needs no Partial. If a step has more Partials than there is room for,
+the shared runs of a sequence are joined with its own run:
 
     plain  rows 0 1 2 3    pages A B
     causal rows 0 1        pages C        ->   causal rows 0 1    pages A B C
@@ -18,9 +18,10 @@ from mainstem.core.step import Int32s, Spans
 
 
 def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
-    """Join the runs of every span that is the last of its tokens and has so many of them.
+    """Join the runs above every span that is the last of its tokens and has at least
+    `least_queries` of them.
 
-    Tokens whose spans cannot be joined keep them. Slow, since it is rarely asked for.
+    Tokens whose spans cannot be joined keep them. Slow, but rarely needed.
     """
     starts = spans.query_starts.tolist()
     span_of = np.repeat(np.arange(len(spans)), np.diff(spans.query_starts))
@@ -50,7 +51,7 @@ def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
 
 
 def _rebuilt(spans: Spans, joined: dict[int, tuple[int, ...]], is_left: np.ndarray) -> Spans:
-    """Spans with the rows that are left and their own runs, and the joined ones."""
+    """The spans that are not joined, with the rows left in them, and the joined spans."""
     rows, pages, keys, is_causal, positions, first_keys = [], [], [], [], [], []
     for span in range(len(spans)):
         chosen = slice(spans.query_starts[span], spans.query_starts[span + 1])

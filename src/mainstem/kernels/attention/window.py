@@ -8,9 +8,9 @@ A step has one list of spans. For each window that its layers have, the list is 
     clipped           left out        | first keys 10 and 15
 
 Pages in front that no query of a span sees are left out, and so are queries that see none of its
-keys; spans without queries go. Prompts are cut into runs of queries, so that each run reads its own
-window and not that of the whole prompt. What remains masked is less than a page and the distance
-between the queries of a span.
+keys; spans without queries are dropped. Prompts are cut into runs of queries, so that each run
+reads its own window and not that of the whole prompt. What still has to be masked is less than a
+page plus the distance between the queries of a span.
 
 Nothing here needs torch.
 """
@@ -28,10 +28,10 @@ LEAST_QUERIES, MOST_QUERIES = 64, 256
 def clip_spans(
     spans: Spans, positions: Int32s, window: int, page_size: int, align_tokens: int | None = None
 ) -> Spans:
-    """The spans as layers see them whose tokens look back `window` keys.
+    """The spans for layers whose tokens see their last `window` keys.
 
     `positions` are those of the packed tokens. Spans that begin at multiples of `align_tokens` (a
-    page unless given) in their sequences still do.
+    page unless given) in their sequences still do after clipping.
     """
     queries = spans.query_starts[1:] - spans.query_starts[:-1]
     lows = positions[spans.query_rows] - (window - 1)
@@ -56,7 +56,7 @@ def clip_spans(
     pages = -(-keys // page_size)
     page_starts = starts_of(pages)
     first_pages = spans.page_starts[span] + unseen // page_size
-    places = np.arange(page_starts[-1])  # of numpy's own kind: 32-bit ones take twice the time
+    places = np.arange(page_starts[-1])  # numpy's own index type: 32-bit ones take twice the time
     places += (first_pages - page_starts[:-1]).astype(np.int64).repeat(pages)
     return Spans(
         query_starts=query_starts,

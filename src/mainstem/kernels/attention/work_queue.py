@@ -1,18 +1,18 @@
-"""Which small units no program is given beforehand: a work queue, from which those that end first
-claim the next unit. Numpy only.
+"""The work queue: small units that no program is assigned. A program that has finished its share
+claims the next one. Numpy only.
 
-Programs end when they do: large units ahead of them take longer on one multiprocessor than on
-another, memory serves some better, and units are not even. So the last units of every program, and
-all of those that come behind large ones, are queued. Claiming the next unit takes time, so programs
-that can be given an even share keep it.
+Programs do not end together: large units before them take longer on some multiprocessors, memory is
+faster for some, and units differ. So the last units of every program are queued, and all units of
+programs that begin after large units. Claiming a unit takes time, so programs whose shares are even
+keep them.
 
-Memory is kept busy by a third of all programs, so a queue of long units ends well unless few are
-left for its last round. Then some spans are cut once more: who ends first claims a short unit.
+A third of all programs keeps memory busy, so a queue of long units ends well unless few are left
+for its last round. Then some spans are cut once more, and the last units claimed are short.
 
-Where large units have most of the multiprocessors for most of the time, the others are done with
-the small ones by then. They need not be cut for all programs: whole ones, and some short ones for
-the end, leave less to be merged. If they are done early, some of those others can have large units,
-too: all become a tile shorter, and what is left over goes there.
+If large units hold most multiprocessors most of the time, the other multiprocessors can finish all
+small units meanwhile. Small spans are then not cut for all programs: whole spans, and some short
+units for the end, leave less to merge. If there is time left over, large units become a tile
+shorter, and their rests go to some of the other multiprocessors.
 """
 
 import math
@@ -24,17 +24,17 @@ from mainstem.core.step import Int32s
 from mainstem.kernels.attention.cutting import Bools, Cut, Floats, Shape, least_stretch, unit_us
 from mainstem.kernels.attention.pacing import EVEN
 
-SOME_ROUNDS = 3  # of units; more are queued in any case, and not cut once more
-UNFAIR = 1.2  # who has most, over the mean, if units are assigned
-# Some spans are cut once more where there are so many rounds, and units take so long behind large
-# ones, or where nothing else would be merged.
+SOME_ROUNDS = 3  # with more rounds of units there is always a queue, and no span is cut once more
+UNFAIR = 1.2  # largest load over the mean; above it, units are queued
+# Some spans are cut once more if the number of rounds is in this range and units take at least this
+# time: after large ones, or where nothing else would be merged.
 TAIL_ROUNDS, TAIL_ROUNDS_BEHIND_LARGE = (1.1, 2.6), (1.4, 2.6)
 LONG_BEHIND_LARGE_US, LONG_ENOUGH_TO_MERGE_US = 10.0, 20.0
-TAIL = 0.5  # of the spans, if there were one round; less for more of them, by a power
+TAIL = 0.5  # share of the spans at one round; times rounds to a power
 TAIL_POWER, TAIL_POWER_BEHIND_LARGE = -1.5, -2.0
 TAIL_PARTS = 3
-BESIDE_ROUNDS = 3.0  # of whole units on the multiprocessors without large ones, at least
-BESIDE_TIME = 0.95  # of large units, that small ones take there at full speed, at most
+BESIDE_ROUNDS = 3.0  # least rounds of whole units on multiprocessors without large ones
+BESIDE_TIME = 0.95  # most time of these at full speed, as a share of the large units' time
 BESIDE_TAIL, BESIDE_TAIL_PARTS = 0.125, 4
 
 
@@ -48,7 +48,7 @@ class _Small(NamedTuple):
 
 
 def queue_units(cut: Cut, key_tokens: Int32s, shape: Shape) -> Cut:
-    """The cut with what is to be queued of it, some spans cut once more."""
+    """The cut with its queued share set, and some spans cut once more."""
     first, heads = cut.num_large_spans, shape.kv_heads // shape.fold
     parts, row_tiles, are_all = cut.parts[first:], cut.row_tiles[first:], not first
     rounds = float(parts @ row_tiles) * heads / shape.num_programs
@@ -81,8 +81,8 @@ def _cut_once_more(cut: Cut, stretches: Floats, keys: Floats, shape: Shape) -> C
 
 
 def _beside_large(cut: Cut, keys: Floats, shape: Shape) -> Cut:
-    """Whole small units for programs that begin at once, if those can do all of them while large
-    ones run.
+    """Whole small units for programs that begin at once, if these programs can finish all small
+    units while large ones run.
     """
     first = cut.num_large_spans
     shorter = _a_tile_shorter(cut, keys, shape)
@@ -100,9 +100,9 @@ def _beside_large(cut: Cut, keys: Floats, shape: Shape) -> Cut:
 
 
 def _a_tile_shorter(cut: Cut, keys: Floats, shape: Shape) -> Cut | None:
-    """Large units a tile shorter, and what is left over on some more multiprocessors, so many of it
-    on each that they end no later. None if those that there are do not suffice, or if some have
-    several units.
+    """Large units a tile shorter, with their rests on more multiprocessors. Each of these gets as
+    many rests as end no later than the large units. None if there are too few multiprocessors, or
+    if some have several units already.
     """
     large, heads = slice(cut.num_large_spans), shape.kv_heads
     if float(cut.parts[large] @ cut.row_tiles[large]) * heads > cut.num_large:
@@ -127,8 +127,8 @@ def _left(cut: Cut, keys: Floats) -> Floats:
 
 
 def _are_done_beside(cut: Cut, keys: Floats, shape: Shape) -> bool:
-    """Whether programs that begin at once can do all small units, in some rounds of whole ones,
-    while large ones run.
+    """Whether programs that begin at once can finish all small units, uncut, while large ones run;
+    false for fewer than BESIDE_ROUNDS.
     """
     first = cut.num_large_spans
     early = shape.num_programs * (1.0 - cut.num_large / shape.num_large_programs)
@@ -143,14 +143,14 @@ def _are_done_beside(cut: Cut, keys: Floats, shape: Shape) -> bool:
 
 
 def _every(share: float, count: int) -> Bools:
-    """So many of some, evenly spread."""
+    """A share of `count` items, evenly spread."""
     steps = np.floor(np.arange(count + 1) * share)
     is_taken: Bools = steps[1:] > steps[:-1]
     return is_taken
 
 
 def _is_fair(small: _Small, shape: Shape) -> bool:
-    """Whether a few rounds of units, the longest first, leave nobody with much more than others."""
+    """Whether a few rounds of units, the longest first, give all programs nearly equal loads."""
     rounds, programs = math.ceil(small.rounds), shape.num_programs
     us = small.us.repeat(small.units.astype(np.int64))
     us = np.concatenate((np.zeros(rounds * programs - len(us)), np.sort(us)))
@@ -161,7 +161,7 @@ def _is_fair(small: _Small, shape: Shape) -> bool:
 
 
 def _tail(small: _Small, cut: Cut) -> Bools:
-    """Which small spans to cut once more, evenly spread over those that are whole."""
+    """Which small spans to cut once more: evenly spread, uncut ones only."""
     if not small.are_all:
         (least, most), power = TAIL_ROUNDS_BEHIND_LARGE, TAIL_POWER_BEHIND_LARGE
         long_us = LONG_BEHIND_LARGE_US
@@ -178,7 +178,7 @@ def _tail(small: _Small, cut: Cut) -> Bools:
 
 
 def _shorter(keys: Floats, parts: int, least: int) -> Floats:
-    """Stretches of spans in so many parts, or the least ones if those are at most one more."""
+    """Stretches that cut spans into `parts`; the least stretch if that makes at most one more."""
     stretches: Floats = np.ceil(keys / (parts * least)) * least
     stretches[keys <= (parts + 1) * least] = least
     return stretches

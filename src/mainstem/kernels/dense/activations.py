@@ -29,7 +29,7 @@ _BLOCK = 2048
 
 
 class Act(StrEnum):
-    """By the names that recipes give them."""
+    """Activations by the names that recipes use."""
 
     SILU = "silu"
     GELU = "gelu"  # by the error function

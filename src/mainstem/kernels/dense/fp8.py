@@ -1,9 +1,10 @@
-"""fp8 linears: weights per output channel, activations per token as they come (float8_e4m3fn).
+"""fp8 linears (float8_e4m3fn): weights are quantized per output channel, activations per token at
+run time.
 
     y = (q(x) @ q(w).T) * x_scale * w_scale + bias       x_scale [tokens, 1], w_scale [out]
 
 On a card the product is torch's row-scaled one (compute capability 8.9 and up). On a CPU the same
-rounded numbers are multiplied in fp32: slow, but it tells what fp8 costs in accuracy.
+rounded numbers are multiplied in fp32: slow, but it shows what fp8 costs in accuracy.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.dense.fp8_rows import FP8, MAX, MIN_PEAK, Fp8Rows
 
-_ALIGN = 16  # the product wants both sides of the weight to be multiples
+_ALIGN = 16  # the product needs both sides of the weight to be multiples of this
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,8 +45,8 @@ def has_fp8(device: torch.device) -> bool:
 
 
 class Fp8Linear:
-    """As a dense linear, of weights [out, in] in fp8 with a scale [out] each. Takes plain rows, or
-    rows that a fused kernel has quantized already."""
+    """Like a dense linear, with weights [out, in] in fp8 and a scale for each row. Takes plain
+    rows, or rows that a fused kernel has quantized already."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@
 
     y = sum over blocks b of columns: (q(x)[:, b] @ q(w)[:, b].T) * x_scale[:, b] * w_scale[:, b]
 
-Activations are quantized per token and 128 columns. The product is the vendor's library's, which
-has it on Hopper alone. On a CPU the same rounded numbers are multiplied in fp32.
+Activations are quantized per token and 128 columns. The vendor's library computes the product, on
+Hopper only. On a CPU the same rounded numbers are multiplied in fp32.
 """
 
 from functools import cache
@@ -43,8 +43,8 @@ def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: tor
 
 @cache
 def is_library_right(device: torch.device) -> bool:
-    """Whether the library's product of a small weight is that of the same rounded numbers: how it
-    wants scales to lie differs between its versions, and one in the wrong place raises nothing."""
+    """Whether the library's product of a small weight is that of the same rounded numbers. Its
+    versions differ in the layout of scales, and a wrong layout raises no error."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -101,8 +101,8 @@ class Fp8BlockLinear:
 
 
 def quantize_groups(x: Tensor) -> Fp8Rows:
-    """Values [rows, in] and scales [rows, in / 128], column by column; rows are those of x and some
-    more, whose numbers mean nothing."""
+    """Values [rows, in] and scales [rows, in / 128], column by column. Rows are those of x, on
+    a card followed by padding with undefined numbers."""
     tokens, width = x.shape
     if width % BLOCK or x.stride(1) != 1:
         raise LayoutError(f"x must have contiguous rows of a multiple of {BLOCK} columns, "

@@ -143,10 +143,11 @@ def joint_norm_(
     dim: int,
     squares: Tensor | None = None,
 ) -> None:
-    """As head_norm_, but of all query heads of a token together, and of all its key heads (OLMo 2).
+    """As head_norm_, but over all query heads of a token together, and over all its key heads
+    (OLMo 2).
 
-    Gains are [heads * dim] and [kv_heads * dim]. Where qkv has some of the heads, `squares` are the
-    means over all of them (joint_squares).
+    Gains are [heads * dim] and [kv_heads * dim]. If qkv has only some of the heads, `squares` are
+    the means over all heads (joint_squares).
     """
     eps, is_layer = _check(qkv, q_norm, k_norm, heads, kv_heads, dim)
     q_size, k_size = heads * dim, kv_heads * dim
@@ -168,7 +169,7 @@ def joint_squares(
     qkv: Tensor, heads: int, kv_heads: int, dim: int, num_parts: int, out: Tensor
 ) -> Tensor:
     """out [tokens, 2] fp32: the mean square of a token's queries, and of its keys, divided by
-    `num_parts`: the sum over that many equal parts of the heads is the mean over all."""
+    `num_parts`, so that the sum over `num_parts` equal parts of the heads is the mean over all."""
     check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
     _check_squares(out, len(qkv))
     if len(qkv):

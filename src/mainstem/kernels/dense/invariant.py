@@ -2,11 +2,11 @@
 # ruff: noqa: PLR0917
 """A product whose rows do not depend on one another, for the deterministic setting.
 
-cuBLAS picks a kernel by the number of rows and may split the sum over K, so the same token gets
-other bits in another batch. Here every output is one sum over K, in steps of TILE_K from first to
-last, by the same matrix instruction, in fp32. How many rows and columns a tile has decides only
-which program computes an output, not how: small products take smaller tiles so that more programs
-share the reading (`tests/gpu/bench_fused.py` compares the bits of many tiles on a card).
+cuBLAS picks a kernel by the number of rows and may split the sum over K, so a token's bits depend
+on its batch. Here every output is one sum over K, in steps of TILE_K from first to last, by the
+same matrix instruction, in fp32. The tile's size decides only which program computes an output, not
+how: small products take smaller tiles so that more programs share the reading
+(`tests/gpu/bench_fused.py` compares the bits of many tiles on a card).
 """
 
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def matmul(
 
 
 def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """matmul with a tile of one's choice; to compare speed and bits."""
+    """matmul with a given tile, to compare speed and bits."""
     return _launch(x, weight, None, x.new_empty(len(x), len(weight)), tile)
 
 
@@ -132,7 +132,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: T
 
 
 def _tile(x: Tensor, num_out: int) -> Tile:
-    """The tile whose waves over the card take the least time."""
+    """The tile whose waves on the card take the least time."""
     if x.dtype == torch.float32:
         return _FULL_PRECISION
     num_units = _num_units(x.device)

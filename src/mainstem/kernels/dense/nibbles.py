@@ -4,14 +4,15 @@
 
     words    int16 [.., blocks, out, 32]: a block is 128 columns of every row. Word w of a row holds
              columns w, 32 + w, 64 + w and 96 + w of the block, the first in its lowest four bits.
-    factors  one number for a row's group of columns, as long as two of the weight's dtype:
-             INT4   [.., groups, out]: the scale below, what is added to a value before above
+    factors  one integer for a row's group of columns, twice as long as the weight's dtype:
+             INT4   [.., groups, out]: the scale in the low half, the shift in the high half, which
+                    is added to a value before it is scaled
              MXFP4  int32 [.., blocks, out]: the exponents of a block's four groups of 32
 
-So what a program reads of one block is contiguous, and a word gives one number to each of four
-tiles [out, 32]: quarters of the block, in which columns are in order. Two words lie in a register,
+What a program reads of one block is contiguous. A word gives one number to each of four tiles
+[out, 32], the quarters of the block, in which columns are in order. Two words lie in a register,
 and the mask of one quarter leaves a pair of 16-bit numbers there. Factors are 32 bits because such
-loads can be issued ahead of the loop. Columns past the last are numbers that x has zeros for.
+loads can be issued ahead of the loop. Columns past the last hold any numbers; x has zeros there.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # added 
 SMALL_GROUPS = (32, 64)  # smaller than a block
 MOST_TILES = 1 << 14  # of a product whose columns are split
 _MOST_EXPONENT = 128  # so that 2^(exponent - 1) is a number
-_ROWS_AT_ONCE = 4096  # that are packed together: what lies between is small beside the weight
+_ROWS_AT_ONCE = 4096  # rows packed at once, so that intermediate tensors are small
 
 QUARTER = tl.constexpr(WORDS)
 WIDTH = tl.constexpr(BLOCK)
@@ -84,7 +85,7 @@ class Nibbles:
     group: int  # columns that share factors
     num_in: int
     dtype: torch.dtype  # of the numbers, and of x
-    arrived: Tensor  # int32, zeros between products: programs that have left their part of a tile
+    arrived: Tensor  # int32, zeros between products: programs that have stored their part of a tile
     is_mxfp4: bool = False
 
     @classmethod
@@ -138,18 +139,20 @@ class Nibbles:
 
 
 def _counts(device: torch.device) -> Tensor:
-    """Each weight has its own: engines on one card may run at the same time."""
+    """Counts for one weight. Weights do not share them: engines on one card may run at the same
+    time.
+    """
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def can_pack_int4(group: int, num_in: int) -> bool:
-    """Whether kernels take groups of this size."""
+    """Whether the kernels support groups of this size."""
     return group >= num_in or group in SMALL_GROUPS or group % BLOCK == 0
 
 
 def can_pack_mxfp4(exponents: Tensor, dtype: torch.dtype) -> bool:
-    """fp16 has too few exponents, and kernels multiply by 2^(exponent - 1), which must be finite.
-    Waits for the device."""
+    """Whether the kernels support this dtype and these exponents: fp16 has too few exponents, and
+    2^(exponent - 1) must be finite. Waits for the device."""
     return dtype in (torch.bfloat16, torch.float32) and int(exponents.max()) <= _MOST_EXPONENT
 
 
@@ -194,7 +197,7 @@ def _mxfp4_factors(exponents: Tensor, blocks: int) -> Tensor:
 
 
 def has_ptx(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether numbers are made by instructions of two at a time; others take the plain way."""
+    """Whether PTX instructions unpack two numbers at a time; other targets use plain arithmetic."""
     if dtype not in (torch.bfloat16, torch.float16) or device.type != "cuda":
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The norms around attention and MLP, with what is added to the residual before, in one pass over
-memory (`rows.py` says what all of these kernels share):
+"""The norms around attention and MLP, and the addition to the residual before them, in one pass
+over memory (`rows.py` says what all of these kernels share):
 
     x += scale * after(rows + more)        each part where there is one; x is the residual
     out = norm(x)                          none, one or two norms of the same x
@@ -68,8 +68,8 @@ def normed(
     rows, is_cell, gain, bias, eps, SIZE: tl.constexpr, IS_LAYER: tl.constexpr, AXIS: tl.constexpr,
     element: tl.constexpr, known_square=None,
 ):  # fmt: skip
-    """rows fp32, [BLOCK] with AXIS 0 or [TILE, BLOCK] with AXIS 1, zero past SIZE; of `element`.
-    `known_square` is the mean of squares where it is not these rows'."""
+    """rows fp32, [BLOCK] with AXIS 0 or [TILE, BLOCK] with AXIS 1, zero past SIZE; rounded to
+    `element`. `known_square` is the mean of squares, if it is not that of these rows."""
     is_rounded_twice: tl.constexpr = not IS_LAYER and gain.dtype != tl.float32
     gain = gain.to(tl.float32)
     if IS_LAYER:
@@ -153,8 +153,8 @@ def add_(x: Tensor, delta: Delta) -> None:
 def norm_rows(
     x: Tensor, norm: Norm, delta: Delta | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """The norm of x [tokens, hidden], to which `delta` is added in place before; `out` may be x
-    where nothing is added."""
+    """The norm of x [tokens, hidden], after `delta` is added to x in place. Without a delta `out`
+    may be x."""
     target = torch.empty_like(x) if out is None else out
     _launch(x, delta, [_Output(norm, target)])
     return target

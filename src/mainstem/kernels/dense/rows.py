@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""What the kernels between the products have in common: which rows they take and how they write
+"""What the kernels between the products have in common: which rows they support, and how they write
 them, in the model's dtype or in fp8.
 
 Every kernel gives a program one token, or a part of it, in blocks that depend on the row's length
@@ -11,8 +11,8 @@ those of the plain variant, quantized.
 
 With outputs given nothing is allocated and nothing waits for the device: safe in a CUDA graph.
 
-Gains and biases are a model's constants: from Hopper on they are read while the kernels ahead may
-still run (`overlap.py`), so none of these may be writing them.
+Gains and biases are a model's constants: from Hopper on they are read while the previous kernel may
+still run (`overlap.py`), so no kernel may write them.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
 
 @triton.jit
 def store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE: tl.constexpr):
-    """A row that is rounded to the model's dtype already; with scales, in fp8."""
+    """Store a row that is rounded to the model's dtype already; with scales, in fp8."""
     if scales_ptr is not None:
         wide = row.to(tl.float32)
         peak = tl.maximum(tl.max(tl.abs(wide), 0), MIN_PEAK)
@@ -103,7 +103,7 @@ def row_options(size: int) -> dict[str, int]:
 
 
 def check_rows(name: str, x: Tensor, size: int, largest: int) -> None:
-    """LayoutError unless x is [tokens, size] of a dtype and length that kernels take."""
+    """LayoutError unless x is [tokens, size] of a dtype and length that kernels support."""
     if x.dim() != 2 or x.shape[1] != size or x.stride(1) != 1:
         raise LayoutError(f"{name} must be [tokens, {size}] with a contiguous last axis, "
                           f"got {tuple(x.shape)}")  # fmt: skip

@@ -1,1 +1,1 @@
-"""A mixture of experts on a device: who goes where, and the products of all experts at once."""
+"""A mixture of experts on a device: routing, and the products of all experts at once."""

@@ -68,7 +68,7 @@ def gated_rows(
     experts: Tensor | None = None,
 ) -> Tensor:
     """out [rows, size] = act(gate) * up of both [rows, 2 * size]: gate, then up. A bias [experts,
-    2 * size] is added first, for each row that of its expert, `experts` [rows] int32."""
+    2 * size] is added first; `experts` [rows] int32 is the expert of each row."""
     rows, size = out.shape
     if both.shape != (rows, 2 * size) or both.stride(1) != 1 or out.stride(1) != 1:
         raise LayoutError(
@@ -90,6 +90,6 @@ def gated_rows(
 
 
 def check_activation(activation: str) -> None:
-    """Raise LayoutError for one that has no code here."""
+    """Raise LayoutError for an activation that has no code here."""
     if activation not in ACTIVATIONS:
         raise LayoutError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation}")

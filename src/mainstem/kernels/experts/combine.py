@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""What the experts of a token answer, weighted and added: in the order of its slots, in fp32."""
+"""The weighted sum of the outputs of a token's experts: in the order of its slots, in fp32."""
 
 import triton
 import triton.language as tl
@@ -56,7 +56,7 @@ def combine(
     out: Tensor,
 ) -> Tensor:
     """out [tokens, hidden] = for each token the sum over its slots of weight * (row + bias of the
-    slot's expert), and what the shared expert says; rows [tokens * top_k, hidden] are sorted."""
+    slot's expert), plus the shared expert's output; rows [tokens * top_k, hidden] are sorted."""
     tokens, hidden = out.shape
     top_k = routing.ids.shape[1]
     if rows.shape != (tokens * top_k, hidden) or rows.stride(1) != 1 or out.stride(1) != 1:

@@ -5,9 +5,9 @@
     gate_up   act[row] = gated(x[token of the row] @ gate_up[expert].T + bias)     gathers
     down      out[row] = act[row] @ down[expert].T                                 sorted rows
 
-Two ways to compute them. Here: a program takes one tile of rows of one expert, and a tile of
-columns of gate and the same of up, so that only the activated rows are written. LIBRARY: torch's
-grouped product over gathered rows, the activation as a pass of its own. `choose` decides by the
+There are two ways to compute them. Here: a program takes one tile of rows of one expert, and the
+same columns of gate and of up, so that only the activated rows are written. LIBRARY: torch's
+grouped product over gathered rows, with the activation as a separate pass. `choose` decides by the
 number of rows, which the host knows.
 
 Every output is one sum over K, in steps of tile.k from first to last, so within one kind of tile a
@@ -158,7 +158,7 @@ def _gate_up_kernel(
         gate = tl.dot(x, gate_weight.T, gate, input_precision="ieee")
         up = tl.dot(x, up_weight.T, up, input_precision="ieee")
         x_ptrs += TILE_K
-    # boxes reach into rows of others where columns end; these are not written
+    # past the last column a box holds rows of another expert; these are not written
     columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = columns < size
     if HAS_BIAS:
@@ -201,7 +201,7 @@ def _down_kernel(
         if UPCAST:
             x, weight = x.to(tl.float32), weight.to(tl.float32)
         out = tl.dot(x, weight.T, out, input_precision="ieee")
-    # boxes reach into rows of others where rows or columns end; these are not written
+    # past the last row or column a box holds other rows; these are not written
     rows = first_row + tl.arange(0, TILE_ROWS)
     columns = first_column + tl.arange(0, TILE_COLUMNS)
     mask = (rows < tl.load(ends_ptr + expert))[:, None] & (columns < hidden)[None, :]
@@ -261,7 +261,7 @@ def down(act: Tensor, routing: Routing, weights: Tensor, tile: Tile, out: Tensor
 
 
 def grouped_product(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """torch's: sorted rows [rows, in] by weights [experts, out, in]; the answer is a new tensor."""
+    """torch's product of sorted rows [rows, in] and weights [experts, out, in]; a new tensor."""
     product: Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=routing.ends)
     return product
 
@@ -272,7 +272,7 @@ def _row_tiles(out: Tensor, experts: int, tile: Tile) -> int:
 
 @cache
 def has_boxes(device: torch.device) -> bool:
-    """Whether the device has a copy engine for boxes of a tensor; the interpreter has."""
+    """Whether the device, or the interpreter, can copy boxes of a tensor (TMA)."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9

@@ -5,16 +5,16 @@
     logits     [tokens, experts] = x @ router.T, in fp32
     ids        the top_k experts of each token, of equal ones the lowest; weights: their softmax
     sorted     each row (a token for one of its experts) has a place: expert by expert, tokens in
-               order; `positions` leads from token and slot to it, `sorted_tokens` and
-               `sorted_experts` back
+               order; `positions` maps token and slot to it, `sorted_tokens` and `sorted_experts`
+               map back
     tiles      rows of one expert in tiles of `tile_rows`, which the grouped products walk over
 
     expert      0     1  2        3                   tile_rows = 4
     sorted   | a c d | b | a b c d e | ...            tile_experts  0 1 3 3 -1 -1
     ends       3       4   4(none)   9                tile_starts   0 3 4 8
 
-The host knows how many rows there are, not who gets them: grids are made for the most tiles
-that there can be, and tiles that are not there have expert -1.
+The host knows how many rows there are, but not which experts get them: grids are made for the
+largest possible number of tiles, and unused tiles have expert -1.
 
 A token's logits do not depend on the tokens beside it. The sum over the hidden axis is cut into
 SPLITS parts that are added in order, whether one program has all parts or each has its own (few
@@ -35,7 +35,7 @@ from mainstem.kernels.errors import LayoutError, PlanTooLarge
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 SPLITS = 8
-SPLIT_TOKENS = 256  # up to which each part of the sum is a program's own
+SPLIT_TOKENS = 256  # up to this many, each part of the sum has its own program
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _TILE = 64  # rows, columns and k of a router program
@@ -204,7 +204,7 @@ def _route_kernel(
         tl.store(shared_weights_ptr + rows, tl.sigmoid(gate), mask=is_token)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + lanes, mask=lanes < EXPERTS, other=0.0).to(tl.float32)[None, :]
-    # one NaN must not choose an expert that is not there; -0.0 equals 0.0
+    # a NaN must not choose an expert that does not exist; -0.0 equals 0.0
     logits = tl.where(logits == logits, logits, float("-inf"))  # noqa: PLR0124
     logits = tl.where(logits == 0.0, 0.0, logits)
 
@@ -296,8 +296,8 @@ def _place_kernel(
 
 
 def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
-    """Choose experts for x [tokens, hidden] and sort; the answer is the number of tiles to walk
-    over, those that are not there included."""
+    """Choose experts for x [tokens, hidden] and sort. Returns the number of tiles to walk over,
+    unused ones included."""
     _check(x, router, routing)
     tokens, num_rows = len(x), len(x) * router.top_k
     num_tiles = most_tiles(num_rows, router.num_experts, tile_rows)

@@ -1,1 +1,1 @@
-"""K, V and inputs on their way: written, copied, turned, uploaded."""
+"""Kernels that write, copy, rotate and upload K, V and inputs."""

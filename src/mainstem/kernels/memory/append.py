@@ -93,8 +93,8 @@ def rope_append(
     Slots are page_id * page_size + offset, int64; a token with a negative slot (padding of a CUDA
     graph) is not written. Rotates the first 2 * len(inv_freq) dims, dim i with dim i +
     len(inv_freq); None rotates nothing, and q stays. q, k, v may be views of one projection; k and
-    v are not changed. inv_freq is a model's constant: the kernels ahead, which may still run while
-    it is read, do not write it.
+    v are not changed. inv_freq is a model's constant: it is read while the previous kernel may
+    still run, which must not write it.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]

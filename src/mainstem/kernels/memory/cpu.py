@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor | None) -> None:
-    """Write the pages `source` to the pages `target`, their keys turned; V goes along.
+    """Write the pages `source`, with rotated keys and unchanged V, to the pages `target`.
 
     joint: [2, pages, kv_heads, page_size, dim], K first, the two dims of a rotary pair adjacent;
     turns: [moves, 1, 1, rotary_dim / 2] complex, None where keys have no rotation. Pages are read

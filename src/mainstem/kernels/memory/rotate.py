@@ -55,7 +55,7 @@ def rerotate(
     inv_freq: Tensor | None,
 ) -> None:
     """Write page `source_ids[i]`, its keys turned by `shifts[i]` positions, to page
-    `target_ids[i]`; V goes along. Without frequencies nothing turns.
+    `target_ids[i]`, with its V. Without frequencies nothing is rotated.
 
     Ids and shifts are int32 or int64. A page may be its own target; no page may be the target of
     one entry and the source of another. Keep the originals: turning an already turned page rounds

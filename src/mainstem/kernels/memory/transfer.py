@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Some layers of pages, from a buffer in which they lie page after page to where layers keep them.
+"""Copies some layers of pages from a staging buffer, where they lie page after page, to the layers'
+memory.
 
-A few layers of a page are a row in host memory, and many rows are one order to a copy engine; to
-their places on the device they would be an order a page. So the engines fill the buffer, and this
-kernel spreads it within the device's memory, in some ten microseconds.
+A few layers of a page are a row in host memory. A copy engine takes many rows as one command, but
+to their final places it would need one command per page. So copy engines fill the staging buffer,
+and this kernel spreads it within the device's memory, in some ten microseconds.
 """
 
 import torch
@@ -24,7 +25,9 @@ def _spread_kernel(
     layers_ptr, buffer_ptr, pages_ptr, num_layers, num_pages, half_words, stride_words,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """An item is TILE words of K or of V of one page and layer; programs take turns at them."""
+    """An item is TILE words of K or of V of one page and layer; of n programs each takes every n-th
+    item.
+    """
     tiles = tl.cdiv(half_words, TILE)
     for item in range(tl.program_id(0), num_pages * num_layers * 2 * tiles, tl.num_programs(0)):
         half = (item // tiles) % (2 * num_layers)  # K and V of a layer, then of the next
@@ -40,7 +43,7 @@ def _spread_kernel(
 def spread_pages(layers: Tensor, buffer: Tensor, pages: Tensor) -> None:
     """Write some layers of `pages`, int32.
 
-    layers: [layers, 2, pages, kv_heads, page_size, head_dim], which are these layers, contiguous;
+    layers: [layers, 2, pages, kv_heads, page_size, head_dim], the layers to write, contiguous;
     buffer: bytes that hold [pages][layers][2][kv_heads, page_size, head_dim].
     """
     if layers.ndim != 6 or layers.shape[1] != 2 or not layers.is_contiguous():

@@ -2,8 +2,8 @@
 """Small arrays between pinned memory and the device, by a kernel that reads or writes the host's
 memory itself.
 
-A step's inputs and its answers must not stand in line at the copy engines, which may have seconds
-of stored pages to move first.
+A step's inputs and outputs must not queue at the copy engines, which may have seconds of stored
+pages to move first.
 """
 
 import torch
@@ -19,7 +19,7 @@ MOST_BLOCKS = 32  # programs of a row
 def _move_kernel(
     target_ptr, source_ptr, target_stride, source_stride, num_words, BLOCK: tl.constexpr
 ):
-    """A row is shared out among the programs of axis 1."""
+    """The programs of axis 1 share a row."""
     target_ptr += tl.program_id(0) * target_stride
     source_ptr += tl.program_id(0) * source_stride
     for first in range(tl.program_id(1) * BLOCK, num_words, tl.num_programs(1) * BLOCK):
@@ -29,11 +29,11 @@ def _move_kernel(
 
 
 def move_words(target: Tensor, source: Tensor) -> None:
-    """Copy [rows, columns] of int32, int64 or float32 on the current stream; what is not on the
-    device is pinned.
+    """Copy [rows, columns] of int32, int64 or float32 on the current stream; a side that is not on
+    the device is in pinned memory.
 
-    The caller keeps pinned memory as it is until the stream has come past: torch's allocator does
-    not know that a kernel uses it.
+    The caller must keep pinned memory unchanged until the stream has run the copy: torch's
+    allocator does not know that a kernel uses it.
     """
     if target.device.type == source.device.type:
         target.copy_(source)

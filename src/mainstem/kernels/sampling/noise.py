@@ -24,8 +24,8 @@ def halves_of(keys_ptr, row):
 
 @triton.jit
 def bits_of(low, high, ids):
-    """The noise of these tokens, evenly spread over 32 bits: a round of mixing for the id, and one
-    with a half of the key before it and the other in its middle."""
+    """The noise of these tokens, uniform over 32 bits: one round of mixing for the id, then one
+    that mixes in half of the key before it and the other half in its middle."""
     x = ids.to(tl.uint32)
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2
@@ -37,10 +37,10 @@ def bits_of(low, high, ids):
 
 @triton.jit
 def gumbel_of(bits):
-    """-log2(E) for E = -log(1 - v), v in the middle of the bits' step in (0, 1).
+    """-log2(E) for E = -log(1 - v), where v in (0, 1) is the middle of the bits' step.
 
-    Small E wins. A small v is therefore taken as a series, which keeps its digits, and 1 - v is
-    made of the inverted bits, which never gives 0.
+    The smallest E wins. So for a small v the logarithm is a series, which keeps its digits, and
+    1 - v is computed from the inverted bits, which never gives 0.
     """
     v = (bits.to(tl.float32) + 0.5) * STEP
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * STEP
@@ -60,7 +60,7 @@ def noisy_score(x, ids, is_kept, low, high, top, scale, min_bits):
 
     `top` is the row's largest logit, `scale` is log2(e) / temperature.
     """
-    score = tl.where(x == top, 0.0, (x - top) * scale)  # inf - inf is no number
+    score = tl.where(x == top, 0.0, (x - top) * scale)  # inf - inf is NaN
     is_kept = is_kept & (score >= min_bits)
     return tl.where(is_kept, score + gumbel_of(bits_of(low, high, ids)), float("-inf"))
 

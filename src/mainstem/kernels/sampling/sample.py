@@ -6,10 +6,10 @@ The draw is the one of `runner/sampler.py`: the likeliest token after noise is a
 among those that the limits keep. A row without top_k and top_p takes two launches:
 
     tops     the largest logit of each part of a row
-    draw     the best of each part, with noise; the last part to arrive has the row's token
+    draw     the best of each part, with noise; the last part to arrive writes the row's token
 
-Limits need no sort. With tokens ordered from the likeliest to the least likely, both ask for the
-first token at which a running sum passes a target (`search.py`):
+Limits need no sort. With tokens ordered from the likeliest to the least likely, each limit ends at
+the first token at which a running sum passes a target (`search.py`):
 
     top_k   the sum counts tokens,          target k - 1
     top_p   the sum is probability mass,    target just below top_p of the whole
@@ -86,13 +86,13 @@ def _likeliest(x_ptr, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _meet(value, place, has_tokens, best_ptr, arrived_ptr, out_ptr, row):
-    """The parts of a row meet: the last to arrive stores the place of the largest value, the lowest
-    of equals, and leaves the meeting place as it was found."""
+    """Reduce over the parts of a row: the last to arrive stores the place of the largest value, the
+    lowest of equals, and resets the row's meeting place."""
     parts = tl.num_programs(1)
     if parts == 1:
         tl.store(out_ptr + row, place.to(tl.int64))
     else:
-        value = tl.where(value == 0.0, 0.0, value)  # -0.0 is no less than 0.0
+        value = tl.where(value == 0.0, 0.0, value)  # -0.0 equals 0.0
         bits = value.to(tl.int32, bitcast=True)
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # now ordered as the value is
         if has_tokens:
@@ -393,9 +393,9 @@ def _finish_kernel(
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """The likeliest id of each row, the lowest of equals; logits [rows, vocab] -> int64 [rows].
 
-    Few rows are shared out over the whole card. The parts of a row meet in a small buffer that
-    belongs to the device and must exist before a CUDA graph is captured: call it once before. Two
-    streams must not run it at once.
+    Few rows are split over the whole card. The parts of a row meet in a small buffer of the device,
+    which must exist before a CUDA graph is captured: call `argmax` once before. Two streams must
+    not run it at once.
     """
     rows, vocab = _check_logits(logits)
     out = _check_ids(logits, out)
@@ -501,7 +501,7 @@ def _start_parts(logits: Tensor) -> _Parts:
 
 @cache
 def _meeting_places(device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each row the best of its parts so far and how many have come; left as they were found."""
+    """For each row the best of its parts so far and how many have arrived; reset after use."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LayoutError("argmax must run once on this device before a graph is captured")
     best = torch.full((_SPLIT_ROWS,), EMPTY.value, dtype=torch.int64, device=device)

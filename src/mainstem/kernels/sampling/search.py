@@ -71,7 +71,7 @@ def _search(
         rounds += 1
         span = high - low
         step = tl.maximum(span // 4, 1)
-        # as long as nothing is known of where the tokens end, look near the top
+        # until a lower bound of the keys is known, look near the top
         is_open = (low == LOWEST_KEY) & (span > 64)
         key_1 = tl.where(is_open, high - span // 2, low + step)
         key_2 = tl.where(is_open, high - span // 8, low + 2 * step)
@@ -136,7 +136,7 @@ def _gather(x_ptr, few_ptr, vocab, top, scale, low, high, BLOCK: tl.constexpr):
             places = place + tl.cumsum(is_in.to(tl.int32), 0) - 1
             tl.store(few_ptr + places, x, mask=is_in)
         place += count
-    tl.debug_barrier()  # what some threads stored, others read
+    tl.debug_barrier()  # threads read what others stored
 
 
 @triton.jit
@@ -146,8 +146,8 @@ def find(
 ):  # fmt: skip
     """The key at which the sum passes `target`, and the sum over larger keys.
 
-    `known` is the sum over the collected tokens, which are all that reach `cut`. Beyond them the
-    row is narrowed down to as many tokens again, which lie behind them in the buffers.
+    `known` is the sum over the collected tokens, which are all that reach `cut`. If the target lies
+    beyond them, the row is narrowed down to as many tokens again, stored after them in the buffers.
     """
     source, size = few_ptr, few
     low, high = tl.full([], LOWEST_KEY, tl.int32), tl.full([], 1, tl.int32)
@@ -158,7 +158,7 @@ def find(
             BY_COUNT, BLOCK,
         )  # fmt: skip
         source, size = x_ptr, vocab
-        if num_in <= FEW:  # else so many have one key
+        if num_in <= FEW:  # else too many have the same key
             source, size = few_ptr + FEW, num_in
             _gather(x_ptr, source, vocab, top, scale, low, high, BLOCK)
     low, high, above, _ = _search(

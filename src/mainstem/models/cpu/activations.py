@@ -1,7 +1,7 @@
 """Activations of MLPs on a CPU: gated ones halve the last axis, plain ones keep it.
 
-At one token every torch call costs several microseconds, so each is as few calls as possible; what
-was made here is multiplied in place, what was given is not written.
+At one token every torch call costs several microseconds, so each uses as few calls as possible.
+Tensors made here are multiplied in place; arguments are not written.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,13 @@
 """The decoder on a CPU: a recipe compiled into calls of torch.
 
-A CPU pays per call, so gains are folded into the products behind them where that is exact enough
+A CPU pays per call, so gains are folded into the products after them where that is exact enough
 (fp32), and the two dims of a rotary pair are adjacent, which makes a rotation one complex product.
 Packed products are dequantized: the CPU's products are dense, or int8 (quantize.py).
-The pass has no hidden state: tokens, attention and gate come as arguments, K and V live wherever
-the attention object keeps them.
+The pass has no hidden state: tokens, attention and gate are arguments, and the attention object
+owns K and V.
 
-A rank of several (models/shard.py) has some heads and some columns of MLPs: what they answer is
-summed over ranks before it is normed and added. A rank that is alone makes no such call.
+A rank of several (models/shard.py) has some heads and some columns of MLPs. Their outputs are
+summed over ranks before they are normed and added. A single rank makes no such call.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,12 +43,12 @@ from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Produ
 from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import Checkpoint, WeightSource
 
-ROWS_AT_ONCE = 512  # through the products of a layer: what one puts out, the next finds in cache
+ROWS_AT_ONCE = 512  # through the products of a layer, so that a product finds its input in cache
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The pieces of a block, and `finish`, which puts together those behind attention."""
+    """The pieces of a block, and `finish`, which runs those after attention."""
 
     attention_norm: Norm
     qkv: Linear  # rows: query heads, key heads, value heads
@@ -57,20 +57,20 @@ class Layer:
     mlp_norm: Norm
     mlp: Mlp | CpuExperts
     finish: "Finish"
-    tails: tuple[Norm, Norm] = (Identity(), Identity())  # of what attention and MLP answer
+    tails: tuple[Norm, Norm] = (Identity(), Identity())  # of the outputs of attention and MLP
 
 
-Finish = Callable[[Layer, Tensor, Tensor], None]  # adds to x [tokens, hidden], from what was mixed
+Finish = Callable[[Layer, Tensor, Tensor], None]  # (layer, x, attention's output): adds to x
 
 
 def finish_serial(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """The MLP reads what attention has added to."""
+    """The MLP reads x after attention has added to it."""
     x.add_(layer.out(mixed))
     x.add_(layer.mlp(layer.mlp_norm(x)))
 
 
 def finish_serial_with_tails(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """Likewise, and what is added is normed or scaled first."""
+    """Likewise, with outputs normed or scaled before they are added."""
     attention_tail, mlp_tail = layer.tails
     x.add_(attention_tail(layer.out(mixed)))
     x.add_(mlp_tail(layer.mlp(layer.mlp_norm(x))))
@@ -84,7 +84,7 @@ def finish_parallel(layer: Layer, x: Tensor, mixed: Tensor) -> None:
 
 
 def finish_parallel_with_tail(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """Likewise, on a rank of several: both answers are summed over ranks in one go."""
+    """Likewise, on a rank of several: both outputs are summed over ranks in one call."""
     normed = layer.mlp_norm(x)
     x.add_(layer.tails[0](layer.out(mixed).add_(layer.mlp(normed))))
 
@@ -111,7 +111,7 @@ class Decoder:
         self.norm = norm
         self.head = head
         self.sinks = tuple(sinks) or (None,) * len(layers)  # [heads] of each layer that has them
-        # a scale is rounded as the numbers it is multiplied with
+        # a scale is rounded like the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
 
 
 def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives = ALONE) -> Decoder:
-    """A decoder from the tensors of `checkpoint`; on a rank of several, its part of it."""
+    """A decoder from the tensors of `checkpoint`; on a rank of several, the rank's part."""
     reader = TensorReader(checkpoint, spec, ranks.shard)
     part = reader.part
     embedding = reader.embedding()
@@ -240,7 +240,7 @@ def _compile(
 def _mlp(
     tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype
 ) -> tuple[Norm, Mlp | CpuExperts]:
-    """With the norm that it reads."""
+    """The MLP, with the norm that it reads."""
     mlp, found = spec.layers[index].mlp, tensors.mlp
     if isinstance(mlp, ExpertsSpec):
         assert isinstance(found, ExpertTensors)
@@ -253,8 +253,8 @@ def _mlp(
 
 
 def _folded(tensors: NormTensors | None, product: Product, spec: ModelSpec) -> tuple[Norm, Product]:
-    """The norm, and the product that reads it and nobody else does, with the gain in its weights:
-    in fp32 only, 16 bits would round."""
+    """The norm, and the only product that reads it, with the gain folded into its weights. In fp32
+    only, since 16 bits would round."""
     if tensors is None:
         return Identity(), product
     is_rms = spec.norm.kind is NormKind.RMS and tensors.bias is None
@@ -271,7 +271,7 @@ def _norm(tensors: NormTensors, spec: ModelSpec) -> Norm:
 
 
 def _tail(tensors: NormTensors | None, spec: ModelSpec, ranks: Collectives) -> Norm:
-    """What is done to an answer before it is added to x."""
+    """What is applied to an output before it is added to x."""
     scale = spec.residual_scale
     tail: Norm
     if tensors is None:

@@ -2,8 +2,8 @@
 
 Tokens are sorted by expert, so that each expert with tokens is two products over its own weights;
 experts without tokens are not read. Router and sums are in fp32, whatever the model's dtype.
-Quantized experts stay packed in memory and are dequantized each time tokens come to them: slow, but
-a mixture of experts in fp32 is larger than most machines.
+Quantized experts stay packed in memory and are dequantized whenever they have tokens: slow, but a
+mixture of experts in fp32 would not fit most machines.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Linears and norms of the decoder on CPUs.
 
-Speed on CPUs decides their form: at batch 1 every torch call costs several microseconds, so a
-piece uses as few calls as it can.
+At batch 1 every torch call costs several microseconds, so a piece uses as few calls as it can.
 """
 
 import math
@@ -107,7 +106,7 @@ class Identity:
 
 
 class HeadNorm:
-    """Norms each query and key head of qkv [tokens, heads + 2 kv_heads, dim] (flattened), in
+    """Norm of each query and key head of qkv [tokens, heads + 2 kv_heads, dim] (flattened), in
     place."""
 
     def __init__(self, q: RmsNorm, k: RmsNorm, heads: int, kv_heads: int, dim: int) -> None:
@@ -123,7 +122,7 @@ class HeadNorm:
 
 
 class RowNorm(HeadNorm):
-    """Likewise, all query heads of a token together and all key heads."""
+    """Likewise, over all query heads of a token together, and over all key heads."""
 
     def __call__(self, qkv: Tensor) -> None:
         end = self._heads * self._dim
@@ -133,10 +132,10 @@ class RowNorm(HeadNorm):
 
 
 class SplitRowNorm:
-    """A RowNorm over heads that ranks have a part of: lengths are summed over all.
+    """A RowNorm over heads that are split over ranks: squares are summed over all ranks.
 
-    `widths` are dims of all query heads and of all key heads, those that several ranks have counted
-    as often; gains are of this rank's.
+    `widths` are the dims of all query heads and of all key heads, a head that several ranks have
+    counted once for each; gains are those of this rank.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class SplitRowNorm:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """A rank's part of an answer -> the whole answer, with what is done to it then."""
+    """A rank's part of an output -> the sum over ranks, with `then` applied to it."""
 
     ranks: Collectives
     then: Norm

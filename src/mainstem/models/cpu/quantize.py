@@ -1,22 +1,23 @@
-"""int8 linears for CPUs: weights per output channel, activations per token as they come.
+"""int8 linears for CPUs: weights are quantized per output channel, activations per token at run
+time.
 
     y = (q(x / peak) @ q(w / scale).T) * scale * peak      peak [tokens, 1], scale [out]
 
 oneDNN's dynamic int8 linear quantizes activations with one scale for the whole tensor. Rows are
 divided by their own peak first, so that a token with huge activations costs the others nothing
-and a token's answer hardly hangs on its neighbours. Channel scales are applied to the output:
+and a token's output hardly depends on its neighbours. Channel scales are applied to the output:
 the kernel is given one weight scale of 1, because with per-channel scales torch 2.13 on aarch64
 takes a path that is 30 times slower and wrong for more than one row.
 
 The library rearranges the weights for each new number of rows and remembers only the last two, so
-rows are padded to a short ladder of sizes: a batch that shrinks by one request costs nothing. More
-rows than the ladder has go piece by piece, all operations of a piece while it is in the cache.
+rows are padded to a short ladder of sizes: a batch that shrinks by one request costs nothing. A
+batch larger than the ladder's last size goes piece by piece, so that a piece stays in the cache.
 
-What a norm puts out has a few loud channels that would eat the 8 bits of all others. They are
-turned down in the norm and up in the weights behind it (SmoothQuant, with the root mean square
-over random tokens as the loudness): nothing to pay at run time, and the error of the QKV and
-gate/up products falls to a third (docs/log/cpu.md). A product that is still more than 5 % off on
-those tokens stays in fp32.
+A norm's output has a few loud channels that would leave few of the 8 bits to all others. They are
+turned down in the norm and up in the weights after it (SmoothQuant, with the root mean square over
+random tokens as the loudness). This costs nothing at run time, and the error of the QKV and gate/up
+products falls to a third (docs/log/cpu.md). A product that is still more than 5 % off on those
+tokens stays in fp32.
 """
 
 import platform
@@ -56,7 +57,7 @@ class Int8Linear:
         levels = (weight / self._scale[:, None]).round_().clamp_(-_MAX, _MAX).to(torch.int8)
         self._bias = bias
         with warnings.catch_warnings():
-            # torch announces the end of quantized tensors; the version range in pyproject covers us
+            # torch warns that quantized tensors will go; the versions in pyproject have them
             warnings.simplefilter("ignore", UserWarning)
             tensor = torch._make_per_tensor_quantized_tensor(levels, 1.0, 0)
         self._packed = torch.ops.quantized.linear_prepack(tensor, None)
@@ -79,7 +80,8 @@ class Int8Linear:
         return y if self._bias is None else y.add_(self._bias)
 
     def _multiply_levels(self, x: Tensor) -> Tensor:
-        """For rows whose peak is 1, before channel scales; padded to the next of the ladder."""
+        """The product of rows whose peak is 1, before channel scales; padded to the ladder's next
+        size."""
         count = len(x)
         padded = _LADDER[bisect_left(_LADDER, count)]
         if padded > count:
@@ -142,7 +144,7 @@ def _dense_mlp(layer: Layer) -> Mlp:
 
 
 def _quantize(linear: Linear, x: Tensor) -> Linear:
-    """In int8, unless that is too far off on these inputs."""
+    """The linear in int8, unless that is too far off on these inputs."""
     assert isinstance(linear, DenseLinear)
     quantized = Int8Linear(linear.weight, linear.bias)
     exact = linear(x)
@@ -156,7 +158,7 @@ def _quantize(linear: Linear, x: Tensor) -> Linear:
 def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
     """Divide the norm's channels by sqrt(loudness / largest weight), multiply the columns.
 
-    Not where others read the norm, too: one whose gain was not folded."""
+    Not if other products read the norm as well, which is the case if its gain was not folded."""
     assert isinstance(linear, DenseLinear)
     if not isinstance(norm, RmsNorm) or norm.has_scale:
         return norm, _quantize(linear, x)
@@ -167,7 +169,7 @@ def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
 
 
 class _Listener:
-    """A linear that keeps what it was given."""
+    """A linear that keeps its inputs."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
@@ -179,7 +181,7 @@ class _Listener:
 
 
 class _Heard(NamedTuple):
-    """What the linears of a layer were given."""
+    """The inputs of a layer's linears."""
 
     qkv: Tensor
     out: Tensor
@@ -205,8 +207,8 @@ class _ListeningLayer:
 
 
 class _OneSequence:
-    """Causal attention over the tokens of the pass, no pages; near enough for loudness, so that
-    windows, softcaps and sinks are left out."""
+    """Causal attention over the tokens of the pass, without pages. Windows, softcaps and sinks are
+    left out, since loudness need not be exact."""
 
     def __init__(self, spec: ModelSpec, num_tokens: int) -> None:
         self._spec = spec
@@ -229,8 +231,8 @@ class _OneSequence:
 
 @torch.inference_mode()
 def _listen(decoder: Decoder) -> tuple[list[_Heard], Tensor]:
-    """What the linears of each layer are given when the decoder reads random tokens, and the
-    hidden states before the head."""
+    """The inputs of each layer's linears when the decoder reads random tokens, and the hidden
+    states before the head."""
     spec = decoder.spec
     ears = [_ListeningLayer(layer) for layer in decoder.layers]
     count = min(_CALIBRATION_TOKENS, spec.max_positions)

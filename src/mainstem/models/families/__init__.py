@@ -89,8 +89,8 @@ _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.archi
 def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
     """The recipe of the checkpoint in `folder`; UnsupportedModel names the field in the way.
 
-    Fields that are not known and whose names are in `ignored` are passed over; the recipe names
-    them. Chat models often name further end tokens in generation_config.json; they are added.
+    Unknown fields in `ignored` are skipped, and the recipe names them. Chat models often name more
+    end tokens in generation_config.json; these are added.
     """
     spec = spec_from_config(read_object(folder / CONFIG_FILE), ignored)
     generation = folder / GENERATION_FILE

@@ -96,7 +96,8 @@ def make_spec(
     is_tied: bool = False,
     **features: Unpack[Features],
 ) -> ModelSpec:
-    """The recipe; `is_tied` holds where the file does not say whether head and embedding are one.
+    """The recipe; `is_tied` is the default if the file does not say whether head and embedding are
+    tied.
     The architecture is written into it later."""
     bos_ids = config.token_ids("bos_token_id")
     return ModelSpec(
@@ -123,7 +124,7 @@ def rms_norm(config: Config, default_eps: float = 1e-6, gain_offset: float = 0.0
 
 
 def layer_norm(config: Config, field: str = "layer_norm_eps", eps: float = 1e-5) -> NormSpec:
-    """With biases; `eps` holds where the file has none."""
+    """LayerNorm with biases; `eps` is the default."""
     return NormSpec(NormKind.LAYER, config.number(field, eps), has_bias=True)
 
 
@@ -147,7 +148,7 @@ def full_attention(head_dim: int, rope: RopeSpec | None) -> AttentionSpec:
 
 
 def default_scale(head_dim: int, rope: RopeSpec | None) -> float:
-    """1 / sqrt(head_dim), and what a rope puts upon query and key each."""
+    """1 / sqrt(head_dim), times the score factor that a rope applies to query and key each."""
     return float(head_dim**-0.5 * (1.0 if rope is None else rope.score_factor**2))
 
 
@@ -171,8 +172,9 @@ def read_layer_types(config: Config, count: int) -> list[str] | None:
     for kind in types:
         if kind not in known:
             raise UnsupportedModel(
-                f"layer_types: {kind} layers are not supported; known: {', '.join(known)}. Layers "
-                "whose state is not pages of keys and values (linear attention, Mamba) are later"
+                f"layer_types: {kind} layers are not supported; known: {', '.join(known)}. The "
+                "state of a layer must be pages of keys and values, not that of linear attention "
+                "or Mamba"
             )
     if len(types) != count:
         raise UnsupportedModel(f"layer_types has {len(types)} entries for {count} layers")
@@ -216,8 +218,8 @@ def read_rope(
 ) -> RopeSpec:
     """transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
 
-    `theta` holds where the file has none. With `rotary_share` a part of each head may be rotated,
-    that part where the file does not say; without it, the file may not ask for one.
+    `theta` is the default. With `rotary_share` a part of each head may be rotated, and
+    `rotary_share` is the default; without it, the file must not ask for partial rotation.
     """
     table = config.table("rope_scaling").merged(config.table("rope_parameters"))
     return make_rope(
@@ -245,7 +247,7 @@ def make_rope(
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; known: {known}") from None
     found = {name for name, value in table.unread().items() if value is not None}
     if unknown := found - _ROPE_SETTINGS[scaling]:
-        raise UnsupportedModel(f"rope_type {kind!r} does not know {sorted(unknown)}")
+        raise UnsupportedModel(f"rope_type {kind!r} has unknown settings {sorted(unknown)}")
     if scaling is RopeScaling.NONE:
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)
     if scaling is RopeScaling.LINEAR:

@@ -1,5 +1,5 @@
-"""Gemma 2 and 3: norms before and after, gains kept as what they exceed 1 by, windows in most
-layers. Gemma 2 has softcaps; Gemma 3 norms of queries and keys, and two ropes."""
+"""Gemma 2 and 3: norms before and after, gains stored as gain - 1, windows in most layers. Gemma 2
+has softcaps; Gemma 3 has norms of queries and keys, and two ropes."""
 
 import math
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def _read_gemma3(config: Config) -> ModelSpec:
 
 
 def _read_sizes(config: Config, vocab: int, positions: int) -> Sizes:
-    """Files leave out what is as in transformers, which is the 2B model of Gemma 2."""
+    """Files leave out fields with transformers' defaults, which are those of Gemma 2 2B."""
     return Sizes(
         vocab=config.whole("vocab_size", vocab),
         hidden=config.whole("hidden_size", 2304),

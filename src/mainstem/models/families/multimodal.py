@@ -1,7 +1,7 @@
 """The text part of a multimodal checkpoint.
 
-config.json holds the decoder's fields in `text_config`, and fields of images beside it. Tensors of
-the decoder have a prefix, which differs between versions of transformers.
+config.json holds the decoder's fields in `text_config`, and fields for images next to it. Tensors
+of the decoder have a prefix, which differs between versions of transformers.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ _VISION = (
 
 
 def text_part(config: Config) -> Config:
-    """The decoder's fields; what the file says beside them wins, but for what images need."""
+    """The decoder's fields; top-level fields override them, except those for images."""
     text = config.table("text_config").merged(config)
     for name in _BESIDE:
         text.get(name)
@@ -48,6 +48,6 @@ def text_part(config: Config) -> Config:
 
 
 def without_vision(spec: ModelSpec) -> ModelSpec:
-    """The recipe for a checkpoint that has more than the decoder it tells of."""
+    """The recipe of the decoder alone: tensors of the vision tower are ignored."""
     names = replace(spec.names, renamed_beginnings=_RENAMED, ignored_beginnings=_VISION)
     return replace(spec, names=names, dropped=("its vision tower and projector: it reads text",))

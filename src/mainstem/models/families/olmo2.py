@@ -1,4 +1,4 @@
-"""OLMo 2: what attention and MLP answer is normed, and all heads of a query or key together."""
+"""OLMo 2: norms after attention and MLP; norms over all heads of a query or key together."""
 
 from dataclasses import replace
 

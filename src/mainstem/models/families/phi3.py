@@ -1,4 +1,4 @@
-"""Phi 3, 3.5 and 4: Llama's block with fused products, and LongRoPE in those of 128k tokens."""
+"""Phi 3, 3.5 and 4: Llama's block with fused products; models with 128k tokens use LongRoPE."""
 
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
@@ -19,7 +19,7 @@ _NAMES = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
-    config.get("original_max_position_embeddings")  # says something to LongRoPE alone
+    config.get("original_max_position_embeddings")  # matters to LongRoPE only
     for field in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's file
         config.only(field, 1)
     rope = read_rope(config, sizes, rotary_share=1.0)

@@ -1,14 +1,14 @@
-"""The decoder on a GPU: a recipe compiled into fused kernels over buffers that stay.
+"""The decoder on a GPU: a recipe compiled into fused kernels over fixed buffers.
 
     per layer   QKV product | rope + append, span attention | out product | add + norm |
                 MLP: product, activation, product | add + norm of the next layer
 
-A GPU pays per pass over memory, and per address that changes. Weights keep the checkpoint's order
-(rotary pairs are i and i + half), and gains stay in the norms: the norm is a pass over memory that
-the gain does not lengthen.
+A GPU pays per pass over memory, and CUDA graphs need fixed addresses. Weights keep the checkpoint's
+order (rotary pairs are i and i + half). Gains stay in the norms: a norm is a pass over memory
+anyway.
 
-A rank of several (models/shard.py) has some heads and some columns of MLPs; what they answer is
-summed over ranks in the joins. A rank that is alone makes no such call.
+A rank of several (models/shard.py) has some heads and some columns of MLPs; their outputs are
+summed over ranks in the joins. A single rank makes no such call.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class GpuLayer:
 
 
 class GpuDecoder:
-    """Weights and the forward pass; a pass allocates nothing but the rows it hands out."""
+    """Weights and the forward pass; a pass allocates nothing but the rows it returns."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class GpuDecoder:
         self._layers = layers
         self._head = head
         self._space = space
-        # a scale is rounded as the numbers it is multiplied with
+        # a scale is rounded like the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
     def forward(
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
     ) -> Tensor:
-        """As Decoder.forward on a CPU; the answer lies in the workspace until the next pass."""
+        """As Decoder.forward on a CPU; the result lies in the workspace until the next pass."""
         normed = self.begin(token_ids)
         end = len(self._layers)
         normed = self.run_layers(normed, len(token_ids), rows, (0, end), attention, gate)
@@ -85,7 +85,7 @@ class GpuDecoder:
         return normed
 
     def begin(self, token_ids: Tensor) -> Rows:
-        """What the first layer takes; the residual lies in the workspace from here on."""
+        """The input of the first layer; the residual lies in the workspace from here on."""
         out = self._space.residual[: len(token_ids)]
         if self._vocabulary is None:
             torch.index_select(self._embedding, 0, token_ids, out=out)
@@ -104,7 +104,7 @@ class GpuDecoder:
         attention: Attention,
         gate: Gate,
     ) -> Rows:
-        """Layers [first, end): from what the first takes to what the one behind them does."""
+        """Run layers [first, end): from the input of the first to the input of layer `end`."""
         space = self._space
         x = space.residual[:tokens]
         last = len(self._layers) - 1
@@ -125,7 +125,7 @@ class GpuDecoder:
         return normed
 
     def hidden(self, tokens: int) -> Tensor:
-        """Where the last layer has left its rows, all of them in order."""
+        """The rows of the last layer's output, all in order."""
         return self._space.normed[:tokens]
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -140,8 +140,7 @@ class GpuDecoder:
 
     def touch(self, tokens: int) -> None:
         """Run the products of each kind of layer over this number of rows: the vendor's library
-        loads the kernel it chooses for a shape when it is first asked for, and the device stands
-        still meanwhile."""
+        loads its kernel for a shape at the first call, and the device is idle meanwhile."""
         space = self._space
         x = space.residual[:tokens]
         different = {spec.mlp: index for index, spec in enumerate(self.spec.layers)}
@@ -160,7 +159,7 @@ def load_gpu_decoder(
     is_deterministic: bool,
     ranks: Collectives = ALONE,
 ) -> GpuDecoder:
-    """Take the weights of `source`, which puts them on the device: of a rank of several, its part.
+    """Take the weights, or a rank's part of them, from `source`, which puts them on the device.
     `spec` is that of the whole model, `space` is for the part."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")

@@ -1,12 +1,12 @@
-"""A mixture of experts on a GPU: a fixed list of kernels over buffers that stay.
+"""A mixture of experts on a GPU: a fixed list of kernels over fixed buffers.
 
     router product | top-k, sort by expert | gate/up product of all experts, activated |
     down product of all experts | weighted sum of each token's rows
     besides, where there is a shared expert: its gate/up, activation and down
 
 Nothing waits for the device, and what runs depends on the number of tokens alone: safe in a CUDA
-graph. With Method.LIBRARY torch allocates the answers of the two products, which then depend on the
-number of tokens too.
+graph. With Method.LIBRARY torch allocates the outputs of the two products, whose sizes also depend
+on the number of tokens alone.
 """
 
 import logging
@@ -37,7 +37,7 @@ from mainstem.models.spec import ExpertsSpec
 
 log = logging.getLogger("mainstem.models")
 
-Linear = Callable[[Tensor, Tensor], Tensor]  # (x [tokens, in], room for the answer) -> answer
+Linear = Callable[[Tensor, Tensor], Tensor]  # (x [tokens, in], room for the output) -> output
 MakeLinear = Callable[[Weight, Tensor | None], Linear]  # of a weight [out, in] and a bias
 
 
@@ -55,7 +55,7 @@ class ExpertSpace:
     """Buffers of a step's experts, made once for all layers of a model."""
 
     routing: Routing
-    rows: Tensor  # [tokens * top_k, hidden]: gathered, then what the experts answer
+    rows: Tensor  # [tokens * top_k, hidden]: gathered, then the experts' output
     act: Tensor  # [tokens * top_k, size]
     shared: SharedSpace | None
 
@@ -107,7 +107,7 @@ class GpuExperts:
     """One layer's experts; the layers of a model share a space. `make_linear` is for the shared
     expert's products. `tiles` is for measuring: None chooses by the number of rows.
 
-    is_deterministic: a token's answer to the bit as if it were alone, if the linears do likewise.
+    is_deterministic: a token's output has the same bits as if it were alone, if the linears do so.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class GpuExperts:
         tiles: Tiles | None = None,
     ) -> None:
         if is_deterministic and tiles is not None:
-            raise LayoutError("tiles of a deterministic layer are not a choice")
+            raise LayoutError("tiles cannot be chosen for a deterministic layer")
         self._gate_up: Nibbles | Tensor
         self._down: Nibbles | Tensor
         self._gate_up, self._down = _packed_or_dense(tensors, space.rows.dtype)
@@ -184,7 +184,7 @@ def _packed_or_dense(
         packed = pack_nibbles(gate_up, dtype), pack_nibbles(down, dtype)
         if packed[0] is not None and packed[1] is not None:
             return packed[0], packed[1]
-        log.warning("experts are dequantized to %s, for there is no product of %s here",
+        log.warning("experts are dequantized to %s: no kernel supports %s",
                     dtype, gate_up.kind.value)  # fmt: skip
     return (
         gate_up if isinstance(gate_up, Tensor) else gate_up.dense(dtype),

@@ -1,10 +1,10 @@
-"""What stands between the products of a block on a GPU: residual, norms, scales; one pass over
+"""What is computed between the products of a block on a GPU: residual, norms, scales; one pass over
 memory each.
 
-    serial      between: x += attention's answer, norm     after: x += the MLP's answer, norm
-    parallel    between: norm of x                         after: x += both answers, norm
+    serial      between: x += attention's output, norm     after: x += the MLP's output, norm
+    parallel    between: norm of x                         after: x += both outputs, norm
 
-On a rank of several an answer is summed over ranks first; two that stand side by side, in one go.
+On a rank of several an output is summed over ranks first; parallel outputs are summed in one call.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from mainstem.models.gpu.linears import Rows
 from mainstem.models.spec import ModelSpec, NormKind, Residual
 from mainstem.models.tensors import NormTensors
 
-Join = Callable[[Tensor, Tensor], Rows]  # (an answer, x) -> what the next product reads
+Join = Callable[[Tensor, Tensor], Rows]  # (an output, x) -> what the next product reads
 
 
 class Joins(NamedTuple):
-    between: Join  # behind attention
-    after: Join  # behind the MLP
+    between: Join  # after attention
+    after: Join  # after the MLP
 
 
 class Reader(NamedTuple):
@@ -57,8 +57,8 @@ def make_joins(
     tails: tuple[Norm | None, Norm | None],
     ranks: Collectives,
 ) -> Joins:
-    """`mlp` is what the MLP reads, `following` what the next layer does; `tails` are the norms of
-    what attention and MLP answer."""
+    """`mlp` is what the MLP reads, `following` what the next layer reads; `tails` are the norms of
+    the outputs of attention and MLP."""
     scale = spec.residual_scale
     if spec.residual is not Residual.SERIAL:
         kind = _Parallel if ranks.shard.is_whole else _ParallelSummed
@@ -80,11 +80,11 @@ def make_joins(
 
 
 def _summed(answer: Tensor, ranks: Collectives) -> Tensor:
-    return ranks.sum_(answer.contiguous())  # fp8 products cut off what they have padded
+    return ranks.sum_(answer.contiguous())  # fp8 products return slices of padded rows
 
 
 class _Parallel:
-    """Attention's answer waits for the MLP's."""
+    """Attention's output is added together with the MLP's."""
 
     def __init__(self, mlp: Reader, following: Reader, scale: float, ranks: Collectives) -> None:
         self._mlp, self._following, self._scale = mlp, following, scale
@@ -100,7 +100,7 @@ class _Parallel:
         return self._mlp.read(x)
 
     def _after(self, answer: Tensor, x: Tensor) -> Rows:
-        first, self._answer = self._answer, None  # fp8 products answer in memory of their own
+        first, self._answer = self._answer, None  # fp8 products return memory of their own
         return self._following.read(x, Delta(answer, more=first, scale=self._scale))
 
 

@@ -1,5 +1,5 @@
-"""Products on a GPU. All take rows and room for the answer; those of fp8 take rows that a fused
-kernel has quantized already, too, and answer where they like."""
+"""Products on a GPU. All take rows and room for the output. Those in fp8 also take rows that a
+fused kernel has quantized already, and may return memory of their own."""
 
 import logging
 from typing import Protocol
@@ -35,7 +35,7 @@ class Linear(Protocol):
         ...
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
-        """x [tokens, in], room [tokens, out] -> answer [tokens, out]."""
+        """x [tokens, in], room [tokens, out] -> output [tokens, out]."""
         ...
 
 
@@ -56,7 +56,7 @@ class PlainLinear:
 
 
 class InvariantLinear:
-    """The same, each row to the bit as if it were alone."""
+    """The same, but each row has the same bits as if it were alone."""
 
     is_fp8 = False
 
@@ -69,8 +69,8 @@ class InvariantLinear:
 
 
 class LinearMaker:
-    """Makes a model's products, each by what its weight is and by the settings. `finish` when all
-    are made."""
+    """Makes a model's products, by the kind of weight and the settings. Call `finish` when all are
+    made."""
 
     def __init__(
         self, quantize: Quantize, is_deterministic: bool, dtype: torch.dtype, device: torch.device
@@ -91,7 +91,7 @@ class LinearMaker:
         weight, bias = product.weight, product.bias
         if isinstance(weight, PackedWeight) and not self._is_deterministic:
             made = fp8_linear(weight, bias, self._dtype)
-            # fp8 per channel, by order, is what some checkpoints have already
+            # with --quantize fp8: some checkpoints are in fp8 per channel already
             if made is not None and (made.is_fp8 or self._quantize is not Quantize.FP8):
                 return made
         if self._quantize is Quantize.FP8:
@@ -100,12 +100,12 @@ class LinearMaker:
         return self._exact(product, self._room)
 
     def head(self, product: Product) -> Linear:
-        """The LM head. That is never made fp8, for what it would gain is small and what it would
-        lose is not. It has few rows, and would need most room of all."""
+        """The LM head. It is never quantized to fp8: the gain would be small, the loss of accuracy
+        would not. It gets no room: it has few rows, and would need the largest room."""
         return self._exact(product, None)
 
     def _exact(self, product: Product, room: DenseRoom | None) -> Linear:
-        """By the numbers that the weight has; `room` is for dequantizing it in large steps."""
+        """A product with the weight's own numbers; `room` is for dequantizing it in large steps."""
         weight = product.weight
         if isinstance(weight, PackedWeight):
             nibbles = pack_nibbles(weight, self._dtype)
@@ -121,9 +121,9 @@ class LinearMaker:
         self._room.open()
         if self._unpacked:
             log.warning(
-                "%d products are dequantized to %s, for there is none of %s here%s",
+                "%d products are dequantized to %s: no kernel supports %s%s",
                 len(self._unpacked),
                 self._dtype,
                 ", ".join(sorted(set(self._unpacked))),
-                " that is deterministic" if self._is_deterministic else "",
+                " in the deterministic setting" if self._is_deterministic else "",
             )

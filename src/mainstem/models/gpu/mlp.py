@@ -1,4 +1,4 @@
-"""What stands for the MLP in a block on a GPU: dense, or experts."""
+"""The MLP of a block on a GPU: dense, or experts."""
 
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from mainstem.models.spec import MlpSpec
 
 
 class Mlp(Protocol):
-    """What a block does to each token by itself."""
+    """What a block computes for each token by itself."""
 
     @property
     def is_fp8(self) -> bool:
@@ -58,7 +58,7 @@ class DenseMlp:
 
 
 class ExpertsMlp:
-    """A layer's experts, their answer in the workspace."""
+    """A layer's experts, with their output in the workspace."""
 
     is_fp8 = False
 

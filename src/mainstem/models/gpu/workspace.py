@@ -52,7 +52,7 @@ def _expert_space(
     """One for all layers."""
     kinds = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)}
     if len(kinds) > 1:
-        raise UnsupportedModel("layers with different numbers or sizes of experts")
+        raise UnsupportedModel("layers with different numbers or sizes of experts are unsupported")
     for kind in kinds:
         return ExpertSpace.make(kind, spec.hidden_size, max_tokens, dtype, device)
     return None

@@ -6,7 +6,7 @@ Spans become *parts*, and parts of like shape become *buckets*, one kernel call 
     span, causal, n > 1    q x past keys | triangle     two parts: every query sees all the past
     ... and n >= 256       the same for each 128 q      the kernel would compute the whole square
     span, causal, n = 1    q x keys                     one part: a lone query sees everything
-    with a window          q x keys, masked             one part, where a query sees not all keys
+    with a window          q x keys, masked             one part, if a query does not see all keys
 
     bucket   [parts, heads, queries, dim] x [parts, kv_heads, keys, dim]
 
@@ -15,11 +15,11 @@ Pages lie head by head, so that neighbouring pages are one run of slots:
     kv       [2, kv_heads, pages * page_size, dim]      K, then V
 
 A bucket whose parts are evenly spaced runs of equal length reads them where they are (Windows);
-queries likewise (queries.py). Others are collected (Gather), by whole pages, triangles by slot;
-what lies behind a part's last key is masked and set to zero: a slot nobody wrote may hold NaN,
-and 0 * NaN is NaN.
+queries likewise (queries.py). Others are copied together (Gather), by whole pages, triangles by
+slot. Slots after a part's last key are masked and set to zero: a slot that was never written may
+hold NaN, and 0 * NaN is NaN.
 
-torch's fused CPU attention answers with the log-sum-exp beside the output. A token that lies in
+torch's fused CPU attention returns the log-sum-exp with the output. A token that lies in
 several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11). A
 sink takes part in this softmax. That kernel has no softcap; scores with one are computed in
 softcap.py.
@@ -44,7 +44,7 @@ _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.de
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What products of queries and keys are made into."""
+    """What is applied to the products of queries and keys."""
 
     scale: float
     softcap: float | None
@@ -75,7 +75,7 @@ class _Bucket:
         )
 
     def _whole_mask(self, q: Tensor) -> Tensor | None:
-        """The mask, that of a triangle written out."""
+        """The mask; that of a triangle is written out."""
         if not self.is_triangle:
             return self.mask
         count = q.shape[1]
@@ -107,7 +107,7 @@ class SpanPlan:
 
     @property
     def num_gathered_slots(self) -> int:
-        """K and V rows that are copied together before they are read, all heads counted."""
+        """K and V rows, of all heads, that are copied before they are read."""
         return sum(bucket.keys.room for bucket in self._buckets)
 
     def run(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -135,8 +135,8 @@ def plan(
     scale: float,
     softcap: float | None = None,
 ) -> SpanPlan:
-    """Prepare a step's attention. Every token must lie in a span that has keys, and see one of each
-    span that it lies in. Scores become softcap * tanh(score / softcap)."""
+    """Prepare a step's attention. Every token must lie in a span that has keys, and see at least
+    one key of each of its spans. Scores become softcap * tanh(score / softcap)."""
     parts = list(cut_parts(spans, shape.page_size))
     buckets = []
     owners = []
@@ -174,8 +174,8 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
 
 
 def _hidden_keys(parts: list[Part], lengths: Longs) -> NDArray[np.bool_] | None:
-    """Which keys the rows of each part do not see, [parts, rows or 1, keys]; None: they see all, or
-    those of a triangle."""
+    """Which keys the rows of each part do not see, [parts, rows or 1, keys]. None: rows see all
+    keys, or those of a triangle."""
     num_keys = int(lengths.max())
     keys = np.arange(num_keys)
     seen = [part.seen for part in parts if part.seen is not None]

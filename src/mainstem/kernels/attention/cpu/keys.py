@@ -1,4 +1,4 @@
-"""Where the keys of a kernel call are: in place, or to be collected (see attention.py)."""
+"""Where the keys of a kernel call are: in place, or to be copied together (see attention.py)."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,7 +38,7 @@ class Keys(Protocol):
 
     @property
     def room(self) -> int:
-        """Rows of scratch memory that `read` wants: slots to copy, K and V of every head."""
+        """Rows of scratch memory that `read` needs: slots to copy, K and V of every head."""
         ...
 
     def read(self, kv: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ class Gather:
     num_keys: int
     rows: Tensor  # of kv seen as [..., unit * dim]: [2, parts, kv_heads, units]
     unit: int  # slots in one row: a whole page, or 1
-    unused: Tensor | None  # collected slots behind a part's last key: they may hold anything
+    unused: Tensor | None  # copied slots after a part's last key: they may hold anything
 
     @property
     def room(self) -> int:
@@ -95,7 +95,8 @@ class Gather:
 def find_windows(parts: list[Part], shape: PageShape) -> Windows | None:
     """The parts in place, if they are runs of neighbouring pages, equally long and evenly spaced.
 
-    Runs of unequal length are not read in place: the slots behind a last key may be another's.
+    Runs of unequal length are not read in place: slots after a last key may belong to another
+    sequence.
     """
     size = shape.page_size
     num_keys = parts[0].num_keys
@@ -113,7 +114,7 @@ def find_windows(parts: list[Part], shape: PageShape) -> Windows | None:
 
 
 def gather(parts: list[Part], lengths: Longs, shape: PageShape) -> Gather:
-    """Collect the parts: triangles by slot, others by whole pages."""
+    """Copy the parts together: triangles by slot, others by whole pages."""
     page_size, num_keys = shape.page_size, int(lengths.max())
     if parts[0].is_triangle:
         unit, per_head = 1, shape.num_pages * page_size

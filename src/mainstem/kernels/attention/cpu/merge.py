@@ -1,4 +1,4 @@
-"""Joining what several kernel calls found for the same token (see attention.py)."""
+"""Joining the outputs of several kernel calls for the same token (see attention.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mainstem.kernels.attention.cpu.keys import Longs
 
 
 class Partial(NamedTuple):
-    """What a bucket's queries found among its keys."""
+    """Output of a bucket's queries over its keys, and the lse."""
 
     out: Tensor  # [parts, heads, queries, dim]
     lse: Tensor  # [parts, heads, queries]
@@ -39,7 +39,7 @@ class Merge:
         places = [
             place for i, rows in enumerate(owners) for place in _find_places(i, rows, num_tokens)
         ]
-        # one that has every token in order comes first: the others are added to it
+        # a bucket with every token in order comes first: the others are added to it
         places.sort(key=lambda place: not _is_run(place, everything))
         self._places = places
         self._is_covered = _is_run(places[0], everything)

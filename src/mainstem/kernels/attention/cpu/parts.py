@@ -12,14 +12,14 @@ _MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys: 16 MB in fp32
 _MAX_PADDED_QUERIES = 16  # parts with more queries are batched only at equal length
 _CALL_SLOTS = 256  # what can be gathered in the time of one more kernel call
 _TRIANGLE = 128  # queries in a piece of a long causal part
-_MAX_PIECED_PAST = 2048  # keys; before more, pieces lose at the past what they gain at the triangle
+_MAX_PIECED_PAST = 2048  # with more past keys, pieces lose there what they gain at the triangle
 _MIN_SPLIT_KEYS = 256  # a shorter piece costs more in the merge than the other core saves
 _MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitting
 
 
 def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
-    """Cut causal spans into past and triangle, unless some query does not see the first key; leave
-    out what has no keys or queries."""
+    """Cut causal spans into past and triangle, unless some query does not see the first key. Parts
+    without keys or queries are left out."""
     query_starts = spans.query_starts.tolist()
     page_starts = spans.page_starts.tolist()
     query_rows = spans.query_rows.astype(np.int64)
@@ -55,7 +55,7 @@ def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
 
 
 def _pieces(rows: Longs, past: int) -> list[Longs]:
-    """Queries in the pieces in which they run: the kernel computes a triangle of up to 512 as a
+    """Numbers of queries in the pieces of a part: the kernel computes a triangle of up to 512 as a
     square, at twice the cost."""
     if len(rows) < 2 * _TRIANGLE or past > _MAX_PIECED_PAST:
         return [rows]
@@ -84,7 +84,7 @@ def group_parts(parts: list[Part], shape: PageShape) -> Iterator[list[Part]]:
 
 
 def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
-    """As many parts as have a mask of bounded size together."""
+    """As many parts at once as keep the size of their mask bounded."""
     cells = len(bucket[0].rows) * bucket[0].num_keys  # of the longest
     count = max(1, _MAX_BUCKET_ELEMENTS // cells)
     for first in range(0, len(bucket), count):
@@ -92,7 +92,7 @@ def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
 
 
 def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:
-    """Parts of equal length together, if all can be read in place and that is worth the calls."""
+    """Parts grouped by length, if all can be read in place and that is worth the extra calls."""
     by_length: dict[int, list[Part]] = {}
     for part in group:
         by_length.setdefault(part.num_keys, []).append(part)
@@ -157,8 +157,7 @@ def _split(bucket: list[Part], shape: PageShape) -> Iterator[list[Part]]:
 def folds(num_queries: int, group: int) -> bool:
     """Whether laying `group` heads' queries end to end lets the kernel take larger blocks.
 
-    It takes 32 rows at a time below 192 and 64 from there on, which is 6 % faster, and 256 from 768
-    on.
+    It takes 32 rows at a time below 192, 64 from 192 on, which is 6 % faster, and 256 from 768 on.
     """
     return group > 1 and num_queries * group >= 192
 

@@ -1,4 +1,4 @@
-"""Where the queries of a kernel call are: in place, or to be collected (see attention.py)."""
+"""Where the queries of a kernel call are: in place, or to be copied together (see attention.py)."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,7 @@
-"""Attention whose scores become cap * tanh(score / cap), with the log-sum-exp beside it.
+"""Attention whose scores become cap * tanh(score / cap); returns the log-sum-exp, too.
 
-torch's fused kernel has no softcap. Scores are computed for a few queries at a time, all keys of
-them at once.
+torch's fused kernel has no softcap. Scores are computed for a few queries at a time, with all of
+their keys at once.
 """
 
 import torch

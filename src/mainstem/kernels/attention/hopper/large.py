@@ -1,27 +1,27 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 # ruff: noqa: PLR0917
-"""Large units on Hopper, which are shared prefixes and prompts: a warp that brings pages, and two
+"""Large units on Hopper, which are shared prefixes and prompts: a warp that copies pages, and two
 groups of four warps that compute.
 
-The same units as the large ones of `triton/span.py`, by means that only this card has, and written
-in Gluon since Triton proper has no words for them:
+The same units as the large ones of `triton/span.py`, with instructions that only this card has,
+written in Gluon since Triton proper does not expose them:
 
     producer   | one warp; copies the pages of tiles of keys to shared memory by TMA, ahead of need
-    consumers  | two groups, 64 rows of the unit each; both read the same tile, so that L2 is asked
+    consumers  | two groups, 64 rows of the unit each; both read the same tile, so that L2 is read
                | once for 128 rows
 
-A consumer starts the scores of a tile and the products with V of the one before together, and takes
-the softmax while the tensor cores are at those of the other group. Barriers in shared memory say
-which tile is there (`full`) and which may be overwritten (`empty`).
+A consumer starts the scores of a tile together with the products with V of the previous tile. It
+computes the softmax while the tensor cores work for the other group. Barriers in shared memory say
+which tile has arrived (`full`) and which may be overwritten (`empty`).
 
-Instructions come from memory, too, and most of them run for the first time: nothing is there twice
-that need not be.
+Instructions also come from memory, and most of them run for the first time, so code is not
+duplicated.
 
-Queries are in registers, since shared memory is busy enough with K and V, and those of the next
-unit are copied meanwhile. Those of heads of 256 do not fit there and stay in shared memory.
+Queries are in registers, since K and V keep shared memory busy; queries of the next unit are copied
+meanwhile. Queries of heads of 256 do not fit in registers and stay in shared memory.
 
-It runs ahead of the kernel of the small units, which takes multiprocessors as this one leaves them
-and waits for it before it ends.
+This kernel runs before that of the small units, which takes over multiprocessors as they become
+free and waits for this kernel before it ends.
 """
 
 from triton.experimental import gluon
@@ -72,7 +72,7 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_LARGE_END,
 )
 
-BLOCK = gl.constexpr(16)  # keys that the producer clears at once
+BLOCK = gl.constexpr(16)  # keys that the producer clears in one step
 NUM_WARPS = 4
 NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
 MAX_REGISTERS = 168  # a third of what a multiprocessor has, for each of three groups of warps
@@ -162,7 +162,7 @@ def _produce(
                 k_desc, k_tail_desc, k_tiles, k_tails, stage, pages_ptr, first_page, last_page,
                 kv_head, k_full.index(stage), KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM,
             )  # fmt: skip
-            # A tile with rows to clear is complete when they are; it arrives elsewhere first.
+            # A tile with rows to clear arrives at an extra barrier first; it is full once cleared.
             is_cut = start + TILE_K > key_end
             mbarrier.wait(v_empty.index(stage), was_read)
             _bring(
@@ -218,7 +218,9 @@ def _mask(
 
 @gluon.jit
 def _weigh(scores, top, scale):
-    """Weights of scores under a maximum that is the larger of theirs and `top`; that one, too."""
+    """Weights of scores relative to the new maximum, the larger of theirs and `top`; new maximum;
+    base.
+    """
     top = gl.maximum(top, gl.max(scores, 1) * scale)
     # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
     base = gl.where(top == float("-inf"), 0.0, top)
@@ -233,12 +235,12 @@ def _attend(
     SOFTCAP: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles of a unit: acc, that of the tail, top and total of its 64
-    rows, once the last products are waited for, which read the weights until then.
+    """The online softmax over the tiles of a unit: acc, acc of the tail, weights, top and total of
+    its 64 rows. The caller must wait for the last products, which still read the weights.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
-    PRODUCTS: gl.constexpr = 2 if TAIL > 0 else 1  # with V, that are not waited for with scores
+    PRODUCTS: gl.constexpr = 2 if TAIL > 0 else 1  # with V, in flight beside the scores
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     top = gl.full([64], float("-inf"), gl.float32, S_ROWS)
@@ -252,8 +254,8 @@ def _attend(
         stage = i % STAGES
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
         pending = _start_scores(q, q_tail, k_tiles, k_tails, stage, S_LAYOUT, TILE_K, TAIL > 0)
-        # The first tile has none before it, and a turn of its own for it would double the
-        # instructions: it multiplies whatever there is, which the second forgets.
+        # The first tile has no previous one, and a special case for it would double the
+        # instructions. It multiplies whatever V is there, and the second tile discards the result.
         v_stage = (i + STAGES - 1) % STAGES
         mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile_begin)
         summing = warpgroup_mma(
@@ -319,8 +321,8 @@ def _consume(
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Half of the rows of every unit of this program. What the next unit is, and its queries, are
-    fetched while this one is computed; the first turn does no more.
+    """Half of the rows of every unit of this program. The next unit's fields and queries are
+    fetched while this one is computed; the first turn only fetches.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -449,9 +451,9 @@ def _large_units_kernel(
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
-    gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
+    gdc_wait()  # the previous kernel may have written the plan, the queries or the pages
     gdc_launch_dependents()
-    # What the producer begins with; it comes while barriers are made.
+    # The producer's first unit; loaded while barriers are set up.
     share_ptr = share_of(plan_ptr)
     begin = gl.load(share_ptr + SHARE_LARGE_BEGIN)
     end = gl.load(share_ptr + SHARE_LARGE_END)

@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 # ruff: noqa: PLR0917
-"""Attention on Hopper: what units of both kinds do with their rows, and words of Gluon's.
+"""Attention on Hopper: what units of both kinds do with their rows, and helpers for Gluon.
 
-A group of four warps has 64 rows. In a large unit they are rows of one KV head; in a small unit
-they are those of FOLD KV heads side by side, each of them SPLITS times, since as many parts of its
-keys have sums of their own until the unit ends (`small.py`). With N = 64 / (FOLD * SPLITS):
+A group of four warps has 64 rows. In a large unit they are rows of one KV head. In a small unit
+they are those of FOLD KV heads side by side, each SPLITS times: a head's keys are split into SPLITS
+parts, which have sums of their own until the unit ends (`small.py`). With N = 64 / (FOLD * SPLITS):
 
     row r of a group  ->  row row_begin + r % N of the span,  KV head kv_head + r // (64 / FOLD)
 
 A head_dim is MAIN dims, in panels of 64, and a TAIL of 16 or 32 where 64 does not divide it: 80 is
-64 + 16. The tail has memory, descriptors and sums of its own, so that nothing is read or computed
-for dims that there are not.
+64 + 16. The tail has memory, descriptors and sums of its own, so that no padding is read or
+computed.
 """
 
 from torch import Tensor
@@ -52,11 +52,11 @@ TILES = gl.constexpr(tiles_of(64))
 
 @gluon.constexpr_function
 def finished(rows: int, dims: int, is_packed: bool) -> gl.DistributedLinearLayout:
-    """Who has what of finished rows: 64, as tensor cores leave them, a warp has 16, or fewer, where
-    warps have a share of the dims.
+    """Layout of finished rows over threads. Of 64 rows, as tensor cores leave them, a warp has 16;
+    of fewer rows, each warp has a share of the dims.
 
-    Four threads have 32 dims of a row, each of them 2 and 2. When packed, who has what is the same,
-    but the 8 of a thread are neighbours, 16 bytes to write at once. Of a tail of 16 dims it has 4.
+    Four threads share 32 dims of a row, in pairs by turns. When packed, each thread has the same
+    dims, but its 8 are neighbours, 16 bytes to write at once. Of a tail of 16 dims it has 4.
     """
     run = min(dims, 32) // 4
     bits = run.bit_length() - 1
@@ -119,7 +119,7 @@ def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.conste
 
 @gluon.jit
 def share_of(plan_ptr):
-    """Where it stands what this program has to do."""
+    """This program's share in the plan."""
     return plan_ptr + HEADER_INTS + gl.program_id(0) * SHARE_INTS
 
 
@@ -156,8 +156,8 @@ def find_tokens(
     first_token, entries_ptr, row_begin, row_end,
     GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Tokens of a group's rows. Where those of the span are neighbours, the piece tells the first,
-    and they need not be looked up; else it tells -1.
+    """Tokens of a group's rows. If those of the span are neighbours, the piece holds the first, and
+    they need not be looked up; otherwise it holds -1.
     """
     rows, _ = rows_of(row_begin, 0, 64, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
     tokens = first_token + rows // GROUP
@@ -171,7 +171,7 @@ def start_queries(
     q_ptr, q_rows, q_tail, tokens, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
     GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a group's rows into shared memory; those past the last are nobody's."""
+    """Begin to copy a group's rows into shared memory; rows past the last are never used."""
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     rows, head = rows_of(row_begin, kv_head, 64, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
     dims = gl.arange(0, MAIN, gl.SliceLayout(0, QUERIES))
@@ -186,8 +186,8 @@ def start_queries(
 
 @gluon.jit
 def await_queries():
-    """No fence, since they are read as any memory: that would wait for everything else that this
-    group has asked for.
+    """Wait for the queries. No fence, since they are read by plain loads: a fence would wait for
+    everything else that this group has requested.
     """
     async_copy.wait_group(0)
     barrier()
@@ -214,8 +214,8 @@ def find_rows(
     entries_ptr, num_entries, row_begin, row_end, kv_head, COUNT: gl.constexpr,
     GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Token, slot and head of a group's rows, which of them there are, and whether they are whole;
-    a unit's rows are all of one kind. COUNT is 64, or what is left when splits are merged.
+    """Token, slot and head of a group's rows, which of them exist, and whether they are whole; a
+    unit's rows are all of one kind. COUNT is 64, or fewer once splits are merged.
     """
     rows, head = rows_of(row_begin, kv_head, COUNT, GROUP, FOLD, 1, LAYOUT)
     is_row = rows < row_end
@@ -228,7 +228,7 @@ def find_rows(
 
 @gluon.jit
 def find_first_keys(entries_ptr, num_entries, rows, row_end, GROUP: gl.constexpr):
-    """From which key on rows see."""
+    """The first key that each row sees."""
     ptrs = entries_ptr + ENTRY_FIRST_KEY * num_entries + rows // GROUP
     return gl.load(ptrs, mask=rows < row_end, other=0)
 
@@ -288,9 +288,9 @@ def write_rows(
     """Rows, times their share, to `out` where they are whole; packed to their slots where they are
     Partials.
 
-    A packed row is in fp16, over its largest magnitude: half of the bytes to write and to read, and
-    nothing overflows; if that is infinite, no dim of the row is a number. Beside its lse stands
-    what to multiply it by. Its dims stand in the order in which threads have them
+    A packed row is in fp16, divided by its largest magnitude: half of the bytes to write and read,
+    and nothing overflows. If that magnitude is infinite, all dims of the row are NaN. The factor to
+    multiply the row by is next to its lse. Dims are in the order in which threads have them
     (`merge_partials.py`).
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL

@@ -2,7 +2,7 @@
 # ruff: noqa: PLR0917
 """Attention on Hopper: small units, which are bound by memory.
 
-A program has a producer, one warp that brings tiles, and a consumer, four warps that compute. The
+A program has a producer, one warp that copies tiles, and a consumer, four warps that compute. The
 producer runs ahead from unit to unit, so reading does not stop between two of them. A tile is 64
 (head, key) pairs: as many keys of each of FOLD heads. A page holds its KV heads one after the
 other, so where pages are as long as that a tile is one block of memory; else it has a block of each
@@ -11,14 +11,14 @@ that head's keys alone: tensor cores need not multiply heads with each other. Wh
 heads than warps, and these are not needed for rows, a head's keys are split into SPLITS parts, each
 with a softmax of its own, and these are merged when the unit ends.
 
-A program has its share of the units, and then claims others from the work queue (`work_queue.py`)
-until there are none; one without a share claims at once, or not at all, as the plan says. The
-producer claims some tiles before it needs the unit, since an answer takes a microsecond, and leaves
-a note about every unit for the consumer, which asks for its queries while tiles of the one before
-are left.
+A program does its share of the units, then claims others from the work queue (`work_queue.py`)
+until it is empty. A program without a share claims at once, or not at all, as the plan says. The
+producer claims a unit some tiles before it needs it, since a claim takes a microsecond. It leaves a
+note about every unit for the consumer, which requests the unit's queries while tiles of the
+previous unit are left.
 
-Where there are large units it runs behind their kernel, takes multiprocessors as that one leaves
-them, and waits for it before it ends.
+In a step with large units this kernel runs after theirs, takes over multiprocessors as they become
+free, and waits for that kernel before it ends.
 """
 
 from triton.experimental import gluon
@@ -232,8 +232,8 @@ def _consume(
         next_kv_head = 0
         next_first_key = first_key
         num_tiles = num_tiles_of(key_begin, key_end, KEYS)
-        # With this tile released the producer has room for all others of the unit: it tells what
-        # comes next without waiting for another.
+        # Once this tile is released, the producer has room for all others of the unit, so it notes
+        # the next unit without waiting for another release.
         ask_behind = gl.where(num_tiles > STAGES, num_tiles - STAGES, num_tiles) - 1
         await_queries()
         q = queries.load(FIRST)
@@ -336,14 +336,14 @@ def _small_units_kernel(
     """Attend to the small units of this program. `scale` includes log2(e). SOFTCAP is in natural
     units, 0 for none.
 
-    Behind the kernel of the large units (not IS_FIRST) it need not wait at its begin: that one lets
-    it start behind its own wait. Whoever waits for this kernel must wait for that one, too, so one
-    program does at its end.
+    After the kernel of the large units (not IS_FIRST) it need not wait at its start: that kernel
+    launches it only after its own wait. A kernel that waits for this one must wait for that one
+    too, so one program of this kernel waits for it at its end.
     """
     if IS_FIRST:
-        gdc_wait()  # the kernel ahead may have written the plan, the queries or the pages
+        gdc_wait()  # the previous kernel may have written the plan, the queries or the pages
     gdc_launch_dependents()
-    # What the producer begins with; it comes while barriers are made.
+    # The producer's first unit; loaded while barriers are set up.
     share_ptr = share_of(plan_ptr)
     unit_ptr = share_ptr + SHARE_FIRST_SMALL
     begin = gl.load(share_ptr + SHARE_SMALL_BEGIN)
@@ -376,12 +376,12 @@ def _small_units_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # The producer is STAGES tiles ahead at most, so as many units, and claims one more: that many
-    # notes are enough, and twice STAGES is no less.
+    # The producer is at most STAGES tiles, so at most STAGES units, ahead and claims one more:
+    # STAGES + 1 notes are enough.
     notes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, NOTE_INTS], ROW)
     noted = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
-    # Not a constant number of times, or it would be unrolled: instructions that run once are
-    # fetched from memory all the same.
+    # The count is not a constant, or the loop would be unrolled: instructions that run once are
+    # fetched from memory, too.
     for i in range(0, num_barriers):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -397,8 +397,8 @@ def _small_units_kernel(
         unit_ptr = queue_ptr + gl.maximum(claimed, 0) * PIECE_INTS
         kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
         page, page_at, key_begin, key_end = read_keys(unit_ptr)
-        # Claiming takes some shared memory, where copies might come to lie, and where, unseen by
-        # the compiler, the producer's arguments do next: all warps must have read what was claimed.
+        # Claiming uses shared memory that copies may reuse, and that, unseen by the compiler, the
+        # producer's arguments reuse next: all warps must have read the claimed unit by then.
         fence_async_shared()
         barrier()
     if not has_units:

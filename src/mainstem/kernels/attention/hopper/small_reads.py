@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 # ruff: noqa: PLR0917
-"""Attention on Hopper: how small units are read, and which one a program has next.
+"""Attention on Hopper: how small units are claimed and read.
 
-The producer of a program is one warp. It claims units of the work queue, notes down for the
-consumer what they are, and copies their keys to shared memory by TMA.
+The producer of a program is one warp. It claims units of the work queue, leaves a note about each
+for the consumer, and copies their keys to shared memory by TMA.
 """
 
 from triton.experimental import gluon
@@ -27,14 +27,14 @@ from mainstem.kernels.attention.triton.layout import (
 )
 
 LANES = gl.constexpr(64)  # keys x heads of a tile
-CLAIM_AHEAD = gl.constexpr(4)  # tiles that are left of a unit when the next one is claimed
-READ_AHEAD = gl.constexpr(2)  # when it is read what that is
-NOTE_AHEAD = gl.constexpr(1)  # and when the consumer is told
+CLAIM_AHEAD = gl.constexpr(4)  # tiles left of a unit when the next one is claimed,
+READ_AHEAD = gl.constexpr(2)  # when its fields are read
+NOTE_AHEAD = gl.constexpr(1)  # and when the consumer gets the note
 
 
 def rows_of_box(fold: int, page_size: int) -> int:
-    """Rows of K or V that are copied at once: of all heads of a unit where a page of theirs fills a
-    tile, else of one.
+    """Rows of K or V that are copied at once: of all heads of a unit if a page of them fills a
+    tile, otherwise of one head.
     """
     lanes: int = LANES.value
     return lanes if fold * page_size == lanes else min(page_size, lanes // fold)
@@ -42,11 +42,11 @@ def rows_of_box(fold: int, page_size: int) -> int:
 
 @gluon.jit
 def take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.constexpr):
-    """Take a ticket of the work queue. Nobody waits for it before `claimed_unit`.
+    """Take a ticket of the work queue, without waiting for it; `claimed_unit` waits.
 
-    Who claims does so until there is no unit left, so the last ticket of all is known, and makes
-    the queue ready for the next launch: the count begins anew behind it. (Not `atomic_add`, which
-    makes one of what a warp adds, and waits to tell its lanes apart.)
+    Every claimer claims until no unit is left, so the number of tickets is known: after the last
+    one the counter wraps to zero, ready for the next launch. (Not `atomic_add`: it combines what
+    the lanes of a warp add, and waits to give each lane its own result.)
     """
     lanes = gl.arange(0, WARPS * 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
     return gl.inline_asm_elementwise(
@@ -67,14 +67,14 @@ def take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.con
 
 @gluon.jit
 def claimed_unit(tickets, num_queued):
-    """The unit of the queue, or -1 where none is left or nobody asked."""
+    """The claimed unit of the queue, or -1 if none is left or none was requested."""
     ticket = gl.max(tickets, 0)
     return gl.where(ticket < num_queued, ticket, -1)
 
 
 @gluon.jit
 def read_keys(unit_ptr):
-    """What the producer needs of a unit: first page id; where page ids begin, keys."""
+    """What the producer needs of a unit: first page id, start of its page ids, key range."""
     return (
         gl.load(unit_ptr + PIECE_FIRST_PAGE), gl.load(unit_ptr + PIECE_PAGES_AT),
         gl.load(unit_ptr + PIECE_KEY_BEGIN), gl.load(unit_ptr + PIECE_KEY_END),
@@ -86,7 +86,7 @@ def _bring_block(
     desc, tail_desc, boxes, tail_boxes, arrived, stage, j, first_row,
     PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Keys of a page, of all heads or of one after the other, to lie head by head in the tile."""
+    """Copy keys of a page into the tile, head by head: all heads at once, or one by one."""
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
     HAS_TAIL: gl.constexpr = HEAD_DIM % PANEL > 0
     for head in gl.static_range(HEADS):
@@ -105,8 +105,8 @@ def _bring(
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Some tiles of a unit, each into a stage that has been read; past the span's last page, that
-    one again. `at` counts blocks.
+    """Copy some tiles of a unit, each into a stage that has been read. Past the span's last page,
+    that page is copied again. `at` counts blocks.
     """
     KEYS: gl.constexpr = LANES // FOLD
     PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)  # of a tile
@@ -145,8 +145,8 @@ def produce(
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring K and V of all units of this program; claim those that follow its share, and note down
-    for the consumer what each is.
+    """Copy K and V of all units of this program; claim units after its share, and leave a note
+    about each for the consumer.
     """
     UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
     KEYS: gl.constexpr = LANES // FOLD

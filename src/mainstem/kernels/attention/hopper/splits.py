@@ -3,8 +3,8 @@
 """Attention on Hopper: a small unit's sums as rows, the splits of its heads merged.
 
 A head whose keys are split has SPLITS sections, [section, row, dim], each with a softmax of its
-own and in a warp, or two, of its own. They are merged by way of shared memory. (A sum over an axis
-that lies across warps does the same, and takes four microseconds.)
+own and in one or two warps of its own. They are merged through shared memory. (A sum over an axis
+that lies across warps does the same, but takes four microseconds.)
 """
 
 from triton.experimental import gluon
@@ -15,13 +15,13 @@ from mainstem.kernels.attention.hopper.rows import barrier, reshaped
 
 @gluon.constexpr_function
 def sums_of(dims: int) -> gl.SwizzledSharedLayout:
-    """fp32 sums in shared memory, 8 rows of which a warp writes at once to different banks."""
+    """fp32 sums in shared memory; a warp writes 8 rows at once, to different banks."""
     return gl.SwizzledSharedLayout(8, 1, min(dims // 8, 8), [1, 0])
 
 
 @gluon.jit
 def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sum over the parts of each head's keys, by way of shared memory: [heads x rows, dims]."""
+    """The sum over the parts of each head's keys, through shared memory: [heads x rows, dims]."""
     ROWS: gl.constexpr = acc.shape[1]
     DIMS: gl.constexpr = acc.shape[2]
     acc = acc.reshape([FOLD, SPLITS, ROWS, DIMS]).permute((1, 0, 2, 3)).reshape([64, DIMS])
@@ -35,8 +35,8 @@ def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: g
 
 @gluon.jit
 def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """What to multiply sums of sections by, [sections, rows], and top and total over the parts of
-    each head's keys, [heads x rows].
+    """Factors for the sums of sections, [sections, rows], and top and total over the parts of each
+    head's keys, [heads x rows].
     """
     ROWS: gl.constexpr = top.shape[1]
     tops = top.reshape([FOLD, SPLITS, ROWS])

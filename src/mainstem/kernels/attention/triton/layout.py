@@ -1,6 +1,6 @@
 """Fields of a plan (`attention/layout.py`) as constants, the only globals that kernels may read.
 
-Values are taken from there, name by name, and are part of what Triton caches compiled code by.
+Values are taken from there by name. They are part of the key of Triton's compile cache.
 """
 
 import triton.language as tl

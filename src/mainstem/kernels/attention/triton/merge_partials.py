@@ -2,16 +2,16 @@
 # ruff: noqa: PLR0917
 """Merges the Partials that span attention left, in slot order, which is the order of the spans.
 
-A launch of its own, but not a costly one: on cards that can (Hopper and later) it begins while
-attention is still running. Its programs come in as those of attention end, fetch their code and
-what to merge, and wait for the last Partial there.
+A separate launch, but a cheap one: on Hopper and later it begins while attention still runs. Its
+programs start as those of attention end, fetch their code and the list of merges, and wait for the
+last Partial.
 
 Partials are rows of fp32 with an lse each, or packed (`hopper/rows.py`): rows of fp16 with an lse
-and a factor each, and in every 32 dims another order:
+and a factor each. Packed rows have another order within every 32 dims:
 
     place 8 b + 2 a + c  |  dim 8 a + 2 b + c, where a and b are 0 to 3, c is 0 or 1
 
-Places of dims that heads do not have are not written, and hold anything.
+Places past a head's dims are not written, and may hold anything.
 """
 
 import triton
@@ -43,7 +43,7 @@ def _find_rows(merges_ptr, num_merges, first, HEADS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _load_lse(partial_lse_ptr, place, is_there, IS_PACKED: tl.constexpr):
-    """Of Partials, and what their rows are to be multiplied by."""
+    """The lse of Partials, and the factors of their rows."""
     STEP: tl.constexpr = 2 if IS_PACKED else 1
     ptrs = partial_lse_ptr + place * STEP
     lse = tl.load(ptrs, mask=is_there, other=float("-inf"), cache_modifier=".cg")
@@ -55,7 +55,7 @@ def _load_lse(partial_lse_ptr, place, is_there, IS_PACKED: tl.constexpr):
 
 @triton.jit
 def _are_there(is_there, dims, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Places of Partials, in 32s, with dims that heads have."""
+    """Which places of Partials, in groups of 32, hold dims of a head."""
     if HEAD_DIM == DIM:
         return is_there
     else:
@@ -64,7 +64,7 @@ def _are_there(is_there, dims, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _base_of(top):
-    """What to take from exponents under a maximum: 0 where that is -inf."""
+    """What to subtract from exponents: their maximum, or 0 where that is -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -95,8 +95,8 @@ def _merge_rows(
     ROWS: tl.constexpr, PARTS: tl.constexpr,
     HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, PARTS Partials of each at a time: all of these are asked for before one is used,
-    and a thread has the same dims of all.
+    """ROWS rows, PARTS Partials of each at a time. All loads are issued before one is used, and a
+    thread has the same dims of all Partials.
     """
     token, head, slot, parts, is_row = _find_rows(merges_ptr, num_merges, tile * ROWS, HEADS, ROWS)
     most = tl.max(parts, 0)
@@ -185,8 +185,8 @@ def _merge_partials_kernel(
     IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles: of many rows with few Partials each, of few where there are not enough
-    for all programs, or of one row with many Partials.
+    """This program's tiles: of several rows with few Partials each (fewer rows if there are not
+    enough tiles for all programs), or of one row with many Partials.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -222,5 +222,5 @@ def _merge_partials_kernel(
                 stride_out_token, stride_out_head,
                 HEADS, HEAD_DIM, DIM, 32, 128, HAS_LSE, IS_PACKED, OVERLAPS,
             )  # fmt: skip
-    if OVERLAPS:  # who has nothing to merge must not end before attention does, either
+    if OVERLAPS:  # a program with nothing to merge must not end before attention, either
         tl.extra.cuda.gdc_wait()

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""How rows of attention end, in every kernel that ends some."""
+"""How all attention kernels finish their rows."""
 
 import triton
 import triton.language as tl

@@ -3,8 +3,8 @@
 """The span attention kernel: shared and own runs of keys in one launch (on Hopper see
 `hopper/large.py` and `hopper/small.py`, which do the same in two).
 
-A fixed grid of programs reads its work from a list in device memory, so the launch is the same
-whatever the step holds and a CUDA graph can be replayed over it. One unit of work is
+A fixed grid of programs reads its work from a list in device memory, so the launch is the same for
+every step, and a CUDA graph can be replayed. One unit of work is
 
     (rows of one span that share a KV head) x (a stretch of the span's keys) x (that KV head)
 
@@ -63,7 +63,7 @@ from mainstem.kernels.attention.triton.rows import LOG2_E, normalised, write_row
 def _capped(scores, scale, SOFTCAP: tl.constexpr):
     """SOFTCAP * tanh(score / SOFTCAP) in base-2 units, as scores are once scaled.
 
-    By exponents, which every target has: too large ones give inf and a tanh of 1.
+    Computed by exp2, which every target has: if it overflows to inf, tanh is 1.
     """
     doubled = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
     return (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0))
@@ -139,8 +139,8 @@ def _small_queries(
     GROUP: tl.constexpr, FOLD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE_Q: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a small unit: [FOLD KV heads, TILE_Q // FOLD], the span's rows in each. What they
-    are, where they go and, with windows, from which key on they see.
+    """The rows of a small unit, [FOLD KV heads, TILE_Q // FOLD]: their queries, where their output
+    goes and, with windows, the first key that each sees.
     """
     rows = tl.arange(0, TILE_Q)
     row = rows % (TILE_Q // FOLD)
@@ -236,8 +236,8 @@ def _small_units(
         next_key_end = tl.load(next_ptr + PIECE_KEY_END)
         next_first_limit = tl.load(next_ptr + PIECE_FIRST_LIMIT)
         next_stretch = tl.load(next_ptr + PIECE_STRETCH)
-        # Not from the piece, where it stands, too: Triton 3.6 does not carry `key_begin` on where
-        # an inner loop begins with it and nothing else needs it.
+        # Not loaded from the piece, which has it, too: Triton 3.6 loses `key_begin` if only the
+        # start of an inner loop uses it.
         next_first_page = tl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
         next_q, next_token, next_slot, next_first_key = _small_queries(
             q_ptr, entries_ptr, num_entries, next_entry, next_num_rows, next_kv_head,
@@ -265,7 +265,7 @@ def _small_units(
                 q, k, v, is_seen, max_score, weight, acc, scale, SOFTCAP, UPCAST
             )
             page = next_page
-        # A loop of one step at most, since a loop reads K and V at once.
+        # A loop of at most one step, since a loop issues the loads of K and V together.
         for start in tl.range(full_end, key_end, PAGE_SIZE, num_stages=2):
             place = (page * KV_HEADS + kv_head) * PAGE_SIZE
             k = k_rows.load([place, 0])
@@ -410,7 +410,7 @@ def _large_unit(
             False, False, SOFTCAP, WIDE, UPCAST,
         )  # fmt: skip
         page = next_page
-    # Asked for anew: carrying the ids out of the loop above would double its loads.
+    # Loaded again: carrying the ids out of the loop above would double its loads.
     page = _page_of(pages_ptr, clear_end, key_end, PAGE_SIZE, TILE_K)
     for start in tl.range(clear_end, key_end, TILE_K, num_stages=1):
         max_score, weight, acc = _large_step(
@@ -447,11 +447,11 @@ def _span_kernel(
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if OVERLAPS:
-        # Behind the kernel ahead, which may have written the plan; only then may the merge, which
-        # reads the plan as well, take its places as programs end.
+        # Wait for the previous kernel, which may have written the plan. Only then may the merge,
+        # which reads the plan as well, start on the places of programs that have ended.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Neighbours in the list of shares run on one SM: large units come to lie beside small ones.
+    # Neighbours in the list of shares run on one SM, so large units run beside small ones.
     sms = num_programs // PER_SM
     shares_ptr = plan_ptr + HEADER_INTS
     share_ptr = shares_ptr + ((program % sms) * PER_SM + program // sms) * SHARE_INTS
