@@ -1,6 +1,7 @@
 """Scores and prompt logprobs over FakeRunner: the same whatever is cached, and computed once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mainstem.core.request import Delivery, Output, Request, SamplingParams, Sco
 from mainstem.engine.engine import Engine
 from tests.builders import VOCAB, a_request, an_engine, run_all
 from tests.fakes import fake_logprob
+from tests.kv.mirror import Mirror, Recorder
 
 RNG = np.random.default_rng(7)
 CONTEXT = RNG.integers(0, VOCAB, 37).tolist()
@@ -206,3 +208,22 @@ def test_prompts_whose_logprobs_nobody_can_reuse_do_not_wait_for_each_other(top:
     requests = [a_request([*shared, 50 + n], sampling=sampling) for n in range(16)]
     run_all(engine, requests)
     assert counters.steps <= 6
+
+
+@pytest.mark.parametrize("ends", ["later", "never"])
+def test_no_page_is_told_before_the_one_it_follows(ends: str) -> None:
+    recorder, mirror = Recorder(bus := EventBus()), Mirror(4)
+    engine = an_engine(page_size=4, config=SchedConfig(chunk_tokens=3), bus=bus)
+    engine.submit(a_request(CONTEXT[:8], 1, "slow", priority=1))
+    engine.step()  # its first page is not full, and waits for what is more urgent
+    urgent = scored(CONTEXT[:2], CONTEXT[2:16], (), "urgent")  # does not wait for these two pages
+    engine.submit(replace(urgent, priority=0))
+    for number in range(20):
+        if number == 2 and ends == "never":
+            engine.abort(RequestId("slow"))
+        engine.step()
+        if (payload := recorder.take()) is not None:
+            mirror.apply(payload)
+    assert not engine.has_work
+    engine.check()
+    assert len(mirror.pages["device"]) == (2 if ends == "later" else 4)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from mainstem.core.events import EventBus, SavesSkipped
+from mainstem.core.ids import PageKey
 from mainstem.core.metrics import Counters
+from mainstem.core.step import Int32s
 from mainstem.kv.store import StoredRun
 from tests.builders import VOCAB, a_request, run_all
 from tests.kv.faulty import FaultyFiles
@@ -97,6 +99,33 @@ def test_closing_ends_when_host_memory_refuses_postponed_saves(
     tiered.store.flush()
     assert skipped[-1] == SavesSkipped(3, "host", "no room in host memory")
     engine.close()
+
+
+def test_of_pages_put_off_only_as_many_are_looked_at_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiered = a_tiered_engine(num_pages=64, num_slots=64, chunk_tokens=128)
+    traffic = tiered.store._traffic
+    assert traffic is not None
+    monkeypatch.setattr(traffic, "_save_room", lambda count: min(count, 2))
+    index, looked_at = traffic._index, list[int]()
+    named = index.named
+
+    def count_pages(pages: Int32s) -> dict[PageKey, int]:
+        looked_at.append(len(pages))
+        return named(pages)
+
+    tiered.engine.submit(a_request(RNG.integers(0, VOCAB, 80).tolist(), 4))
+    tiered.engine.step()
+    assert len(traffic._postponed) == 18
+    monkeypatch.setattr(index, "named", count_pages)
+    traffic._save_postponed()
+    assert len(traffic._postponed) == 16
+    assert set(looked_at) == {2}
+    run_all(tiered.engine, [])
+    tiered.engine.flush()
+    assert tiered.tiers.num_pages("host") == 20
+    tiered.engine.close()
 
 
 def test_a_load_is_startable_when_it_will_end_in_time() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mainstem.core.config import SchedConfig, Share
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.events import EventBus, SequenceAdmitted, SequenceFinished
-from mainstem.core.ids import SessionId
+from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason, Overflow, Request, SamplingParams
 from mainstem.core.step import Step
@@ -223,6 +223,22 @@ def test_queries_of_several_steps_add_up(chunk_tokens: int) -> None:
     request = important_request(prompt, max_tokens=4)
     wanted = fake_answer(kept_ids(truncator, request), 4, VOCAB)
     assert list(run_all(engine, [request]).tokens.values()) == [wanted]
+
+
+@pytest.mark.parametrize("can_overlap", [False, True])
+def test_nobody_reads_for_answers_that_were_stopped(can_overlap: bool) -> None:
+    config = SchedConfig(chunk_tokens=8)
+    engine = an_engine(128, PAGE, config, can_overlap, max_model_len=100)
+    sampling = SamplingParams(n=2, temperature=0.0, max_tokens=4)
+    engine.submit(important_request(tokens(130), name="a", sampling=sampling))
+    engine.step()
+    engine.stop(RequestId("a"), 0)
+    assert engine.step(), "the other answer is still wanted"
+    engine.stop(RequestId("a"), 1)
+    outputs = [*engine.step(), *engine.step()]
+    assert [output.finish_reason for output in outputs] == [FinishReason.STOP]
+    assert not engine.has_work
+    engine.check()
 
 
 def test_several_answers_wait_for_one_reader() -> None:

@@ -172,6 +172,13 @@ class PrefixIndex:
         depths = np.arange(first, first + len(keys))[is_kept]
         self._enter(pages[is_kept], full[depths], depths)
 
+    def num_nameable(self, keys: Sequence[PageKey]) -> int:
+        """How many of `keys`, in chain order, come before the first that is LOADING."""
+        for index, page in enumerate(map(self._page_of.get, keys)):
+            if page is not None and not self._is_ready[page]:
+                return index
+        return len(keys)
+
     def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
         """Name pages of any chains, which are filled with `tokens` [pages, page_size], as READY.
 

@@ -233,8 +233,10 @@ class KVStore:
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
         """Announce what `pages` are about to hold, the chain's full pages from number `first` on:
-        others find them LOADING and wait."""
-        self._index.reserve(chain, first, pages)
+        others find them LOADING and wait. What comes after a page that somebody else fills gets no
+        name before `name`: if that one never comes, nobody would find it."""
+        keys = chain.keys[first : first + len(pages)]
+        self._index.reserve(chain, first, pages[: self._index.num_nameable(keys)])
 
     def reserve_tail(self, chain: PageChain, page: int) -> None:
         """The same for the page of the chain's last tokens, which do not fill it: other sequences
@@ -297,6 +299,11 @@ class KVStore:
     def is_reading(self) -> bool:
         """Whether a load waits for a tier below host memory."""
         return self._traffic is not None and self._traffic.tiers.is_reading
+
+    @property
+    def saves_while_decoding(self) -> bool:
+        """Whether pages of answers are saved as soon as they have names."""
+        return self._traffic is not None and self._traffic.saving is Saving.DECODING
 
     def save_as(self, saving: Saving) -> None:
         """Change when pages are saved."""

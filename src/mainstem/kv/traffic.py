@@ -7,7 +7,8 @@
 A copy holds its pages, so they are neither lent nor evicted meanwhile.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 
@@ -54,7 +55,8 @@ class Traffic:
         self._load_of: dict[int, Load] = {}  # by device page
         self._loads: dict[LoadId, Load] = {}
         self._news: list[PageKey] = []  # keys that the next `poll` returns
-        self._postponed: dict[PageKey, int] = {}  # to be saved when the write buffer has room
+        # by page: to be saved when the write buffer has room, the first to be put off first
+        self._postponed: OrderedDict[int, PageKey] = OrderedDict()
         self._max_saving = max(1, pool.num_pages // WRITE_BUFFER)
 
     @property
@@ -116,7 +118,7 @@ class Traffic:
     def _save_named(self, named: dict[PageKey, int]) -> None:
         wanted = [item for item in named.items() if not self.tiers.has(item[0])]
         room = self._save_room(len(wanted))
-        self._postponed.update(wanted[room:])
+        self._postpone(wanted[room:])
         wanted = wanted[:room]
         if not wanted:
             return
@@ -129,16 +131,31 @@ class Traffic:
         room = min(count, self._max_saving - self.tiers.num_pages_saving)
         return self.tiers.make_room(room) if room > 0 else 0
 
+    def _postpone(self, wanted: Iterable[tuple[PageKey, int]]) -> None:
+        num_gone = 0  # the page had another name when it was put off
+        for key, page in wanted:
+            num_gone += self._postponed.get(page, key) != key
+            self._postponed[page] = key
+        self._tell_gone(num_gone)
+
     def _save_postponed(self) -> None:
-        """There is room again: save what is still on the device."""
-        waiting, self._postponed = self._postponed, {}
-        pages = np.array(list(dict.fromkeys(waiting.values())), np.int32)  # some have new names
-        named = self._index.named(pages).items()
-        still = [page for key, page in named if waiting.get(key) == page]
-        if len(still) < len(waiting):
-            gone = len(waiting) - len(still)
-            self._bus.publish(SavesSkipped(gone, "host", "write buffer full"))
-        self.save(np.array(still, np.int32))
+        """There is room again: save as many as it is for, if they are still on the device."""
+        room, num_gone = self._save_room(len(self._postponed)), 0
+        chosen: list[int] = []
+        while self._postponed and len(chosen) < room:
+            count = min(room - len(chosen), len(self._postponed))
+            some = dict(self._postponed.popitem(last=False) for _ in range(count))
+            named = self._index.named(np.array(list(some), np.int32)).items()
+            still = [page for key, page in named if some[page] == key]
+            num_gone += count - len(still)
+            chosen += still
+        self._tell_gone(num_gone)
+        self.save(np.array(chosen, np.int32))
+
+    def _tell_gone(self, num_pages: int) -> None:
+        """Pages left the device before they could be saved."""
+        if num_pages:
+            self._bus.publish(SavesSkipped(num_pages, "host", "write buffer full"))
 
     def note_use(self, pages: Int32s) -> None:
         """A sequence ends with these pages, in chain order: what is not stored yet is saved."""

@@ -90,9 +90,10 @@ class RunningSet:
 
     def name_filled(self, slots: Int32s) -> None:
         """Tokens of these slots were read back: answers that have filled a page by that name it, so
-        that the tiers below get it. Without such tiers pages are named when a sequence leaves. Of
-        the last token only the id is known, K and V are not computed."""
-        if self.store.tiers is None:
+        that the tiers below get it. Where they get it at the end, or there are none, pages are
+        named when a sequence leaves. Of the last token only the id is known, K and V are not
+        computed."""
+        if not self.store.saves_while_decoding:
             return
         table, page_size = self.table, self.page_size
         num_filled = table.total[slots] - table.pending[slots] - 1
@@ -181,7 +182,7 @@ class RunningSet:
             self._queue.unpark(store.abort(pages))
             num_known = len(chain.token_ids) + len(table.output_ids(slot))
             num_full = min(int(table.computed[slot]), num_known - 1) // self.page_size
-            if num_full > len(chain.keys):
+            if num_full >= len(chain.keys):  # some of the prompt's may have no name yet, either
                 self._name([slot], [num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:

@@ -150,6 +150,9 @@ class Scheduler:
         for sequence in list(self._sequences.get(request_id, ())):
             if sequence.index == index:
                 self._end_early(sequence, FinishReason.STOP)
+        left = self._sequences.get(request_id, ())
+        if all(sequence.weighing is not None for sequence in left):  # for nobody
+            self.abort(request_id)
 
     @property
     def step_tokens(self) -> int:

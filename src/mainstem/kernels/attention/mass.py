@@ -28,23 +28,23 @@ def page_masses(
     Queries see keys up to their own position, and with a `window` only the last ones.
     """
     num_queries, num_heads, dim = q.shape
-    keys = k_pages[page_ids]
-    num_pages, kv_heads, page_size, _ = keys.shape
+    num_pages, (_, kv_heads, page_size, _) = len(page_ids), k_pages.shape
     num_keys = num_pages * page_size
     assert num_keys >= first_position + num_queries, "keys of these queries are missing"
     places = torch.arange(num_keys, device=q.device)
     masses = torch.zeros(num_pages, device=q.device)
     group = num_heads // kv_heads
     at_once = max(1, MAX_SCORES // (group * num_keys))
-    for first in range(0, num_queries, at_once):
-        some = q[first : first + at_once].view(-1, kv_heads, group, dim)
-        at = first_position + first + torch.arange(len(some), device=q.device)[:, None]
-        is_hidden = places > at
-        if window is not None:
-            is_hidden |= places <= at - window
-        for head in range(kv_heads):
+    for head in range(kv_heads):  # one at a time: all keys of a long sequence are much memory
+        keys = k_pages[page_ids, head].reshape(num_keys, dim).float().T
+        for first in range(0, num_queries, at_once):
+            some = q[first : first + at_once].view(-1, kv_heads, group, dim)[:, head]
+            at = first_position + first + torch.arange(len(some), device=q.device)[:, None]
+            is_hidden = places > at
+            if window is not None:
+                is_hidden |= places <= at - window
             # slots after the last token were never written, and may hold anything
-            scores = some[:, head].float() @ keys[:, head].reshape(num_keys, dim).float().T
+            scores = some.float() @ keys
             scores *= scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
