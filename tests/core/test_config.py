@@ -69,6 +69,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ('[store]\npolicy = "random"\n', "policy must be one of"),
         ('[store]\npreload = "some"\n', "preload must be auto, all or a number"),
         ('[store]\nhost_gb = 0\ndisk_dir = "d"\n', "host_gb must be above 0"),
+        ('[store]\nsave = "sync"\n', "store_save=sync: there is nothing to save pages to"),
         ("[sched\n", "not valid TOML"),
     ],
 )

@@ -436,6 +436,11 @@ class StoreConfig:
         check_ranges(self)
         if self.host_gb == 0 and (self.disk_dir is not None or self.remote is not None):
             raise ConfigError("pages go through host memory: host_gb must be above 0")
+        if self.save is not Saving.DECODING and not self.host_bytes:
+            raise ConfigError(
+                f"store_save={self.save.value}: there is nothing to save pages to; set host_gb, "
+                "disk_dir or remote"
+            )
 
     @property
     def host_bytes(self) -> int:

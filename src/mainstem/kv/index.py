@@ -285,10 +285,10 @@ class PrefixIndex:
     def evict(self, count: int, awaited: Sequence[Sequence[PageKey]] = ()) -> int:
         """Free up to `count` idle pages, the smallest rank first; returns how many.
 
-        A chain is always touched as a whole, so on a tie the deepest page goes first: a prefix is
-        never evicted before the pages after it. `awaited` chains are given soonest first; their
-        pages go after those that no request waits for, the last chain's first. Pinned pages go
-        last.
+        On a tie the deepest page goes first. Look-ahead and LRU touch a chain as a whole, so there
+        a prefix is never evicted before the pages after it; FIFO may do so. `awaited` chains are
+        given soonest first; their pages go after those that no request waits for, the last chain's
+        first. Pinned pages go last.
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
