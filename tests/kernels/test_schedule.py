@@ -16,7 +16,7 @@ from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention import plan as plans
-from mainstem.kernels.attention.cutting import Option, Pick, Shape, pick_fastest
+from mainstem.kernels.attention.cutting import Shape, ways_to_cut
 from mainstem.kernels.attention.ops import HEAD_DIMS
 from mainstem.kernels.attention.tuning import (
     HOPPER,
@@ -60,9 +60,9 @@ def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None
     )
 
 
-def check(case: AttentionCase, shape: Shape, pick: Pick = pick_fastest) -> None:
+def check(case: AttentionCase, shape: Shape) -> None:
     spans = case.spans()
-    check_plan(plans.make_plan(spans, shape, pick), spans, shape)
+    check_plan(plans.make_plan(spans, shape), spans, shape)
 
 
 def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
@@ -256,19 +256,11 @@ def test_random_steps_are_covered(seed: int) -> None:
 def test_every_way_to_cut_is_a_plan(seed: int, tiles: Tiles) -> None:
     case = random_step(random.Random(seed))
     case = replace(case, page_size=(16, 16, 32, 64)[seed % 4])
-    shape = shape_of(case, tiles)
-    count = 0
-
-    def take(options: list[Option], _: Shape) -> Option:
-        nonlocal count
-        count = len(options)
-        return options[number]
-
-    number = 0
-    while number == 0 or number < count:
-        check(case, shape, take)
-        number += 5
-    assert count > 1
+    spans, shape = case.spans(), shape_of(case, tiles)
+    ways = ways_to_cut(spans, shape)
+    for way in ways[::5]:
+        check_plan(plans.plan_cut(spans, way.cut(), shape), spans, shape)
+    assert len(ways) > 1
 
 
 @pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
@@ -381,17 +373,13 @@ def test_a_plan_names_the_launches_that_it_needs(
 
 @pytest.mark.parametrize("case", [_grouped(4, 1000), _grouped(16, 100), _grouped(2, 5000)])
 def test_spans_of_a_few_tokens_may_be_of_either_kind(case: AttentionCase) -> None:
-    kinds: set[int] = set()
+    def kinds(tiles: Tiles) -> set[int]:
+        ways = ways_to_cut(case.spans(), shape_of(case, tiles))
+        return {len(way.large.stretches) for way in ways}
 
-    def tell(options: list[Option], shape: Shape) -> Option:
-        kinds.update(len(option.large.stretches) for option in options)
-        return pick_fastest(options, shape)
-
-    plans.make_plan(case.spans(), shape_of(case, HOPPER_SPLIT), tell)
-    assert len(kinds) == 2
-    assert 0 in kinds
-    plans.make_plan(case.spans(), shape_of(case, HOPPER), tell)
-    assert len(kinds) == 2, "one kernel has both kinds, so nothing is saved"
+    assert len(kinds(HOPPER_SPLIT)) == 2
+    assert 0 in kinds(HOPPER_SPLIT)
+    assert len(kinds(HOPPER)) == 1, "one kernel has both kinds, so nothing is saved"
 
 
 def _grown(case: AttentionCase, rng: random.Random, most: int) -> AttentionCase:

@@ -6,7 +6,7 @@ program. Spans of a few tokens may be of either kind; a step without large units
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -148,8 +148,9 @@ class Option(NamedTuple):
         """What is left to be merged, at most."""
         return self.large.work.rows + self.small.work.rows
 
-
-Pick = Callable[[list[Option], Shape], Option]
+    def cut(self) -> "Cut":
+        stretches = np.concatenate((self.large.stretches, self.small.stretches))
+        return self.kinds.cut(stretches, self.sms)
 
 
 def pick_fastest(options: list[Option], shape: Shape) -> Option:
@@ -174,26 +175,28 @@ def pick_fastest(options: list[Option], shape: Shape) -> Option:
     return next(option for us, option in found if us <= INDIFFERENT * best)
 
 
-def cut_spans(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> Cut:
+def cut_spans(spans: Spans, shape: Shape) -> Cut:
     """Keys per stretch, number of stretches, and tiles of rows, of each span."""
-    keys = np.maximum(spans.key_tokens, 1).astype(np.float64)
-    queries = spans.query_starts[1:] - spans.query_starts[:-1]
-    seen = keys - spans.is_causal * (queries >> 1)
-    columns = _Columns(keys, seen, queries.astype(np.float64) * shape.group)
     if shape.fixed_stretch is not None:
-        kinds = _by_kind(columns, np.ones(len(keys), np.bool_), shape)
-        stretches = np.full(len(keys), float(shape.fixed_stretch))
+        columns = _columns(spans, shape)
+        kinds = _by_kind(columns, np.ones(len(spans), np.bool_), shape)
+        stretches = np.full(len(spans), float(shape.fixed_stretch))
         return kinds.cut(stretches, shape.num_large_programs)
-    if not shape.can_cut or not len(keys):
+    if not shape.can_cut or not len(spans):
+        columns = _columns(spans, shape)
         kinds = _by_kind(columns, columns.rows > shape.small_rows, shape)
         return kinds.cut(kinds.columns.keys, shape.num_large_programs)
-    options = [
+    return pick_fastest(ways_to_cut(spans, shape), shape).cut()
+
+
+def ways_to_cut(spans: Spans, shape: Shape) -> list[Option]:
+    """All that are compared; some may leave too many Partials."""
+    columns = _columns(spans, shape)
+    return [
         option
         for is_large in _kinds(columns, shape)
         for option in _options(_by_kind(columns, is_large, shape), shape)
     ]
-    kinds, large, small, sms = pick(options, shape)
-    return kinds.cut(np.concatenate((large.stretches, small.stretches)), sms)
 
 
 class _Columns(NamedTuple):
@@ -202,6 +205,13 @@ class _Columns(NamedTuple):
     keys: Floats
     seen: Floats  # keys that a row sees on average: of a prompt's own keys, half
     rows: Floats
+
+
+def _columns(spans: Spans, shape: Shape) -> _Columns:
+    keys = np.maximum(spans.key_tokens, 1).astype(np.float64)
+    queries = spans.query_starts[1:] - spans.query_starts[:-1]
+    seen = keys - spans.is_causal * (queries >> 1)
+    return _Columns(keys, seen, queries.astype(np.float64) * shape.group)
 
 
 def _kinds(columns: _Columns, shape: Shape) -> list[Bools]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention.assign import SmSlots, assign_units
-from mainstem.kernels.attention.cutting import Cut, Pick, Shape, cut_spans, pick_fastest, unit_us
+from mainstem.kernels.attention.cutting import Cut, Shape, cut_spans, unit_us
 from mainstem.kernels.attention.work_queue import queue_units
 
 Int32s = NDArray[np.int32]
@@ -363,9 +363,13 @@ def _first_keys(spans: Spans, has_windows: bool) -> Int32s:
     return spans.first_keys
 
 
-def make_plan(spans: Spans, shape: Shape, pick: Pick = pick_fastest) -> KernelPlan:
+def make_plan(spans: Spans, shape: Shape) -> KernelPlan:
     """Cut the spans into units, assign them to programs and place every row's Partials."""
-    cut = cut_spans(spans, shape, pick)
+    return plan_cut(spans, cut_spans(spans, shape), shape)
+
+
+def plan_cut(spans: Spans, cut: Cut, shape: Shape) -> KernelPlan:
+    """The plan of spans that are cut."""
     if shape.tiles.queued_share and shape.can_cut and shape.fixed_stretch is None:
         cut = queue_units(cut, spans.key_tokens, shape)
     pieces = _pieces(spans, cut, shape)
