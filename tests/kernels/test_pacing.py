@@ -9,7 +9,7 @@ from mainstem.kernels.attention.tuning import HOPPER_SPLIT
 
 pytestmark = pytest.mark.torch
 
-CARD = Card(programs=264, per_sm=2, pace=HOPPER_SPLIT.pace)
+CARD = Card(programs=264, per_sm=2, pace=HOPPER_SPLIT.pace, rules=HOPPER_SPLIT.rules)
 NOTHING = Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -2,20 +2,18 @@
 together. Numpy only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.kernels.attention.pacing import EVEN
-from mainstem.kernels.attention.tuning import Pace
+from mainstem.kernels.attention.tuning import Pace, Rules
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-FEW_ROUNDS = 4  # up to this many rounds of units it matters which program gets a short one
 # At least 1/16 of the programs get a unit in a round, since rounds take time. But a tail unit never
 # goes to the busiest program, for at most 64 rounds.
 LEAST_PLAYERS, LAST_ROUNDS = 16, 64
@@ -30,6 +28,7 @@ class SmSlots:
     taken: int
     count: int  # programs, or multiprocessors (SMs) where large units take them whole
     pace: Pace
+    rules: Rules = field(default_factory=Rules)
 
     def of_large(self, programs: int) -> Int64s:
         """The slots that are taken. Neighbouring multiprocessors share a path to memory, on which
@@ -84,8 +83,9 @@ def assign_units(
     mean = float(cost.sum()) / len(cost)
     least, most = cost.item(cost.argmin()), cost.item(cost.argmax())  # faster than min and max
     # In a few rounds without large units, a program with two long units would end last.
-    is_few = programs < count < FEW_ROUNDS * programs and not len(large_order)
-    if most >= EVEN * (least if is_few else mean):
+    rules = slots.rules
+    is_few = programs < count < rules.few_rounds * programs and not len(large_order)
+    if most >= rules.even * (least if is_few else mean):
         spread = _spread(programs)
         order = _assign_longest_first(cost, units, small_ends, load[spread], spread)
         if queued_share:

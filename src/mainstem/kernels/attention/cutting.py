@@ -22,24 +22,7 @@ Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-# Shares of the multiprocessors that large units are cut for; most models have 8 KV heads. The last
-# two mean several units on each.
-LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
-# Shares are a little smaller: otherwise rounding could cut a span into one unit less.
-ROUNDING = 0.97
-# If equal parts of large spans end later than equal shares of all work by this factor, another cut
-# is tried, on some shares of the multiprocessors: stretches of one length, and a rest of each span.
-# Such a stretch is longer than a share by one of the last factors.
-UNEVEN_PARTS = 1.08
-RESTS_ON = np.array([64, 80, 96, 112, 132]) / 132
-OVER_SHARE = np.array([1.02, 1.06, 1.12, 1.2, 1.3])
-# Within this factor the cut on most multiprocessors is taken: large units that end late cost more.
-INDIFFERENT = 1.015
 ROUNDS = np.arange(4.0)  # rounds of large units that are looked at one by one
-# Units of small spans on each program, where there are no large ones. A little less than one leaves
-# room for spans that cannot be cut.
-SMALL_ON = (1.0, 0.9, 0.8, 2.0)
-FINER = 4.0  # stretches of spans of several tokens are shorter by this factor, to fill gaps
 STRETCH_KEYS = 32  # stretches of small spans are multiples of this, of pages and of a step's keys
 LEAST_ROWS = LEAST_KEYS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
@@ -161,18 +144,17 @@ def pick_fastest(options: list[Option], shape: Shape) -> Option:
         options = [option for option in options if option.rows <= most]
     if len(options) == 1:
         return options[0]
-    card = Card(
-        shape.num_programs, shape.num_programs // shape.num_large_programs, shape.tiles.pace
-    )
+    rules, per_sm = shape.tiles.rules, shape.num_programs // shape.num_large_programs
+    card = Card(shape.num_programs, per_sm, shape.tiles.pace, rules)
     found: list[tuple[float, Option]] = []
     best = math.inf
     for option in options:
         large, small = option.large.work, option.small.work
-        if least_us(large, small, card) <= INDIFFERENT * best:  # else it cannot be taken
+        if least_us(large, small, card) <= rules.indifferent * best:  # else it cannot be taken
             us = step_us(large, small, option.sms, card)
             found.append((us, option))
             best = min(best, us)
-    return next(option for us, option in found if us <= INDIFFERENT * best)
+    return next(option for us, option in found if us <= rules.indifferent * best)
 
 
 def cut_spans(spans: Spans, shape: Shape) -> Cut:
@@ -283,7 +265,7 @@ class _Spans(NamedTuple):
         """
         if not len(self.keys):
             return [NOTHING] * len(shares)
-        work = ROUNDING * float(self.seen @ self.copies)
+        work = shape.tiles.rules.rounding * float(self.seen @ self.copies)
         wished, most = self.seen, self.seen.item(self.longest)
         if finer is not None:
             wished = wished * finer
@@ -317,9 +299,10 @@ class _Spans(NamedTuple):
         fill a multiprocessor, so all are used, whatever the number and lengths of spans. For each
         number of places, the way that would end first.
         """
-        tile, count = max(shape.tiles.large_k, shape.page_size), len(OVER_SHARE)
+        over_share = shape.tiles.rules.over_share
+        tile, count = max(shape.tiles.large_k, shape.page_size), len(over_share)
         each = float(self.seen @ self.copies) / np.array(places).repeat(count)
-        stretches = np.ceil(each * np.tile(OVER_SHARE, len(places)) / tile)[:, None] * tile
+        stretches = np.ceil(each * np.tile(over_share, len(places)) / tile)[:, None] * tile
         parts = np.ceil(self.keys / stretches)
         share = self.seen / self.keys  # of a stretch's keys that rows see on average
         rests = unit_us((self.keys - (parts - 1.0) * stretches) * share, True, shape)
@@ -389,9 +372,9 @@ def _longest_round(sizes: Floats, ends: Floats, places: float) -> float:
 
 
 @cache
-def _large_shares(sms: int) -> tuple[list[float], list[float]]:
+def _large_shares(sms: int, large_on: tuple[float, ...]) -> tuple[list[float], list[float]]:
     """Numbers of units that large spans are cut for, and how many units run at a time."""
-    shares = np.unique(np.maximum(np.rint(sms * LARGE_ON), 1.0))[::-1]
+    shares = np.unique(np.maximum(np.rint(sms * np.array(large_on)), 1.0))[::-1]
     return shares.tolist(), np.minimum(shares, sms).tolist()
 
 
@@ -445,17 +428,17 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
     first is best: large units on most multiprocessors.
     """
     large, small = kinds.large(shape), kinds.small(shape)
-    programs, sms = shape.num_programs, shape.num_large_programs
+    programs, sms, rules = shape.num_programs, shape.num_large_programs, shape.tiles.rules
     if not len(large.keys):
         return [Option(kinds, NOTHING, way, sms) for way in _small_ways(small, shape)]
     each = small.cut([float(programs)], shape)[0]
-    shares, places = _large_shares(sms)
+    shares, places = _large_shares(sms, rules.large_on)
     found: dict[tuple[float, float, float], _Way] = {}
     ways = list(zip(large.cut(shares, shape, places), places, strict=True))
     works = [way.work for way, _ in ways]
     least_us = min(work.us for work in works) / sms
-    if shape.tiles.is_split and min(work.last_us for work in works) > UNEVEN_PARTS * least_us:
-        on = [max(float(round(sms * share)), 1.0) for share in RESTS_ON]
+    if shape.tiles.is_split and min(work.last_us for work in works) > rules.uneven_parts * least_us:
+        on = [max(float(round(sms * share)), 1.0) for share in rules.rests_on]
         ways += zip(large.cut_with_rests(on, shape), on, strict=True)
     for way, count in ways:
         units = way.work.units
@@ -470,11 +453,12 @@ def _options(kinds: _Kinds, shape: Shape) -> list[Option]:
 
 def _small_ways(small: _Spans, shape: Shape) -> list[_Way]:
     """Ways to cut small spans in a step without large ones; of equal ways the first."""
-    places = [float(shape.num_programs)] * len(SMALL_ON)
-    ways = small.cut([on * shape.num_programs for on in SMALL_ON], shape, places)
+    small_on = shape.tiles.rules.small_on
+    places = [float(shape.num_programs)] * len(small_on)
+    ways = small.cut([on * shape.num_programs for on in small_on], shape, places)
     is_shared = small.rows > shape.group
     if 0 < np.count_nonzero(is_shared) < len(is_shared):
-        finer = np.where(is_shared, FINER, 1.0)
+        finer = np.where(is_shared, shape.tiles.rules.finer, 1.0)
         ways += small.cut(places[:1], shape, places[:1], finer)
     found: dict[Work, _Way] = {}
     for way in ways:

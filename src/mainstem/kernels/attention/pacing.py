@@ -13,11 +13,7 @@ constants were found.
 import math
 from typing import NamedTuple
 
-from mainstem.kernels.attention.tuning import Pace
-
-UNEVEN = 0.3  # with uneven small units, programs end this share of the longest one apart
-EVEN = 1.2  # units are uneven if the longest is more than this times the mean
-LEAST_SPEED = 0.15  # share of their fair speed that small units keep beside large ones
+from mainstem.kernels.attention.tuning import Pace, Rules
 
 
 class Work(NamedTuple):
@@ -37,11 +33,12 @@ class Card(NamedTuple):
     programs: int
     per_sm: int
     pace: Pace
+    rules: Rules
 
 
 def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
     """When all is merged, up to a constant, if large units run on `sms` multiprocessors."""
-    programs, per_sm, pace = card
+    programs, per_sm, pace, rules = card
     large_units, large_us, _, last_us, large_keys, large_rows = large
     merge_us = pace.merge_us * (large_rows + small.rows)
     if not large_units:
@@ -58,7 +55,7 @@ def step_us(large: Work, small: Work, sms: int, card: Card) -> float:
     else:  # large units prefetch further ahead, so they are delayed less
         slower = 1.0 + pace.yields * (lack - 1.0)
         left = (reads - large_wish / slower) / small_wish
-        beside = min(max(left, LEAST_SPEED / lack), 1.0)
+        beside = min(max(left, rules.least_speed / lack), 1.0)
     small_end = _late_end(small, large_us * slower, early, beside, card)
     return max(last_us * slower, small_end) + merge_us + pace.launch_us
 
@@ -84,7 +81,7 @@ def _late_end(small: Work, large_us: float, early: int, beside: float, card: Car
     several long units it considers one.
     """
     units, us, longest_us, _, keys, _ = small
-    programs, _, pace = card
+    programs, _, pace, rules = card
     late, late_us, reads = programs - early, pace.late_us, pace.reads
     wish, size = keys / us, us / units
     done = beside * large_us  # by a program that began at once
@@ -106,9 +103,9 @@ def _late_end(small: Work, large_us: float, early: int, beside: float, card: Car
     # Whole units, at a speed between that of all units together and that of the last one.
     mean_speed = math.sqrt(speed)
     late_begin = large_us + late_us
-    if longest_us > EVEN * size:
+    if longest_us > rules.even * size:
         longest_begin = 0.0 if early else late_begin
-        return max(level + UNEVEN * longest_us, longest_begin + longest_us / mean_speed)
+        return max(level + rules.uneven * longest_us, longest_begin + longest_us / mean_speed)
     if not early:
         return max(late_begin + math.ceil(units / late) * size / mean_speed, level)
     # The late programs take some units each, the early ones the rest.

@@ -381,7 +381,7 @@ def plan_cut(spans: Spans, cut: Cut, shape: Shape) -> KernelPlan:
         ends,
         (large_costs, shape.kv_heads),
         (small_costs, units),
-        SmSlots(cut.num_large, shape.num_large_programs, shape.tiles.pace),
+        SmSlots(cut.num_large, shape.num_large_programs, shape.tiles.pace, shape.tiles.rules),
         cut.queued_share,
     )
     orders, queued = (large_order, order[: ends[-1]]), order[ends[-1] :]

@@ -22,20 +22,7 @@ import numpy as np
 
 from mainstem.core.step import Int32s
 from mainstem.kernels.attention.cutting import Bools, Cut, Floats, Shape, least_stretch, unit_us
-from mainstem.kernels.attention.pacing import EVEN
-
-SOME_ROUNDS = 3  # with more rounds of units there is always a queue, and no span is cut once more
-UNFAIR = 1.2  # largest load over the mean; above it, units are queued
-# Some spans are cut once more if the number of rounds is in this range and units take at least this
-# time: after large ones, or where nothing else would be merged.
-TAIL_ROUNDS, TAIL_ROUNDS_BEHIND_LARGE = (1.1, 2.6), (1.4, 2.6)
-LONG_BEHIND_LARGE_US, LONG_ENOUGH_TO_MERGE_US = 10.0, 20.0
-TAIL = 0.5  # share of the spans at one round; times rounds to a power
-TAIL_POWER, TAIL_POWER_BEHIND_LARGE = -1.5, -2.0
-TAIL_PARTS = 3
-BESIDE_ROUNDS = 3.0  # least rounds of whole units on multiprocessors without large ones
-BESIDE_TIME = 0.95  # most time of these at full speed, as a share of the large units' time
-BESIDE_TAIL, BESIDE_TAIL_PARTS = 0.125, 4
+from mainstem.kernels.attention.tuning import Rules
 
 
 class _Small(NamedTuple):
@@ -49,13 +36,13 @@ class _Small(NamedTuple):
 
 def queue_units(cut: Cut, key_tokens: Int32s, shape: Shape) -> Cut:
     """The cut with its queued share set, and some spans cut once more."""
-    first, heads = cut.num_large_spans, shape.kv_heads // shape.fold
+    first, heads, rules = cut.num_large_spans, shape.kv_heads // shape.fold, shape.tiles.rules
     parts, row_tiles, are_all = cut.parts[first:], cut.row_tiles[first:], not first
     rounds = float(parts @ row_tiles) * heads / shape.num_programs
     if not len(parts) or (are_all and rounds <= 1.0):
         return cut
     queued = cut._replace(queued_share=shape.tiles.queued_share)
-    if rounds > SOME_ROUNDS:
+    if rounds > rules.queued_rounds:
         return queued
     keys = np.maximum(key_tokens[cut.spans].astype(np.float64), 1.0)
     if rounds <= 1.0:
@@ -64,11 +51,11 @@ def queue_units(cut: Cut, key_tokens: Int32s, shape: Shape) -> Cut:
     small = _Small(us, parts * row_tiles * heads, rounds, are_all)
     if are_all and _is_fair(small, shape):
         return cut
-    tail = first + _tail(small, cut).nonzero()[0]
+    tail = first + _tail(small, cut, rules).nonzero()[0]
     if not len(tail):
         return queued
     stretches = cut.stretches.copy()
-    stretches[tail] = _shorter(keys[tail], TAIL_PARTS, least_stretch(shape))
+    stretches[tail] = _shorter(keys[tail], rules.tail_parts, least_stretch(shape))
     return _cut_once_more(queued, stretches, keys, shape)
 
 
@@ -84,15 +71,15 @@ def _beside_large(cut: Cut, keys: Floats, shape: Shape) -> Cut:
     """Whole small units for programs that begin at once, if these programs can finish all small
     units while large ones run.
     """
-    first = cut.num_large_spans
+    first, rules = cut.num_large_spans, shape.tiles.rules
     shorter = _a_tile_shorter(cut, keys, shape)
     for large in (cut,) if shorter is None else (shorter, cut):
         if not _are_done_beside(large, keys, shape):
             continue
         stretches = large.stretches.copy()
         stretches[first:] = keys[first:]
-        tail = first + _every(BESIDE_TAIL, len(keys) - first).nonzero()[0]
-        stretches[tail] = _shorter(keys[tail], BESIDE_TAIL_PARTS, least_stretch(shape))
+        tail = first + _every(rules.beside_tail, len(keys) - first).nonzero()[0]
+        stretches[tail] = _shorter(keys[tail], rules.beside_tail_parts, least_stretch(shape))
         whole = _cut_once_more(large, stretches, keys, shape)
         if whole is not large:
             return whole._replace(late_programs_claim=False)
@@ -128,18 +115,18 @@ def _left(cut: Cut, keys: Floats) -> Floats:
 
 def _are_done_beside(cut: Cut, keys: Floats, shape: Shape) -> bool:
     """Whether programs that begin at once can finish all small units, uncut, while large ones run;
-    false for fewer than BESIDE_ROUNDS.
+    false for fewer rounds than `beside_rounds`.
     """
-    first = cut.num_large_spans
+    first, rules = cut.num_large_spans, shape.tiles.rules
     early = shape.num_programs * (1.0 - cut.num_large / shape.num_large_programs)
     units = float(cut.row_tiles[first:].sum()) * (shape.kv_heads // shape.fold)
-    if units < BESIDE_ROUNDS * early or early < 1.0:
+    if units < rules.beside_rounds * early or early < 1.0:
         return False
     last = unit_us(_left(cut, keys)[:first], True, shape)
     us = (cut.parts[:first] - 1.0) * unit_us(cut.stretches[:first], True, shape) + last
     large_us = float(us @ cut.row_tiles[:first]) * shape.kv_heads / cut.num_large
     small_us = float(unit_us(keys[first:], False, shape).max()) * units / early
-    return small_us <= BESIDE_TIME * large_us
+    return small_us <= rules.beside_time * large_us
 
 
 def _every(share: float, count: int) -> Bools:
@@ -157,22 +144,22 @@ def _is_fair(small: _Small, shape: Shape) -> bool:
     first, *others = us[::-1].reshape(rounds, programs)
     for other in others:
         first = np.sort(first) + other
-    return bool(first.max() <= UNFAIR * first.mean())
+    return bool(first.max() <= shape.tiles.rules.unfair * first.mean())
 
 
-def _tail(small: _Small, cut: Cut) -> Bools:
+def _tail(small: _Small, cut: Cut, rules: Rules) -> Bools:
     """Which small spans to cut once more: evenly spread, uncut ones only."""
     if not small.are_all:
-        (least, most), power = TAIL_ROUNDS_BEHIND_LARGE, TAIL_POWER_BEHIND_LARGE
-        long_us = LONG_BEHIND_LARGE_US
+        (least, most), power = rules.late_tail_rounds, rules.late_tail_power
+        long_us = rules.late_tail_us
     else:
-        (least, most), power = TAIL_ROUNDS, TAIL_POWER
-        long_us = 0.0 if (cut.parts > 1).any() else LONG_ENOUGH_TO_MERGE_US
+        (least, most), power = rules.tail_rounds, rules.tail_power
+        long_us = 0.0 if (cut.parts > 1).any() else rules.tail_us
     mean = float(small.us.sum()) / len(small.us)
-    is_even = small.us.max() <= EVEN * mean
+    is_even = small.us.max() <= rules.even * mean
     if not (least <= small.rounds <= most and is_even and mean >= long_us):
         return np.zeros(len(small.us), np.bool_)
-    share: float = TAIL * small.rounds**power
+    share: float = rules.tail * small.rounds**power
     is_tail: Bools = _every(share, len(small.us)) & (cut.parts[cut.num_large_spans :] == 1)
     return is_tail
 
