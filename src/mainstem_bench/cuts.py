@@ -87,11 +87,12 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
 
     bench.time_us(replay(attention.plan(spans)))  # until clocks are up
     us: dict[tuple[int, int, int], float] = {}
-    for way in ways_to_cut(spans, attention.shape):
-        units = int(way.large.work.units), int(way.small.work.units)
-        plan = plan_cut(spans, way.cut(), attention.shape)
-        if attention.fits(plan) and (*units, way.sms) not in us:
-            us[*units, way.sms] = bench.time_us(replay(attention.send(plan)))
+    for ways in ways_to_cut(spans, attention.shape):
+        for cut in map(ways.cut, range(len(ways.us))):
+            plan = plan_cut(spans, cut, attention.shape)
+            key = (*plan.reusable.num_units, cut.sms)
+            if attention.fits(plan) and key not in us:
+                us[key] = bench.time_us(replay(attention.send(plan)))
     return summary(case.name, us, bench.time_us(replay(attention.plan(spans))))
 
 

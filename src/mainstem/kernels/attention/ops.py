@@ -31,7 +31,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import layout
-from mainstem.kernels.attention.cutting import Shape
 from mainstem.kernels.attention.plan import (
     ALL_LAUNCHES,
     KernelPlan,
@@ -39,6 +38,7 @@ from mainstem.kernels.attention.plan import (
     ReusablePlan,
     make_plan,
 )
+from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
@@ -259,7 +259,7 @@ class SpanAttention:
     def _make_buffers(self, partials: Tensor | None) -> None:
         limits, shape, device = self._limits, self._shape, self._device
         # `pieces_of_token` bounds the pieces of a token in an uncut span. Cuts add up to four large
-        # units a program, one or two small ones, and those of the queue that are cut once more.
+        # units a program, and one or two small ones.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
         # A unit takes one int in an order, or PIECE_INTS in the queue.

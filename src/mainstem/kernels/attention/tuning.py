@@ -23,58 +23,10 @@ class Pace:
     yields: float = 0.0  # share of the delay by lack of bandwidth that large units bear
     late_us: float = 0.0  # delay of small units that follow large ones
     beside: float = 1.0  # speed of small units while large ones run elsewhere, for the assignment
+    least_speed: float = 0.15  # share of their fair speed that small units keep beside large ones
+    apart: float = 0.35  # programs end this share of the longest small unit apart
     merge_us: float = 0.0  # of a Partial
     launch_us: float = 0.0  # of the kernel for large units, if they have their own
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Numbers by which the planner cuts and assigns, as fitted on one H200. Shares are of all
-    multiprocessors or programs, rounds are units over programs.
-    """
-
-    # Cutting large spans. One unit on each of these shares of the multiprocessors; beyond 1,
-    # several on each. Most models have 8 KV heads.
-    large_on: tuple[float, ...] = tuple(
-        count / 132 for count in (16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528)
-    )
-    # If equal parts of large spans end later than equal shares of all work by this factor, another
-    # cut is tried, on some shares of the multiprocessors: stretches of one length, and a rest of
-    # each span. Such a stretch is longer than a share by one of the last factors.
-    uneven_parts: float = 1.08
-    rests_on: tuple[float, ...] = tuple(count / 132 for count in (64, 80, 96, 112, 132))
-    over_share: tuple[float, ...] = (1.02, 1.06, 1.12, 1.2, 1.3)
-    # Cutting small spans, where there are no large ones: units on each program. A little less than
-    # one leaves room for spans that cannot be cut.
-    small_on: tuple[float, ...] = (1.0, 0.9, 0.8, 2.0)
-    finer: float = 4.0  # stretches of spans of several tokens are shorter by it, to fill gaps
-    # Of both kinds.
-    rounding: float = 0.97  # shares are smaller, or rounding could cut a span into one unit less
-    indifferent: float = 1.015  # within it the cut on most multiprocessors: late large units cost
-    # The model of a step.
-    even: float = 1.2  # units are uneven if the longest is more than this times the mean
-    uneven: float = 0.3  # programs with uneven units end this share of the longest one apart
-    least_speed: float = 0.15  # share of their fair speed that small units keep beside large ones
-    # Assignment: up to this many rounds it matters which program gets a short unit.
-    few_rounds: int = 4
-    # The work queue.
-    queued_rounds: float = 3.0  # from this many on there is always a queue, and no further cut
-    unfair: float = 1.2  # largest load over the mean; above it, units are queued
-    # Some spans are cut once more, for the end of the queue, if there are this many rounds of units
-    # that take at least this long: without large units (if nothing else is merged), and after them.
-    tail_rounds: tuple[float, float] = (1.1, 2.6)
-    late_tail_rounds: tuple[float, float] = (1.4, 2.6)
-    tail_us: float = 20.0
-    late_tail_us: float = 10.0
-    tail: float = 0.5  # share of the spans at one round; times rounds to one of these powers
-    tail_power: float = -1.5
-    late_tail_power: float = -2.0
-    tail_parts: int = 3
-    # Whole small units beside large ones.
-    beside_rounds: float = 3.0  # least rounds on multiprocessors without large units
-    beside_time: float = 0.95  # most time at full speed, as a share of the large units' time
-    beside_tail: float = 0.125  # share of the spans that are cut into parts all the same
-    beside_tail_parts: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +41,11 @@ class Tiles:
     programs_per_sm: int  # as many as fit: all programs must run at once
     max_registers: int | None = None
     pace: Pace = Pace()
-    rules: Rules = Rules()
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
     small_k: int = 64  # keys x KV heads per step of its loop, or those of one page if that has more
     # Large units run first and take whole multiprocessors; small ones follow as these end.
     is_split: bool = False
-    queued_share: float = 0.0  # of small units, for the work queue (`work_queue.py`)
+    queued_share: float = 0.0  # of small units, for the work queue (`assign.py`)
     divides_pages: bool = False  # a step of a small unit may cover a part of a page
 
 

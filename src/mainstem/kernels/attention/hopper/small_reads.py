@@ -41,10 +41,10 @@ def rows_of_box(fold: int, page_size: int) -> int:
 
 
 @gluon.jit
-def take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.constexpr):
+def take_ticket(tickets_ptr, num_queued, does_claim, WARPS: gl.constexpr):
     """Take a ticket of the work queue, without waiting for it; `claimed_unit` waits.
 
-    Every claimer claims until no unit is left, so the number of tickets is known: after the last
+    Every program claims until no unit is left, so the number of tickets is known: after the last
     one the counter wraps to zero, ready for the next launch. (Not `atomic_add`: it combines what
     the lanes of a warp add, and waits to give each lane its own result.)
     """
@@ -58,7 +58,7 @@ def take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.con
         }""",
         "=&r,l,r,r",
         [
-            tickets_ptr + lanes * 0, lanes * 0 + (num_queued + num_claimers - 1),
+            tickets_ptr + lanes * 0, lanes * 0 + (num_queued + gl.num_programs(0) - 1),
             ((lanes == 0) & does_claim).to(gl.int32),
         ],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -141,7 +141,7 @@ def produce(
     k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
     full, empty, notes, noted, plan_ptr,
     index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
-    num_queued, num_claimers, tickets_ptr,
+    num_queued, tickets_ptr,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def produce(
         )  # fmt: skip
         index += 1
         does_claim = (index >= end) & (num_queued > 0)
-        tickets = take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
+        tickets = take_ticket(tickets_ptr, num_queued, does_claim, 1)
         step, page, at = _bring(
             k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
             full, empty, step,
