@@ -24,6 +24,7 @@ from mainstem.kernels.attention.tuning import (
     HOPPER_SPLIT,
     HOPPER_WIDE_HEADS,
     SPLIT_TILES,
+    TUNED_CARD,
     Tiles,
     choose_tiles,
 )
@@ -485,6 +486,7 @@ def test_hoppers_own_kernels_are_chosen_for_what_they_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: TUNED_CARD)
     monkeypatch.setattr(torch.version, "hip", None)
     card, half = torch.device("cuda"), torch.bfloat16
     assert choose_tiles(card, half, 128, can_split=True) is HOPPER_SPLIT

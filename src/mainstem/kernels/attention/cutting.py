@@ -61,7 +61,8 @@ class Work(NamedTuple):
         return np.maximum(np.maximum(self.us / places, rounds), self.longest_us)
 
     def of(self, ways: Int64s) -> "Work":
-        return Work(*(field[ways] for field in self[:-1]), self.keys)
+        units, us, longest, num_long, long_us, rows = (field[ways] for field in self[:6])
+        return Work(units, us, longest, num_long, long_us, rows, self.keys)
 
 
 class Kind(NamedTuple):

@@ -3,7 +3,7 @@
     Shape(group=4, kv_heads=8, page_size=16, num_programs=264, tiles=HOPPER_SPLIT)
 
 is Llama-8B on one H200: a small unit has 4 of the 8 KV heads (`fold`), with one token's 4 query
-heads and 16 keys of each in a step. Nothing here needs torch.
+heads and 16 keys of each in a step.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from mainstem.kernels.attention.tuning import Tiles
 STRETCH_KEYS = 32  # stretches of small spans are multiples of this, of pages and of a step's keys
 LEAST_ROWS = LEAST_KEYS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
+FOLDS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -40,36 +41,27 @@ class Shape:
         """KV heads of a small unit: as many as fit in a tile of `small_k` keys x heads, with the
         keys of a page, or with the fewest keys that a matrix instruction takes.
         """
-        most_rows = self.tiles.small_q or MOST_SMALL_ROWS
-        least_keys = LEAST_KEYS if self.tiles.divides_pages else self.page_size
-        fold = 1
-        while (
-            fold * 2 * least_keys <= self.tiles.small_k
-            and self.kv_heads % (fold * 2) == 0
-            and fold * 2 * self.group <= most_rows
-        ):
-            fold *= 2
-        return fold
+        keys = LEAST_KEYS if self.tiles.divides_pages else self.page_size
+        most = min(
+            self.tiles.small_k // keys, (self.tiles.small_q or MOST_SMALL_ROWS) // self.group
+        )
+        return max((fold for fold in FOLDS if fold <= most and not self.kv_heads % fold), default=1)
 
     @cached_property
     def small_q(self) -> int:
         """Rows of the small tile: `tiles.small_q`, or those of one token in all heads of a unit,
         rounded up to a power of two.
         """
-        small_q = self.tiles.small_q or LEAST_ROWS
-        while small_q < min(self.group * self.fold, MOST_SMALL_ROWS):
-            small_q *= 2
-        return small_q
+        rows = min(self.group * self.fold, MOST_SMALL_ROWS)
+        return max(self.tiles.small_q or LEAST_ROWS, 1 << (rows - 1).bit_length())
 
     @cached_property
     def splits(self) -> int:
         """Parts of a KV head's keys in a small tile that have a softmax each, if the tile has more
         rows than one token needs (Hopper).
         """
-        splits, least_rows = 1, max(self.group, LEAST_ROWS)
-        while self.tiles.is_split and self.small_q // (2 * self.fold * splits) >= least_rows:
-            splits *= 2
-        return splits
+        times = self.small_q // (self.fold * max(self.group, LEAST_ROWS))
+        return 1 << (times.bit_length() - 1) if self.tiles.is_split and times else 1
 
     @cached_property
     def most_small_rows(self) -> int:
@@ -85,9 +77,7 @@ class Shape:
 
     @cached_property
     def num_large_programs(self) -> int:
-        """Slots that large units are assigned to: programs, or multiprocessors if a large unit
-        takes a whole one.
-        """
+        """Slots of large units: programs, or multiprocessors if a large unit takes a whole one."""
         return self.num_programs // (self.tiles.programs_per_sm if self.tiles.is_split else 1)
 
     def units(self, is_large: bool) -> int:
