@@ -61,8 +61,7 @@ class Work(NamedTuple):
         return np.maximum(np.maximum(self.us / places, rounds), self.longest_us)
 
     def of(self, ways: Int64s) -> "Work":
-        units, us, longest, num_long, long_us, rows = (field[ways] for field in self[:6])
-        return Work(units, us, longest, num_long, long_us, rows, self.keys)
+        return Work._make((*(field[ways] for field in self[:6]), self.keys))
 
 
 class Kind(NamedTuple):
@@ -79,10 +78,11 @@ class Kind(NamedTuple):
         span is cut into equal parts. One way for all if none cuts a span.
         """
         tile, shares = shape.stretch_tile(self.is_large), ROUNDING * self._shares(places, shape)
-        if self.seen.max(initial=0.0) < 2.0 * max(shares.min(), 1.0):
-            return np.ceil(self.keys / tile)[None] * tile
-        parts = np.maximum(np.floor(self.seen / np.maximum(shares[:, None], 1.0)), 1.0)
-        return np.ceil(self.keys / (parts * tile)) * tile
+        parts: Floats = np.ones((1, 1))
+        if self.seen.max(initial=0.0) >= 2.0 * max(shares.min(), 1.0):
+            parts = np.maximum(np.floor(self.seen / np.maximum(shares[:, None], 1.0)), 1.0)
+        tiles: Floats = np.ceil(self.keys / (parts * tile))
+        return tiles * tile
 
     def with_rests(self, places: Floats, shape: Shape) -> Floats:
         """The same, but units of all spans take equally long, and each span has a rest. A few rests
@@ -90,7 +90,8 @@ class Kind(NamedTuple):
         """
         tile, shares = shape.stretch_tile(self.is_large), LONGER * self._shares(places, shape)
         shares = shares[shares < self.seen.max()]
-        return np.ceil(shares[:, None] * (self.keys / self.seen) / tile) * tile
+        tiles: Floats = np.ceil(shares[:, None] * (self.keys / self.seen) / tile)
+        return tiles * tile
 
     def _shares(self, places: Floats, shape: Shape) -> Floats:
         """[ways]: seen keys of a unit, if all had equally many."""
@@ -222,7 +223,7 @@ def _choices(every: Kind, shape: Shape) -> list[Bools]:
 def _by_kind(every: Kind, is_large: Bools, shape: Shape) -> Kinds:
     count = int(np.count_nonzero(is_large))
     order = (~is_large).argsort(kind="stable")
-    large = Kind(*(column[order[:count]] for column in every[:4]), True)
+    large = Kind._make((*(column[order[:count]] for column in every[:4]), True))
     keys, seen, rows, _ = (column[order[count:]] for column in every[:4])
     small_tiles = np.ceil(rows / shape.most_small_rows)
     return Kinds(order, large, Kind(keys, seen, rows, small_tiles, False))

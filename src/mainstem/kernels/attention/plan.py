@@ -26,6 +26,8 @@ NO_PIECE = np.zeros((1, layout.PIECE_INTS), np.int32)
 NO_UNIT = np.zeros(1, np.int64)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
 NO_FIRST_KEYS = np.empty(0, np.int32)
+FIRST_LARGE = slice(layout.SHARE_FIRST_LARGE, layout.SHARE_FIRST_LARGE + layout.PIECE_INTS)
+FIRST_SMALL = slice(layout.SHARE_FIRST_SMALL, layout.SHARE_FIRST_SMALL + layout.PIECE_INTS)
 KEPT_KEYS = 16  # a plan holds until a span has more than this many new keys
 STARTS = [  # of the parts after header and shares, as the header has them
     layout.HEADER_QUEUE, layout.HEADER_LARGE_ORDER, layout.HEADER_SMALL_ORDER,
@@ -181,54 +183,50 @@ def _starts(counts: Int64s) -> Int64s:
 
 
 class _Units(NamedTuple):
-    """Units that are stored in full, not as a number."""
+    """Units that are stored in full, not as a number: first ones of programs, large and small, then
+    queued ones.
+    """
 
     pieces: Int64s
     heads: Int64s
+    of_large: Int64s  # programs whose first large units these are
+    of_small: Int64s
 
-    def told(self, pieces: Int32s) -> Int32s:
+    def told(self, pieces: Int32s, shares: Int32s) -> Int32s:
+        """Fill in the first units; returns the queued ones."""
         units = pieces.take(self.pieces, axis=0)
         units[:, layout.PIECE_KV_HEAD] = self.heads
-        return units
-
-
-def _units(order: Int64s, is_large: bool, num_large: int, shape: Shape) -> _Units:
-    units = shape.units(is_large)
-    pieces = order // units
-    heads = (order - pieces * units) * (shape.kv_heads // units)
-    return _Units(pieces if is_large else pieces + num_large, heads)
-
-
-class _First(NamedTuple):
-    """First units of the programs that have some of a kind."""
-
-    programs: Int64s
-    units: _Units
-    columns: slice  # of the shares
+        num_large, num_first = len(self.of_large), len(self.of_large) + len(self.of_small)
+        shares[self.of_large, FIRST_LARGE] = units[:num_large]
+        shares[self.of_small, FIRST_SMALL] = units[num_large:num_first]
+        return units[num_first:]
 
 
 def _share_table(
     large: Shares, small: Shares, num_large: int, shape: Shape
-) -> tuple[Int32s, list[_First]]:
-    """Shares without their first units, and the first units. A program without units of a kind has
-    zeros for it.
+) -> tuple[Int32s, _Units]:
+    """Shares without their first units, and the units that are stored in full. A program without
+    units of a kind has zeros for it.
     """
-    table, firsts = np.zeros((shape.num_programs, layout.SHARE_INTS), np.int32), []
-    for (order, ends), begin_at, unit_at in (
-        (large, layout.SHARE_LARGE_BEGIN, layout.SHARE_FIRST_LARGE),
-        (small, layout.SHARE_SMALL_BEGIN, layout.SHARE_FIRST_SMALL),
-    ):
-        busy = (ends[:-1] < ends[1:]).nonzero()[0]
-        if not len(busy):
-            continue
-        is_large, begin = unit_at == layout.SHARE_FIRST_LARGE, ends[busy]
-        table[:, begin_at], table[:, begin_at + 1] = ends[:-1], ends[1:]
-        if not is_large:
-            second = order[np.minimum(begin + 1, ends[busy + 1] - 1)]
-            table[busy, layout.SHARE_SECOND_SMALL] = second
-        units = _units(order[begin], is_large, num_large, shape)
-        firsts.append(_First(busy, units, slice(unit_at, unit_at + layout.PIECE_INTS)))
-    return table, firsts
+    table = np.zeros((shape.num_programs, layout.SHARE_INTS), np.int32)
+    table[:, layout.SHARE_LARGE_BEGIN], table[:, layout.SHARE_LARGE_END] = (
+        large.ends[:-1],
+        large.ends[1:],
+    )
+    begin, end = small.ends[:-1], small.ends[1:]
+    table[:, layout.SHARE_SMALL_BEGIN], table[:, layout.SHARE_SMALL_END] = begin, end
+    of_large, of_small = (np.diff(ends).nonzero()[0] for _, ends in (large, small))
+    second = np.minimum(begin + 1, end - 1)[of_small]
+    table[of_small, layout.SHARE_SECOND_SMALL] = small.order[second]
+    first_large, units = large.order[large.ends[of_large]], shape.units(False)
+    others = np.concatenate((small.order[begin[of_small]], small.order[small.ends[-1] :]))
+    large_pieces, small_pieces = first_large // shape.kv_heads, others // units
+    heads = (
+        first_large - large_pieces * shape.kv_heads,
+        (others - small_pieces * units) * shape.fold,
+    )
+    pieces = np.concatenate((large_pieces, small_pieces + num_large))
+    return table, _Units(pieces, np.concatenate(heads), of_large, of_small)
 
 
 class ReusablePlan(NamedTuple):
@@ -240,10 +238,10 @@ class ReusablePlan(NamedTuple):
     least_keys: Int32s  # of each span: fewest keys for which the plan holds ...
     most_keys: Int32s | Int64s  # ... and most
     shares: Int32s
-    firsts: list[_First]
-    queued: _Units
+    units: _Units
     large_order: Int64s
     small_order: Int64s
+    num_queued: int
     pieces: _Pieces
     partials: _Partials
     has_windows: bool
@@ -251,7 +249,7 @@ class ReusablePlan(NamedTuple):
     @property
     def num_units(self) -> tuple[int, int]:
         """Large and small ones."""
-        return len(self.large_order), len(self.small_order) + len(self.queued.pieces)
+        return len(self.large_order), len(self.small_order) + self.num_queued
 
     def holds_for(self, spans: Spans) -> bool:
         if _structure(spans) != self.structure:
@@ -268,14 +266,13 @@ class ReusablePlan(NamedTuple):
     def assemble(self, pieces: Int32s, spans: Spans) -> KernelPlan:
         """The plan with these pieces. The order of its parts is that of `layout.py`."""
         shares, num_large, partials = self.shares.copy(), self.pieces.num_large, self.partials
-        for programs, units, columns in self.firsts:
-            shares[programs, columns] = units.told(pieces)
+        queue = self.units.told(pieces, shares)
         header = np.zeros(layout.HEADER_INTS, np.int32)
         # A program reads the next unit before it knows whether there is one.
         parts = (
             header,
             shares,
-            self.queued.told(pieces) if len(self.queued.pieces) else NO_PIECE,
+            queue if self.num_queued else NO_PIECE,
             self.large_order,
             self.small_order if len(self.small_order) else NO_UNIT,
             pieces[:num_large],
@@ -291,7 +288,7 @@ class ReusablePlan(NamedTuple):
         header[layout.HEADER_NUM_ENTRIES] = partials.entries.shape[1]
         header[layout.HEADER_NUM_MERGES] = partials.merges.shape[1]
         header[layout.HEADER_MOST_PARTIALS] = partials.merges[layout.MERGE_PARTIALS].max(initial=0)
-        header[layout.HEADER_NUM_QUEUED] = len(self.queued.pieces)
+        header[layout.HEADER_NUM_QUEUED] = self.num_queued
         launches = Launches(large=num_large > 0, merge=partials.num_slots > 0)
         return KernelPlan(parts, ends[-1], len(pieces), partials.num_slots, launches, self)
 
@@ -323,14 +320,13 @@ def plan_cut(spans: Spans, cut: Cut, shape: Shape) -> KernelPlan:
         unit_us(keys[:num_large], True, shape), unit_us(keys[num_large:], False, shape),
         cut.sms, shape,
     )  # fmt: skip
-    shares, firsts = _share_table(large, small, num_large, shape)
-    num_assigned = small.ends[-1]
+    shares, units = _share_table(large, small, num_large, shape)
+    num_assigned = int(small.ends[-1])
     least_keys, most_keys = _kept_keys(spans, cut, shape)
     reusable = ReusablePlan(
-        _structure(spans), least_keys, most_keys, shares, firsts,
-        queued=_units(small.order[num_assigned:], False, num_large, shape),
-        large_order=large.order, small_order=small.order[:num_assigned],
-        pieces=pieces, partials=_place_partials(spans, cut), has_windows=shape.has_windows,
+        _structure(spans), least_keys, most_keys, shares, units, large.order,
+        small.order[:num_assigned], len(small.order) - num_assigned, pieces,
+        _place_partials(spans, cut), shape.has_windows,
     )  # fmt: skip
     return reusable.assemble(pieces.table, spans)
 
