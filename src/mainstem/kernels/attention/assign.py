@@ -33,6 +33,18 @@ class Shares(NamedTuple):
     order: Int64s
     ends: Int64s  # [programs + 1]
 
+    @property
+    def bounds(self) -> tuple[Int64s, Int64s]:
+        return self.ends[:-1], self.ends[1:]
+
+    @property
+    def assigned(self) -> Int64s:
+        return self.order[: self.ends[-1]]
+
+    @property
+    def queued(self) -> Int64s:
+        return self.order[self.ends[-1] :]
+
 
 def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[Shares, Shares]:
     """Shares of large units, on `sms` multiprocessors, and of small units. `large` and `small` are

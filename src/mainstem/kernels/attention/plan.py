@@ -1,31 +1,28 @@
 """Assigned units -> the arrays that kernels read (`layout.py`). Host side, numpy only, once a step.
 
-plan = make_plan(spans, shape)    # cut (`cutting.py`), assign (`assign.py`), write down
-plan.write(ints)                  # one int32 array, which travels in one copy
-if plan.reusable.holds_for(spans_of_the_next_step): ...  # its cut and assignment still hold
+    plan = make_plan(spans, shape)    # cut (`cutting.py`), assign (`assign.py`), write down
+    plan.write(ints)                  # one int32 array, which travels in one copy
+    if plan.reusable.holds_for(later):
+        plan = plan.reusable.plan(later)
+
+Decodes of the next step have one key more, so most of the plan still holds.
 """
 
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mainstem.core.step import Spans
+from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention.assign import Shares, assign_units
-from mainstem.kernels.attention.cutting import Cut, cut_spans, unit_us
+from mainstem.kernels.attention.cutting import Cut, Int64s, cut_spans, unit_us
 from mainstem.kernels.attention.shape import Shape
-
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 NO_LIMIT = 1 << 30  # PIECE_FIRST_LIMIT of a plain span
 NO_PIECE = np.zeros((1, layout.PIECE_INTS), np.int32)
 NO_UNIT = np.zeros(1, np.int64)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
-NO_FIRST_KEYS = np.empty(0, np.int32)
 FIRST_LARGE = slice(layout.SHARE_FIRST_LARGE, layout.SHARE_FIRST_LARGE + layout.PIECE_INTS)
 FIRST_SMALL = slice(layout.SHARE_FIRST_SMALL, layout.SHARE_FIRST_SMALL + layout.PIECE_INTS)
 KEPT_KEYS = 16  # a plan holds until a span has more than this many new keys
@@ -202,30 +199,20 @@ class _Units(NamedTuple):
         return units[num_first:]
 
 
-def _share_table(
-    large: Shares, small: Shares, num_large: int, shape: Shape
-) -> tuple[Int32s, _Units]:
-    """Shares without their first units, and the units that are stored in full. A program without
-    units of a kind has zeros for it.
-    """
+def _share_table(of: tuple[Shares, Shares], num_large: int, shape: Shape) -> tuple[Int32s, _Units]:
+    """Shares of both kinds without their first units, and the units that are stored in full."""
+    large, small = of
     table = np.zeros((shape.num_programs, layout.SHARE_INTS), np.int32)
-    table[:, layout.SHARE_LARGE_BEGIN], table[:, layout.SHARE_LARGE_END] = (
-        large.ends[:-1],
-        large.ends[1:],
-    )
-    begin, end = small.ends[:-1], small.ends[1:]
-    table[:, layout.SHARE_SMALL_BEGIN], table[:, layout.SHARE_SMALL_END] = begin, end
-    of_large, of_small = (np.diff(ends).nonzero()[0] for _, ends in (large, small))
+    table[:, layout.SHARE_LARGE_BEGIN], table[:, layout.SHARE_LARGE_END] = large.bounds
+    table[:, layout.SHARE_SMALL_BEGIN], table[:, layout.SHARE_SMALL_END] = begin, end = small.bounds
+    of_large, of_small = (np.diff(ends).nonzero()[0] for _, ends in of)
     second = np.minimum(begin + 1, end - 1)[of_small]
     table[of_small, layout.SHARE_SECOND_SMALL] = small.order[second]
-    first_large, units = large.order[large.ends[of_large]], shape.units(False)
-    others = np.concatenate((small.order[begin[of_small]], small.order[small.ends[-1] :]))
-    large_pieces, small_pieces = first_large // shape.kv_heads, others // units
-    heads = (
-        first_large - large_pieces * shape.kv_heads,
-        (others - small_pieces * units) * shape.fold,
-    )
-    pieces = np.concatenate((large_pieces, small_pieces + num_large))
+    first, units = large.order[large.ends[of_large]], shape.units(False)
+    others = np.concatenate((small.order[begin[of_small]], small.queued))
+    pieces, other_pieces = first // shape.kv_heads, others // units
+    heads = first - pieces * shape.kv_heads, (others - other_pieces * units) * shape.fold
+    pieces = np.concatenate((pieces, other_pieces + num_large))
     return table, _Units(pieces, np.concatenate(heads), of_large, of_small)
 
 
@@ -239,9 +226,8 @@ class ReusablePlan(NamedTuple):
     most_keys: Int32s | Int64s  # ... and most
     shares: Int32s
     units: _Units
-    large_order: Int64s
-    small_order: Int64s
-    num_queued: int
+    large: Shares
+    small: Shares
     pieces: _Pieces
     partials: _Partials
     has_windows: bool
@@ -249,7 +235,7 @@ class ReusablePlan(NamedTuple):
     @property
     def num_units(self) -> tuple[int, int]:
         """Large and small ones."""
-        return len(self.large_order), len(self.small_order) + self.num_queued
+        return len(self.large.order), len(self.small.order)
 
     def holds_for(self, spans: Spans) -> bool:
         if _structure(spans) != self.structure:
@@ -266,44 +252,29 @@ class ReusablePlan(NamedTuple):
     def assemble(self, pieces: Int32s, spans: Spans) -> KernelPlan:
         """The plan with these pieces. The order of its parts is that of `layout.py`."""
         shares, num_large, partials = self.shares.copy(), self.pieces.num_large, self.partials
-        queue = self.units.told(pieces, shares)
+        queue, small_order = self.units.told(pieces, shares), self.small.assigned
+        first_keys = spans.first_keys  # a row of the entries that only plans with windows have
+        if first_keys is None:
+            first_keys = np.zeros(len(spans.query_rows) * self.has_windows, np.int32)
         header = np.zeros(layout.HEADER_INTS, np.int32)
         # A program reads the next unit before it knows whether there is one.
         parts = (
-            header,
-            shares,
-            queue if self.num_queued else NO_PIECE,
-            self.large_order,
-            self.small_order if len(self.small_order) else NO_UNIT,
-            pieces[:num_large],
-            pieces[num_large:],
-            partials.entries,
-            _first_keys(spans, self.has_windows),
-            partials.merges,
-            spans.page_ids,
-            NO_PAGE,
-        )
+            header, shares, queue if len(queue) else NO_PIECE, self.large.order,
+            small_order if len(small_order) else NO_UNIT, pieces[:num_large], pieces[num_large:],
+            partials.entries, first_keys, partials.merges, spans.page_ids, NO_PAGE,
+        )  # fmt: skip
         ends = list(accumulate(part.size for part in parts))
         header[STARTS] = ends[1:7] + ends[8:10]  # first keys lie after the entries, without a field
         header[layout.HEADER_NUM_ENTRIES] = partials.entries.shape[1]
         header[layout.HEADER_NUM_MERGES] = partials.merges.shape[1]
         header[layout.HEADER_MOST_PARTIALS] = partials.merges[layout.MERGE_PARTIALS].max(initial=0)
-        header[layout.HEADER_NUM_QUEUED] = self.num_queued
+        header[layout.HEADER_NUM_QUEUED] = len(queue)
         launches = Launches(large=num_large > 0, merge=partials.num_slots > 0)
         return KernelPlan(parts, ends[-1], len(pieces), partials.num_slots, launches, self)
 
 
 def _structure(spans: Spans) -> tuple[bytes, bytes, bytes]:
     return spans.query_starts.tobytes(), spans.query_rows.tobytes(), spans.is_causal.tobytes()
-
-
-def _first_keys(spans: Spans, has_windows: bool) -> Int32s:
-    """The row of entries that only plans with windows have."""
-    if not has_windows:
-        return NO_FIRST_KEYS
-    if spans.first_keys is None:
-        return np.zeros(len(spans.query_rows), np.int32)
-    return spans.first_keys
 
 
 def make_plan(spans: Spans, shape: Shape) -> KernelPlan:
@@ -316,16 +287,14 @@ def plan_cut(spans: Spans, cut: Cut, shape: Shape) -> KernelPlan:
     pieces = _pieces(spans, cut, shape)
     num_keys = pieces.table[:, layout.PIECE_KEY_END] - pieces.table[:, layout.PIECE_KEY_BEGIN]
     keys, num_large = np.maximum(num_keys, 1).astype(np.float64), pieces.num_large
-    large, small = assign_units(
-        unit_us(keys[:num_large], True, shape), unit_us(keys[num_large:], False, shape),
-        cut.sms, shape,
-    )  # fmt: skip
-    shares, units = _share_table(large, small, num_large, shape)
-    num_assigned = int(small.ends[-1])
-    least_keys, most_keys = _kept_keys(spans, cut, shape)
+    large_us, small_us = (
+        unit_us(keys[:num_large], True, shape),
+        unit_us(keys[num_large:], False, shape),
+    )
+    of = assign_units(large_us, small_us, cut.sms, shape)
+    shares, units = _share_table(of, num_large, shape)
     reusable = ReusablePlan(
-        _structure(spans), least_keys, most_keys, shares, units, large.order,
-        small.order[:num_assigned], len(small.order) - num_assigned, pieces,
+        _structure(spans), *_kept_keys(spans, cut, shape), shares, units, *of, pieces,
         _place_partials(spans, cut), shape.has_windows,
     )  # fmt: skip
     return reusable.assemble(pieces.table, spans)
