@@ -38,7 +38,6 @@ from mainstem_bench.workloads import (
     Run,
     kernel_cases,
     mixed_cases,
-    unequal_groups,
 )
 
 pytestmark = pytest.mark.torch
@@ -544,14 +543,3 @@ def test_warps_that_heads_do_not_need_take_parts_of_their_keys(
     shape = Shape(group, kv_heads, 16, num_programs=264, tiles=HOPPER_SPLIT)
     assert (shape.fold, shape.splits, shape.most_small_rows) == (fold, splits, rows)
     assert Shape(group, kv_heads, 16, num_programs=264, tiles=HOPPER).splits == 1
-
-
-def test_rests_of_unequal_spans_fill_what_equal_parts_leave() -> None:
-    """Prefixes of 200 to 8,000 keys. Where each is cut into equal parts, the longest load is nearly
-    twice the mean; cut at one length, with a rest each, loads are even.
-    """
-    runs = unequal_groups(random.Random(2), 200, 128)
-    large, _ = _loads(AttentionCase("unequal", runs, 32, 4))
-    busy = large[large > 0]
-    assert len(busy) > 64
-    assert busy.max() < 1.15 * busy.mean()

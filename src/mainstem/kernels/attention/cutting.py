@@ -5,8 +5,7 @@ share 2,048 keys, with 4 query heads for each of 8 KV heads, have 2 tiles of 128
 stretches of 512 keys, they are 2 x 4 x 8 = 64 units, for half of an H200's 132 multiprocessors.
 
 Large spans are cut for one unit on each of some number of multiprocessors, small ones for one unit
-on each program, or on each program that begins at once. All ways are estimated together, and the
-one that would end first is taken.
+on each program. All ways are estimated together, and the one that would end first is taken.
 """
 
 from functools import cache
@@ -26,9 +25,11 @@ Bools = NDArray[np.bool_]
 # two mean several units on each.
 LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
 # Without large units, small ones on each program. Fewer than one leave room for short spans.
+# These must gain a little: the estimate is not that good.
 SMALL_ON = np.array([1.0, 0.9, 0.8, 2.0])
+GAIN = 1.015
 ROUNDING = 0.97  # shares are smaller, or rounding could cut a span into one unit less
-LONGER = 1.06  # stretches of one length are longer than a share, so that rests fill the gaps
+EQUAL = 1.001  # of ways that are nearly equal, large units on most multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
 
 
@@ -45,23 +46,18 @@ class Cut(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Units of one kind, in each of several ways to cut: [ways]."""
+    """Units of one kind, in each of several ways to cut: [ways], or [1] if all have the same."""
 
     units: Floats
     us: Floats  # of all units, one after the other, with memory to themselves
     longest_us: Floats
-    num_long: Floats  # units of at least half of that
-    long_us: Floats  # of these
     rows: Floats  # x heads to be merged, at most
     keys: float  # x KV heads, read from memory
 
     def last_us(self, places: Floats | float) -> Floats:
         """When the last unit ends on some number of places."""
-        rounds = np.ceil(self.num_long / places) * (self.long_us / np.maximum(self.num_long, 1.0))
-        return np.maximum(np.maximum(self.us / places, rounds), self.longest_us)
-
-    def of(self, ways: Int64s) -> "Work":
-        return Work._make((*(field[ways] for field in self[:6]), self.keys))
+        rounds = np.ceil(self.units / places) * (self.us / np.maximum(self.units, 1.0))
+        return np.maximum(rounds, self.longest_us)
 
 
 class Kind(NamedTuple):
@@ -73,48 +69,27 @@ class Kind(NamedTuple):
     row_tiles: Floats
     is_large: bool
 
-    def equal_parts(self, places: Floats, shape: Shape) -> Floats:
-        """[ways, spans]: keys of a unit, if there were one unit for each of `places` [ways]. Each
-        span is cut into equal parts. One way for all if none cuts a span.
+    def stretches(self, places: Floats, shape: Shape) -> Floats:
+        """[ways, spans]: keys of a unit, if there were one unit for each of `places` [ways] and all
+        had equally many. Each span is cut into equal parts. One way if none cuts a span.
         """
-        tile, shares = shape.stretch_tile(self.is_large), ROUNDING * self._shares(places, shape)
+        tile, units = shape.stretch_tile(self.is_large), shape.units(self.is_large)
+        shares = np.maximum(ROUNDING * units * float(self.seen @ self.row_tiles) / places, 1.0)
         parts: Floats = np.ones((1, 1))
-        if self.seen.max(initial=0.0) >= 2.0 * max(shares.min(), 1.0):
-            parts = np.maximum(np.floor(self.seen / np.maximum(shares[:, None], 1.0)), 1.0)
+        if self.seen.max(initial=0.0) >= 2.0 * shares.min():
+            parts = np.maximum(np.floor(self.seen / shares[:, None]), 1.0)
         tiles: Floats = np.ceil(self.keys / (parts * tile))
         return tiles * tile
 
-    def with_rests(self, places: Floats, shape: Shape) -> Floats:
-        """The same, but units of all spans take equally long, and each span has a rest. A few rests
-        fill a multiprocessor, whatever the number and lengths of spans. No way if none cuts a span.
-        """
-        tile, shares = shape.stretch_tile(self.is_large), LONGER * self._shares(places, shape)
-        shares = shares[shares < self.seen.max()]
-        tiles: Floats = np.ceil(shares[:, None] * (self.keys / self.seen) / tile)
-        return tiles * tile
-
-    def _shares(self, places: Floats, shape: Shape) -> Floats:
-        """[ways]: seen keys of a unit, if all had equally many."""
-        return float(self.seen @ self.row_tiles) * shape.units(self.is_large) / places
-
     def work(self, stretches: Floats, shape: Shape) -> Work:
         parts, share = np.ceil(self.keys / stretches), self.seen / self.keys
-        # Of each span the last unit, and before it, if it is cut, whole ones.
-        us = unit_us((self.keys - (parts - 1.0) * stretches) * share, self.is_large, shape)
-        copies = counts = self.row_tiles * shape.units(self.is_large)
-        if parts.max(initial=0.0) > 1.0:
-            whole_us = unit_us(stretches * share, self.is_large, shape) * (parts > 1.0)
-            last = np.broadcast_to(copies, parts.shape)
-            us = np.concatenate((whole_us, us), axis=1)
-            counts = np.concatenate(((parts - 1.0) * copies, last), axis=1)
-        longest, all_us = us.max(axis=1, initial=0.0), us * counts
-        is_long = us >= 0.5 * longest[:, None]
+        copies = self.row_tiles * shape.units(self.is_large)
+        whole = unit_us(np.minimum(stretches, self.keys) * share, self.is_large, shape)
+        last = unit_us((self.keys - (parts - 1.0) * stretches) * share, self.is_large, shape)
         return Work(
             units=parts @ copies,
-            us=all_us.sum(axis=1),
-            longest_us=longest,
-            num_long=(counts * is_long).sum(axis=1),
-            long_us=(all_us * is_long).sum(axis=1),
+            us=((parts - 1.0) * whole + last) @ copies,
+            longest_us=whole.max(axis=1, initial=0.0),
             rows=parts @ self.rows * shape.kv_heads,
             keys=float(self.seen.sum()) * shape.kv_heads,
         )
@@ -151,17 +126,14 @@ class Ways(NamedTuple):
     """Ways to cut a step in which the same spans are large."""
 
     kinds: Kinds
-    large_stretches: Floats  # [rows, large spans]
-    small_stretches: Floats  # [rows, small spans]
-    large_rows: Int64s  # [ways] the row of large_stretches
-    small_rows: Int64s
+    large: Floats  # [ways, large spans]: stretches; one row if all ways have the same
+    small: Floats
     sms: Floats  # [ways] multiprocessors that get large units
     us: Floats  # [ways] estimated
-    rows: Floats  # [ways] x heads to be merged, at most
+    rows: Floats  # [ways] or [1]: x heads to be merged, at most
 
     def cut(self, way: int) -> Cut:
-        large = self.large_stretches[self.large_rows[way]]
-        small = self.small_stretches[self.small_rows[way]]
+        large, small = (rows[way % len(rows)] for rows in (self.large, self.small))
         return self.kinds.cut(large, small, self.sms[way])
 
 
@@ -176,7 +148,7 @@ def cut_spans(spans: Spans, shape: Shape) -> Cut:
         most = max(float(shape.max_partials * shape.group * shape.kv_heads), fewest)
     us = [np.where(ways.rows <= most, ways.us, np.inf) for ways in choices]
     best = min(range(len(us)), key=lambda i: float(us[i].min()))
-    return choices[best].cut(int(us[best].argmin()))
+    return choices[best].cut(int((us[best] <= EQUAL * us[best].min()).argmax()))
 
 
 def _cut_at_once(every: Kind, shape: Shape) -> Cut:
@@ -232,34 +204,18 @@ def _by_kind(every: Kind, is_large: Bools, shape: Shape) -> Kinds:
 def _ways(kinds: Kinds, shape: Shape) -> Ways:
     programs, slots = float(shape.num_programs), shape.num_large_programs
     if not len(kinds.large.keys):
-        small = kinds.small.equal_parts(programs * SMALL_ON, shape)
-        work, rows, none = kinds.small.work(small, shape), np.arange(len(small)), np.empty((1, 0))
+        small = kinds.small.stretches(programs * SMALL_ON, shape)
+        work = kinds.small.work(small, shape)
         us, sms = _small_us(work, shape), np.full(len(small), float(slots))
-        return Ways(kinds, none, small, np.zeros_like(rows), rows, sms, us, work.rows)
-    large, large_rows, places = _large_stretches(kinds.large, shape)
-    large_work = kinds.large.work(large, shape)
-    sms = np.minimum(np.minimum(places, slots), large_work.units[large_rows])
-    # Small spans are cut for all programs, or for those that begin at once.
-    small, small_rows = kinds.small.equal_parts(np.array([programs]), shape), 0 * large_rows
-    if np.count_nonzero(small < kinds.small.keys):
-        early = np.maximum(programs - programs / slots * sms, 1.0)
-        counts, rows = np.unique(np.append(early, programs), return_inverse=True)
-        small = kinds.small.equal_parts(counts, shape)
-        small_rows = np.concatenate((np.full(len(sms), rows[-1]), rows[:-1]))
-        large_rows, sms = np.tile(large_rows, 2), np.tile(sms, 2)
-    large_work = large_work.of(large_rows)
-    small_work = kinds.small.work(small, shape).of(small_rows)
-    us, merged = _step_us(large_work, small_work, sms, shape), large_work.rows + small_work.rows
-    return Ways(kinds, large, small, large_rows, small_rows, sms, us, merged)
-
-
-def _large_stretches(large: Kind, shape: Shape) -> tuple[Floats, Int64s, Floats]:
-    """Rows of stretches, and of each way its row and the number of units that it is made for."""
-    places = _large_places(shape.num_large_programs)
-    equal, rests = large.equal_parts(places, shape), large.with_rests(places, shape)
-    rows = np.arange(len(places)) if len(equal) > 1 else np.zeros(len(places), np.int64)
-    rows = np.concatenate((rows, len(equal) + np.arange(len(rests))))
-    return np.concatenate((equal, rests)), rows, np.append(places, places[: len(rests)])
+        us[1:] *= GAIN
+        return Ways(kinds, np.empty((1, 0)), small, sms, us, work.rows)
+    places = _large_places(slots)
+    large = kinds.large.stretches(places, shape)
+    small = kinds.small.stretches(np.array([programs]), shape)
+    large_work, small_work = kinds.large.work(large, shape), kinds.small.work(small, shape)
+    sms = np.minimum(np.minimum(places, slots), large_work.units)
+    us = _step_us(large_work, small_work, sms, shape)
+    return Ways(kinds, large, small, sms, us, large_work.rows + small_work.rows)
 
 
 @cache
