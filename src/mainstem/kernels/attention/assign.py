@@ -59,9 +59,9 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
     if len(order):
         before = _before_small(slots, load, shape)
     order, us = _longest_first(small, shape.units(False))
-    free, kept = np.arange(programs), len(order)
+    free, kept = _spread(programs), len(order)
     if queued_share and shape.fixed_stretch is None and kept:
-        free = (before == 0.0).nonzero()[0]
+        free = free[before[free] == 0.0]
         # The time at which all would end, if units could be divided.
         end_us = ((np.sort(before).cumsum() + us.sum()) / np.arange(1, programs + 1)).min()
         kept = int(us.cumsum().searchsorted((1.0 - queued_share) * end_us * len(free)))
@@ -131,9 +131,15 @@ def large_slots(taken: int, count: int, is_split: bool) -> Int64s:
     on which small units slow down large ones. If unavoidable, slow down as few as possible: slots
     without large units are pairs of neighbours, far apart, since each part of the card has a path.
     """
-    if not is_split or 2 * taken <= count:  # every second one, then the others
-        return np.concatenate((np.arange(0, count, 2), np.arange(1, count, 2)))[:taken]
+    if not is_split or 2 * taken <= count:
+        return _spread(count)[:taken]
     pairs = (count - taken + 1) // 2
     first = np.arange(pairs) * count // max(pairs, 1) // 2 * 2
     free = np.stack((first, first + 1), axis=1).ravel()[: count - taken]
     return np.setdiff1d(np.arange(count), free)[::-1]
+
+
+@cache
+def _spread(count: int) -> Int64s:
+    """Every second one, then the others: neighbours share a multiprocessor, or a path to memory."""
+    return np.concatenate((np.arange(0, count, 2), np.arange(1, count, 2)))

@@ -25,9 +25,7 @@ Bools = NDArray[np.bool_]
 # two mean several units on each.
 LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
 # Without large units, small ones on each program. Fewer than one leave room for short spans.
-# These must gain a little: the estimate is not that good.
 SMALL_ON = np.array([1.0, 0.9, 0.8, 2.0])
-GAIN = 1.015
 ROUNDING = 0.97  # shares are smaller, or rounding could cut a span into one unit less
 EQUAL = 1.001  # of ways that are nearly equal, large units on most multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
@@ -207,7 +205,6 @@ def _ways(kinds: Kinds, shape: Shape) -> Ways:
         small = kinds.small.stretches(programs * SMALL_ON, shape)
         work = kinds.small.work(small, shape)
         us, sms = _small_us(work, shape), np.full(len(small), float(slots))
-        us[1:] *= GAIN
         return Ways(kinds, np.empty((1, 0)), small, sms, us, work.rows)
     places = _large_places(slots)
     large = kinds.large.stretches(places, shape)
