@@ -77,7 +77,8 @@ def test_the_queue_has_the_shortest_units_the_longest_first() -> None:
     us = np.array([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
     _, small = assign_units(NONE, us, 2, shape_of(4))
     assert np.diff(small.ends).tolist() == [1, 1, 1, 1]
-    assert small.order.tolist() == list(range(8))
+    assert sorted(small.assigned.tolist()) == [0, 1, 2, 3]
+    assert small.queued.tolist() == [4, 5, 6, 7]
 
 
 def test_a_unit_for_each_program_is_not_queued() -> None:

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.torch
 SHAPE = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
 PACE = HOPPER_SPLIT.pace
 ZERO = np.zeros(1)
-NOTHING = Work(ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, 0.0)
+NOTHING = Work(ZERO, ZERO, ZERO, ZERO, 0.0)
 
 
 def _work(units: int, unit_us: float, keys: float, rows: float = 0.0) -> Work:
     count, us = np.array([float(units)]), np.array([units * unit_us])
-    return Work(count, us, np.array([unit_us]), count, us, np.array([rows]), units * keys)
+    return Work(count, us, np.array([unit_us]), np.array([rows]), units * keys)
 
 
 def large(units: int, unit_us: float = 30.0) -> Work:

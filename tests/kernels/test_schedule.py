@@ -279,9 +279,9 @@ def test_as_many_pieces_as_spans_need_not_be_one_piece_per_span() -> None:
 
 
 def test_large_units_are_on_as_few_multiprocessors_as_end_in_time() -> None:
-    """32 sequences of 8,000 keys share 300: few large units, and none of them late."""
+    """32 sequences of 8,000 keys share 2,000: few large units, and none of them late."""
     runs = [Run((row,), 8000) for row in range(32)]
-    case = AttentionCase("long", (*runs, Run(tuple(range(32)), 300)))
+    case = AttentionCase("long", (*runs, Run(tuple(range(32)), 2000)))
     ints = plans.make_plan(case.spans(), shape_of(case, HOPPER_SPLIT)).ints
     table = ints[layout.HEADER_INTS :][: 264 * layout.SHARE_INTS].reshape(264, -1)
     assert 0 < np.count_nonzero(table[:, 0] < table[:, 1]) <= 66

@@ -82,11 +82,13 @@ class Kind(NamedTuple):
     def work(self, stretches: Floats, shape: Shape) -> Work:
         parts, share = np.ceil(self.keys / stretches), self.seen / self.keys
         copies = self.row_tiles * shape.units(self.is_large)
-        whole = unit_us(np.minimum(stretches, self.keys) * share, self.is_large, shape)
-        last = unit_us((self.keys - (parts - 1.0) * stretches) * share, self.is_large, shape)
+        us = whole = unit_us(np.minimum(stretches, self.keys) * share, self.is_large, shape)
+        if parts.max(initial=0.0) > 1.0:
+            last = (self.keys - (parts - 1.0) * stretches) * share
+            us = (parts - 1.0) * whole + unit_us(last, self.is_large, shape)
         return Work(
             units=parts @ copies,
-            us=((parts - 1.0) * whole + last) @ copies,
+            us=us @ copies,
             longest_us=whole.max(axis=1, initial=0.0),
             rows=parts @ self.rows * shape.kv_heads,
             keys=float(self.seen.sum()) * shape.kv_heads,

@@ -74,7 +74,8 @@ class _Pieces(NamedTuple):
     table: Int32s  # [pieces, PIECE_INTS]
     num_large: int
     span: Int64s  # [pieces] index of the span
-    pages: Int64s  # [pieces] pages of the span before the piece
+    is_cut: bool  # else each span is a piece
+    pages: Int32s  # [pieces] pages of the span before the piece
     ends: Int32s  # [pieces] end of the stretch; the last one includes keys that the span grows by
     hidden: Int32s  # [pieces] keys at the end of the span that no row of the piece sees
 
@@ -85,10 +86,13 @@ class _Pieces(NamedTuple):
         page_ids, page = spans.page_ids, spans.page_starts[self.span]
         if spans.page_starts[len(spans) - 1] == len(page_ids):  # the last span has no pages
             page_ids = np.concatenate((page_ids, NO_PAGE))
+        key_end = spans.key_tokens[self.span]
         table[:, layout.PIECE_PAGES_AT] = page
-        table[:, layout.PIECE_FIRST_PAGE] = page_ids[page + self.pages]
-        key_end = spans.key_tokens[self.span] - self.hidden
-        table[:, layout.PIECE_KEY_END] = np.minimum(key_end, self.ends)
+        if self.is_cut:
+            page += self.pages
+            key_end = np.minimum(key_end - self.hidden, self.ends)
+        table[:, layout.PIECE_FIRST_PAGE] = page_ids[page.astype(np.int64)]  # numpy's index type
+        table[:, layout.PIECE_KEY_END] = key_end
         table[:, layout.PIECE_FIRST_LIMIT] = limits[self.span]
 
 
@@ -97,7 +101,8 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     num_large = int(counts[: cut.num_large].sum())
     span, rows, keys, parts = cut.spans, cut.rows, cut.stretches, cut.parts
     stretch = row_tile = np.zeros(1)
-    if np.count_nonzero(counts != 1):  # else each span is a piece
+    is_cut = np.count_nonzero(counts != 1) > 0
+    if is_cut:
         place = np.arange(len(counts)).repeat(counts)
         span, rows, keys, parts = span[place], rows[place], keys[place], parts[place]
         within, row_tiles = np.arange(len(place)) - _starts(counts)[place], cut.row_tiles[place]
@@ -122,7 +127,8 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
         table,
         num_large,
         span,
-        pages=(key_begin / shape.page_size).astype(np.int64),
+        is_cut,
+        pages=(key_begin / shape.page_size).astype(np.int32),
         ends=np.where(stretch + 1.0 < parts, key_begin + keys, NO_LIMIT).astype(np.int32),
         hidden=(np.floor((rows - row_end) / shape.group) * spans.is_causal[span]).astype(np.int32),
     )
