@@ -55,11 +55,12 @@ def test_every_unit_has_one_program(
     assert len(busy) <= sms
     assert (busy < shape.num_large_programs).all()
     counts = 8 * len(large), shape.units(False) * len(small)
-    for (order, ends), count in zip(shares, counts, strict=True):
+    for (order, ends, queued), count in zip(shares, counts, strict=True):
         assert ends[0] == 0
-        assert ends[-1] == count or (queued_share and ends[-1] < count)
+        assert ends[-1] == len(order)
+        assert queued_share or not len(queued)
         assert (np.diff(ends) >= 0).all()
-        assert sorted(order.tolist()) == list(range(count))
+        assert sorted([*order, *queued]) == list(range(count))
 
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=80))
@@ -77,7 +78,7 @@ def test_the_queue_has_the_shortest_units_the_longest_first() -> None:
     us = np.array([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
     _, small = assign_units(NONE, us, 2, shape_of(4))
     assert np.diff(small.ends).tolist() == [1, 1, 1, 1]
-    assert sorted(small.assigned.tolist()) == [0, 1, 2, 3]
+    assert sorted(small.order.tolist()) == [0, 1, 2, 3]
     assert small.queued.tolist() == [4, 5, 6, 7]
 
 
@@ -96,7 +97,7 @@ def test_programs_that_begin_late_have_no_share() -> None:
 def test_all_units_are_queued_if_all_programs_begin_late() -> None:
     _, small = assign_units(np.array([50.0, 60.0]), np.full(16, 10.0), 2, shape_of(4))
     assert not small.ends.any()
-    assert small.order.tolist() == list(range(16))
+    assert small.queued.tolist() == list(range(16))
 
 
 def test_without_a_queue_late_programs_get_less() -> None:

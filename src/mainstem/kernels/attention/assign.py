@@ -26,24 +26,11 @@ NO_UNITS: Int64s = np.empty(0, np.int64)
 
 
 class Shares(NamedTuple):
-    """Units of a kind in order: program p has those from ends[p] to ends[p + 1]; those after the
-    last share are queued. A unit is piece * (units of a piece) + (which of them).
-    """
+    """Units of a kind. A unit is piece * (units of a piece) + (which of them)."""
 
-    order: Int64s
+    order: Int64s  # program p has those from ends[p] to ends[p + 1]
     ends: Int64s  # [programs + 1]
-
-    @property
-    def bounds(self) -> tuple[Int64s, Int64s]:
-        return self.ends[:-1], self.ends[1:]
-
-    @property
-    def assigned(self) -> Int64s:
-        return self.order[: self.ends[-1]]
-
-    @property
-    def queued(self) -> Int64s:
-        return self.order[self.ends[-1] :]
+    queued: Int64s
 
 
 def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[Shares, Shares]:
@@ -104,8 +91,8 @@ def _shares(order: Int64s, program: Int64s, programs: int) -> Shares:
     """`program` has that of each unit but the last ones, which are queued."""
     ends = np.zeros(programs + 1, np.int64)
     ends[1:] = np.bincount(program, minlength=programs).cumsum()
-    by_program = order[program.astype(np.int16).argsort(kind="stable")]  # 16 bits: a radix sort
-    return Shares(np.concatenate((by_program, order[len(program) :])), ends)
+    by_program = program.astype(np.int16).argsort(kind="stable")  # 16 bits: a radix sort
+    return Shares(order[by_program], ends, order[len(program) :])
 
 
 def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:

@@ -101,7 +101,7 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> _Pieces:
     num_large = int(counts[: cut.num_large].sum())
     span, rows, keys, parts = cut.spans, cut.rows, cut.stretches, cut.parts
     stretch = row_tile = np.zeros(1)
-    is_cut = np.count_nonzero(counts != 1) > 0
+    is_cut = bool((counts != 1).any())
     if is_cut:
         place = np.arange(len(counts)).repeat(counts)
         span, rows, keys, parts = span[place], rows[place], keys[place], parts[place]
@@ -209,9 +209,11 @@ def _share_table(of: tuple[Shares, Shares], num_large: int, shape: Shape) -> tup
     """Shares of both kinds without their first units, and the units that are stored in full."""
     large, small = of
     table = np.zeros((shape.num_programs, layout.SHARE_INTS), np.int32)
-    table[:, layout.SHARE_LARGE_BEGIN], table[:, layout.SHARE_LARGE_END] = large.bounds
-    table[:, layout.SHARE_SMALL_BEGIN], table[:, layout.SHARE_SMALL_END] = begin, end = small.bounds
-    of_large, of_small = (np.diff(ends).nonzero()[0] for _, ends in of)
+    table[:, layout.SHARE_LARGE_BEGIN] = large.ends[:-1]
+    table[:, layout.SHARE_LARGE_END] = large.ends[1:]
+    table[:, layout.SHARE_SMALL_BEGIN] = begin = small.ends[:-1]
+    table[:, layout.SHARE_SMALL_END] = end = small.ends[1:]
+    of_large, of_small = (np.diff(shares.ends).nonzero()[0] for shares in of)
     second = np.minimum(begin + 1, end - 1)[of_small]
     table[of_small, layout.SHARE_SECOND_SMALL] = small.order[second]
     first, units = large.order[large.ends[of_large]], shape.units(False)
@@ -241,7 +243,7 @@ class ReusablePlan(NamedTuple):
     @property
     def num_units(self) -> tuple[int, int]:
         """Large and small ones."""
-        return len(self.large.order), len(self.small.order)
+        return len(self.large.order), len(self.small.order) + len(self.small.queued)
 
     def holds_for(self, spans: Spans) -> bool:
         if _structure(spans) != self.structure:
@@ -258,7 +260,7 @@ class ReusablePlan(NamedTuple):
     def assemble(self, pieces: Int32s, spans: Spans) -> KernelPlan:
         """The plan with these pieces. The order of its parts is that of `layout.py`."""
         shares, num_large, partials = self.shares.copy(), self.pieces.num_large, self.partials
-        queue, small_order = self.units.told(pieces, shares), self.small.assigned
+        queue, small_order = self.units.told(pieces, shares), self.small.order
         first_keys = spans.first_keys  # a row of the entries that only plans with windows have
         if first_keys is None:
             first_keys = np.zeros(len(spans.query_rows) * self.has_windows, np.int32)
