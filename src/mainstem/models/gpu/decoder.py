@@ -4,11 +4,11 @@
                 MLP: product, activation, product | add + norm of the next layer
 
 A GPU pays per pass over memory, and CUDA graphs need fixed addresses. Weights keep the checkpoint's
-order (rotary pairs are i and i + half). Gains stay in the norms: a norm is a pass over memory
-anyway.
+order (rotary pairs are i and i + half). Norms apply their gains themselves: the gains are not
+multiplied into the next weights, which would save no pass over memory.
 
-A rank of several (models/shard.py) has some heads and some columns of MLPs; their outputs are
-summed over ranks in the joins. A single rank makes no such call.
+With several ranks (models/shard.py), each has some heads and some columns of every MLP, and the
+joins (models/gpu/joins.py) sum the outputs over all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -160,7 +160,7 @@ def load_gpu_decoder(
     ranks: Collectives = ALONE,
 ) -> GpuDecoder:
     """Take the weights, or a rank's part of them, from `source`, which puts them on the device.
-    `spec` is that of the whole model, `space` is for the part."""
+    `spec` describes the whole model; `space` is sized for the rank's part."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
     linears = LinearMaker(quantize, is_deterministic, source.dtype, space.normed.device)
@@ -186,7 +186,7 @@ def load_gpu_decoder(
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A layer before it knows what its successor reads."""
+    """A layer before it is joined to the next one, which decides how its last norm writes."""
 
     attention: Reader
     qkv: Linear

@@ -1,10 +1,11 @@
-"""What is computed between the products of a block on a GPU: residual, norms, scales; one pass over
-memory each.
+"""What a GPU computes between the products of a block: residual, norms and scales, in one pass over
+memory.
 
     serial      between: x += attention's output, norm     after: x += the MLP's output, norm
     parallel    between: norm of x                         after: x += both outputs, norm
 
-On a rank of several an output is summed over ranks first; parallel outputs are summed in one call.
+With several ranks, an output is summed over all ranks first; parallel outputs are summed in one
+call.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class Joins(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """What a product reads of x: its norm, or x itself."""
+    """The input of a product: the norm of x, or x itself."""
 
     norm: Norm | None
     is_fp8: bool  # whether the product takes its rows quantized
