@@ -36,7 +36,7 @@ from mainstem.runner.weighing import WeighingAttention
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
-_NUM_RESULTS = 3  # steps whose ids may be in a copy to the host
+_NUM_RESULTS = 3  # host buffers for sampled ids, used in turn: more than there are steps in flight
 
 
 class GpuStep:
@@ -161,7 +161,7 @@ class GpuRunner:
             gate = self._loads.gate(step.load_ids)
         size = None if self._graphs is None else self._graphs.size_for(step)
         launches = self._attention.plan(step.spans, step.positions)
-        begin = self._mark()  # after planning, which an idle device waits for
+        begin = self._mark()  # after planning: the device may be idle while the host plans
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
         hidden, masses = self._forward(step, inputs, size, launches, gate)
         ids, logprobs = self._sample_hidden(hidden, step)
@@ -202,8 +202,8 @@ class GpuRunner:
     def _forward(
         self, step: Step, inputs: GpuInputs, size: int | None, launches: Launches, gate: Gate
     ) -> tuple[Tensor, list[Tensor]]:
-        """At least the needed rows of the last layer; and the masses of pages that the step weighs,
-        in a copy to the host."""
+        """Return the last layer's output, at least for the rows that are needed, and the attention
+        masses of pages (step.weighings), which are being copied to the host."""
         decoder = self._decoder
         if size is None:
             self._attention.bind(inputs, launches)
