@@ -12,11 +12,11 @@ A = TypeVar("A", Int32s, Float32s)
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What running sequences are expected to take and give back; those that are expected to end
-    first come first."""
+    """The pages that running sequences are expected to take and to give back. Sequences are in the
+    order in which they are expected to end."""
 
     remaining: Int32s  # [running] output tokens to come
-    own_pages: Float32s  # [running] pages freed when it ends; of shared pages its part
+    own_pages: Float32s  # [running] pages freed when it ends, and its part of shared ones
 
     @classmethod
     def of(cls, remaining: Int32s, own_pages: Float32s) -> "Outlook":
@@ -43,7 +43,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Starts a sequence if, by the outlook, memory will last until the next one ends, and so on.
+    """Starts a sequence if the outlook says that the running ones will not run out of pages.
 
     Every running sequence grows by a token a step and gives its own pages back when it ends. Just
     before the k-th ends, the others have grown by the same number of tokens and those before it
@@ -60,7 +60,7 @@ class Admission:
     def may_start(self, new_pages: int, expected: int, available: int, outlook: Outlook) -> bool:
         """A candidate takes `new_pages` now and is expected to produce `expected` tokens."""
         if len(outlook.remaining) == 0:
-            return new_pages <= available  # alone it may always try
+            return new_pages <= available  # nothing else runs: the forecast is not needed
         then = outlook.joined_by(new_pages, expected)
         return new_pages + then.peak_need(self.page_size) <= available
 
