@@ -2,10 +2,10 @@
 
     queue   which request is served next, and what the policy knows of the queue
               saturated: always full; the next N requests of the trace wait (N: the look-ahead)
-              arrivals:  requests come when the trace says, a turn not before its answer
+              arrivals:  requests come when the trace says, but no turn before the last answer
     serve   look up, load, prefill, decode; pages are admitted when the request is done
-    device  a cache of its own above host memory, in the same order of leaving; all it has is below
-    links   the disk reads one page after another; a page in the host may still be on its way
+    device  a cache above host memory, which holds all its pages too; evicts in the same order
+    links   the disk reads one page after another; a prefetched page may not be there yet
 
 Hits are prompt tokens that need no prefill. A hit counts for the device if its page was there when
 the request started, for the DRAM if it was in host memory, else for the disk.
@@ -26,7 +26,7 @@ from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate.service import GB, Prices, ServiceRates
 from mainstem.simulate.trace_records import Trace, TraceRequest
 
-READ_AHEAD_S = 1.0  # prefetches are handed to the disk so far ahead of it, not further
+READ_AHEAD_S = 1.0  # pages are prefetched as long as the disk's queue is shorter than this
 
 
 class Queue(Enum):
@@ -36,7 +36,7 @@ class Queue(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """One simulation: a policy, the tiers, and what the world around them is like."""
+    """One simulation: a policy, the tiers, the queue, and the rates and prices of the hardware."""
 
     kv_bytes_per_token: float
     host_gb: float
@@ -86,7 +86,7 @@ class SimulationConfig:
 
 @dataclass(slots=True)
 class Report:
-    """What came of it. Tokens, pages and times are of the requests after the warm-up."""
+    """The results. Tokens, pages and times count only requests after the warm-up."""
 
     policy: str
     lookahead: int
