@@ -84,7 +84,7 @@ _Order = _RecordWrite | _Delete | _Touch | Event | None  # Event: set it; None: 
 
 
 class DiskTier:
-    """One thread owns it and makes all calls; the module shows which threads do the work."""
+    """One thread owns it and makes all calls. The drawing above shows which threads do the work."""
 
     name = "disk"
     is_shared = False
@@ -120,8 +120,7 @@ class DiskTier:
         self._ledger = Ledger(ledger)
         try:
             if self.num_records < 1:
-                raise StoreError(f"a store of {max_bytes} bytes is too small for one page of
-                {page_bytes}")
+                raise StoreError(f"{max_bytes} bytes are too few for a page of {page_bytes}")
             self._index, self._rows = self._open_index()
         except BaseException:
             self._lock.close()
@@ -314,7 +313,8 @@ class DiskTier:
         return index, rows
 
     def _read_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """SQLite needs disk space even to read an index; on a full disk pages are cut for it."""
+        """SQLite needs disk space even to read an index; on a full disk, pages are deleted to make
+        room."""
         try:
             index = PageIndex(self.folder, self._about)
         except sqlite3.Error as error:
@@ -396,7 +396,8 @@ class DiskTier:
                 self._done.put(_Committed(row.key, row.crc32))
 
     def _let_reads_pass(self) -> None:
-        """Requests wait for reads, and the disk is slow at reads and writes at once."""
+        """Wait until reads are done: requests wait for them, and the disk is slow if it reads and
+        writes at once."""
         until_s = monotonic() + READS_FIRST_S
         while (
             (any(self._is_reading) or not self._reads.empty())

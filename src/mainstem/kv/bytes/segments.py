@@ -3,7 +3,7 @@
     0000.pages | record 0 | record 1 | ... | record n-1 |     0001.pages | record n | ...
 
 Every record begins at a multiple of ALIGNMENT, so reads and writes can bypass the page cache
-(O_DIRECT) where the file system allows it. Which page a record holds is known to the index only.
+(O_DIRECT) where the file system allows it. Only the index knows which page a record holds.
 """
 
 import errno
