@@ -20,12 +20,13 @@ class Outlook:
 
     @classmethod
     def of(cls, remaining: Int32s, own_pages: Float32s) -> "Outlook":
-        """From sequences in any order."""
+        """The outlook of sequences given in any order."""
         order = np.argsort(remaining)
         return cls(remaining[order], own_pages[order])
 
     def joined_by(self, new_pages: int, expected: int) -> "Outlook":
-        """With one more sequence that takes `new_pages` now and produces `expected` tokens."""
+        """The outlook with one more sequence, which takes `new_pages` now and produces `expected`
+        tokens."""
         place = int(self.remaining.searchsorted(np.int32(expected)))
         return Outlook(
             _inserted(self.remaining, place, expected),
@@ -58,7 +59,8 @@ class Admission:
     page_size: int
 
     def may_start(self, new_pages: int, expected: int, available: int, outlook: Outlook) -> bool:
-        """A candidate takes `new_pages` now and is expected to produce `expected` tokens."""
+        """Whether a sequence may start that takes `new_pages` now and is expected to produce
+        `expected` tokens."""
         if len(outlook.remaining) == 0:
             return new_pages <= available  # nothing else runs: the forecast is not needed
         then = outlook.joined_by(new_pages, expected)
@@ -66,7 +68,7 @@ class Admission:
 
 
 def _inserted(values: A, place: int, value: int) -> A:
-    """As numpy.insert, which takes five times as long."""
+    """Like numpy.insert, which takes five times as long."""
     longer = np.empty(len(values) + 1, values.dtype)
     longer[:place] = values[:place]
     longer[place] = value

@@ -1,4 +1,4 @@
-"""Join the arrays of one Step from what each sequence does in it."""
+"""Builds the arrays of one Step from the work of each sequence in it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
