@@ -57,7 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     smollm3.FAMILY,
     stablelm.FAMILY,
 )
-# known by name, so that the refusal says why
+# listed so that the error says why they are not supported
 _LINEAR_ATTENTION, _MAMBA = "layers of linear attention", "Mamba layers"
 _HYBRIDS = {
     "Qwen3NextForCausalLM": _LINEAR_ATTENTION,
@@ -87,7 +87,7 @@ _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.archi
 
 
 def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
-    """The recipe of the checkpoint in `folder`; UnsupportedModel names the field in the way.
+    """The recipe of the checkpoint in `folder`; UnsupportedModel names the field that prevents it.
 
     Unknown fields in `ignored` are skipped, and the recipe names them. Chat models often name more
     end tokens in generation_config.json; these are added.
@@ -101,7 +101,7 @@ def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
 
 
 def spec_from_config(table: Mapping[str, object], ignored: Collection[str] = ()) -> ModelSpec:
-    """As read_spec, from the parsed file."""
+    """Like `read_spec`, from the parsed file."""
     config = Config(table)
     architecture = _architecture(config)
     family = _BY_ARCHITECTURE[architecture]

@@ -38,10 +38,10 @@ _ACTIVATIONS = {
 class Family:
     """Architectures whose config.json one function reads."""
 
-    name: str  # for people
+    name: str  # to show to users
     architectures: tuple[str, ...]  # in config.json
     read: Callable[[Config], ModelSpec]
-    notes: str = ""  # what is special about it, in a line
+    notes: str = ""  # one line on what is special about it
     is_part: bool = False  # of a multimodal checkpoint (families/multimodal.py)
 
 
@@ -96,9 +96,8 @@ def make_spec(
     is_tied: bool = False,
     **features: Unpack[Features],
 ) -> ModelSpec:
-    """The recipe; `is_tied` is the default if the file does not say whether head and embedding are
-    tied.
-    The architecture is written into it later."""
+    """The recipe, without the name of the architecture. `is_tied` is the default if the file does
+    not say whether head and embedding are tied."""
     bos_ids = config.token_ids("bos_token_id")
     return ModelSpec(
         architecture="",
@@ -143,7 +142,7 @@ def gated_mlp(config: Config, *, has_bias: bool = False) -> MlpSpec:
 
 
 def full_attention(head_dim: int, rope: RopeSpec | None) -> AttentionSpec:
-    """Every token sees all before it."""
+    """Every token sees all tokens before it."""
     return AttentionSpec(rope, default_scale(head_dim, rope))
 
 
@@ -231,7 +230,7 @@ def read_rope(
 def make_rope(
     table: Config, config: Config, sizes: Sizes, *, theta: float, rotary_share: float | None = None
 ) -> RopeSpec:
-    """From one table of rope parameters."""
+    """The rope described by one table of parameters."""
     theta = table.number("rope_theta", theta)
     older = table.get("type")
     kind = table.get("rope_type") or older or "default"

@@ -71,13 +71,13 @@ class GpuDecoder:
         self._layers = layers
         self._head = head
         self._space = space
-        # a scale is rounded like the numbers it multiplies
+        # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
     def forward(
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
     ) -> Tensor:
-        """As Decoder.forward on a CPU; the result lies in the workspace until the next pass."""
+        """Like Decoder.forward on a CPU; the result stays in the workspace until the next pass."""
         normed = self.begin(token_ids)
         end = len(self._layers)
         normed = self.run_layers(normed, len(token_ids), rows, (0, end), attention, gate)
@@ -85,7 +85,7 @@ class GpuDecoder:
         return normed
 
     def begin(self, token_ids: Tensor) -> Rows:
-        """The input of the first layer; the residual lies in the workspace from here on."""
+        """Return the input of the first layer, and put the residual into the workspace."""
         out = self._space.residual[: len(token_ids)]
         if self._vocabulary is None:
             torch.index_select(self._embedding, 0, token_ids, out=out)
@@ -140,7 +140,7 @@ class GpuDecoder:
 
     def touch(self, tokens: int) -> None:
         """Run the products of each kind of layer over this number of rows: the vendor's library
-        loads its kernel for a shape at the first call, and the device is idle meanwhile."""
+        loads its kernel for a shape at the first call, during which the device would be idle."""
         space = self._space
         x = space.residual[:tokens]
         different = {spec.mlp: index for index, spec in enumerate(self.spec.layers)}
@@ -213,7 +213,7 @@ class _Compiler:
         spec, room = self.spec, self.space.normed
         qkv, mlp = self.linears.layer(tensors.qkv), self._mlp(tensors, index)
         norm = make_norm(tensors.attention_norm, spec)
-        is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the norm of attention
+        is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the same norm as attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
         return _Pieces(
             attention=Reader(norm, qkv.is_fp8, room),

@@ -15,7 +15,7 @@ from mainstem.models.quantized.packing import Packing, QuantizedSpec
 from mainstem.models.quantized.stored import Part, Stored, pack_values, unpack_words
 
 _PER_WORD = 8
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column 0, 1, ... is
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of column 0, 1, ... in a word
 
 
 class AwqReader:
