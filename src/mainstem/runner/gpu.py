@@ -143,7 +143,7 @@ class GpuRunner:
                 torch.cuda.synchronize(self._device)
 
     def check(self) -> None:
-        """Nothing to check: a step raises if the device is lost."""
+        """Do nothing: a step raises if the device is lost."""
 
     def close(self) -> None:
         """Wait for running steps and drop the references."""
@@ -266,7 +266,8 @@ class GpuRunner:
         wanted = np.flatnonzero(step.sampling.wants_logprobs)
         raw = None
         if len(wanted):
-            # the sampler edits in place, and logprobs are of the model's own distribution
+            # copy them first: the sampler edits in place, and logprobs must be those of the model
+            # itself
             rows = self._uploads.send(wanted)
             raw = wide[rows]
         ids = self.sampler.sample(wide, step)
