@@ -21,17 +21,17 @@ from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 BLOCK = 128  # rows, and columns
-_ALIGN_ROWS = 16  # of x: the library refuses some numbers of rows
-_ALIGN_BLOCKS = 4  # of columns: a row of scales must be 16 bytes, or a multiple
+_ALIGN_ROWS = 16  # x is padded to a multiple of this: the library refuses some numbers of rows
+_ALIGN_BLOCKS = 4  # blocks of columns: a row of scales must be a multiple of 16 bytes
 _HOPPER = 9
-_MOST_OFF = 0.01  # of a product; rounding of bf16 outputs is 0.002
+_MOST_OFF = 0.01  # largest error of a product that counts as right; rounding to bf16 is 0.002
 
 _FP8_MAX = tl.constexpr(fp8_rows.MAX)
 _MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
 
 
 def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a weight of this shape can be multiplied as it is."""
+    """Whether there is a product for a weight of this shape, without dequantizing it."""
     if num_out % BLOCK or num_in % (BLOCK * _ALIGN_BLOCKS) or dtype == torch.float16:
         return False
     if device.type != "cuda":
@@ -43,8 +43,8 @@ def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: tor
 
 @cache
 def is_library_right(device: torch.device) -> bool:
-    """Whether the library's product of a small weight is that of the same rounded numbers. Its
-    versions differ in the layout of scales, and a wrong layout raises no error."""
+    """Check the library's product of a small weight against a product of the same rounded numbers.
+    Versions of the library differ in the layout of scales, and a wrong layout raises no error."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -62,7 +62,7 @@ def is_library_right(device: torch.device) -> bool:
 
 
 class Fp8BlockLinear:
-    """As a dense linear, of weights [out, in] in fp8 with scales [out / 128, in / 128] fp32."""
+    """A linear with weights [out, in] in fp8 and scales [out / 128, in / 128] in fp32."""
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
@@ -96,13 +96,13 @@ class Fp8BlockLinear:
         return y[: len(x)]
 
     def dense(self) -> Tensor:
-        """The weight's numbers, fp32 [out, in]."""
+        """The weight dequantized, fp32 [out, in]."""
         return _spread(self._values, self._scales.repeat_interleave(BLOCK, dim=0))
 
 
 def quantize_groups(x: Tensor) -> Fp8Rows:
-    """Values [rows, in] and scales [rows, in / 128], column by column. Rows are those of x, on
-    a card followed by padding with undefined numbers."""
+    """Values [rows, in] and scales [rows, in / 128], the latter column-major. On a card, the rows
+    of x are followed by rows of padding with undefined numbers."""
     tokens, width = x.shape
     if width % BLOCK or x.stride(1) != 1:
         raise LayoutError(f"x must have contiguous rows of a multiple of {BLOCK} columns, "
@@ -148,5 +148,5 @@ def _quantize_groups_kernel(
 
 
 def _spread(values: Tensor, scales: Tensor) -> Tensor:
-    """Numbers, fp32, of values [rows, in] with scales [rows, in / 128]."""
+    """Dequantize values [rows, in] with scales [rows, in / 128] to fp32."""
     return values.float() * scales.repeat_interleave(BLOCK, dim=1)

@@ -1,15 +1,17 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""What the kernels between the products have in common: which rows they support, and how they write
-them, in the model's dtype or in fp8.
+"""Shared by the kernels between the products: which rows they support, and how they write rows in
+the model's dtype or in fp8.
 
-Every kernel gives a program one token, or a part of it, in blocks that depend on the row's length
-alone, so a row's bits do not depend on the rows beside it. A pointer that is None is compiled out.
+In every kernel a program computes one token, or a part of it, in blocks that depend only on the
+row's length. So a row's bits do not depend on other rows. Code for a pointer that is None is not
+compiled.
 
 The `_fp8` variants of all kernels return (values, scales) with values * scales = the row, scales
 [tokens, 1]: a row's largest magnitude becomes 448, the largest float8_e4m3fn. Their values are
 those of the plain variant, quantized.
 
-With outputs given nothing is allocated and nothing waits for the device: safe in a CUDA graph.
+If outputs are given, nothing is allocated and the host never waits for the device: safe in a CUDA
+graph.
 
 Gains and biases are a model's constants: from Hopper on they are read while the previous kernel may
 still run (`overlap.py`), so no kernel may write them.
@@ -36,7 +38,7 @@ MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
 
 @triton.jit
 def store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE: tl.constexpr):
-    """Store a row that is rounded to the model's dtype already; with scales, in fp8."""
+    """Store a row that is already rounded to the model's dtype; in fp8 if there are scales."""
     if scales_ptr is not None:
         wide = row.to(tl.float32)
         peak = tl.maximum(tl.max(tl.abs(wide), 0), MIN_PEAK)
@@ -61,7 +63,7 @@ def _quantize_kernel(
 
 
 def quantize_rows(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
-    """x [tokens, size] per token."""
+    """Quantize x [tokens, size] per token."""
 
     def launch(values: Tensor, scales: Tensor) -> None:
         check_rows("x", x, x.shape[1], MAX_MLP)
@@ -78,7 +80,7 @@ def quantize_rows(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
 def quantized(
     size: int, x: Tensor, out: Fp8Rows | None, launch: Callable[[Tensor, Tensor], None]
 ) -> Fp8Rows:
-    """Run a kernel over outputs that are given or made here."""
+    """Run a kernel that writes fp8 rows; outputs are given, or allocated here."""
     if out is None:
         values = torch.empty(len(x), size, dtype=FP8, device=x.device)
         out = values, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
@@ -97,13 +99,15 @@ def quantized(
 
 
 def row_options(size: int) -> dict[str, int]:
-    """Block and warps by the row's length alone: 16 bytes or more a thread."""
+    """Block and number of warps, which depend only on the row's length: at least 16 bytes per
+    thread."""
     block = triton.next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
 def check_rows(name: str, x: Tensor, size: int, largest: int) -> None:
-    """LayoutError unless x is [tokens, size] of a dtype and length that kernels support."""
+    """Raise LayoutError unless x is [tokens, size] with a dtype and length that the kernels
+    support."""
     if x.dim() != 2 or x.shape[1] != size or x.stride(1) != 1:
         raise LayoutError(f"{name} must be [tokens, {size}] with a contiguous last axis, "
                           f"got {tuple(x.shape)}")  # fmt: skip
@@ -115,7 +119,7 @@ def check_rows(name: str, x: Tensor, size: int, largest: int) -> None:
 
 
 def check_out(out: Tensor, tokens: int, size: int, dtype: torch.dtype | None = None) -> None:
-    """LayoutError unless out is [tokens, size], and of the dtype where one is named."""
+    """Raise LayoutError unless out is [tokens, size] and, if a dtype is given, has that dtype."""
     if tuple(out.shape) != (tokens, size) or out.stride(1) != 1:
         raise LayoutError(f"out must be [{tokens}, {size}] with a contiguous last axis, "
                           f"got {tuple(out.shape)}")  # fmt: skip
