@@ -250,7 +250,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     with _bind(args.host, args.port) as listener:
         set_up_logs(args.log_level)
         if keys is None and not _is_loopback(args.host):
-            log.warning("anybody who reaches this address may use it; see --api-key-file")
+            log.warning("anybody who can reach this address may use it; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
         tokenizer, launch = open_(config, args.log_level, kv_events)
         settings = GatewaySettings(
@@ -356,7 +356,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         gateway = self.gateway
         gateway.is_draining = True
-        log.info("going down", extra={"facts": {"open_requests": gateway.engine.num_open}})
-        late = "the server is going down"
+        log.info("shutting down", extra={"facts": {"open_requests": gateway.engine.num_open}})
+        late = "the server is shutting down"
         asyncio.get_running_loop().call_later(self._shutdown_s, gateway.engine.fail_open, late)
         await super().shutdown(sockets)
