@@ -1,4 +1,4 @@
-"""The order in which a window's rows are run, and which of them need not be run.
+"""The order in which a window's rows are run, and which rows can copy another row's answer.
 
 Rows that must get the same answer are found first; the others are planned, by priority. That is
 done ahead, in the reading thread. The engine's thread then takes stretches of a plan, so that the
@@ -54,7 +54,7 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
         digest = blake2b(prompts[index].tobytes(), digest_size=16, key=setting)
         digest.update(row.call.cache_salt)
         if row.call.is_parsed:
-            digest.update(b"\0parsed")  # special tokens may be shown as text then
+            digest.update(b"\0parsed")  # its text may show special tokens
         leader = leaders.setdefault(digest.digest(), index)
         if leader == index:
             groups[index] = []
@@ -72,7 +72,7 @@ def _setting(sampling: SamplingParams) -> bytes:
 
 
 def certain_output(sampling: SamplingParams) -> int | None:
-    """Exact output tokens of a request with one answer; None where they are not certain."""
+    """The exact number of output tokens of a request with one answer; None if it is not certain."""
     may_stop = sampling.stop_strings or sampling.stop_token_ids or sampling.grammar is not None
     if sampling.n > 1 or may_stop or not sampling.ignore_eos:
         return None
