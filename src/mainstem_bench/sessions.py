@@ -92,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--end", choices=["close", "kill"], action="append",
-        help="with --conversations, how the process ends before the last turn: closed, or kill -9 (close); "
-        "given twice: before each of the last two turns",
+        help="with --conversations, how the process ends before the last turn: closed, or kill -9 "
+        "(close); given twice: before each of the last two turns",
     )  # fmt: skip
     made.add_argument(
         "--limit-s", type=float, metavar="S", help="leave out parts that would begin later (none)"

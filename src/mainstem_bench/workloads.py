@@ -1,7 +1,7 @@
 """The seeded workloads behind the figures: equal arguments give equal prompts and equal spans.
 
-Prompts are token ids. Attention cases are spans over pages in random physical order, as a long-
-running server has them.
+Prompts are token ids. Attention cases are spans over pages in random physical order, as in
+a long-running server.
 """
 
 import random
