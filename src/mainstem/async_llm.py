@@ -29,7 +29,7 @@ class AsyncLLM(LoadedModel):
             async for piece in llm.stream("The capital of France is", SamplingParams(max_tokens=9)):
                 print(piece.text, end="")
 
-    The engine runs on a thread of its own; requests that are open at the same time share its
+    The engine runs on a separate thread; requests that are open at the same time share its
     steps. Loading takes seconds and blocks: create the AsyncLLM before the loop has other work.
     Coroutines of one or several event loops may call its methods.
     """
