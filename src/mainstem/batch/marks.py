@@ -36,13 +36,13 @@ class Marker:
         body = row.get("body")
         fields = body if isinstance(body, dict) else row
         content = {name: value for name, value in row.items() if name != "custom_id"}
-        return _hex(_encoded(content), _encoded(self._open(fields)))
+        return _hex(_encoded(content), _encoded(self._job_settings(fields)))
 
     def of_line(self, line: Line) -> str:
         """The hash of a line that is not a row."""
         return _hex((line.data or b"").strip())
 
-    def _open(self, fields: Json) -> dict[str, object]:
+    def _job_settings(self, fields: Json) -> dict[str, object]:
         """The job's settings that apply to a row with these fields."""
         given = {name for name, value in fields.items() if value is not None}
         if "max_completion_tokens" in given:

@@ -1,7 +1,8 @@
 """How much of a job is done, in prompt tokens, counting partly finished rows.
 
-Rows differ in length by orders of magnitude, and hundreds run at once. Counted in finished rows, a
-job would seem to stand still until the first rows end, and the first estimate would be far off.
+Rows differ in length by orders of magnitude, and hundreds run at once. If only finished rows were
+counted, a job would show no progress until the first rows end, and the first estimate would be
+wrong.
 """
 
 from dataclasses import dataclass
