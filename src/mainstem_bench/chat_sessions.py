@@ -1,4 +1,4 @@
-"""Real conversations of a real model that come back turn by turn; see `mainstem bench sessions`.
+"""Real conversations with a real model that return turn by turn; see `mainstem bench sessions`.
 
     first process     turns 1 .. n-k, sessions are idle in between; ends as the first --end says
     k more            one turn each, from the disk alone; all but the last end as --end says
@@ -39,7 +39,7 @@ KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True, slots=True)
 class ChatWork:
-    """Which conversations, and how they come back."""
+    """The conversations, and how their turns are asked."""
 
     files: tuple[str, ...]
     sessions: int

@@ -121,7 +121,7 @@ def _text(value: object) -> str:
 
 def _some(value: object) -> list[object]:
     if not isinstance(value, list) or not value:
-        raise TypeError(f"a list with something in it was expected: {value!r}")
+        raise TypeError(f"a list that is not empty was expected: {value!r}")
     return value
 
 

@@ -2,7 +2,7 @@
 
 Some shapes are named: those of models whose heads differ from Llama's. The others are random; equal
 seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and 256, groups
-of equal and unequal size, prompts beside decodes, every third with a window. Each is checked
+of equal and unequal size, prompts together with decodes; every third has a window. Each is checked
 against the reference before it is timed, as in `mainstem bench kernel`.
 
 The bars: 1.6 times the floor plus 8 us in the mean over the random shapes, and 2.2 times plus 8 us

@@ -1,6 +1,6 @@
 """Thousands of short random requests with aborts, priorities and too little KV memory.
 
-Nothing may be lost: every answer ends exactly once, every page comes back, the device's memory
+Nothing may be lost: every answer ends exactly once, every page is freed, the device's memory
 does not grow. Fails otherwise. Random weights; prompts begin with one of a few shared heads.
 """
 

@@ -211,7 +211,7 @@ def _tree_cases() -> Iterator[AttentionCase]:
 
 
 def prefill_runs(first_row: int) -> tuple[Run, ...]:
-    """Seven chunks of 512 tokens, each over 2,000 tokens of its own (BatchLLM Fig. 10)."""
+    """Seven chunks of 512 tokens, each after 2,000 other tokens (BatchLLM Fig. 10)."""
     return tuple(
         Run(
             tuple(range(first_row + 512 * chunk, first_row + 512 * (chunk + 1))),
