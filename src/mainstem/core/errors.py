@@ -11,7 +11,7 @@ MainstemError
   StoreError       a folder of saved pages that cannot be used: in use, or of another format
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
   AnswerFailed     steps failed on a request whenever it was tried; others are answered
-  EngineLost       every step fails, or a rank is gone: nothing can be answered any more
+  EngineLost       every step fails, or a rank has ended: nothing can be answered any more
   ForkedProcess    an engine was called in a child of the process that loaded it
 """
 

@@ -67,7 +67,7 @@ class AnswerForm(Protocol):
 
     @property
     def form(self) -> str:
-        """As text/grammar.py writes it."""
+        """The form as text, in the format of text/grammar.py."""
         ...
 
 

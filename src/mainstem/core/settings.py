@@ -90,7 +90,7 @@ class Setting:
 
     @property
     def metavar(self) -> str | None:
-        """What stands for its value in `--help`; None: its name."""
+        """The placeholder for its value in `--help`; None: its name."""
         return self.about.metavar or {int: "N", float: "X"}.get(self.kind)
 
     @property

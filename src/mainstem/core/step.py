@@ -5,7 +5,7 @@ that belong to the Step, so a Step can be sent to another process as it is.
 
     packed tokens   | seq a: 1 decode | seq b: 512 of a prompt  | seq c: 1 decode | ...
     seq_starts      0                 1                         513              514
-    sample_rows     ^ 0                                   (none: the prompt goes on) ^ 513
+    sample_rows     ^ 0                                   (none: not its last chunk) ^ 513
 """
 
 from dataclasses import dataclass, field
@@ -79,7 +79,7 @@ class SampleBatch:
 
     temperature: Float32s
     top_p: Float32s
-    top_k: Int32s  # vocab size where there is no limit
+    top_k: Int32s  # vocab size if there is no limit
     min_p: Float32s
     noise_keys: Int64s
     num_logprobs: Int32s  # top tokens wanted, 0 where `wants_logprobs` is false
