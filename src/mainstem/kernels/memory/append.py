@@ -108,7 +108,9 @@ def rope_append(
         if tensor.dtype != k_pages.dtype:
             raise LayoutError(f"{name} is {tensor.dtype}, the pages are {k_pages.dtype}")
     if k_pages.shape != v_pages.shape or k_pages.shape[3] != head_dim:
-        raise LayoutError(f"pages must be [*, kv_heads, page_size, {head_dim}], both alike")
+        raise LayoutError(
+            f"pages must be [*, kv_heads, page_size, {head_dim}], the same for K and V"
+        )
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise LayoutError("k_pages and v_pages must be contiguous")
     if len(positions) != tokens or len(slots) != tokens or slots.dtype != torch.int64:

@@ -63,7 +63,7 @@ def rerotate(
     """
     _, kv_heads, page_size, head_dim = k_pages.shape
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
-        raise LayoutError("k_pages and v_pages must be alike")
+        raise LayoutError("k_pages and v_pages must have the same shape and dtype")
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise LayoutError("k_pages and v_pages must be contiguous")
     if not len(source_ids) == len(target_ids) == len(shifts):
