@@ -113,7 +113,7 @@ class HostTier:
             return None
 
     def forget(self, load_id: LoadId) -> None:
-        """A load is done, or given up."""
+        """Forget a load that is done or cancelled."""
         self._copier.forget(load_id)
 
     def num_layers_done(self, transfer: Transfer) -> int | None:

@@ -8,7 +8,7 @@ move the bytes.
 
 Tiers are numbered, the fastest first; tier 0 is host memory, and all pages pass through it. The
 engine's store and `mainstem simulate` drive the same object. It holds names and numbers only, so it
-needs neither bytes nor a clock of its own. Every decision is returned as `Moves` and already
+needs neither bytes nor a clock. Every decision is returned as `Moves` and already
 recorded here. If a move fails, the caller reports the page with `drop`.
 
 A `Ranking` (kv/ranking.py) orders evictions, the same in all tiers. If the ranking sees the queue,
@@ -48,7 +48,7 @@ class Moves(Generic[K]):
     """
 
     load: list[K] = field(default_factory=list)  # copy to host; the lower tier keeps its copy
-    write: list[K] = field(default_factory=list)  # write to a lower tier, free where it leaves
+    write: list[K] = field(default_factory=list)  # write to a lower tier, then free the old place
     free: list[K] = field(default_factory=list)  # free in one tier; another one has it
     drop: list[K] = field(default_factory=list)  # evicted from every tier, or refused on arrival
     # copies freed in this call, whose bytes still exist
@@ -58,7 +58,7 @@ class Moves(Generic[K]):
         return bool(self.load or self.write or self.free or self.drop)
 
     def settled(self) -> "Moves[K]":
-        """The same moves, reduced to one per page: where it ended up."""
+        """The same moves, reduced to one per page: to its final place."""
         if self.free or self.drop or len(set(self.write)) < len(self.write):
             gone = set(self.drop)
             written = dict.fromkeys(key for key in self.write if key not in gone)
@@ -207,7 +207,7 @@ class TierPolicy(Generic[K]):
         self._clean()
 
     def dismiss(self, ticket: Hashable) -> None:
-        """The request left the queue: it was served or given up."""
+        """The request left the queue: it was served or cancelled."""
         self._file_all(self._window.leave(ticket))
         self._clean()
 

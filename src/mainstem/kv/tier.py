@@ -160,7 +160,7 @@ class LowerTier(Tier, Protocol):
         ...
 
     def end_soon(self) -> None:
-        """`close` will be called: a slow shared tier may give up its writes."""
+        """`close` will be called: a slow shared tier may skip its remaining writes."""
         ...
 
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:

@@ -94,7 +94,7 @@ class LowerTiers:
         return self._host.num_layers
 
     def num_pages(self, name: str) -> int:
-        """Pages in a tier; 0 where there is no such tier."""
+        """Pages in a tier; 0 if there is no such tier."""
         numbers = [n for n, tier in enumerate(self._tiers) if tier.name == name]
         return self._policy.num_pages(numbers[0]) if numbers else 0
 
@@ -290,7 +290,7 @@ class LowerTiers:
         limit_s: float = READ_LIMIT_S,
     ) -> Load | None:
         """Start loading stored pages to the device: as many leading ones as have slots to read
-        into. None: there are none, or the copy failed. A tier may give up reads that take longer
+        into. None: there are none, or the copy failed. A tier may cancel reads that take longer
         than `limit_s`."""
         entries = [self._entries[key] for key in keys]
         if entries[0].skips_load:
@@ -366,8 +366,8 @@ class LowerTiers:
     # --- what came to an end --------------------------------------------------------------------
 
     def poll(self, lead_s: float = 0.0) -> Arrivals:
-        """Collect what has ended, and start what can go on. A step that is made now reads pages in
-        `lead_s` at the earliest."""
+        """Collect copies that have ended, and start those that are ready. A step that is made now
+        reads pages at the earliest in `lead_s` seconds."""
         self._poll_below()
         self._poll_saves()
         left_s = lead_s

@@ -4,7 +4,7 @@
     note_filled: pages of answers, whose steps have run -^
     load: pages taken, named, LOADING ---> copied: READY        or failed: no names
 
-A copy holds its pages, so they are neither lent nor evicted meanwhile.
+A copy holds its pages, so they are neither lent nor evicted until it ends.
 """
 
 from collections import OrderedDict

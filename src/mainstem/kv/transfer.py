@@ -44,7 +44,7 @@ class PageCopier(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in its slot; slots may lie further apart."""
+        """Bytes of a page in its slot; the distance between slots may be larger."""
         ...
 
     def slot(self, slot: int) -> memoryview:
@@ -61,7 +61,7 @@ class PageCopier(Protocol):
         ...
 
     def forget(self, load_id: LoadId) -> None:
-        """A load is done or given up: no step launched from now on names it."""
+        """Forget a load that is done or cancelled: no step launched from now on names it."""
         ...
 
     def drain(self) -> None:

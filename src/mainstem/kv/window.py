@@ -69,7 +69,8 @@ class QueueWindow(Generic[K]):
         return changed
 
     def leave(self, ticket: Hashable) -> Sequence[K]:
-        """Take a request out, started or given up; returns its keys, or none if it was not in."""
+        """Remove a request that was started or cancelled; returns its keys, or none if it was not
+        queued."""
         if ticket not in self._chains:
             return ()
         place, keys = self._chains.pop(ticket)

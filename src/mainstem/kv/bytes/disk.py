@@ -1,4 +1,4 @@
-"""DiskTier: pages in a folder, written and read by threads of its own.
+"""DiskTier: pages in a folder, written and read by separate threads.
 
     engine thread        writer thread                        reader threads
     write(job) ------->  wait for the copies, write some
@@ -419,7 +419,7 @@ class DiskTier:
 
     @contextmanager
     def _reporting(self, keys: list[PageKey]) -> Iterator[None]:
-        """Report an error as the outcome of these pages; the thread goes on."""
+        """Report an error as the outcome of these pages; the thread continues."""
         try:
             yield
         except Exception as error:  # a copy from the device may raise any error

@@ -126,7 +126,7 @@ def _has_port(parts: SplitResult) -> bool:
 
 
 class _Opening(Thread):
-    """Connects on a thread of its own, since a name lookup may take minutes."""
+    """Connects on a separate thread, since a name lookup may take minutes."""
 
     def __init__(self, connection: _Connection) -> None:
         super().__init__(name="kv-remote-open", daemon=True)

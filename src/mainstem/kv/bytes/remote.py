@@ -111,7 +111,7 @@ class _NotOpen(LineError):
 
 class _Worker(Generic[T]):
     """A thread with its own line, for orders of one kind. If an order fails for any reason,
-    `give_up` reports it and the thread goes on."""
+    `give_up` reports it and the thread continues."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Worker(Generic[T]):
         return None
 
     def flush(self) -> None:
-        """Return when every order so far is done or given up."""
+        """Return when every order so far is done or has failed."""
         done = Event()
         self._orders.put(done)
         while not done.wait(0.05):
@@ -262,7 +262,7 @@ class RemoteTier:
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
         """Fetch pages into their buffers, which belong to the tier until `poll` returns the
-        outcome. Reads that take longer than `limit_s` are given up."""
+        outcome. Reads that take longer than `limit_s` are cancelled."""
         self._num_reads += len(jobs)
         reader = self._readers[self._next_reader]
         self._next_reader = (self._next_reader + 1) % len(self._readers)
@@ -302,7 +302,7 @@ class RemoteTier:
         self._end_s = min(self._end_s, monotonic() + CLOSE_LIMIT_S)
 
     def close(self) -> None:
-        """Finish or give up all orders, and stop the threads."""
+        """Finish or cancel all orders, and stop the threads."""
         self.end_soon()
         self._asker.close()
         self._writer.close()
