@@ -215,7 +215,7 @@ _HARMLESS = words_of((
     "model_type model_name name version model_version transformers_version unsloth_version",
     "unsloth_fixed base_model base_model_name_or_path tokenizer_class transformers.js_config",
     "is_llama_config license language tags library_name auto_map",
-    # lengths beside max_position_embeddings
+    # other names for lengths; max_position_embeddings is used
     "model_max_length max_sequence_length max_seq_len max_seq_length seq_length",
     "tokenizer_model_max_length tokenizer_padding_side",
     # training

@@ -16,7 +16,7 @@ class QkvOrder(Enum):
 
 
 class ExpertLayout(Enum):
-    """How the experts of a layer lie in the checkpoint."""
+    """The layout of a layer's experts in the checkpoint."""
 
     SEPARATE = "separate"  # gate, up and down of each expert are tensors of their own, [out, in]
     INTERLEAVED = "interleaved"  # two tensors [experts, in, out]; gate and up alternate (gpt-oss)

@@ -248,7 +248,7 @@ def checkpoint_digest(folder: Path) -> bytes:
 
 
 class WeightDigest:
-    """Hashes config and weights of a folder on threads of its own, while the weights are loaded.
+    """Hashes config and weights of a folder on separate threads, while the weights are loaded.
 
     Every byte counts: if a tensor were left out, a changed model could read pages of the old model.
     Hashes of files are remembered (file_hashes.py).

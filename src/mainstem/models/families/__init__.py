@@ -1,6 +1,6 @@
 """Families: one file each, which turns a config.json into a recipe (models/spec.py).
 
-To add one, write a file beside these and name its FAMILY below; docs/add-a-model.md shows how.
+To add one, write a file in this folder and add its FAMILY below; docs/add-a-model.md shows how.
 """
 
 from collections.abc import Collection, Mapping

@@ -48,7 +48,7 @@ class GpuLayer:
 
 
 class GpuDecoder:
-    """Weights and the forward pass; a pass allocates nothing but the rows it returns."""
+    """Weights and the forward pass; a pass allocates only the rows that it returns."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """AWQ in AutoAWQ's layout for its GEMM kernel.
 
     qweight  int32 [in, out / 8]      8 columns of the transposed weight in a word
-    qzeros   int32 [groups, out / 8]  likewise
+    qzeros   int32 [groups, out / 8]  the same for zero points
     scales   [groups, out]
 
 From the lowest bits up a word holds its columns 0, 2, 4, 6, 1, 3, 5, 7.
