@@ -6,7 +6,7 @@ the Draft a Plan. Three ways to draft:
     multi_level            every shared node is computed once; what remains to decide is what to
                            schedule as a unit and which nodes to read as spans
     first_level            where the paper starts: a group per child of the root
-    first_level_enlarged   BatchLLM Algorithm 1: children of the root made longer where that pays
+    first_level_enlarged   BatchLLM Algorithm 1: children of the root made longer if that saves tokens
 """
 
 from dataclasses import dataclass
@@ -162,7 +162,7 @@ def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
 
 
 def first_level(tree: PrefixTree) -> Draft:
-    """One group per child of the root; deeper sharing is given up."""
+    """One group per child of the root; deeper sharing is not used."""
     nodes = np.arange(len(tree.node_tokens))
     owners = np.where(tree.node_parents == 0, nodes, tree.node_parents)
     return _single_level(tree, owners)
@@ -195,7 +195,7 @@ def first_level_enlarged(tree: PrefixTree) -> Draft:
 
 
 def _single_level(tree: PrefixTree, owners: Int64s) -> Draft:
-    """Groups by the owner of each prompt's deepest node, on a tree of their own, one level deep.
+    """Groups by the owner of each prompt's deepest node, on a new tree with one level.
 
     `owners` points from a node to itself or to a node nearer to its owner.
     """
