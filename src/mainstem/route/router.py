@@ -287,5 +287,7 @@ class Router:
         assert len(self._sessions) <= self._config.max_sessions, "more sessions than the bound"
         for replica, count in enumerate(self._num_open):
             assert count >= 0, "a ticket was handed back twice"
-            assert count or not self._open[replica], "work is open that nobody has"
-            assert count or not self._coming.num_pages(replica), "pages come that nobody sent"
+            assert count or not self._open[replica], "open work without a request"
+            assert count or not self._coming.num_pages(replica), (
+                "pages are coming without a request"
+            )
