@@ -94,7 +94,7 @@ def _groups(probe: Probe, count: int) -> Spans:
 
 
 def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans:
-    """A span over `key_tokens` keys of its own for each run of tokens."""
+    """One span for each run of tokens, each over `key_tokens` other keys."""
     num_spans, num_pages = len(token_rows), -(-key_tokens // PAGE_SIZE)
     sizes = [len(rows) for rows in token_rows]
     return Spans(

@@ -118,8 +118,8 @@ class CpuRunner:
     def _sample(self, hidden: Tensor, step: Step) -> tuple[Tensor, dict[int, TokenLogprobs]]:
         logits = self._decoder.logits(hidden)
         wanted = np.flatnonzero(step.sampling.wants_logprobs)
-        # copy them first: the sampler edits in place, and logprobs must be those of the model
-        # itself
+        # copy the logits first: the sampler edits them in place, and logprobs are those before
+        # edits
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None
         token_ids = self.sampler.sample(logits, step)
         if raw is None:

@@ -1,4 +1,5 @@
-"""GpuRunner: a Step in, a StepResult out, on a GPU; launched steps run while the host goes on.
+"""GpuRunner: a Step in, a StepResult out, on a GPU; launched steps run while the host does other
+work.
 
     launch   plan attention, send the arrays, queue forward pass, sampling and the copy back
     wait     until the copy back is done
@@ -266,8 +267,8 @@ class GpuRunner:
         wanted = np.flatnonzero(step.sampling.wants_logprobs)
         raw = None
         if len(wanted):
-            # copy them first: the sampler edits in place, and logprobs must be those of the model
-            # itself
+            # copy the logits first: the sampler edits them in place, and logprobs are those before
+            # edits
             rows = self._uploads.send(wanted)
             raw = wide[rows]
         ids = self.sampler.sample(wide, step)

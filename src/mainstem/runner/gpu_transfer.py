@@ -1,4 +1,4 @@
-"""Copies of pages between a GPU and a pinned slab, on streams of their own.
+"""Copies of pages between a GPU and a pinned slab, on separate streams.
 
     compute  | step n            | step n+1: layer 0 | layer 1 | ...
                                    ^ waits for event 0   ^ event 1

@@ -1,7 +1,7 @@
 """What the engine's process and its ranks send each other, over a pair of sockets each.
 
     to a rank      Begin, then Open, Step, Save, Load, Forget in any order; Close
-    from a rank    Loaded; Opened; Ended for each step; Copied as a copy goes on; Failed
+    from a rank    Loaded; Opened; Ended for each step; Copied as a copy progresses; Failed
 
 Messages are pickled: both ends are the same version of this program, and no other process has the
 sockets. A Step, which is sent every few milliseconds, is sent as its arrays one after the other,

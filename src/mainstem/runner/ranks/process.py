@@ -30,7 +30,7 @@ class RankProcess:
         """Start a process, which begins to load its part."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # in a session of its own: Ctrl-C goes to the engine's process, which ends its ranks
+            # in a new session: Ctrl-C goes only to the engine's process, which ends its ranks
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                 env=rank_environment(),

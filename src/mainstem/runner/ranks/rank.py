@@ -3,7 +3,7 @@
     main thread      reads messages: launches steps, starts copies
     ended            waits for launched steps in order and reports them (where steps overlap)
     copies           reports how far copies are
-    watch            ends the process as soon as the engine's process is gone, whatever it waits for
+    watch            ends the process as soon as the engine's process has ended
 
 Any exception is reported and ends the process: the other ranks may be waiting for this one in the
 middle of a step, so it cannot be retried here.
