@@ -25,8 +25,8 @@ class RunningSet:
     def __init__(
         self, store: KVStore, queue: WaitingQueue, order: PlannedOrder, vocab_size: int
     ) -> None:
-        """`queue` is told when a page will never be filled, so that it unparks the sequences that
-        wait for it."""
+        """If a page will never be filled, the sequences in `queue` that wait for it are
+        unparked."""
         self.store = store
         self.page_size = store.page_size
         self.table = SeqTable(vocab_size)
@@ -115,7 +115,7 @@ class RunningSet:
             last = sequence.last_name
             before = chain.keys[-1:] if last is None else (last.key,)
             if before and not self.store.is_ready(before[0]):
-                # the page that had this name is gone or was never filled: name all pages again
+                # the page that had this name was evicted or never filled: name all pages again
                 names += chain.names()
                 rows.append(chain.token_ids[: len(chain.keys) * page_size])
                 pages.append(table.page_table[slot, : len(chain.keys)])

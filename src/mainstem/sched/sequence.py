@@ -60,7 +60,7 @@ class Sequence:
     # while waiting: prompt tokens to compute; None: what is loaded is not decided yet
     num_to_compute: int | None = None
     mask: TokenMask | None = None  # where a grammar restricts the answer
-    has_form_fault: bool = False  # it ends because it cannot go on in its form
+    has_form_fault: bool = False  # it ends because it cannot continue in its form
     num_faults: int = 0  # steps that failed with it since it last got a token
     is_at_fault: bool = False  # its request failed alone: it is not tried again
 

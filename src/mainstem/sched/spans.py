@@ -103,7 +103,7 @@ class SpanBuilder:
     def _share(
         self, tree: SharingTree, slots: Int32s, seq_starts: Int32s, num_readable: Int32s
     ) -> _Shared:
-        """Which runs get a span of their own.
+        """Which runs get a span.
 
         A sequence reads a stem together with others once it has computed past it (`num_readable`
         pages). A run without a span is read as part of the runs below it.
@@ -174,7 +174,7 @@ def _ancestry(tree: SharingTree, slots: Int32s, num_readable: Int32s) -> tuple[I
 
 
 def _nearest_chosen_end(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int32s:
-    """Page index after the nearest ancestor with a span of its own; 0 where there is none.
+    """Page index after the nearest ancestor with a span; 0 if there is none.
 
     `stems` is sorted. An ancestor of a readable stem is readable, so all ancestors are in it.
     """

@@ -41,7 +41,7 @@ class StepSize:
         return max(self._chunk_tokens // 8, 1)
 
     def prompt_tokens(self, num_decodes: int) -> int:
-        """Tokens for prompts beside `num_decodes` decodes."""
+        """Tokens for prompts in a step with `num_decodes` decodes."""
         return max(self._chunk_tokens - num_decodes, self._prompt_part)
 
     def choose(self, decodes: Int32s, last_step: Int64s) -> Int32s:

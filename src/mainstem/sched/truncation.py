@@ -8,7 +8,7 @@ remembered between turns: a later turn of the conversation is cut at the same pl
 outgrown the window by one more step, and finds the pages of the turn before.
 
 Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are rotated by
-the distance they move (AttentionStore 3.4). Such pages still depend on tokens that are gone, so
+the distance they move (AttentionStore 3.4). Such pages still depend on dropped tokens, so
 their names include the session and what was dropped: no other request uses them. Under `important`
 the dropped pages are chosen by attention, not by age (sched/important.py).
 """
