@@ -203,9 +203,9 @@ class BatchRunner:
             return
         tenant = self._tenants.get(batch.owner)
         if tenant is None:
-            raise InvalidRequest("key", "the key that this batch belongs to is gone")
+            raise InvalidRequest("key", "the key that this batch belongs to was removed")
         if await asyncio.to_thread(self._files.find, batch.owner, batch.input_file_id) is None:
-            raise InvalidRequest("input_file_id", "the file is gone")
+            raise InvalidRequest("input_file_id", "the file was removed")
         if batch.status is not BatchStatus.IN_PROGRESS:
             batch = batch.moved(BatchStatus.IN_PROGRESS)
             self._batches.put(batch)

@@ -95,7 +95,8 @@ class Batch:
 
 @dataclass(slots=True)
 class BatchStore:
-    """All batches. Kept in memory and on disk; owned by the event loop, whose writes are small."""
+    """All batches, in memory and on disk. The event loop owns it and writes the files itself, since
+    they are small."""
 
     folder: Path
     _batches: dict[str, Batch] = field(default_factory=dict)  # in the order they were made

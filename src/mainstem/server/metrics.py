@@ -1,8 +1,8 @@
 """What the server counts, as Prometheus text; docs/metrics.md says what each series means.
 
 Events come from the engine, timings and snapshots from the server; `render` may be called on any
-thread. Names are vLLM's where the meaning is the same, so that its dashboards and the routers that
-read them work; the rest is under `mainstem:`.
+thread. Names are those of vLLM if the meaning is the same, so that its dashboards and routers work;
+the rest is under `mainstem:`.
 """
 
 from bisect import bisect_left
@@ -89,7 +89,7 @@ LABELLED_COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "mainstem:evicted_pages": (("reason", "tier"), "Cached pages that were evicted."),
     "mainstem:loaded_pages": (
         ("tier",),
-        "Pages that requests waited for, by where they came from.",
+        "Pages that requests waited for, by tier.",
     ),
     "mainstem:load_seconds": (("tier",), "Seconds from asking for pages to having them."),
     "mainstem:saved_pages": (("tier",), "Pages copied to a lower tier."),

@@ -1,6 +1,6 @@
 """Prefixes that clients want kept (`cache_control`): their pages are pinned for a while.
 
-Each key may keep a share of the device's pages, all keys together no more than half of them, or
+Each key may keep a share of the device's pages. All keys together may keep half of the pages, or
 one key's share if that is more. The least recently used are unpinned first. When the engine loses
 its cache, it loses the pins, too: the next request that uses a prefix computes and pins it again.
 """
