@@ -50,7 +50,7 @@ def control_texts(backend: tokenizers.Tokenizer, others: Iterable[str]) -> froze
 
 
 class ControlTokens:
-    """Puts marks into what a request says."""
+    """Puts marks into the texts of a request."""
 
     def __init__(
         self, texts: frozenset[str], normalize: Callable[[str], str] = lambda text: text
@@ -141,7 +141,7 @@ def cannot_be_text(token: str) -> InvalidRequest:
     """The error for a control token that a request spells out."""
     reason = (
         f"contain the special token {token!r}, which this model's tokenizer cannot read as text; "
-        "--allow-special-tokens lets it act"
+        "--allow-special-tokens makes it a control token"
     )
     return InvalidRequest("messages", reason)
 
@@ -153,7 +153,7 @@ def _within_space(text: str, bare: str) -> str:
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> object:
-    """A JSON value with every text in it changed, names of fields included."""
+    """A JSON value with every text in it changed, including names of fields."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A TextEngine on a thread of its own, for callers on any thread.
+"""A TextEngine on a separate thread, for callers on any thread.
 
 submit, abort, close  --- commands (queue) --->  engine thread, between two steps
 deliver(news)         <-------------------------  once per step, on the engine's thread

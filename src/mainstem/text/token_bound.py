@@ -8,7 +8,8 @@ import tokenizers
 from mainstem.text.incremental import byte_level_characters
 from mainstem.text.parts import steps
 
-COMPOSED = 4  # canonical composition turns at most 3 bytes into one (Hangul: 9 into 3)
+# canonical composition shortens a text at most by a factor of 3 (Hangul); 4 to be safe
+COMPOSED = 4
 SLICE_CHARS = 1 << 17  # processed in one call; other threads run in between
 # steps that drop nothing
 _KEEPS = ("ByteLevel", "Digits", "Metaspace", "Split", "UnicodeScripts")
@@ -62,7 +63,7 @@ class TokenBound:
 
 
 def _shrinks(backend: tokenizers.Tokenizer) -> int | None:
-    """By how much normalizing can make a text shorter; None: unknown."""
+    """The largest factor by which normalizing can shorten a text; None: unknown."""
     shrinks = 1
     for step in steps(backend.normalizer, "normalizers"):
         if step["type"] in ("NFC", "NFD"):

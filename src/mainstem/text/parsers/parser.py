@@ -38,7 +38,7 @@ class AnswerParser(Protocol):
 
 
 class PlainParser:
-    """An answer that is nothing but text."""
+    """An answer that is only text."""
 
     num_calls = 0
     is_plain = True
