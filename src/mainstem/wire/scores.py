@@ -110,7 +110,7 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
             case (list(first_ids), list(second_ids)):
                 joined.append([*first_ids, *second_ids])
             case _:
-                reason = "must be texts where the query is a text, and token ids where it is ids"
+                reason = "must be texts if the query is a text, and token ids if it is ids"
                 raise WireError("invalid_value", f"items: {reason}", "items")
     call, prompts = _parse(parser, body, {"prompt": joined})
     return AskedScores(call, prompts, tuple(body.label_token_ids), body.apply_softmax)
