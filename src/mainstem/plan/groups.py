@@ -6,7 +6,7 @@ the Draft a Plan. Three ways to draft:
     multi_level            every shared node is computed once; what remains to decide is what to
                            schedule as a unit and which nodes to read as spans
     first_level            where the paper starts: a group per child of the root
-    first_level_enlarged   BatchLLM Algorithm 1: children of the root made longer if that saves tokens
+    first_level_enlarged   BatchLLM Algorithm 1: children of the root, made longer if that pays
 """
 
 from dataclasses import dataclass
