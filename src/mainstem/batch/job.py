@@ -109,7 +109,7 @@ class Job:
         while not self._should_stop():
             if upcoming is None and not windows.is_ended:
                 is_idle = not self._engine.has_work
-                window = windows.wait(self._waits_in_vain) if is_idle else windows.poll()
+                window = windows.wait(self._should_stop_waiting) if is_idle else windows.poll()
                 if window is not None:
                     ready = self._take(window)
                     upcoming = next(ready, None)
@@ -128,7 +128,7 @@ class Job:
                 self._summary.is_complete = True
                 return
 
-    def _waits_in_vain(self) -> bool:
+    def _should_stop_waiting(self) -> bool:
         """Whether to stop waiting; polled while the next window is made."""
         self._bar.show_preparing()
         return self._should_stop()
