@@ -38,7 +38,7 @@ WARM_SEED = 99  # prompts of the warm-up differ from the job's
 WARM_TOKENS = 50_000  # computed in mixed steps
 WARM_SEQS = 512  # decoding at once
 CHECKED_TOKENS = 8
-NESTED = ("settings", "profile")  # only in JSON; the profile has tables of its own
+NESTED = ("settings", "profile")  # only in JSON; the profile has separate tables
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-plan", action="store_true", help="run prompts in the order given")
     made.add_argument(
         "--arrivals", type=float, metavar="RATE",
-        help="requests arrive one by one, at this rate per second (Poisson): latencies",
+        help="measure latencies: requests arrive one by one, at this rate per second (Poisson)",
     )  # fmt: skip
     made.add_argument(
         "--profile", type=Path, metavar="FILE.json",
@@ -180,7 +180,7 @@ def _speed(run: JobRun, job: OfflineJob, prompts: Prompts) -> dict[str, object]:
 def _against_limit(
     run: JobRun, job: OfflineJob, shape: ModelSpec, config: EngineConfig
 ) -> dict[str, object]:
-    """The limit's share of the job's time; empty if the card is unknown."""
+    """The job's speed as a share of the card's limit; None if the card is unknown."""
     machine = Machine.of(config)
     card = machine.card
     if card is None:
