@@ -428,7 +428,7 @@ class StoreConfig:
     preload: str = field(
         default="auto",
         metadata=about(
-            "layers that must be there before a prompt starts on its history: auto, all or a "
+            "layers of a history that must be loaded before its prompt starts: auto, all or a "
             "number",
             range=LAYERS,
             metavar="LAYERS",
