@@ -214,7 +214,7 @@ def _launch(x: Tensor, delta: Delta | None, outputs: Sequence[_Output]) -> None:
         norms.append(after)
     for added in (rows, more):
         if added is not None and (added.shape != x.shape or added.dtype != x.dtype):
-            raise LayoutError(f"delta must be {x.dtype} {tuple(x.shape)} as the residual is, "
+            raise LayoutError(f"delta must be {x.dtype} {tuple(x.shape)} like the residual, "
                               f"got {added.dtype} {tuple(added.shape)}")  # fmt: skip
         if added is not None and added.stride(1) != 1:
             raise LayoutError("delta must have a contiguous last axis")
