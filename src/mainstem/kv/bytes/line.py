@@ -1,7 +1,7 @@
 """A line to a Redis or Valkey server: one connection, commands sent together, answers in order.
 
     thread A   call: send c1 c2 c3 ---> r1, r2, r3 as they arrive      one round trip for all
-    thread B   cut: the line is overdue ---> thread A gets LineError
+    thread B   cut_if_overdue: closes it --> thread A gets LineError
 
 The client library (`redis` or `valkey`, the extra `remote`) connects, authenticates, encrypts and
 parses. It is imported only when a line is opened.
@@ -35,7 +35,7 @@ class LineError(Exception):
 
 
 class Overdue(LineError):
-    """A call took too long, and was cut."""
+    """A call took too long, and its connection was closed."""
 
 
 class BadCredentials(LineError):
@@ -184,7 +184,7 @@ class Line:
 
     def call(self, commands: Sequence[Command], limit_s: float) -> Iterator[Reply]:
         """Send all commands at once and yield their answers as they arrive; raises LineError. After
-        `limit_s` another thread may cut the line."""
+        `limit_s` another thread may close the connection (`cut_if_overdue`)."""
         self._is_cut = False
         self._due_s = monotonic() + limit_s
         try:

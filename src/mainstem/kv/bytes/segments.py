@@ -36,8 +36,8 @@ class SegmentFiles:
         return self._record_bytes
 
     def read(self, record: int, *buffers: memoryview) -> None:
-        """Fill the buffers with the records from this one on, which must be neighbours; raises
-        OSError, or EOFError if the file is too short."""
+        """Read consecutive records, beginning with this one, into the buffers; raises OSError, or
+        EOFError if the file is too short."""
         segment, offset = self._place(record)
         file = self._open(segment, is_new=False)
         left = list(buffers)
