@@ -16,8 +16,8 @@ FP32_BYTES = 4  # CPUs compute in fp32
 
 
 def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) -> EngineConfig:
-    """The config from the engine flags, with a shape's name as the model, and KV memory if no flag
-    sets it."""
+    """The config from the engine flags. The model is the name of a shape; `kv_tokens` is used
+    unless a flag sets it."""
     flag = "--model-shape" if "model_shape" in args else "--workload"
     if args.model is not None:
         raise ConfigError(f"--model: weights are random here; choose a {flag}")
