@@ -135,8 +135,8 @@ class RowNorm(HeadNorm):
 class SplitRowNorm:
     """A RowNorm over heads that are split over ranks: squares are summed over all ranks.
 
-    `widths` are the dims of all query heads and of all key heads; a head that several ranks have
-    counts once for each. Gains are those of this rank.
+    `widths` are the dims of all query heads and of all key heads; if several ranks have the same
+    head, it counts several times. Gains are those of this rank.
     """
 
     def __init__(

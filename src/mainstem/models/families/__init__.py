@@ -122,8 +122,8 @@ def _architecture(config: Config) -> str:
     if names[0] not in _BY_ARCHITECTURE:
         if reason := _HYBRIDS.get(names[0]):
             raise UnsupportedModel(
-                f"architecture {names[0]} is not supported yet: it has {reason}, whose state is "
-                "not pages of keys and values"
+                f"architecture {names[0]} is not supported yet: it has {reason}, which do not keep "
+                "keys and values of every token"
             )
         known = ", ".join(sorted(_BY_ARCHITECTURE))
         raise UnsupportedModel(f"architecture {names[0]} is not supported; known: {known}")
