@@ -23,7 +23,7 @@ class Tenant:
     is_admin: bool = False
 
     def page_salt(self, cache_salt: bytes) -> bytes:
-        """The salt of a request with its own `cache_salt` of any length; the result is short."""
+        """The salt of a request that has its own `cache_salt`. The result has a fixed length."""
         return sha256(self.salt + cache_salt).digest() if cache_salt else self.salt
 
 

@@ -176,7 +176,7 @@ class EngineHost:
         for kind in get_args(Event):
             if kind is not StepStarted:
                 bus.subscribe(kind, self._note_event)
-        bus.subscribe(StepStarted, self._tell_of_step)
+        bus.subscribe(StepStarted, self._report_step)
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class EngineHost:
                 self._report.admitted.append((opened.number, monotonic()))
         self._report.events.append(pack_event(event))
 
-    def _tell_of_step(self, event: StepStarted) -> None:
+    def _report_step(self, event: StepStarted) -> None:
         """Report the start of a step, which may take seconds, if the last report is old or said
         that the engine was idle."""
         now_s = monotonic()
