@@ -75,7 +75,7 @@ def some_rows(tokens: int, hidden: int, dtype: torch.dtype = torch.float32) -> T
 
 def in_dtype(tensors: ExpertTensors, dtype: torch.dtype) -> ExpertTensors:
     values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    found = {name: value.to(dtype) for name, value in values.items() if value is not None}
+    found = {name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)}
     return replace(tensors, **found)
 
 

@@ -167,6 +167,8 @@ def test_named_cases_agree_with_the_reference(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_shape_and_dtype_agrees(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim, page_size = shape
+    if dtype == torch.float32 and head_dim > 128:
+        page_size = min(page_size, 32)
     runs = (
         *_decode([5, 200, 64, 1, 33], [(range(5), 130), (range(2, 5), 300)]),
         Run(tuple(range(5, 45)), 100, is_causal=True),
@@ -203,7 +205,7 @@ KINDS = {
 def test_kinds_of_attention_agree(name: str, dtype: torch.dtype) -> None:
     (heads, kv_heads, head_dim, page_size), kind = KINDS[name]
     if dtype == torch.float32 and head_dim > 128:
-        page_size = 32
+        page_size = min(page_size, 32)
     runs = (
         *_decode([5, 200, 64, 1, 33, 700], [(range(6), 130), (range(2, 5), 300)]),
         Run(tuple(range(6, 600)), 900, is_causal=True),

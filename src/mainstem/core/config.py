@@ -64,7 +64,7 @@ def child_environment() -> dict[str, str]:
     CPU both processes use all cores, and spinning threads take them from the one that serves
     clients.
     """
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     if "OMP_WAIT_POLICY" not in os.environ:
         own["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
     return os.environ | own

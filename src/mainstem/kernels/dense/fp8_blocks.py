@@ -113,7 +113,8 @@ def quantize_groups(x: Tensor) -> Fp8Rows:
         groups = x.float().view(tokens, -1, BLOCK)
         peaks = groups.abs().amax(dim=2).clamp_(min=MIN_PEAK)
         scales[:, :tokens] = (peaks / MAX).t()
-        values = (groups * (MAX / peaks)[:, :, None]).clamp_(-MAX, MAX).view(tokens, width)
+        factors = torch.full_like(peaks, MAX) / peaks  # `MAX / peaks` is rounded twice
+        values = (groups * factors[:, :, None]).clamp_(-MAX, MAX).view(tokens, width)
         return values.to(FP8), scales[:, :tokens].t()
     values = torch.empty(rows, width, dtype=FP8, device=x.device)
     if tokens:
