@@ -72,7 +72,7 @@ def _prompts(rng: random.Random, first: int) -> Iterator[Run]:
 
 
 class _Ways:
-    """Takes all ways to cut a step that fit its buffers, one after the other."""
+    """All ways to cut a step that fit its buffers, taken one after the other."""
 
     def __init__(self) -> None:
         self.taken: Option | None = None

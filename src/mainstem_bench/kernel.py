@@ -39,7 +39,7 @@ WARM_UPS = 20  # not timed: the first calls of a process are slower
 PLANS = 50  # plans that are timed; the first ones are slower, after the host was idle
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
-PREFILL_TFLOPS = 350.0  # the bar for prompts
+PREFILL_TFLOPS = 350.0  # what prompts must reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,8 @@ def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
 
 
 def _plan_seconds(attention: SpanAttention, spans: Spans) -> float:
-    """Host time of one new plan. The device is idle, so that the plan does not wait for a staging
-    buffer.
+    """Host time of one plan, made anew; the device is idle, so that no staging buffer has to be
+    waited for.
     """
     torch.cuda.synchronize()
     begin = time.perf_counter()

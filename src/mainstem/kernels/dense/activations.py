@@ -71,7 +71,7 @@ def _activation_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, IS_GATED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and block. With fp8 a block is the whole row, whose peak is needed."""
+    """One program per token and block; fp8 needs the row's peak, so there one block is the row."""
     wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -120,7 +120,7 @@ def activate_gated_fp8(gate_up: Tensor, act: Act, out: Fp8Rows | None = None) ->
 def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) -> None:
     """`size` is that of the output: the size of x, or half of it if x has gates."""
     is_gated = size != x.shape[1]
-    # with fp8 a row is one block, because its peak is needed; otherwise rows are cut into blocks
+    # a row in fp8 is one block, because its peak is needed; others are cut
     most = x.shape[1] if scales is None else MAX_MLP * (2 if is_gated else 1)
     if is_gated:
         check_rows("gate_up", x, 2 * size, most)

@@ -21,10 +21,10 @@ from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 BLOCK = 128  # rows, and columns
-_ALIGN_ROWS = 16  # x is padded to a multiple of this: the library refuses some numbers of rows
-_ALIGN_BLOCKS = 4  # blocks of columns: a row of scales must be a multiple of 16 bytes
+_ALIGN_ROWS = 16  # of x: the library refuses some numbers of rows
+_ALIGN_BLOCKS = 4  # of columns: a row of scales must be 16 bytes, or a multiple
 _HOPPER = 9
-_MOST_OFF = 0.01  # largest error of a product that counts as right; rounding to bf16 is 0.002
+_MOST_OFF = 0.01  # of a product; rounding of bf16 outputs is 0.002
 
 _FP8_MAX = tl.constexpr(fp8_rows.MAX)
 _MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
@@ -101,8 +101,8 @@ class Fp8BlockLinear:
 
 
 def quantize_groups(x: Tensor) -> Fp8Rows:
-    """Values [rows, in] and scales [rows, in / 128], the latter column-major. On a card, the rows
-    of x are followed by rows of padding with undefined numbers."""
+    """Values [rows, in] and scales [rows, in / 128], column by column. Rows are those of x, on
+    a card followed by padding with undefined numbers."""
     tokens, width = x.shape
     if width % BLOCK or x.stride(1) != 1:
         raise LayoutError(f"x must have contiguous rows of a multiple of {BLOCK} columns, "

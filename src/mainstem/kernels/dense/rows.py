@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Shared by the kernels between the products: which rows they support, and how they write rows in
-the model's dtype or in fp8.
+"""What the kernels between the products have in common: which rows they support, and how they write
+them, in the model's dtype or in fp8.
 
 In every kernel a program computes one token, or a part of it, in blocks that depend only on the
 row's length. So a row's bits do not depend on other rows. Code for a pointer that is None is not
@@ -38,7 +38,7 @@ MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
 
 @triton.jit
 def store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE: tl.constexpr):
-    """Store a row that is already rounded to the model's dtype; in fp8 if there are scales."""
+    """Store a row that is rounded to the model's dtype already; with scales, in fp8."""
     if scales_ptr is not None:
         wide = row.to(tl.float32)
         peak = tl.maximum(tl.max(tl.abs(wide), 0), MIN_PEAK)
@@ -63,7 +63,7 @@ def _quantize_kernel(
 
 
 def quantize_rows(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
-    """Quantize x [tokens, size] per token."""
+    """x [tokens, size] per token."""
 
     def launch(values: Tensor, scales: Tensor) -> None:
         check_rows("x", x, x.shape[1], MAX_MLP)
@@ -80,7 +80,7 @@ def quantize_rows(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
 def quantized(
     size: int, x: Tensor, out: Fp8Rows | None, launch: Callable[[Tensor, Tensor], None]
 ) -> Fp8Rows:
-    """Run a kernel that writes fp8 rows; outputs are given, or allocated here."""
+    """Run a kernel over outputs that are given or made here."""
     if out is None:
         values = torch.empty(len(x), size, dtype=FP8, device=x.device)
         out = values, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)

@@ -31,7 +31,7 @@ class Reader(NamedTuple):
     """The input of a product: the norm of x, or x itself."""
 
     norm: Norm | None
-    is_fp8: bool  # whether the product reads quantized rows
+    is_fp8: bool  # whether the product takes its rows quantized
     room: Tensor
 
     def read(self, x: Tensor, delta: Delta | None = None) -> Rows:

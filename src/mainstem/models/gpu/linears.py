@@ -31,7 +31,7 @@ class Linear(Protocol):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether it accepts rows that are already quantized."""
+        """Whether rows may be quantized already."""
         ...
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
@@ -91,8 +91,7 @@ class LinearMaker:
         weight, bias = product.weight, product.bias
         if isinstance(weight, PackedWeight) and not self._is_deterministic:
             made = fp8_linear(weight, bias, self._dtype)
-            # with --quantize fp8, a checkpoint that is already in fp8 per channel is not quantized
-            # again
+            # with --quantize fp8: some checkpoints are in fp8 per channel already
             if made is not None and (made.is_fp8 or self._quantize is not Quantize.FP8):
                 return made
         if self._quantize is Quantize.FP8:

@@ -22,7 +22,7 @@ class Mlp(Protocol):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether it accepts rows that are already quantized."""
+        """Whether rows may be quantized already."""
         ...
 
     def __call__(self, x: Rows) -> Tensor:
