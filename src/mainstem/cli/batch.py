@@ -89,14 +89,14 @@ def parser() -> argparse.ArgumentParser:
         "--no-reorder",
         action="store_true",
         help="run prompts with equal prefixes together, but keep these groups in the input's "
-        "order, instead of those with much to generate first",
+        "order, instead of running those with long answers first",
     )
     made.add_argument(
         "--no-dedupe", action="store_true", help="answer equal greedy rows separately, not once"
     )
     made.add_argument(
         "--levels", type=int, default=PlanConfig().levels, metavar="N",
-        help="of shared prefixes; 1: BatchLLM's single level (%(default)s)",
+        help="most levels of shared prefixes; 1: as in BatchLLM (%(default)s)",
     )  # fmt: skip
     made.add_argument(
         "--window-mib", type=int, metavar="N",
