@@ -50,7 +50,7 @@ class FleetConfig:
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.device_tokens < 1:
-            raise ConfigError("there must be a replica, and it must hold a token")
+            raise ConfigError("the number of replicas and their tokens must be at least 1")
         if not 0 < self.busy < 1:
             raise ConfigError(f"busy must be between 0 and 1, got {self.busy}")
         if self.shared_gb < 0 or not self.shared_gb_per_s > 0:
@@ -159,7 +159,7 @@ class _Fleet:
         self, trace: PagedTrace, config: FleetConfig, pace: float, has_one_memory: bool = False
     ) -> None:
         if config.warmup >= len(trace.requests):
-            raise ConfigError(f"a warm-up of {config.warmup} leaves none of {len(trace.requests)}")
+            raise ConfigError(f"a warm-up of {config.warmup} leaves no requests to count")
         self._trace, self._config, self._pace = trace, config, pace
         self._has_one_memory = has_one_memory
         pages = config.device_tokens // trace.page_tokens
