@@ -19,16 +19,16 @@ _HEAD_ROWS = 128  # rows whose full logits are held at once
 def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: int = 512) -> float:
     """exp of the mean negative log-likelihood of every token after the first.
 
-    Windows of `window` tokens move by `stride`; each token is scored once, in the first window that
-    holds it. So every token after the first window has at least window - stride tokens before it.
+    Windows of `window` tokens move by `stride`; each token is scored once, in the first window
+    that holds it, so all but the first window's have at least window - stride tokens before them.
     """
     if not 0 < stride <= window or len(token_ids) < 2:
         raise ValueError(f"cannot score {len(token_ids)} tokens, window {window}, stride {stride}")
     total = 0.0
-    scored = 1  # tokens scored; the first one has no logprob and counts as scored
+    scored = 1  # tokens scored, the first one for free
     for first in range(0, len(token_ids), stride):
         ids = token_ids[first : first + window]
-        skipped = scored - first  # tokens of this window that are already scored
+        skipped = scored - first  # of this window, already scored
         if skipped < len(ids):
             total += _window_nll(decoder, ids, skipped)
         scored = first + len(ids)
