@@ -73,7 +73,7 @@ def _attention_words(device: DeviceFacts, libraries: TorchFacts) -> str:
     if not libraries.can_compile_triton:
         return "none: the kernels need Triton, which is not installed; use --device cpu without it"
     if HOPPER in device.features:
-        return f"spans in separate Gluon kernels for small and large units (Hopper), {merged}"
+        return f"spans in Gluon kernels for Hopper, one for small and one for large units, {merged}"
     return f"spans in one Triton kernel, {merged}"
 
 
