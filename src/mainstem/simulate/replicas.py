@@ -159,7 +159,7 @@ class _Fleet:
         self, trace: PagedTrace, config: FleetConfig, pace: float, has_one_memory: bool = False
     ) -> None:
         if config.warmup >= len(trace.requests):
-            raise ConfigError(f"a warm-up of {config.warmup} leaves no requests to count")
+            raise ConfigError(f"a warm-up of {config.warmup} leaves no request to count")
         self._trace, self._config, self._pace = trace, config, pace
         self._has_one_memory = has_one_memory
         pages = config.device_tokens // trace.page_tokens
