@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Norms of queries and keys before they are rotated, in place in the product that made them. They
-round as those of `norms.py` do."""
+"""Norms of queries and keys before they are rotated, in place in the QKV product's output. They
+round like the norms of `norms.py`."""
 
 import torch
 import triton
@@ -101,7 +101,7 @@ def _joint_squares_kernel(
     Q_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """As _joint_norm_kernel."""
+    """Two programs per token, like _joint_norm_kernel."""
     wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     ptr = qkv_ptr + token * stride_token
@@ -115,7 +115,7 @@ def head_norm_(
     qkv: Tensor, q_norm: Norm, k_norm: Norm, heads: int, kv_heads: int, dim: int
 ) -> None:
     """The norm of each query and each key head of qkv [tokens, (heads + 2 kv_heads) * dim], in
-    place; values stay.
+    place; value heads are not changed.
 
     Gains are [dim] (Qwen3, Gemma 3), or each head has its own (StableLM): [heads, dim] and
     [kv_heads, dim].
@@ -143,7 +143,7 @@ def joint_norm_(
     dim: int,
     squares: Tensor | None = None,
 ) -> None:
-    """As head_norm_, but over all query heads of a token together, and over all its key heads
+    """Like head_norm_, but over all query heads of a token together, and over all its key heads
     (OLMo 2).
 
     Gains are [heads * dim] and [kv_heads * dim]. If qkv has only some of the heads, `squares` are
@@ -204,7 +204,7 @@ def _check_squares(squares: Tensor, tokens: int) -> None:
 def _check(
     qkv: Tensor, q_norm: Norm, k_norm: Norm, heads: int, kv_heads: int, dim: int
 ) -> tuple[float, bool]:
-    """eps and is_layer of both norms, or LayoutError."""
+    """eps and is_layer of both norms; raises LayoutError if they differ."""
     check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
     if q_norm.bias is not None or k_norm.bias is not None:
         raise LayoutError("norms of queries and keys take no bias")
