@@ -9,10 +9,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from mainstem.kernels.attention.pace import Paces, save_paces
-from mainstem.kernels.attention.tuning import TUNED_CARD
 from mainstem.plan.cost import save_card
-from mainstem.runner.calibrate import measure, measure_paces, present_device
+from mainstem.runner.calibrate import is_tuned, keep_paces, measure, measure_paces, present_device
 
 
 def main(argv: list[str]) -> int:
@@ -22,10 +20,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     probe = present_device()
     card = measure(probe)
-    paces: Paces = {} if probe.device.type == "cpu" else measure_paces(probe)
+    paces = measure_paces(probe)
     paths = [] if args.dry_run else [save_card(card)]
-    if paces and probe.name != TUNED_CARD and not args.dry_run:
-        paths.append(save_paces(probe.name, paces))
+    if paces and not is_tuned(probe) and not args.dry_run:
+        paths.append(keep_paces(probe, paces))
     fitted = {head_dim: asdict(pace) for head_dim, pace in paces.items()}
     if args.json:
         print(json.dumps({**asdict(card), "paces": fitted}))
@@ -36,8 +34,8 @@ def main(argv: list[str]) -> int:
         print(f"head_dim {head_dim}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items()))
     if not paces:
         print("attention on a CPU is planned without a record of the card: none was fitted")
-    elif probe.name == TUNED_CARD:
-        print(f"attention on {TUNED_CARD} is planned by a tuned record: the fitted one is not kept")
+    elif is_tuned(probe):
+        print(f"attention on {probe.name} is planned by a tuned record: the fitted one is not kept")
     for path in paths:
         print(f"kept in {path}")
     return 0

@@ -6,6 +6,7 @@ Attention is timed through the same code the engine runs, on Llama-8B's heads (C
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ import torch
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu
+from mainstem.kernels.attention.pace import Pace, Paces, save_paces
+from mainstem.kernels.attention.tuning import TUNED_CARD
 from mainstem.plan.cost import GENERIC_CPU, H200, Card, Heads
 
 if TYPE_CHECKING:
     from mainstem.kernels import SpanAttention
-    from mainstem.kernels.attention.pace import Pace, Paces
 
 NUM_TIMED = 15
 PAGE_SIZE = 16
@@ -81,17 +83,31 @@ def measure(probe: Probe) -> Card:
     )  # fmt: skip
 
 
-def measure_paces(probe: Probe) -> "Paces":
-    """The planner's record of each head_dim, by times of steps; needs a GPU."""
+def measure_paces(probe: Probe) -> Paces:
+    """The attention planner's record of each head_dim, by times of steps; none on a CPU, where
+    attention is planned without one.
+    """
+    if probe.device.type == "cpu":
+        return {}
     from mainstem.kernels.attention.ops import HEAD_DIMS  # noqa: PLC0415  # needs Triton
     from mainstem.runner.calibrate_pace import fit_pace  # noqa: PLC0415
 
-    def pace_of(head_dim: int) -> "Pace":
+    def pace_of(head_dim: int) -> Pace:
         sized = replace(probe, heads=replace(probe.heads, head_dim=head_dim))
         shape = _make_attention(sized, num_tokens=1, num_pages=1).shape
         return fit_pace(lambda spans: 1e6 * _attention_s(sized, spans, can_cut=False), shape)
 
     return {head_dim: pace_of(head_dim) for head_dim in HEAD_DIMS}
+
+
+def is_tuned(probe: Probe) -> bool:
+    """Whether the planner has a tuned record of this card, so that it uses no fitted one."""
+    return probe.name == TUNED_CARD
+
+
+def keep_paces(probe: Probe, paces: Paces) -> Path:
+    """Save what was fitted, for the planner of attention; returns the file."""
+    return save_paces(probe.name, paces)
 
 
 def _copy_rate(probe: Probe) -> float:
