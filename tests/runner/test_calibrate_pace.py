@@ -1,5 +1,6 @@
 """The record of a card is fitted to times of steps: known constants come back."""
 
+import json
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,11 +12,13 @@ pytest.importorskip("torch")
 
 import torch
 
+from mainstem import kernels
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import tuning
 from mainstem.kernels.attention.pace import Pace, paces_path, save_paces, saved_paces
 from mainstem.kernels.attention.shape import Shape
+from mainstem.runner import calibrate
 from mainstem.runner.calibrate_pace import StepUs, fit_pace
 
 pytestmark = pytest.mark.torch
@@ -95,6 +98,33 @@ def test_an_untuned_card_uses_what_was_fitted(
     assert tuning.choose_tiles(card, torch.float32, 128, can_split=True) == tuning.WIDE_ELEMENTS
 
 
+def test_a_calibration_begins_from_the_built_in_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be fitted would otherwise stay as an earlier version had it."""
+    monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
+    save_paces("NVIDIA L40S", {128: replace(SLOW, apart=0.9)})
+    probe = calibrate.Probe(
+        torch.device("cuda"), "NVIDIA L40S", calibrate.GPU_HEADS, torch.bfloat16,
+        lambda _: 1.0, 1, 1, 284, 128,
+    )  # fmt: skip
+    taken: list[tuning.Tiles] = []
+
+    def take_tiles(
+        *_: object, device: torch.device, dtype: torch.dtype, head_dim: int, **options: object
+    ) -> None:
+        tiles = options.get("tiles")
+        chosen = tuning.choose_tiles(device, dtype, head_dim, can_split=True)
+        taken.append(tiles if isinstance(tiles, tuning.Tiles) else chosen)
+
+    monkeypatch.setattr(kernels, "SpanAttention", take_tiles)
+    calibrate._make_attention(probe, 1, 1)
+    assert taken == [tuning.FALLBACK]
+
+
 def test_the_tuned_card_keeps_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -105,7 +135,25 @@ def test_the_tuned_card_keeps_its_record(tmp_path: Path, monkeypatch: pytest.Mon
     assert tiles is tuning.HOPPER_SPLIT
 
 
-@pytest.mark.parametrize("text", ["{", '{"NVIDIA L40S": {"128": {"speed": 3}}}', '["a"]'])
+def _record(**changed: object) -> str:
+    return json.dumps({"NVIDIA L40S": {"128": {**asdict(SLOW), **changed}}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '["a"]',
+        _record(speed=3),
+        _record(small_us="fast"),
+        _record(small_us=None),
+        _record(small_us=-1.0),
+        _record(small_us=float("nan")),
+        _record(small_us=float("inf")),
+        _record(reads=0.0),
+        '{"NVIDIA L40S": {"128": {"small_us": 2.5}}}',  # lacks numbers that this version has
+    ],
+)
 def test_a_broken_file_is_refused(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,7 @@ def _read_cards(path: Path) -> dict[str, Card]:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: not a file of `mainstem calibrate` ({error}); remove it or calibrate again"
+            f"{path}: not a file of `mainstem calibrate` ({error}); remove it, then calibrate again"
         ) from error
 
 

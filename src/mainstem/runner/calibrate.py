@@ -16,7 +16,7 @@ import torch
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu
 from mainstem.kernels.attention.pace import Pace, Paces, save_paces
-from mainstem.kernels.attention.tuning import TUNED_CARD
+from mainstem.kernels.attention.tuning import TUNED_CARD, built_in_tiles
 from mainstem.plan.cost import GENERIC_CPU, H200, Card, Heads
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans
 
 
 def _make_attention(probe: Probe, num_tokens: int, num_pages: int) -> "SpanAttention":
+    """Planned by the built-in record: an earlier calibration does not change the next one."""
     from mainstem.kernels import AttentionLimits, SpanAttention  # noqa: PLC0415  # needs Triton
 
     heads = probe.heads
@@ -153,6 +154,7 @@ def _make_attention(probe: Probe, num_tokens: int, num_pages: int) -> "SpanAtten
         heads=heads.heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim, page_size=PAGE_SIZE,
         dtype=probe.dtype, device=probe.device,
         limits=AttentionLimits(max_tokens=num_tokens, max_pages=num_pages),
+        tiles=built_in_tiles(probe.device, probe.dtype, heads.head_dim, can_split=True),
     )  # fmt: skip
 
 

@@ -6,12 +6,14 @@ hand; `mainstem calibrate` fits others and keeps them in the cache folder, by de
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mainstem.core.config import cache_dir
 from mainstem.core.errors import ConfigError
 from mainstem.core.files import replacing
+
+MAY_BE_ZERO = {"yields", "late_us", "apart", "merge_us", "launch_us"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,14 @@ class Pace:
     merge_us: float = 0.0  # of a Partial
     launch_us: float = 0.0  # of the kernel for large units, if they have their own
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            is_right = isinstance(value, int | float) and value >= 0.0
+            if not is_right or (value == 0.0 and name not in MAY_BE_ZERO):
+                raise ValueError(f"{name} is {value}")
+            if value == math.inf and name != "reads":
+                raise ValueError(f"{name} is {value}")
+
 
 UNTUNED = Pace()
 Paces = dict[int, Pace]  # by head_dim
@@ -45,13 +55,21 @@ def saved_paces(device_name: str) -> Paces:
     path = paces_path()
     try:
         fitted = json.loads(path.read_text()).get(device_name, {})
-        return {int(head_dim): Pace(**fields) for head_dim, fields in fitted.items()}
+        return {int(head_dim): _pace_of(numbers) for head_dim, numbers in fitted.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: not a file of `mainstem calibrate` ({error}); remove it or calibrate again"
+            f"{path}: not a file of `mainstem calibrate` ({error}); remove it, then calibrate again"
         ) from error
+
+
+def _pace_of(numbers: dict[str, float]) -> Pace:
+    """A record of another version, which lacks a number, is refused: no default would fit it."""
+    missing = {field.name for field in fields(Pace)} - numbers.keys()
+    if missing:
+        raise ValueError(f"no {', '.join(sorted(missing))}")
+    return Pace(**numbers)
 
 
 def save_paces(device_name: str, paces: Paces) -> Path:

@@ -104,7 +104,7 @@ def choose_tiles(
     it, since they would waste most of a tile of 128 rows. A card that nobody tuned has the pace
     that `mainstem calibrate` fitted, if it did.
     """
-    tiles = _built_in_tiles(device, dtype, head_dim, can_split)
+    tiles = built_in_tiles(device, dtype, head_dim, can_split=can_split)
     if device.type == "cpu" or dtype == torch.float32 or not can_split:
         return tiles
     name = torch.cuda.get_device_name(device)
@@ -112,9 +112,10 @@ def choose_tiles(
     return tiles if pace is None else replace(tiles, pace=pace)
 
 
-def _built_in_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, can_split: bool
+def built_in_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
+    """The same without what was fitted."""
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:
