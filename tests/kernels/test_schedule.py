@@ -14,7 +14,7 @@ import torch
 
 from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits
-from mainstem.kernels.attention import layout
+from mainstem.kernels.attention import layout, ops
 from mainstem.kernels.attention import plan as plans
 from mainstem.kernels.attention.cutting import ways_to_cut
 from mainstem.kernels.attention.ops import HEAD_DIMS
@@ -496,6 +496,16 @@ def test_hoppers_own_kernels_are_chosen_for_what_they_have(
     for head_dim in (64, 80, 96, 128):
         assert choose_tiles(card, half, head_dim, can_split=False) is HOPPER
     assert choose_tiles(card, half, 256, can_split=False) is HOPPER_WIDE_HEADS
+
+
+def test_wide_heads_have_their_own_tiles_without_hoppers_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three stages of 64 keys of 256 numbers do not fit beside the queries."""
+    monkeypatch.setattr(ops, "_hopper", lambda: None)
+    card = torch.device("cuda")
+    for head_dim, tiles in ((128, HOPPER), (256, HOPPER_WIDE_HEADS)):
+        assert ops._with_kernel(SPLIT_TILES[head_dim], card, head_dim, 16) == (tiles, None)
 
 
 def test_a_way_with_room_for_the_last_units_is_one_round() -> None:

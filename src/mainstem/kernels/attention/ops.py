@@ -42,7 +42,13 @@ from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
-from mainstem.kernels.attention.tuning import HOPPER, MOST_TUNED_DIM, Tiles, choose_tiles
+from mainstem.kernels.attention.tuning import (
+    HOPPER,
+    HOPPER_WIDE_HEADS,
+    MOST_TUNED_DIM,
+    Tiles,
+    choose_tiles,
+)
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
 from mainstem.kernels.memory.upload import move_words
@@ -138,7 +144,7 @@ def _hopper() -> _Hopper | None:
 
 
 def _with_kernel(
-    tiles: Tiles, device: torch.device, page_size: int
+    tiles: Tiles, device: torch.device, head_dim: int, page_size: int
 ) -> tuple[Tiles, _Hopper | None]:
     """The tiles, with Hopper's kernels if they need these; other tiles if there are none."""
     if not tiles.is_split:
@@ -157,7 +163,9 @@ def _with_kernel(
             f"small_q 64, got {tiles.large_q}, {tiles.large_k} and {tiles.small_q}"
         )
     hopper = _hopper()
-    return (HOPPER, None) if hopper is None else (tiles, hopper)
+    if hopper is None:
+        return HOPPER if head_dim <= MOST_TUNED_DIM else HOPPER_WIDE_HEADS, None
+    return tiles, hopper
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +224,7 @@ class SpanAttention:
         if tiles is None:
             can_split = deterministic_keys is None
             tiles = choose_tiles(device, dtype, head_dim, can_split=can_split)
-        tiles, self._hopper = _with_kernel(tiles, device, page_size)
+        tiles, self._hopper = _with_kernel(tiles, device, head_dim, page_size)
         if self._hopper is not None and deterministic_keys is not None:
             raise LayoutError("tiles that are split are for attention without deterministic_keys")
         if deterministic_keys is not None and (
