@@ -15,10 +15,10 @@ from mainstem.kernels.dense.fp8_rows import (
     FP8,
     GROUP,
     MAX,
-    MIN_PEAK,
     Fp8Per,
     Fp8Rows,
     empty_rows,
+    rounded,
     with_padding,
 )
 from mainstem.kernels.errors import LayoutError
@@ -55,8 +55,8 @@ def is_library_right(device: torch.device) -> bool:
     loudness = torch.exp2(some(_CHECKED_ROWS, 4)).repeat_interleave(BLOCK, dim=1)
     x = (some(_CHECKED_ROWS, 4 * BLOCK) * loudness).to(device, torch.bfloat16)
     linear = Fp8BlockLinear(values, scales, None, torch.bfloat16)
-    rounded = _spread(*quantize_groups(x)).double()
-    right = rounded @ linear.dense().double().t()
+    rows = _spread(*quantize_groups(x)).double()
+    right = rows @ linear.dense().double().t()
     off = torch.linalg.vector_norm(linear(x).double() - right) / torch.linalg.vector_norm(right)
     return bool(off < _MOST_OFF)
 
@@ -112,9 +112,9 @@ def quantize_groups(x: Tensor) -> Fp8Rows:
         raise LayoutError(f"x must have a multiple of {GROUP} columns, got {x.shape[1]}")
     values, scales = empty_rows(len(x), x.shape[1], Fp8Per.GROUP, x.device)
     groups = x.float().reshape(len(x), x.shape[1] // GROUP, GROUP)
-    peaks = groups.abs().amax(dim=2).clamp_(min=MIN_PEAK)
-    scales.copy_(peaks / MAX)
-    values.copy_((groups * (MAX / peaks)[:, :, None]).clamp_(-MAX, MAX).flatten(1))
+    found, sizes = rounded(groups, groups.abs().amax(dim=2, keepdim=True))
+    values.copy_(found.flatten(1))
+    scales.copy_(sizes[:, :, 0])
     return values, scales
 
 

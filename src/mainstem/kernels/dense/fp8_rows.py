@@ -42,5 +42,13 @@ def with_padding(rows: Fp8Rows) -> Fp8Rows:
     )
 
 
+def rounded(x: Tensor, peaks: Tensor) -> Fp8Rows:
+    """Numbers of x, fp32, in fp8, and scales; `peaks` are the magnitudes that become the largest.
+    As the kernels do it, to the bit."""
+    peaks = peaks.clamp(min=MIN_PEAK)
+    factors = torch.full_like(peaks, MAX) / peaks  # MAX / peaks would multiply by a reciprocal
+    return (x * factors).clamp_(-MAX, MAX).to(FP8), peaks / MAX
+
+
 def _padded(tokens: int) -> int:
     return -(-tokens // _ALIGN_ROWS) * _ALIGN_ROWS
