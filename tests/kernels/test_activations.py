@@ -78,7 +78,8 @@ def test_groups_of_columns_have_scales_of_their_own() -> None:
     x[1, :128] = 0.0
     found = quantize_rows(x, per=Fp8Per.GROUP)
     assert found[1].shape == (5, 36)
-    assert_fp8_close(found, quantize_groups(x))
+    for got, right in zip(found, quantize_groups(x), strict=True):
+        assert torch.equal(got.float(), right.float())
     gated = activate_gated_fp8(x, Act.SILU, per=Fp8Per.GROUP)  # more than one program a row
     assert_fp8_close(gated, quantize_groups(activate_gated(x, Act.SILU)))
     plain = activate_fp8(x[:, :384], Act.RELU, per=Fp8Per.GROUP)  # fewer lanes than a block
