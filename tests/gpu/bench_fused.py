@@ -28,6 +28,8 @@ from mainstem.kernels.dense.activations import (
     activate_gated_fp8,
 )
 from mainstem.kernels.dense.fp8 import Fp8Linear, quantize_weight
+from mainstem.kernels.dense.fp8_blocks import quantize_groups
+from mainstem.kernels.dense.fp8_rows import Fp8Per
 from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import (
@@ -209,6 +211,14 @@ def check_fp8_rows() -> None:
         assert float((apart > 0).float().mean()) < 3e-3
         assert bool((apart <= values.float().abs() / 7 + 2**-8).all())
         torch.testing.assert_close(found[1][:, 0], scale, rtol=1e-6, atol=0)
+    per = Fp8Per.GROUP
+    for groups, plain in (
+        (norm_rows_fp8(x, rms, per=per), norm_rows(x, rms)),
+        (activate_gated_fp8(gate_up, Act.SILU, per=per), activate_gated(gate_up, Act.SILU)),
+    ):
+        alone = quantize_groups(plain)
+        assert torch.equal(groups[0].float(), alone[0].float())
+        assert torch.equal(groups[1], alone[1])
 
 
 def check_fp8_linear() -> None:
@@ -416,6 +426,8 @@ def time_rows(report: Report) -> None:
             "add_norm", tokens, floor=floor,
             ours=time_us(over(xs, lambda x: norm_rows(residual, norm, Delta(x), out))),
             fp8=time_us(over(xs, lambda x: norm_rows_fp8(residual, norm, Delta(x)))),
+            groups=time_us(over(xs, lambda x: norm_rows_fp8(residual, norm, Delta(x),
+                                                            per=Fp8Per.GROUP))),
             layer=time_us(over(xs, lambda x: norm_rows(residual, layer, Delta(x), out))),
             gemma=time_us(over(xs, lambda x: norm_rows(residual, gemma, Delta(x, after=gemma),
                                                        out))),
@@ -434,6 +446,8 @@ def time_rows(report: Report) -> None:
             ours=time_us(over(gates, lambda x: activate_gated(x, Act.SILU, out))),
             gelu_tanh=time_us(over(gates, lambda x: activate_gated(x, Act.GELU_TANH, out))),
             fp8=time_us(over(gates, lambda x: activate_gated_fp8(x, Act.SILU))),
+            groups=time_us(over(gates, lambda x: activate_gated_fp8(x, Act.SILU,
+                                                                    per=Fp8Per.GROUP))),
             torch=time_us(over(gates, lambda x: F.silu(x[:, :MLP]) * x[:, MLP:])),
         )  # fmt: skip
 

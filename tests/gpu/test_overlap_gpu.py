@@ -23,6 +23,7 @@ from torch import Tensor
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention.plan import ALL_LAUNCHES
 from mainstem.kernels.dense.activations import Act, activate, activate_gated, activate_gated_fp8
+from mainstem.kernels.dense.fp8_rows import Fp8Per
 from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import Delta, Norm, norm_rows, norm_rows_fp8, norm_twice
@@ -128,6 +129,7 @@ def _rope_append(x: Tensor) -> Tensor:
 READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "norm": (HIDDEN, lambda x: norm_rows(x, NORM)),
     "norm_fp8": (HIDDEN, lambda x: norm_rows_fp8(x, NORM)[0].float()),
+    "norm_fp8, groups": (HIDDEN, lambda x: norm_rows_fp8(x, NORM, per=Fp8Per.GROUP)[0].float()),
     "norm, delta": (HIDDEN, lambda x: norm_rows(x, NORM, Delta(x))),
     "norm, residual": (HIDDEN, _add_norm),
     "norm, parallel": (HIDDEN, lambda x: norm_rows(x, NORM, Delta(ASIDE, x, NORM, 0.5))),

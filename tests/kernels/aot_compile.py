@@ -33,7 +33,6 @@ from mainstem.kernels.attention.tuning import (
     Tiles,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
-from mainstem.kernels.dense.fp8_blocks import _quantize_groups_kernel
 from mainstem.kernels.dense.head_norms import (
     _head_norm_kernel,
     _joint_norm_kernel,
@@ -236,7 +235,7 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
 
 
 def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
-    row = {"SIZE": 4096, "BLOCK": 4096, **overlaps}
+    row = {"SIZE": 4096, "BLOCK": 4096, "GROUP": 4096, **overlaps}
     second = _nothing("gain_2_ptr", "bias_2_ptr", "out_2_ptr", "scales_2_ptr")
     extras = _nothing("more_ptr", "after_gain_ptr", "after_bias_ptr")
     llama = {**row, **second, **extras, "bias_ptr": None, "IS_LAYER": False, "HAS_SCALE": False}
@@ -255,20 +254,20 @@ def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
     of_ranks = {"squares_ptr": "*fp32"}
     yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False}, of_ranks)
     yield Job(_joint_squares_kernel, joint, of_ranks)
-    if has_fp8:
-        yield Job(_norm_kernel, llama, {"out_ptr": "*fp8e4nv"})
-        yield Job(_quantize_kernel, row, {"out_ptr": "*fp8e4nv"})
+    for group in (4096, 128) if has_fp8 else ():
+        yield Job(_norm_kernel, {**llama, "GROUP": group}, {"out_ptr": "*fp8e4nv"})
+        yield Job(_quantize_kernel, {**row, "GROUP": group}, {"out_ptr": "*fp8e4nv"})
 
 
 def _activation_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
-    row = {"SIZE": 4096, "BLOCK": 4096, **overlaps}
+    row = {"SIZE": 4096, "BLOCK": 4096, "GROUP": 4096, **overlaps}
     for act in Act:
         is_gated = act in {Act.SILU, Act.GELU_TANH, Act.CLAMPED_SILU}
         kind = {"ACT": act.value, "IS_GATED": is_gated}
         yield Job(_activation_kernel, {**row, **kind, "scales_ptr": None})
-    if has_fp8:
-        silu = {"ACT": Act.SILU.value, "IS_GATED": True}
-        yield Job(_activation_kernel, {**row, **silu}, {"out_ptr": "*fp8e4nv"})
+    silu = {"ACT": Act.SILU.value, "IS_GATED": True}
+    for group in (4096, 128) if has_fp8 else ():
+        yield Job(_activation_kernel, {**row, **silu, "GROUP": group}, {"out_ptr": "*fp8e4nv"})
     floats = {"scale": "fp32", "cap": "fp32"}
     yield Job(_scale_logits_kernel, {"HAS_CAP": True, "BLOCK": 4096, **overlaps}, floats)
 
@@ -339,7 +338,7 @@ def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) ->
 
 
 def _packed_jobs(target: str) -> Iterator[Job]:
-    """4-bit weights, and rows for fp8 in blocks."""
+    """4-bit weights."""
     common = {"OVERLAPS": target == "sm_90", "IS_PTX": target != "gfx942"}
     int4 = {"GROUP": 128, "IS_MXFP4": False, "IS_EVEN": True, **common}
     mxfp4 = {"GROUP": 32, "IS_MXFP4": True, "IS_EVEN": False, **common}
@@ -370,9 +369,6 @@ def _packed_jobs(target: str) -> Iterator[Job]:
                 {"num_warps": part.warps, "num_stages": part.stages if is_hopper else 2},
                 most_shared=SHARED_BYTES[is_hopper],
             )
-    if is_hopper:
-        groups = {"GROUPS": 112, "LANES": 128, "SIZE": 128, "OVERLAPS": True}
-        yield Job(_quantize_groups_kernel, groups, {"out_ptr": "*fp8e4nv"}, {"num_warps": 16})
 
 
 def _copy_jobs() -> Iterator[Job]:

@@ -17,6 +17,8 @@ from mainstem.kernels.dense.activations import (  # noqa: E402
     activate_gated,
     activate_gated_fp8,
 )
+from mainstem.kernels.dense.fp8_blocks import quantize_groups  # noqa: E402
+from mainstem.kernels.dense.fp8_rows import Fp8Per, with_padding  # noqa: E402
 from mainstem.kernels.dense.logits import scale_logits_  # noqa: E402
 from mainstem.kernels.dense.rows import quantize_rows  # noqa: E402
 from tests.kernels.rows import (  # noqa: E402
@@ -69,6 +71,31 @@ def test_fp8_variants_quantize_what_the_plain_ones_return() -> None:
         right = a_quantization(activate_gated(x, act))
         assert_fp8_close(activate_gated_fp8(x, act), right)
     assert_fp8_close(activate_fp8(x, Act.GELU_TANH), a_quantization(activate(x, Act.GELU_TANH)))
+
+
+def test_groups_of_columns_have_scales_of_their_own() -> None:
+    x = some(5, 4608) * torch.logspace(-2, 2, 36).repeat_interleave(128)
+    x[1, :128] = 0.0
+    found = quantize_rows(x, per=Fp8Per.GROUP)
+    assert found[1].shape == (5, 36)
+    for got, right in zip(found, quantize_groups(x), strict=True):
+        assert torch.equal(got.float(), right.float())
+    gated = activate_gated_fp8(x, Act.SILU, per=Fp8Per.GROUP)  # more than one program a row
+    assert_fp8_close(gated, quantize_groups(activate_gated(x, Act.SILU)))
+    plain = activate_fp8(x[:, :384], Act.RELU, per=Fp8Per.GROUP)  # fewer lanes than a block
+    assert_fp8_close(plain, quantize_groups(activate(x[:, :384], Act.RELU)))
+    with pytest.raises(LayoutError, match="multiple of 128 columns, got 576"):
+        quantize_rows(some(3, 576), per=Fp8Per.GROUP)
+
+
+def test_room_for_groups_ends_at_a_multiple_of_16_rows() -> None:
+    values, scales = quantize_rows(some(5, 256), per=Fp8Per.GROUP)
+    all_values, all_scales = with_padding((values, scales))
+    assert all_values.shape == (16, 256)
+    assert all_scales.shape == (16, 2)
+    assert all_scales.stride() == (1, 16)
+    assert torch.equal(all_values[:5].float(), values.float())
+    assert torch.equal(all_scales[:5], scales)
 
 
 def test_fp8_rows_reach_the_end_of_the_range() -> None:

@@ -42,6 +42,7 @@ def test_the_linear_multiplies_the_rounded_numbers() -> None:
     # A number of 3 bits of mantissa is off by 2.6 % on average (root mean square). So is the sum:
     # terms and their errors grow alike, with the root of their number.
     assert 0.023 < float(error) < 0.03
+    assert torch.equal(linear((x_values, x_scales)), linear(x))
 
 
 def test_shapes_that_the_library_does_not_take() -> None:

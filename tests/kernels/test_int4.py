@@ -13,10 +13,6 @@ from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
 from mainstem.kernels.dense import int4  # noqa: E402
-from mainstem.kernels.dense.fp8_blocks import (  # noqa: E402
-    _quantize_groups_kernel,
-    quantize_groups,
-)
 from mainstem.kernels.dense.int4 import (  # noqa: E402
     Int4Tile,
     dequantize,
@@ -200,17 +196,3 @@ def test_what_is_not_taken_is_named() -> None:
     with pytest.raises(LayoutError, match="float32"):
         dequantize(nibbles, torch.empty(48, 256, dtype=torch.float16))
     assert multiply(x[:0], nibbles, None, out[:0]).shape == (0, 48)
-
-
-def test_rows_are_quantized_by_groups_for_fp8_in_blocks() -> None:
-    """The kernel in fp32, whose numbers torch then rounds to fp8 as the card does."""
-    x = some(5, 384) * torch.logspace(-2, 2, 5)[:, None]
-    values, scales = torch.full((16, 384), float("nan")), torch.full((3, 16), float("nan"))
-    _quantize_groups_kernel[(5,)](
-        x, values, scales, x.stride(0), 16, GROUPS=3, LANES=4, SIZE=128, OVERLAPS=False
-    )
-    right, right_scales = quantize_groups(x)
-    assert torch.equal(scales.t()[:5], right_scales)
-    assert torch.equal(values[:5].to(right.dtype).float(), right.float())
-    assert bool(values[5:].isnan().all())
-    assert bool(scales[:, 5:].isnan().all())

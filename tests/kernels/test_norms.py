@@ -13,6 +13,8 @@ from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
 from mainstem.kernels.dense import reference  # noqa: E402
+from mainstem.kernels.dense.fp8_blocks import quantize_groups  # noqa: E402
+from mainstem.kernels.dense.fp8_rows import Fp8Per  # noqa: E402
 from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_, joint_squares  # noqa: E402
 from mainstem.kernels.dense.norms import (  # noqa: E402
     Delta,
@@ -131,6 +133,17 @@ def test_fp8_variants_quantize_what_the_plain_ones_return() -> None:
             assert_fp8_close(got, a_quantization(plain_rows))
         assert torch.equal(quantized, plain)
         assert torch.equal(paired, plain)
+
+
+def test_groups_of_columns_have_scales_of_their_own() -> None:
+    x, rows, norm = some(3, 640), some(3, 640, seed=1), a_norm("rms", 640)
+    x[1, :128] = rows[1, :128] = 0.0
+    plain = x.clone()
+    right = quantize_groups(norm_rows(plain, norm, Delta(rows)))
+    found = norm_rows_fp8(x, norm, Delta(rows), per=Fp8Per.GROUP)
+    assert found[1].shape == (3, 5)
+    assert_fp8_close(found, right)
+    assert torch.equal(x, plain)
 
 
 def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:

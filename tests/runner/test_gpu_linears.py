@@ -15,6 +15,7 @@ from mainstem.models.tensors import Product
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; see test_interpreter.py", allow_module_level=True)
 
+from mainstem.kernels.dense.fp8_rows import Fp8Per
 from mainstem.kernels.dense.int4 import MOST_TOKENS
 from mainstem.models.gpu.linears import LinearMaker
 
@@ -88,7 +89,7 @@ def test_fp8_is_multiplied_as_it_is(block: int | None) -> None:
     """Rows are rounded to fp8, each number by about 2.6 %."""
     product, x = Product(some_fp8(128, 512, block)), some(5, 512)
     maker = a_maker()
-    assert maker.layer(product).is_fp8 == (block is None)
+    assert maker.layer(product).fp8_per is (Fp8Per.ROW if block is None else Fp8Per.GROUP)
     found = answer(maker, product, x)
     assert 0.003 < float((found - right(product, x)).norm() / right(product, x).norm()) < 0.05
 
@@ -119,12 +120,12 @@ def test_fp8_per_channel_is_not_rounded_again_on_request() -> None:
     found = answer(a_maker(Quantize.FP8), product, x)
     assert torch.equal(found, answer(a_maker(), product, x))
     blocks = a_maker(Quantize.FP8).layer(Product(some_fp8(128, 512, 128)))
-    assert blocks.is_fp8  # one scale per channel, as requested
+    assert blocks.fp8_per is Fp8Per.ROW  # one scale per channel, as requested
 
 
 def test_packed_weights_can_be_made_fp8_on_request() -> None:
     product, x = Product(some_int4(32, 96)), some(3, 96)
     linear = a_maker(Quantize.FP8).layer(product)
-    assert linear.is_fp8
+    assert linear.fp8_per is Fp8Per.ROW
     found = linear(x, torch.empty(3, 32))
     assert float((found - right(product, x)).norm() / right(product, x).norm()) < 0.06

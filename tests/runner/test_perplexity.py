@@ -17,19 +17,30 @@ from tests.models.checkpoints import VOCAB, make_checkpoint
 TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
 
 
-def test_windows_score_every_token_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stride", "windows"),
+    [
+        (10, ((0, 20, 1), (10, 30, 20), (20, 40, 30), (30, 50, 40))),
+        (20, ((0, 20, 1), (20, 40, 21), (40, 50, 41))),  # the first of each has nothing before it
+    ],
+    ids=["overlapping", "side by side"],
+)
+def test_windows_score_a_token_once(
+    stride: int, windows: tuple[tuple[int, int, int], ...], tmp_path: Path
+) -> None:
     model = make_checkpoint("llama", tmp_path)
     decoder = load_decoder(tmp_path, read_spec(tmp_path), torch.float32)
     ids = np.random.default_rng(0).integers(3, VOCAB, 50).astype(np.int32)
-    total = 0.0
-    for first, last, scored in ((0, 20, 1), (10, 30, 20), (20, 40, 30), (30, 50, 40)):
+    total, count = 0.0, 0
+    for first, last, scored in windows:
         window = torch.from_numpy(ids[first:last].astype(np.int64))
         with torch.no_grad():
             logprobs = torch.log_softmax(model(window[None]).logits[0], dim=-1)
         places = torch.arange(scored - first, last - first)
         total -= float(logprobs[places - 1, window[places]].sum())
-    expected = math.exp(total / 49)
-    assert perplexity(decoder, ids, window=20, stride=10) == pytest.approx(expected, rel=1e-4)
+        count += len(places)
+    expected = math.exp(total / count)
+    assert perplexity(decoder, ids, window=20, stride=stride) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_tokens", [512, pytest.param(1024, marks=pytest.mark.slow)])

@@ -21,20 +21,22 @@ def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: 
 
     Windows of `window` tokens move by `stride`; each token is scored once, in the first window
     that holds it, so all but the first window's have at least window - stride tokens before them.
+    With windows that do not overlap, the first token of each has none before it and is not scored.
     """
-    if not 0 < stride <= window or len(token_ids) < 2:
+    if not 0 < stride <= window or min(window, len(token_ids)) < 2:
         raise ValueError(f"cannot score {len(token_ids)} tokens, window {window}, stride {stride}")
-    total = 0.0
-    scored = 1  # tokens scored, the first one for free
+    total, count = 0.0, 0
+    scored = 0  # tokens of earlier windows
     for first in range(0, len(token_ids), stride):
         ids = token_ids[first : first + window]
-        skipped = scored - first  # of this window, already scored
+        skipped = max(scored - first, 1)  # of this window
         if skipped < len(ids):
             total += _window_nll(decoder, ids, skipped)
+            count += len(ids) - skipped
         scored = first + len(ids)
         if scored == len(token_ids):
             break
-    return math.exp(total / (len(token_ids) - 1))
+    return math.exp(total / count)
 
 
 @torch.inference_mode()

@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainstem.kernels.dense.fp8_rows import Fp8Rows
+from mainstem.kernels.dense.fp8_rows import Fp8Per, Fp8Rows
 from mainstem.kernels.dense.rows import (
     MAX_MLP,
     check_out,
     check_rows,
+    group_of,
     quantized,
     row_options,
     store_row,
+    stride_of,
 )
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
@@ -67,14 +69,16 @@ def _clamped(gate, up):
 
 @triton.jit
 def _activation_kernel(
-    x_ptr, out_ptr, scales_ptr, stride_x, stride_out,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, IS_GATED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    x_ptr, out_ptr, scales_ptr, stride_x, stride_out, stride_scales,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ACT: tl.constexpr,
+    IS_GATED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and block; fp8 needs the row's peak, so there one block is the row."""
+    """One program per token and block; one scale per row needs its peak, so there one block is the
+    row."""
     wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(1)
+    lanes = part * BLOCK + tl.arange(0, BLOCK)
     is_lane = lanes < SIZE
     element = x_ptr.dtype.element_ty
     x_ptrs = x_ptr + token * stride_x + lanes
@@ -87,7 +91,10 @@ def _activation_kernel(
             row = _activated(row, ACT).to(element).to(tl.float32) * up
     else:
         row = _activated(row, ACT)
-    store_row(row.to(element), lanes, out_ptr, scales_ptr, token, stride_out, SIZE)
+    store_row(
+        row.to(element), lanes, part, out_ptr, scales_ptr, token, stride_out, stride_scales,
+        SIZE, BLOCK, GROUP,
+    )  # fmt: skip
 
 
 def activate(x: Tensor, act: Act, out: Tensor | None = None) -> Tensor:
@@ -97,10 +104,12 @@ def activate(x: Tensor, act: Act, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def activate_fp8(x: Tensor, act: Act, out: Fp8Rows | None = None) -> Fp8Rows:
-    """activate, quantized per token."""
+def activate_fp8(
+    x: Tensor, act: Act, out: Fp8Rows | None = None, per: Fp8Per = Fp8Per.ROW
+) -> Fp8Rows:
+    """activate, quantized."""
     size = x.shape[1]
-    return quantized(size, x, out, lambda v, s: _launch(x, act, size, v, s))
+    return quantized(size, x, out, per, lambda v, s: _launch(x, act, size, v, s))
 
 
 def activate_gated(gate_up: Tensor, act: Act, out: Tensor | None = None) -> Tensor:
@@ -111,17 +120,20 @@ def activate_gated(gate_up: Tensor, act: Act, out: Tensor | None = None) -> Tens
     return out
 
 
-def activate_gated_fp8(gate_up: Tensor, act: Act, out: Fp8Rows | None = None) -> Fp8Rows:
-    """activate_gated, quantized per token."""
+def activate_gated_fp8(
+    gate_up: Tensor, act: Act, out: Fp8Rows | None = None, per: Fp8Per = Fp8Per.ROW
+) -> Fp8Rows:
+    """activate_gated, quantized."""
     size = gate_up.shape[1] // 2
-    return quantized(size, gate_up, out, lambda v, s: _launch(gate_up, act, size, v, s))
+    return quantized(size, gate_up, out, per, lambda v, s: _launch(gate_up, act, size, v, s))
 
 
 def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) -> None:
     """`size` is that of the output: the size of x, or half of it if x has gates."""
     is_gated = size != x.shape[1]
-    # a row in fp8 is one block, because its peak is needed; others are cut
-    most = x.shape[1] if scales is None else MAX_MLP * (2 if is_gated else 1)
+    # a row with one scale is one block, because its peak is needed; others are cut
+    is_cut = scales is None or scales.shape[1] > 1
+    most = x.shape[1] if is_cut else MAX_MLP * (2 if is_gated else 1)
     if is_gated:
         check_rows("gate_up", x, 2 * size, most)
     elif act is Act.CLAMPED_SILU:
@@ -132,9 +144,10 @@ def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) 
     if len(x) == 0:
         return
     options = row_options(min(size, MAX_MLP))
-    if scales is None and size > _BLOCK:
+    if is_cut and size > _BLOCK:
         options = {"SIZE": size, "BLOCK": _BLOCK, "num_warps": 4}
     _activation_kernel[(len(x), triton.cdiv(size, options["BLOCK"]))](
-        x, out, scales, x.stride(0), out.stride(0),
-        ACT=act.value, IS_GATED=is_gated, **options, **overlap_options(x.device),
+        x, out, scales, x.stride(0), out.stride(0), stride_of(scales),
+        GROUP=group_of(scales, options["BLOCK"]), ACT=act.value, IS_GATED=is_gated,
+        **options, **overlap_options(x.device),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.dense.fp8_rows import FP8, MAX, MIN_PEAK, Fp8Rows
+from mainstem.kernels.dense.fp8_rows import FP8, Fp8Rows, rounded
 
 _ALIGN = 16  # the product needs both sides of the weight to be multiples of this
 
@@ -119,5 +119,4 @@ def quantize_rows(x: Tensor) -> Fp8Rows:
 def _quantize_rows(x: Tensor) -> Fp8Rows:
     """Quantize in the same way as the fused kernels."""
     wide = x.float()
-    peak = wide.abs().amax(dim=1, keepdim=True).clamp_(min=MIN_PEAK)
-    return (wide * (MAX / peak)).clamp_(-MAX, MAX).to(FP8), peak / MAX
+    return rounded(wide, wide.abs().amax(dim=1, keepdim=True))

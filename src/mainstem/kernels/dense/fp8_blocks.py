@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-# ruff: noqa: PLR0917
 """fp8 linears with a scale for each 128 x 128 block of the weight, as DeepSeek and Qwen ship them.
 
     y = sum over blocks b of columns: (q(x)[:, b] @ q(w)[:, b].T) * x_scale[:, b] * w_scale[:, b]
@@ -11,23 +9,25 @@ Hopper only. On a CPU the same rounded numbers are multiplied in fp32.
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from mainstem.kernels.dense import fp8_rows
-from mainstem.kernels.dense.fp8_rows import FP8, MAX, MIN_PEAK, Fp8Rows
+from mainstem.kernels.dense.fp8_rows import (
+    FP8,
+    GROUP,
+    MAX,
+    Fp8Per,
+    Fp8Rows,
+    empty_rows,
+    rounded,
+    with_padding,
+)
 from mainstem.kernels.errors import LayoutError
-from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
-BLOCK = 128  # rows, and columns
-_ALIGN_ROWS = 16  # of x: the library refuses some numbers of rows
+BLOCK = GROUP  # rows, and columns
 _ALIGN_BLOCKS = 4  # of columns: a row of scales must be 16 bytes, or a multiple
 _HOPPER = 9
+_CHECKED_ROWS = 16
 _MOST_OFF = 0.01  # of a product; rounding of bf16 outputs is 0.002
-
-_FP8_MAX = tl.constexpr(fp8_rows.MAX)
-_MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
 
 
 def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -52,11 +52,11 @@ def is_library_right(device: torch.device) -> bool:
 
     values = (100 * some(2 * BLOCK, 4 * BLOCK)).clamp_(-MAX, MAX).to(device, FP8)
     scales = torch.exp2(2 * some(2, 4)).to(device)
-    loudness = torch.exp2(some(_ALIGN_ROWS, 4)).repeat_interleave(BLOCK, dim=1)
-    x = (some(_ALIGN_ROWS, 4 * BLOCK) * loudness).to(device, torch.bfloat16)
+    loudness = torch.exp2(some(_CHECKED_ROWS, 4)).repeat_interleave(BLOCK, dim=1)
+    x = (some(_CHECKED_ROWS, 4 * BLOCK) * loudness).to(device, torch.bfloat16)
     linear = Fp8BlockLinear(values, scales, None, torch.bfloat16)
-    rounded = _spread(*quantize_groups(x)).double()
-    right = rounded @ linear.dense().double().t()
+    rows = _spread(*quantize_groups(x)).double()
+    right = rows @ linear.dense().double().t()
     off = torch.linalg.vector_norm(linear(x).double() - right) / torch.linalg.vector_norm(right)
     return bool(off < _MOST_OFF)
 
@@ -76,16 +76,18 @@ class Fp8BlockLinear:
         self._bias = bias
         self._out_dtype = out_dtype
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
         """[tokens, in] -> [tokens, out], a new tensor."""
-        if x.shape[1] != self.num_in:
-            raise ValueError(f"this linear takes {self.num_in} columns, got {x.shape[1]}")
-        values, scales = quantize_groups(x)
-        if x.is_cuda:
+        rows = quantize_groups(x) if isinstance(x, Tensor) else x
+        values, scales = rows
+        if values.shape[1] != self.num_in:
+            raise ValueError(f"this linear takes {self.num_in} columns, got {values.shape[1]}")
+        if values.is_cuda:
+            all_values, all_scales = with_padding(rows)
             y: Tensor = torch._scaled_mm(
-                values,
+                all_values,
                 self._values.t(),
-                scale_a=scales,
+                scale_a=all_scales,
                 scale_b=self._scales.t(),
                 out_dtype=self._out_dtype,
             )
@@ -93,7 +95,7 @@ class Fp8BlockLinear:
             y = (_spread(values, scales) @ self.dense().t()).to(self._out_dtype)
         if self._bias is not None:
             y += self._bias
-        return y[: len(x)]
+        return y[: len(values)]
 
     def dense(self) -> Tensor:
         """The weight dequantized, fp32 [out, in]."""
@@ -101,51 +103,19 @@ class Fp8BlockLinear:
 
 
 def quantize_groups(x: Tensor) -> Fp8Rows:
-    """Values [rows, in] and scales [rows, in / 128], column by column. Rows are those of x, on
-    a card followed by padding with undefined numbers."""
-    tokens, width = x.shape
-    if width % BLOCK or x.stride(1) != 1:
-        raise LayoutError(f"x must have contiguous rows of a multiple of {BLOCK} columns, "
-                          f"got {tuple(x.shape)}")  # fmt: skip
-    rows = -(-tokens // _ALIGN_ROWS) * _ALIGN_ROWS
-    scales = torch.empty(width // BLOCK, rows, dtype=torch.float32, device=x.device)
-    if not x.is_cuda:  # the interpreter rounds to fp8 wrongly, torch does not
-        groups = x.float().view(tokens, -1, BLOCK)
-        peaks = groups.abs().amax(dim=2).clamp_(min=MIN_PEAK)
-        scales[:, :tokens] = (peaks / MAX).t()
-        factors = torch.full_like(peaks, MAX) / peaks  # `MAX / peaks` is rounded twice
-        values = (groups * factors[:, :, None]).clamp_(-MAX, MAX).view(tokens, width)
-        return values.to(FP8), scales[:, :tokens].t()
-    values = torch.empty(rows, width, dtype=FP8, device=x.device)
-    if tokens:
-        num_groups = width // BLOCK
-        lanes = triton.next_power_of_2(num_groups)
-        _quantize_groups_kernel[(tokens,)](
-            x, values, scales, x.stride(0), rows,
-            GROUPS=num_groups, LANES=lanes, SIZE=BLOCK,
-            num_warps=min(max(lanes // 8, 1), 16), **overlap_options(x.device),
-        )  # fmt: skip
-    return values, scales.t()
+    """Per token and 128 columns, on any device."""
+    if x.is_cuda:
+        from mainstem.kernels.dense import rows  # noqa: PLC0415  a CPU needs no Triton
 
-
-@triton.jit(do_not_specialize=("rows",))
-def _quantize_groups_kernel(
-    x_ptr, out_ptr, scales_ptr, stride_x, rows,
-    GROUPS: tl.constexpr, LANES: tl.constexpr, SIZE: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """One program per token."""
-    wait_for_ahead(OVERLAPS)
-    token = tl.program_id(0).to(tl.int64)
-    groups = tl.arange(0, LANES)
-    is_group = groups < GROUPS
-    at = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x = tl.load(x_ptr + token * stride_x + at, mask=is_group[:, None], other=0.0).to(tl.float32)
-    peaks = tl.maximum(tl.max(tl.abs(x), 1), _MIN_PEAK)
-    tl.store(scales_ptr + groups * rows + token, tl.div_rn(peaks, _FP8_MAX), mask=is_group)
-    x = x * tl.div_rn(_FP8_MAX, peaks)[:, None]
-    x = tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX)
-    out_ptrs = out_ptr + token * (GROUPS * SIZE) + at
-    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=is_group[:, None])
+        return rows.quantize_rows(x, per=Fp8Per.GROUP)
+    if x.shape[1] % GROUP:
+        raise LayoutError(f"x must have a multiple of {GROUP} columns, got {x.shape[1]}")
+    values, scales = empty_rows(len(x), x.shape[1], Fp8Per.GROUP, x.device)
+    groups = x.float().reshape(len(x), x.shape[1] // GROUP, GROUP)
+    found, sizes = rounded(groups, groups.abs().amax(dim=2, keepdim=True))
+    values.copy_(found.flatten(1))
+    scales.copy_(sizes[:, :, 0])
+    return values, scales
 
 
 def _spread(values: Tensor, scales: Tensor) -> Tensor:

@@ -1,10 +1,54 @@
 """Rows in fp8: what the kernels that write them and the linears that read them agree on."""
 
+from enum import Enum
+
 import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-MAX = 448.0  # the largest fp8 number, which a row's largest magnitude becomes
-MIN_PEAK = 1e-12  # a row of zeros must not divide by zero
+MAX = 448.0  # the largest fp8 number, which the largest magnitude that shares a scale becomes
+MIN_PEAK = 1e-12  # zeros must not divide by zero
+GROUP = 128  # columns
+_ALIGN_ROWS = 16  # the library refuses some numbers of rows with scales of groups
 
-Fp8Rows = tuple[Tensor, Tensor]  # values [tokens, in], scales [tokens, 1] fp32
+Fp8Rows = tuple[Tensor, Tensor]  # values [tokens, in], scales fp32 [tokens, 1 or in / 128]
+
+
+class Fp8Per(Enum):
+    """What shares a scale."""
+
+    ROW = "row"  # all columns of a token
+    GROUP = "group"  # 128 columns of a token
+
+
+def empty_rows(tokens: int, size: int, per: Fp8Per, device: torch.device) -> Fp8Rows:
+    """Room for rows. Scales of groups lie column by column."""
+    if per is Fp8Per.ROW:
+        values = torch.empty(tokens, size, dtype=FP8, device=device)
+        return values, torch.empty(tokens, 1, dtype=torch.float32, device=device)
+    rows = _padded(tokens)
+    values = torch.empty(rows, size, dtype=FP8, device=device)
+    scales = torch.empty(size // GROUP, rows, dtype=torch.float32, device=device)
+    return values[:tokens], scales.t()[:tokens]
+
+
+def with_padding(rows: Fp8Rows) -> Fp8Rows:
+    """Rows that `empty_rows` made for groups, with the undefined ones up to a multiple of 16."""
+    values, scales = rows
+    count = _padded(len(values))
+    return (
+        values.as_strided((count, values.shape[1]), values.stride()),
+        scales.as_strided((count, scales.shape[1]), scales.stride()),
+    )
+
+
+def rounded(x: Tensor, peaks: Tensor) -> Fp8Rows:
+    """Numbers of x, fp32, in fp8, and scales; `peaks` are the magnitudes that become the largest.
+    As the kernels do it, to the bit."""
+    peaks = peaks.clamp(min=MIN_PEAK)
+    factors = torch.full_like(peaks, MAX) / peaks  # MAX / peaks would multiply by a reciprocal
+    return (x * factors).clamp_(-MAX, MAX).to(FP8), peaks / MAX
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // _ALIGN_ROWS) * _ALIGN_ROWS

@@ -21,14 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainstem.kernels.dense.fp8_rows import Fp8Rows
+from mainstem.kernels.dense.fp8_rows import Fp8Per, Fp8Rows
 from mainstem.kernels.dense.rows import (
     MAX_HIDDEN,
     check_out,
     check_rows,
+    group_of,
     quantized,
     row_options,
     store_row,
+    stride_of,
 )
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
@@ -102,9 +104,9 @@ def _constant(ptr, lanes, is_lane):
 def _norm_kernel(
     x_ptr, rows_ptr, more_ptr, after_gain_ptr, after_bias_ptr,
     gain_ptr, bias_ptr, out_ptr, scales_ptr, gain_2_ptr, bias_2_ptr, out_2_ptr, scales_2_ptr,
-    stride_x, stride_rows, stride_more, stride_out, stride_out_2, eps, scale,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr, HAS_SCALE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    stride_x, stride_rows, stride_more, stride_out, stride_out_2, stride_scales, eps, scale,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IS_LAYER: tl.constexpr,
+    HAS_SCALE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
@@ -139,10 +141,15 @@ def _norm_kernel(
         row = rounded.to(tl.float32)
     if gain_ptr is not None:
         out = normed(row, is_lane, gain, bias, eps, SIZE, IS_LAYER, 0, element)
-        store_row(out, lanes, out_ptr, scales_ptr, token, stride_out, SIZE)
+        store_row(
+            out, lanes, 0, out_ptr, scales_ptr, token, stride_out, stride_scales, SIZE, BLOCK, GROUP
+        )
     if gain_2_ptr is not None:
         out = normed(row, is_lane, gain_2, bias_2, eps, SIZE, IS_LAYER, 0, element)
-        store_row(out, lanes, out_2_ptr, scales_2_ptr, token, stride_out_2, SIZE)
+        store_row(
+            out, lanes, 0, out_2_ptr, scales_2_ptr, token, stride_out_2, stride_scales,
+            SIZE, BLOCK, GROUP,
+        )  # fmt: skip
 
 
 def add_(x: Tensor, delta: Delta) -> None:
@@ -161,10 +168,14 @@ def norm_rows(
 
 
 def norm_rows_fp8(
-    x: Tensor, norm: Norm, delta: Delta | None = None, out: Fp8Rows | None = None
+    x: Tensor,
+    norm: Norm,
+    delta: Delta | None = None,
+    out: Fp8Rows | None = None,
+    per: Fp8Per = Fp8Per.ROW,
 ) -> Fp8Rows:
-    """norm_rows, quantized per token; x keeps its dtype."""
-    return quantized(x.shape[1], x, out, lambda v, s: _launch(x, delta, [_Output(norm, v, s)]))
+    """norm_rows, quantized; x keeps its dtype."""
+    return quantized(x.shape[1], x, out, per, lambda v, s: _launch(x, delta, [_Output(norm, v, s)]))
 
 
 def norm_twice(
@@ -195,11 +206,12 @@ def norm_twice_fp8(
                 size,
                 x,
                 None if out is None else out[1],
+                Fp8Per.ROW,
                 lambda v, s: _launch(x, delta, [first, _Output(norms[1], v, s)]),
             )
         )
 
-    first = quantized(size, x, None if out is None else out[0], launch)
+    first = quantized(size, x, None if out is None else out[0], Fp8Per.ROW, launch)
     return first, seconds[0]
 
 
@@ -226,11 +238,12 @@ def _launch(x: Tensor, delta: Delta | None, outputs: Sequence[_Output]) -> None:
     if len(x) == 0:
         return
     first, second = (*(_arguments(output) for output in outputs), _NONE, _NONE)[:2]
+    options = row_options(size)
     _norm_kernel[(len(x),)](
         x, rows, more, after and after.gain, after and after.bias, *first, *second,
         x.stride(0), _stride(rows), _stride(more), _stride(first[2]), _stride(second[2]),
-        eps, scale, IS_LAYER=is_layer, HAS_SCALE=scale != 1.0,
-        **row_options(size), **overlap_options(x.device),
+        stride_of(first[3]), eps, scale, GROUP=group_of(first[3], options["BLOCK"]),
+        IS_LAYER=is_layer, HAS_SCALE=scale != 1.0, **options, **overlap_options(x.device),
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
 """What the kernels between the products have in common: which rows they support, and how they write
 them, in the model's dtype or in fp8.
 
@@ -6,9 +7,9 @@ In every kernel a program computes one token, or a part of it, in blocks that de
 row's length. So a row's bits do not depend on other rows. Code for a pointer that is None is not
 compiled.
 
-The `_fp8` variants of all kernels return (values, scales) with values * scales = the row, scales
-[tokens, 1]: a row's largest magnitude becomes 448, the largest float8_e4m3fn. Their values are
-those of the plain variant, quantized.
+The `_fp8` variants of all kernels return (values, scales) with values * scales = the row: the
+largest magnitude that shares a scale becomes 448, the largest float8_e4m3fn. A row has one scale,
+or one for each group of 128 columns. Their values are those of the plain variant, quantized.
 
 If outputs are given, nothing is allocated and the host never waits for the device: safe in a CUDA
 graph.
@@ -25,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.dense import fp8_rows
-from mainstem.kernels.dense.fp8_rows import FP8, Fp8Rows
+from mainstem.kernels.dense.fp8_rows import FP8, GROUP, Fp8Per, Fp8Rows, empty_rows
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
@@ -37,58 +38,73 @@ MIN_PEAK = tl.constexpr(fp8_rows.MIN_PEAK)
 
 
 @triton.jit
-def store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE: tl.constexpr):
-    """Store a row that is rounded to the model's dtype already; with scales, in fp8."""
+def store_row(
+    row, lanes, part, out_ptr, scales_ptr, token, stride_out, stride_scales,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Store part number `part` of a row, BLOCK lanes, rounded to the model's dtype already. With
+    scales in fp8, one scale for GROUP lanes."""
     if scales_ptr is not None:
-        wide = row.to(tl.float32)
-        peak = tl.maximum(tl.max(tl.abs(wide), 0), MIN_PEAK)
-        tl.store(scales_ptr + token, tl.div_rn(peak, FP8_MAX))
-        wide = wide * tl.div_rn(FP8_MAX, peak)
-        row = tl.minimum(tl.maximum(wide, -FP8_MAX), FP8_MAX)
+        wide = tl.reshape(row.to(tl.float32), [BLOCK // GROUP, GROUP])
+        peaks = tl.maximum(tl.max(tl.abs(wide), 1), MIN_PEAK)
+        groups = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        scales_ptrs = scales_ptr + groups * stride_scales + token
+        tl.store(scales_ptrs, tl.div_rn(peaks, FP8_MAX), mask=groups * GROUP < SIZE)
+        wide = wide * tl.div_rn(FP8_MAX, peaks)[:, None]
+        wide = tl.minimum(tl.maximum(wide, -FP8_MAX), FP8_MAX)
+        row = tl.reshape(wide, [BLOCK])
     out_ptrs = out_ptr + token * stride_out + lanes
     tl.store(out_ptrs, row.to(out_ptr.dtype.element_ty), mask=lanes < SIZE)
 
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, out_ptr, scales_ptr, stride_x, stride_out,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    x_ptr, out_ptr, scales_ptr, stride_x, stride_out, stride_scales,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     row = tl.load(x_ptr + token * stride_x + lanes, mask=lanes < SIZE, other=0.0)
-    store_row(row, lanes, out_ptr, scales_ptr, token, stride_out, SIZE)
+    store_row(
+        row, lanes, 0, out_ptr, scales_ptr, token, stride_out, stride_scales, SIZE, BLOCK, GROUP
+    )
 
 
-def quantize_rows(x: Tensor, out: Fp8Rows | None = None) -> Fp8Rows:
-    """x [tokens, size] per token."""
+def quantize_rows(x: Tensor, out: Fp8Rows | None = None, per: Fp8Per = Fp8Per.ROW) -> Fp8Rows:
+    """x [tokens, size]"""
 
     def launch(values: Tensor, scales: Tensor) -> None:
         check_rows("x", x, x.shape[1], MAX_MLP)
         check_out(values, len(x), x.shape[1])
+        options = row_options(x.shape[1])
         if len(x):
             _quantize_kernel[(len(x),)](
-                x, values, scales, x.stride(0), values.stride(0),
-                **row_options(x.shape[1]), **overlap_options(x.device),
+                x, values, scales, x.stride(0), values.stride(0), stride_of(scales),
+                GROUP=group_of(scales, options["BLOCK"]), **options, **overlap_options(x.device),
             )  # fmt: skip
 
-    return quantized(x.shape[1], x, out, launch)
+    return quantized(x.shape[1], x, out, per, launch)
 
 
 def quantized(
-    size: int, x: Tensor, out: Fp8Rows | None, launch: Callable[[Tensor, Tensor], None]
+    size: int,
+    x: Tensor,
+    out: Fp8Rows | None,
+    per: Fp8Per,
+    launch: Callable[[Tensor, Tensor], None],
 ) -> Fp8Rows:
     """Run a kernel over outputs that are given or made here."""
-    if out is None:
-        values = torch.empty(len(x), size, dtype=FP8, device=x.device)
-        out = values, torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    if per is Fp8Per.GROUP and size % GROUP:
+        raise LayoutError(f"rows in groups must have a multiple of {GROUP} columns, got {size}")
+    out = empty_rows(len(x), size, per, x.device) if out is None else out
     values, scales = out
-    if values.dtype != FP8 or scales.dtype != torch.float32 or scales.shape != (len(x), 1):
-        raise LayoutError("out must be (float8_e4m3fn [tokens, size], float32 [tokens, 1])")
-    if not scales.is_contiguous():
-        raise LayoutError("scales must be contiguous")
+    count = 1 if per is Fp8Per.ROW else size // GROUP
+    if values.dtype != FP8 or scales.dtype != torch.float32 or scales.shape != (len(x), count):
+        raise LayoutError(f"out must be (float8_e4m3fn [tokens, size], float32 [tokens, {count}])")
+    if scales.stride(0) != 1:
+        raise LayoutError("scales must be contiguous along tokens")
     if x.is_cuda:
         launch(values, scales)
     else:  # the interpreter rounds to fp8 wrongly, torch does not
@@ -103,6 +119,16 @@ def row_options(size: int) -> dict[str, int]:
     thread."""
     block = triton.next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def group_of(scales: Tensor | None, block: int) -> int:
+    """Lanes of a block that share a scale."""
+    return GROUP if scales is not None and scales.shape[1] > 1 else block
+
+
+def stride_of(scales: Tensor | None) -> int:
+    """From a group's scales to the next one's."""
+    return 0 if scales is None or scales.shape[1] == 1 else scales.stride(1)
 
 
 def check_rows(name: str, x: Tensor, size: int, largest: int) -> None:

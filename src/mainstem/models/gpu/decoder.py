@@ -174,7 +174,7 @@ def load_gpu_decoder(
         pieces.append(compiler.pieces(tensors, index))
         sinks.append(tensors.sinks)
     ends = reader.ends(embedding)
-    last = Reader(make_norm(ends.norm, spec), is_fp8=False, room=space.normed)
+    last = Reader(make_norm(ends.norm, spec), fp8_per=None, room=space.normed)
     following = [piece.attention for piece in pieces[1:]] + [last]
     layers = [
         piece.join(spec, after, ranks) for piece, after in zip(pieces, following, strict=True)
@@ -216,11 +216,11 @@ class _Compiler:
         is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the same norm as attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
         return _Pieces(
-            attention=Reader(norm, qkv.is_fp8, room),
+            attention=Reader(norm, qkv.fp8_per, room),
             qkv=qkv,
             head_norm=self._head_norm(tensors),
             out=self.linears.layer(tensors.out),
-            mlp_reads=Reader(mlp_norm, mlp.is_fp8, room),
+            mlp_reads=Reader(mlp_norm, mlp.fp8_per, room),
             mlp=mlp,
             tails=(
                 make_norm(tensors.after_attention_norm, spec),

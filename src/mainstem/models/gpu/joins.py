@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mainstem.kernels.dense.fp8_rows import Fp8Per
 from mainstem.kernels.dense.norms import Delta, Norm, add_, norm_rows, norm_rows_fp8
 from mainstem.models.collectives import Collectives
 from mainstem.models.gpu.linears import Rows
@@ -31,7 +32,7 @@ class Reader(NamedTuple):
     """The input of a product: the norm of x, or x itself."""
 
     norm: Norm | None
-    is_fp8: bool  # whether the product takes its rows quantized
+    fp8_per: Fp8Per | None  # how the product takes its rows quantized
     room: Tensor
 
     def read(self, x: Tensor, delta: Delta | None = None) -> Rows:
@@ -40,8 +41,8 @@ class Reader(NamedTuple):
             if delta is not None:
                 add_(x, delta)
             return x
-        if self.is_fp8:
-            return norm_rows_fp8(x, self.norm, delta)
+        if self.fp8_per is not None:
+            return norm_rows_fp8(x, self.norm, delta, per=self.fp8_per)
         return norm_rows(x, self.norm, delta, out=self.room[: len(x)])
 
 

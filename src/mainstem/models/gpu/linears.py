@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mainstem.core.config import Quantize
 from mainstem.kernels.dense.fp8 import Fp8Linear
-from mainstem.kernels.dense.fp8_rows import Fp8Rows
+from mainstem.kernels.dense.fp8_rows import Fp8Per, Fp8Rows
 from mainstem.kernels.dense.invariant import matmul
 from mainstem.models.gpu.packed import (
     ChannelsLinear,
@@ -30,8 +30,8 @@ class Linear(Protocol):
     """x @ weight.T + bias."""
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether rows may be quantized already."""
+    def fp8_per(self) -> Fp8Per | None:
+        """How rows may be quantized already; None if they may not."""
         ...
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Linear(Protocol):
 class PlainLinear:
     """Through the vendor's library."""
 
-    is_fp8 = False
+    fp8_per = None
 
     def __init__(self, product: Product) -> None:
         self._columns = product.dense.t()
@@ -58,7 +58,7 @@ class PlainLinear:
 class InvariantLinear:
     """Like PlainLinear, but each row has the same bits as if it were alone."""
 
-    is_fp8 = False
+    fp8_per = None
 
     def __init__(self, product: Product) -> None:
         self._product = product
@@ -92,7 +92,8 @@ class LinearMaker:
         if isinstance(weight, PackedWeight) and not self._is_deterministic:
             made = fp8_linear(weight, bias, self._dtype)
             # with --quantize fp8: some checkpoints are in fp8 per channel already
-            if made is not None and (made.is_fp8 or self._quantize is not Quantize.FP8):
+            is_asked = self._quantize is not Quantize.FP8 or isinstance(made, ChannelsLinear)
+            if made is not None and is_asked:
                 return made
         if self._quantize is Quantize.FP8:
             dense = product.unpacked(self._dtype).dense

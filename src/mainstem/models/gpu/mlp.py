@@ -11,6 +11,7 @@ from mainstem.kernels.dense.activations import (
     activate_gated,
     activate_gated_fp8,
 )
+from mainstem.kernels.dense.fp8_rows import Fp8Per
 from mainstem.models.gpu.experts import GpuExperts
 from mainstem.models.gpu.linears import Linear, Rows
 from mainstem.models.gpu.workspace import Workspace
@@ -21,8 +22,8 @@ class Mlp(Protocol):
     """The part of a block that computes each token separately."""
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether rows may be quantized already."""
+    def fp8_per(self) -> Fp8Per | None:
+        """How rows may be quantized already; None if they may not."""
         ...
 
     def __call__(self, x: Rows) -> Tensor:
@@ -43,15 +44,15 @@ class DenseMlp:
         self._out_room = space.mlp_answer
 
     @property
-    def is_fp8(self) -> bool:
-        return self._first.is_fp8
+    def fp8_per(self) -> Fp8Per | None:
+        return self._first.fp8_per
 
     def __call__(self, x: Rows) -> Tensor:
         tokens = len(x if isinstance(x, Tensor) else x[0])
         first = self._first(x, self._first_room[:tokens])
         act: Rows
-        if self._down.is_fp8:
-            act = self._activate_fp8(first, self._act)
+        if self._down.fp8_per is not None:
+            act = self._activate_fp8(first, self._act, per=self._down.fp8_per)
         else:
             act = self._activate(first, self._act, self._act_room[:tokens])
         return self._down(act, self._out_room[:tokens])
@@ -60,7 +61,7 @@ class DenseMlp:
 class ExpertsMlp:
     """A layer's experts, with their output in the workspace."""
 
-    is_fp8 = False
+    fp8_per = None
 
     def __init__(self, experts: GpuExperts, space: Workspace) -> None:
         self._experts = experts

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mainstem.kernels.dense.fp8 import Fp8Linear, has_fp8
 from mainstem.kernels.dense.fp8_blocks import BLOCK, Fp8BlockLinear, has_block_product
-from mainstem.kernels.dense.fp8_rows import Fp8Rows
+from mainstem.kernels.dense.fp8_rows import Fp8Per, Fp8Rows
 from mainstem.kernels.dense.int4 import MOST_TOKENS, dequantize, deterministic_tile, multiply
 from mainstem.kernels.dense.nibbles import Nibbles, can_pack_int4, can_pack_mxfp4
 from mainstem.models.packed import PackedKind, PackedWeight
@@ -49,7 +49,7 @@ class NibbleLinear:
     """4-bit weights: read packed for few tokens, dequantized for many if there is a DenseRoom. If
     deterministic, one kernel is always used, in which a row's bits do not depend on other rows."""
 
-    is_fp8 = False
+    fp8_per = None
 
     def __init__(
         self,
@@ -81,22 +81,21 @@ class NibbleLinear:
 
 
 class BlocksLinear:
-    """fp8 in blocks; rows are quantized here."""
+    """fp8 in blocks; rows may come quantized."""
 
-    is_fp8 = False
+    fp8_per = Fp8Per.GROUP
 
     def __init__(self, linear: Fp8BlockLinear) -> None:
         self._linear = linear
 
     def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
-        assert isinstance(x, Tensor)
         return self._linear(x)
 
 
 class ChannelsLinear:
     """fp8 with a scale for each output; rows may come quantized."""
 
-    is_fp8 = True
+    fp8_per = Fp8Per.ROW
 
     def __init__(self, linear: Fp8Linear) -> None:
         self._linear = linear
