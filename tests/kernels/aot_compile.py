@@ -76,7 +76,7 @@ TARGETS[LAYOUTS] = TARGETS["sm_90"]
 INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
-    "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
+    "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr", "tile_count_ptr",
     "experts_ptr", "factors_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")

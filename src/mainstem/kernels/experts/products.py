@@ -38,6 +38,7 @@ _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for t
 
 class Method(Enum):
     OURS = "ours"
+    HOPPER = "hopper"  # hopper.py
     LIBRARY = "library"  # torch._grouped_mm
 
 
@@ -58,6 +59,7 @@ class Tiles:
 FEW = Tiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, stages=3))
 SOME = Tiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
 MANY = Tiles(Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4))
+HOPPER = Tiles(MANY.gate_up, MANY.down, Method.HOPPER)
 GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
 FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
 _MOST_OF_FEW = 8
@@ -82,7 +84,17 @@ def choose(
         return GROUPED
     if rows <= _MOST_OF_FEW:
         return FEW
-    return SOME if rows <= _MOST_OF_SOME else MANY
+    if rows <= _MOST_OF_SOME:
+        return SOME
+    return HOPPER if is_hopper(device) else MANY
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has the instructions of hopper.py."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9  # noqa: PLR2004
 
 
 def has_library(dtype: torch.dtype, device: torch.device) -> bool:
@@ -222,10 +234,10 @@ def gate_up(
     has tiles of tile.rows."""
     experts, both, hidden = weights.shape
     size = both // 2
-    _check_rows("x", x, hidden)
-    _check_rows("out", out, size)
-    _check_weights("gate_up", weights, x.dtype)
-    _check_bias("gate_up", bias, experts, both)
+    check_rows("x", x, hidden)
+    check_rows("out", out, size)
+    check_weights("gate_up", weights, x.dtype)
+    check_bias("gate_up", bias, experts, both)
     check_activation(activation)
     row_tiles = _row_tiles(out, experts, tile)
     if row_tiles:
@@ -243,11 +255,8 @@ def gate_up(
 def down(act: Tensor, routing: Routing, weights: Tensor, tile: Tile, out: Tensor) -> Tensor:
     """out [rows, hidden] of act [rows, size], both sorted."""
     experts, hidden, size = weights.shape
-    _check_rows("act", act, size)
-    _check_rows("out", out, hidden)
-    if len(act) != len(out) or not act.is_contiguous():
-        raise LayoutError(f"act must be contiguous [{len(out)}, {size}], got {tuple(act.shape)}")
-    _check_weights("down", weights, act.dtype)
+    check_act(act, out, size, hidden)
+    check_weights("down", weights, act.dtype)
     row_tiles = _row_tiles(out, experts, tile)
     if row_tiles:
         rows = weights.view(-1, size)
@@ -292,20 +301,27 @@ def _tile_options(tile: Tile, device: torch.device) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def _check_rows(name: str, x: Tensor, width: int) -> None:
+def check_rows(name: str, x: Tensor, width: int) -> None:
     if x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
         raise LayoutError(f"{name} must be [rows, {width}] with contiguous rows, "
                           f"got {tuple(x.shape)}")  # fmt: skip
 
 
-def _check_weights(name: str, weights: Tensor, dtype: torch.dtype) -> None:
+def check_act(act: Tensor, out: Tensor, size: int, hidden: int) -> None:
+    check_rows("act", act, size)
+    check_rows("out", out, hidden)
+    if len(act) != len(out) or not act.is_contiguous():
+        raise LayoutError(f"act must be contiguous [{len(out)}, {size}], got {tuple(act.shape)}")
+
+
+def check_weights(name: str, weights: Tensor, dtype: torch.dtype) -> None:
     if weights.dtype != dtype or not weights.is_contiguous():
         raise LayoutError(f"{name} must be contiguous {dtype}, got {weights.dtype}")
     if weights.shape[2] % 8 or weights.shape[1] % 8:
         raise LayoutError(f"{name} must have sizes of multiples of 8, got {tuple(weights.shape)}")
 
 
-def _check_bias(name: str, bias: Tensor | None, experts: int, width: int) -> None:
+def check_bias(name: str, bias: Tensor | None, experts: int, width: int) -> None:
     if bias is not None and (bias.shape != (experts, width) or not bias.is_contiguous()):
         raise LayoutError(f"bias of {name} must be contiguous [{experts}, {width}], "
                           f"got {tuple(bias.shape)}")  # fmt: skip

@@ -20,6 +20,7 @@ from mainstem.kernels.dense.nibbles import Nibbles
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import gated_rows
 from mainstem.kernels.experts.combine import combine
+from mainstem.kernels.experts.hopper import hopper_down, hopper_gate_up
 from mainstem.kernels.experts.packed import choose_packed, packed_down, packed_gate_up
 from mainstem.kernels.experts.products import (
     Method,
@@ -161,6 +162,9 @@ class GpuExperts:
             return packed_down(act, routing, self._down, tiles.down, rows)
         assert isinstance(self._gate_up, Tensor)
         assert isinstance(self._down, Tensor)
+        if tiles.method is Method.HOPPER:
+            hopper_gate_up(x, routing, self._gate_up, bias, self._activation, act)
+            return hopper_down(act, routing, self._down, rows)
         gate_up(x, routing, self._gate_up, bias, self._activation, tiles.gate_up, act)
         return down(act, routing, self._down, tiles.down, rows)
 

@@ -1,0 +1,346 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
+# ruff: noqa: PLR0917
+"""The products of products.py on Hopper, where an expert has many rows.
+
+A program takes tile after tile, of up to 128 rows of one expert and 256 columns:
+
+    producer   | copies rows and weights to shared memory, 64 of K in a step, up to STAGES steps
+               | ahead, also of the next tile while this one is written
+    consumers  | two groups of four warps, 64 rows each; both read the same weights. A tile of up to
+               | 64 rows leaves the second group idle, and the first has the tensor cores alone
+
+Rows of gate_up are gathered by plain asynchronous copies (four warps), all else comes by TMA (one
+warp). Barriers in shared memory say which stage has arrived (`full`) and which may be overwritten
+(`empty`). Programs take tiles from a counter, since tiles differ in cost; the producer leaves a
+note about each tile for the consumers.
+"""
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mainstem.kernels.attention.hopper.rows import (
+    TILES,
+    as_tiles,
+    barrier,
+    finished,
+    load_box,
+    release,
+    reshaped,
+)
+from mainstem.kernels.attention.hopper.rows import _load_rows as load_rows
+from mainstem.kernels.attention.hopper.small_reads import claimed_unit, take_ticket
+from mainstem.kernels.experts.activate import check_activation, gated
+from mainstem.kernels.experts.products import (
+    check_act,
+    check_bias,
+    check_rows,
+    check_weights,
+    tile_of,
+)
+from mainstem.kernels.experts.route import Routing
+
+ROWS = 128  # of a tile
+COLUMNS = 256  # of a tile; of gate_up, half are of gate
+STEP = gl.constexpr(64)  # of K
+BOX = gl.constexpr(128)  # rows of weights that are copied at once
+STAGES = 4
+NUM_WARPS = 4
+MAX_REGISTERS = 168  # a third of what a multiprocessor has, for each of three groups of warps
+GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
+GROUP = gl.constexpr(64)  # rows of a consumer
+NOTE_INTS = gl.constexpr(4)
+NOTE_EXPERT = gl.constexpr(0)  # -1: there is no tile
+NOTE_START = gl.constexpr(1)
+NOTE_END = gl.constexpr(2)
+NOTE_COLUMN = gl.constexpr(3)
+NOTES = gl.constexpr(2 * STAGES)  # the producer is at most STAGES + 1 tiles ahead
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _note(notes, noted, count, expert, start, end, column, WARPS: gl.constexpr):
+    """Leave a note for the consumers."""
+    fields = gl.arange(0, NOTE_INTS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    note = gl.where(fields == NOTE_EXPERT, expert, column)
+    note = gl.where(fields == NOTE_START, start, note)
+    note = gl.where(fields == NOTE_END, end, note)
+    notes.index(count % NOTES).store(note)
+    barrier()
+    mbarrier.arrive(noted.index(count % NOTES), count=1)
+
+
+@gluon.jit
+def _noted(fields, count, field):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(fields.index((count % NOTES) * NOTE_INTS + field).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _produce(
+    x, sorted_ptr, w_desc, tile_experts_ptr, tile_starts_ptr, ends_ptr, tile_count_ptr, tickets_ptr,
+    x_tiles, w_tiles, full, empty, notes, noted,
+    num_rows, num_in, num_out, expert_out, column_tiles, stride_x,
+    IS_GATED: gl.constexpr, STAGES: gl.constexpr, GROUP_ROWS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """num_out: rows of gate, or of down, in the weights; expert_out: all rows of an expert."""
+    ROWS: gl.constexpr = 2 * GROUP
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    w_boxes = as_tiles(w_tiles, 2 * STAGES, BOX, STEP)
+    x_boxes = as_tiles(x_tiles, 2 * STAGES, GROUP, STEP)
+    row_tiles = gl.load(tile_count_ptr)
+    num_tiles = row_tiles * column_tiles
+    num_claimers = gl.minimum(gl.num_programs(0), num_tiles)
+    num_queued = num_tiles - num_claimers
+    lanes = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    ks = gl.arange(0, STEP, gl.SliceLayout(0, COPY))
+    tile = gl.program_id(0)
+    step = 0
+    count = 0
+    while tile < num_tiles:
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP_ROWS)
+        expert = gl.load(tile_experts_ptr + row_tile)
+        start = gl.load(tile_starts_ptr + row_tile)
+        end = gl.minimum(gl.load(ends_ptr + expert), start + ROWS)
+        has_second = end > start + GROUP
+        tickets = take_ticket(tickets_ptr, num_queued, num_claimers, True, WARPS)
+        if IS_GATED:
+            first = expert * expert_out + column_tile * BOX
+            second = first + num_out
+            tokens = gl.load(sorted_ptr + start + lanes, mask=start + lanes < num_rows, other=0)
+            is_row = (start + lanes < end)[:, None]
+            x_ptrs = x + (tokens * stride_x)[:, None] + ks[None, :]
+        else:
+            first = expert * expert_out + column_tile * (2 * BOX)
+            second = first + BOX
+        _note(notes, noted, count, expert, start, end, column_tile, WARPS)
+        for k in range(0, num_in, STEP):
+            stage = step % STAGES
+            arrived = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+            if IS_GATED:
+                mask = is_row & (ks < num_in - k)[None, :]
+                load_rows(x_tiles.index(stage), x_ptrs, mask=mask)
+                async_copy.mbarrier_arrive(arrived, increment_count=False)
+                x_ptrs += STEP
+                mbarrier.expect(arrived, 2 * BOX * STEP * 2)
+            else:
+                mbarrier.expect(arrived, (2 * BOX + ROWS) * STEP * 2, pred=has_second)
+                mbarrier.expect(arrived, (2 * BOX + GROUP) * STEP * 2, pred=end <= start + GROUP)
+                load_box(x, [start, k], arrived, x_boxes.index(2 * stage))
+                load_box(
+                    x, [start + GROUP, k], arrived, x_boxes.index(2 * stage + 1), pred=has_second
+                )
+            load_box(w_desc, [first, k], arrived, w_boxes.index(2 * stage))
+            load_box(w_desc, [second, k], arrived, w_boxes.index(2 * stage + 1))
+            step += 1
+        count += 1
+        claimed = claimed_unit(tickets, num_queued)
+        tile = gl.where(claimed < 0, num_tiles, num_claimers + claimed)
+    _note(notes, noted, count, -1, 0, 0, 0, WARPS)
+
+
+@gluon.jit
+def _multiply(
+    x_boxes, w_tiles, full, empty, step, num_steps,
+    WHICH: gl.constexpr, IS_GATED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A group's rows of a tile: [64, 256]."""
+    COLUMNS: gl.constexpr = 2 * BOX
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    acc = gl.zeros([GROUP, COLUMNS], gl.float32, LAYOUT)
+    for i in range(0, num_steps):
+        stage = (step + i) % STAGES
+        mbarrier.wait(full.index(stage), ((step + i) // STAGES) & 1)
+        if IS_GATED:
+            fence_async_shared()  # rows are not copied by TMA
+        acc = warpgroup_mma(
+            x_boxes.index(2 * stage + WHICH), w_tiles.index(stage).permute((1, 0)), acc,
+            use_acc=i > 0, is_async=True,
+        )  # fmt: skip
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        release(empty, (stage + STAGES - 1) % STAGES, i > 0)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    release(empty, (step + num_steps - 1) % STAGES)
+    return acc
+
+
+@gluon.jit
+def _consume(
+    x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
+    num_in, num_out, expert_out, stride_out,
+    WHICH: gl.constexpr, IS_GATED: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    x_boxes = as_tiles(x_tiles, 2 * STAGES, GROUP, STEP)
+    fields = reshaped(notes, [NOTES * NOTE_INTS, 1], LINE)
+    COLUMNS: gl.constexpr = BOX if IS_GATED else 2 * BOX
+    LAYOUT: gl.constexpr = finished(64, COLUMNS, True)
+    lanes = gl.arange(0, GROUP, gl.SliceLayout(1, LAYOUT))
+    num_steps = (num_in + STEP - 1) // STEP
+    step = 0
+    count = 0
+    mbarrier.wait(noted.index(0), 0)
+    expert = _noted(fields, 0, NOTE_EXPERT)
+    while expert >= 0:
+        start = _noted(fields, count, NOTE_START) + WHICH * GROUP
+        end = _noted(fields, count, NOTE_END)
+        column = _noted(fields, count, NOTE_COLUMN) * COLUMNS
+        if start < end:
+            acc = _multiply(x_boxes, w_tiles, full, empty, step, num_steps, WHICH, IS_GATED, STAGES)
+            columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+            is_column = columns < num_out
+            if IS_GATED:
+                gate, up = gl.split(acc.reshape([GROUP, 2, BOX]).permute((0, 2, 1)))
+                if HAS_BIAS:
+                    GATE: gl.constexpr = gl.SliceLayout(0, gate.type.layout)
+                    lines = column + gl.arange(0, BOX, GATE)
+                    bias_ptrs = bias_ptr + expert * expert_out + lines
+                    is_line = lines < num_out
+                    gate += gl.load(bias_ptrs, mask=is_line, other=0.0).to(gl.float32)[None, :]
+                    up += gl.load(bias_ptrs + num_out, mask=is_line, other=0.0).to(gl.float32)[
+                        None, :
+                    ]
+                out = gated(gate, up, ACTIVATION)
+            else:
+                out = acc
+            out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
+            rows = start + lanes
+            out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * stride_out + columns[None, :]
+            gl.store(out_ptrs, out, mask=(rows < end)[:, None] & is_column[None, :])
+        else:
+            for i in range(step, step + num_steps):
+                mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+                release(empty, i % STAGES)
+        step += num_steps
+        count += 1
+        mbarrier.wait(noted.index(count % NOTES), (count // NOTES) & 1)
+        expert = _noted(fields, count, NOTE_EXPERT)
+
+
+@gluon.jit(do_not_specialize=("num_rows",))
+def _hopper_kernel(
+    x, sorted_ptr, w_desc, bias_ptr, out_ptr,
+    tile_experts_ptr, tile_starts_ptr, ends_ptr, tile_count_ptr, tickets_ptr,
+    num_rows, num_in, num_out, expert_out, column_tiles, stride_x, stride_out, num_stages,
+    IS_GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_ROWS: gl.constexpr,
+):  # fmt: skip
+    """As many programs as the device has multiprocessors."""
+    PRODUCERS: gl.constexpr = 4 if IS_GATED else 1
+    CONSUMER_REGISTERS: gl.constexpr = 232 if IS_GATED else 240
+    PRODUCER_REGISTERS: gl.constexpr = 40 if IS_GATED else 24
+    gdc_wait()
+    dtype: gl.constexpr = w_desc.dtype
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, 2 * GROUP, STEP], TILES)
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES, 2 * BOX, STEP], TILES)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES, NOTE_INTS], LINE)
+    noted = gl.allocate_shared_memory(gl.int64, [NOTES, 1], BARRIER)
+    for i in range(0, num_stages):  # not a constant, or it would be unrolled
+        # by gathering, each of 128 threads arrives
+        mbarrier.init(full.index(i), count=129 if IS_GATED else 1)
+        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(noted.index(2 * i), count=1)
+        mbarrier.init(noted.index(2 * i + 1), count=1)
+    gdc_launch_dependents()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
+                num_in, num_out, expert_out, stride_out,
+                0, IS_GATED, STAGES, ACTIVATION, HAS_BIAS,
+            )),
+            (_consume, (
+                x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
+                num_in, num_out, expert_out, stride_out,
+                1, IS_GATED, STAGES, ACTIVATION, HAS_BIAS,
+            )),
+            (_produce, (
+                x, sorted_ptr, w_desc, tile_experts_ptr, tile_starts_ptr, ends_ptr,
+                tile_count_ptr, tickets_ptr, x_tiles, w_tiles, full, empty, notes, noted,
+                num_rows, num_in, num_out, expert_out, column_tiles, stride_x,
+                IS_GATED, STAGES, GROUP_ROWS, PRODUCERS,
+            )),
+        ],
+        [4, PRODUCERS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def hopper_gate_up(
+    x: Tensor,
+    routing: Routing,
+    weights: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    out: Tensor,
+) -> Tensor:
+    """As products.gate_up, with tiles of ROWS."""
+    experts, both, hidden = weights.shape
+    size = both // 2
+    check_rows("x", x, hidden)
+    check_rows("out", out, size)
+    check_weights("gate_up", weights, x.dtype)
+    check_bias("gate_up", bias, experts, both)
+    check_activation(activation)
+    if len(out):
+        _hopper_kernel[(_num_programs(x.device),)](
+            x, routing.sorted_tokens, _boxes(weights, BOX.value), x if bias is None else bias, out,
+            *_lists(routing), len(out), hidden, size, both, triton.cdiv(size, BOX.value),
+            x.stride(0), out.stride(0), STAGES,
+            IS_GATED=True, ACTIVATION=activation, HAS_BIAS=bias is not None, **_OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+def hopper_down(act: Tensor, routing: Routing, weights: Tensor, out: Tensor) -> Tensor:
+    """As products.down, with tiles of ROWS."""
+    _, hidden, size = weights.shape
+    check_act(act, out, size, hidden)
+    check_weights("down", weights, act.dtype)
+    if len(out):
+        _hopper_kernel[(_num_programs(act.device),)](
+            _boxes(act, GROUP.value), routing.sorted_tokens, _boxes(weights, BOX.value), out, out,
+            *_lists(routing), len(out), size, hidden, hidden, triton.cdiv(hidden, 2 * BOX.value),
+            act.stride(0), out.stride(0), STAGES,
+            IS_GATED=False, ACTIVATION="", HAS_BIAS=False, **_OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+_OPTIONS = {
+    "STAGES": STAGES, "GROUP_ROWS": GROUP_ROWS, "num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS,
+    "launch_pdl": True,
+}  # fmt: skip
+
+
+def _lists(routing: Routing) -> tuple[Tensor, ...]:
+    return (routing.tile_experts, routing.tile_starts, routing.ends, routing.tile_count,
+            routing.tickets)  # fmt: skip
+
+
+def _boxes(source: Tensor, rows: int) -> TensorDescriptor:
+    """A tensor as what is copied at once: rows of its last axis, STEP of each."""
+    lines = source.view(-1, source.shape[-1])
+    return TensorDescriptor.from_tensor(lines, [rows, STEP.value], TILES.value)
+
+
+@cache
+def _num_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
