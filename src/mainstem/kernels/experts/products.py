@@ -94,7 +94,7 @@ def is_hopper(device: torch.device) -> bool:
     """Whether the device has the instructions of hopper.py."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9  # noqa: PLR2004
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def has_library(dtype: torch.dtype, device: torch.device) -> bool:

@@ -264,7 +264,8 @@ def _route_kernel(
 @triton.jit(do_not_specialize=("tokens", "num_blocks", "blocks_each", "num_tiles", "tile_rows"))
 def _place_kernel(
     ids_ptr, positions_ptr, counts_ptr, sorted_ptr, sorted_experts_ptr, ends_ptr,
-    tile_experts_ptr, tile_starts_ptr, tile_count_ptr, tokens, num_blocks, blocks_each, num_tiles, tile_rows,
+    tile_experts_ptr, tile_starts_ptr, tile_count_ptr, tokens, num_blocks, blocks_each, num_tiles,
+    tile_rows,
     EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, CELLS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
