@@ -49,6 +49,7 @@ class Tiles:
     gate_up: Tile  # columns: of gate, and as many of up
     down: Tile
     method: Method = Method.OURS
+    most_units: int = 1  # of so many rows each in one tile
 
     @property
     def rows(self) -> int:
@@ -59,7 +60,9 @@ class Tiles:
 FEW = Tiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, stages=3))
 SOME = Tiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
 MANY = Tiles(Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4))
-HOPPER = Tiles(MANY.gate_up, MANY.down, Method.HOPPER)
+HOPPER = Tiles(
+    Tile(64, 128, 64, warps=4, stages=3), Tile(64, 256, 64, warps=4, stages=3), Method.HOPPER, 3
+)
 GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
 FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
 _MOST_OF_FEW = 8

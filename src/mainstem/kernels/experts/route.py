@@ -76,6 +76,7 @@ class Routing:
     counts: Tensor  # [blocks, experts] int32: rows by the blocks of tokens they come from
     tile_experts: Tensor  # [tiles] int32; -1: no such tile
     tile_starts: Tensor  # [tiles] int32: where a tile's rows begin in the sorted order
+    tile_ends: Tensor  # [tiles] int32: and where they end
     tile_count: Tensor  # [1] int32: tiles in use
     tickets: Tensor  # [1] int32: zero; tiles that programs of hopper.py have taken
     shared_weights: Tensor  # [tokens] fp32: sigmoid of the shared expert's gate
@@ -102,6 +103,7 @@ class Routing:
             counts=ints(triton.cdiv(max_tokens, _BLOCK_TOKENS), num_experts),
             tile_experts=ints(max_rows),
             tile_starts=ints(max_rows),
+            tile_ends=ints(max_rows),
             tile_count=ints(1),
             tickets=ints(1),
             shared_weights=floats(max_tokens),
@@ -165,31 +167,39 @@ def _in_order(bits):
 
 @triton.jit
 def _write_tiles(
-    totals, tile_experts_ptr, tile_starts_ptr, tile_count_ptr, num_tiles, tile_rows,
-    EXPERTS: tl.constexpr, LANES: tl.constexpr,
+    totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+    num_tiles, unit_rows, most_units, EXPERTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The rows of each expert, totals [LANES], in tiles; each program writes some of them."""
-    lanes = tl.arange(0, LANES)
-    tiles = tl.cdiv(totals, tile_rows)
-    tile_ends = tl.cumsum(tiles, 0)
+    units = tl.cdiv(totals, unit_rows)
+    tiles = tl.cdiv(units, most_units)
+    tiles_before = tl.cumsum(tiles, 0) - tiles
+    rows_before = tl.cumsum(totals, 0) - totals
     tl.store(tile_count_ptr, tl.sum(tiles, 0))
-    starts = tl.cumsum(totals, 0) - totals - (tile_ends - tiles) * tile_rows
     stride = tl.num_programs(0) * _TILES_AT_ONCE
     for first in range(tl.program_id(0) * _TILES_AT_ONCE, num_tiles, stride):
         tile = first + tl.arange(0, _TILES_AT_ONCE)
-        expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        start = tl.sum(tl.where(lanes[None, :] == expert[:, None], starts[None, :], 0), 1)
+        ends_before = ((tiles_before + tiles)[None, :] <= tile[:, None]).to(tl.int32)
+        expert = tl.sum(ends_before, 1)
+        is_used, lane = expert < EXPERTS, tl.minimum(expert, LANES - 1)
+        nth = tile - tl.gather(tiles_before, lane, 0)
+        count = tl.maximum(tl.gather(tiles, lane, 0), 1)
+        its_units = tl.gather(units, lane, 0)
+        row = tl.gather(rows_before, lane, 0)
+        start = row + nth * its_units // count * unit_rows
+        end = row + (nth + 1) * its_units // count * unit_rows
+        end = tl.minimum(end, row + tl.gather(totals, lane, 0))
         is_tile = tile < num_tiles
-        expert = tl.where(expert < EXPERTS, expert, -1)
-        tl.store(tile_experts_ptr + tile, expert, mask=is_tile)
-        tl.store(tile_starts_ptr + tile, start + tile * tile_rows, mask=is_tile)
+        tl.store(tile_experts_ptr + tile, tl.where(is_used, expert, -1), mask=is_tile)
+        tl.store(tile_starts_ptr + tile, start, mask=is_tile)
+        tl.store(tile_ends_ptr + tile, end, mask=is_tile)
 
 
-@triton.jit(do_not_specialize=("tokens", "stride_split", "num_tiles", "tile_rows"))
+@triton.jit(do_not_specialize=("tokens", "stride_split", "num_tiles", "unit_rows", "most_units"))
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, positions_ptr, counts_ptr, shared_weights_ptr,
-    sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr, tile_count_ptr,
-    tokens, stride_split, num_tiles, tile_rows,
+    sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr,
+    tile_count_ptr, tokens, stride_split, num_tiles, unit_rows, most_units,
     NUM_PARTS: tl.constexpr, EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_WHOLE: tl.constexpr,
@@ -248,8 +258,8 @@ def _route_kernel(
         tl.store(ends_ptr + lanes, ends, mask=lanes < EXPERTS)
         ranks += (ends - totals)[None, :]
         _write_tiles(
-            totals, tile_experts_ptr, tile_starts_ptr, tile_count_ptr, num_tiles, tile_rows,
-            EXPERTS, LANES,
+            totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+            num_tiles, unit_rows, most_units, EXPERTS, LANES,
         )  # fmt: skip
     else:
         tl.store(counts_ptr + block * EXPERTS + lanes, totals, mask=lanes < EXPERTS)
@@ -261,11 +271,20 @@ def _route_kernel(
         tl.store(sorted_experts_ptr + positions, ids, mask=is_place)
 
 
-@triton.jit(do_not_specialize=("tokens", "num_blocks", "blocks_each", "num_tiles", "tile_rows"))
+@triton.jit(
+    do_not_specialize=(
+        "tokens",
+        "num_blocks",
+        "blocks_each",
+        "num_tiles",
+        "unit_rows",
+        "most_units",
+    )
+)
 def _place_kernel(
     ids_ptr, positions_ptr, counts_ptr, sorted_ptr, sorted_experts_ptr, ends_ptr,
-    tile_experts_ptr, tile_starts_ptr, tile_count_ptr, tokens, num_blocks, blocks_each, num_tiles,
-    tile_rows,
+    tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr, tokens, num_blocks,
+    blocks_each, num_tiles, unit_rows, most_units,
     EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, CELLS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -286,8 +305,8 @@ def _place_kernel(
     ends = tl.cumsum(totals, 0)
     tl.store(ends_ptr + lanes, ends, mask=is_expert)  # all programs store the same
     _write_tiles(
-        totals, tile_experts_ptr, tile_starts_ptr, tile_count_ptr, num_tiles, tile_rows,
-        EXPERTS, LANES,
+        totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+        num_tiles, unit_rows, most_units, EXPERTS, LANES,
     )  # fmt: skip
     starts = ends - totals + before
     cells = tl.arange(0, CELLS)
@@ -304,12 +323,12 @@ def _place_kernel(
         starts += tl.load(counts_ptr + block * EXPERTS + lanes, mask=is_expert, other=0)
 
 
-def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
+def route(x: Tensor, router: Router, routing: Routing, unit_rows: int, most_units: int = 1) -> int:
     """Choose experts for x [tokens, hidden] and sort. Returns the number of tiles to walk over,
     unused ones included."""
     _check(x, router, routing)
     tokens, num_rows = len(x), len(x) * router.top_k
-    num_tiles = most_tiles(num_rows, router.num_experts, tile_rows)
+    num_tiles = most_tiles(num_rows, router.num_experts, unit_rows * most_units)
     if tokens == 0:
         return num_tiles
     overlaps = overlap_options(x.device)
@@ -319,11 +338,11 @@ def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
     sizes = {"EXPERTS": router.num_experts, "LANES": lanes, "TOP_K": router.top_k,
              "BLOCK": _BLOCK_TOKENS}  # fmt: skip
     sorting = (routing.sorted_tokens, routing.sorted_experts, routing.ends, routing.tile_experts,
-               routing.tile_starts, routing.tile_count)  # fmt: skip
+               routing.tile_starts, routing.tile_ends, routing.tile_count)  # fmt: skip
     _route_kernel[(num_blocks,)](
         routing.logits, routing.logits if router.bias is None else router.bias,
         routing.ids, routing.weights, routing.positions, routing.counts, routing.shared_weights,
-        *sorting, tokens, stride_split, num_tiles, tile_rows,
+        *sorting, tokens, stride_split, num_tiles, unit_rows, most_units,
         NUM_PARTS=num_parts, SLOTS=triton.next_power_of_2(router.top_k), WIDTH=len(router.weight),
         HAS_BIAS=router.bias is not None, HAS_GATE=router.has_shared_gate,
         IS_NORMALIZED=router.is_normalized, IS_WHOLE=num_blocks == 1,
@@ -333,7 +352,7 @@ def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
         blocks_each = triton.cdiv(num_blocks, _MOST_PLACERS)
         _place_kernel[(triton.cdiv(num_blocks, blocks_each),)](
             routing.ids, routing.positions, routing.counts, *sorting,
-            tokens, num_blocks, blocks_each, num_tiles, tile_rows,
+            tokens, num_blocks, blocks_each, num_tiles, unit_rows, most_units,
             CELLS=triton.next_power_of_2(_BLOCK_TOKENS * router.top_k),
             CHUNK=max(1, 8192 // lanes), num_warps=8, **sizes, **overlaps,
         )  # fmt: skip

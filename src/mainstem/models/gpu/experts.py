@@ -140,7 +140,7 @@ class GpuExperts:
         spec, space = self._spec, self._space
         num_rows = len(x) * spec.top_k
         tiles = self._tiles or self._choose(num_rows, x)
-        route(x, self.router, space.routing, tiles.rows)
+        route(x, self.router, space.routing, tiles.rows, tiles.most_units)
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
         else:
