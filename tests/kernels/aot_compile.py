@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from mainstem.kernels.attention.cutting import Shape
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
-from mainstem.kernels.attention.hopper.rows import tail_of, tiles_of
+from mainstem.kernels.attention.hopper.rows import tail_of
 from mainstem.kernels.attention.hopper.small_reads import rows_of_box
 from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
@@ -50,6 +50,7 @@ from mainstem.kernels.experts.packed import _packed_down_kernel, _packed_gate_up
 from mainstem.kernels.experts.products import FEW, MANY, _down_kernel, _gate_up_kernel
 from mainstem.kernels.experts.products import Tiles as ExpertTiles
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
+from mainstem.kernels.hopper import tiles_of
 from mainstem.kernels.memory.append import _rope_append_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
 from mainstem.kernels.memory.transfer import _spread_kernel

@@ -32,17 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mainstem.kernels.attention.hopper.rows import (
-    TILES,
-    as_tiles,
-    barrier,
-    finished,
-    load_box,
-    release,
-    reshaped,
-)
-from mainstem.kernels.attention.hopper.rows import _load_rows as load_rows
-from mainstem.kernels.attention.hopper.small_reads import claimed_unit, take_ticket
 from mainstem.kernels.experts.activate import check_activation, gated
 from mainstem.kernels.experts.products import (
     HOPPER,
@@ -53,14 +42,25 @@ from mainstem.kernels.experts.products import (
     tile_of,
 )
 from mainstem.kernels.experts.route import Routing
+from mainstem.kernels.hopper import (
+    TILES,
+    as_tiles,
+    barrier,
+    claimed_unit,
+    finished,
+    load_box,
+    load_rows,
+    release,
+    reshaped,
+    take_ticket,
+)
 
-GROUP = gl.constexpr(HOPPER.rows)  # rows of a consumer
-GROUPS = HOPPER.most_units
-STAGES = HOPPER.gate_up.stages
+GROUP = gl.constexpr(64)  # rows of a consumer
+ROWS = gl.constexpr(HOPPER.rows)  # of a tile
 STEP = gl.constexpr(HOPPER.gate_up.k)
 BOX = gl.constexpr(HOPPER.gate_up.columns)  # rows of weights that are copied at once
-CONSTANTS = {"GROUPS": GROUPS, "STAGES": STAGES, "GROUP_ROWS": 8}
-OPTIONS = {"num_warps": 4, "maxnreg": 128}
+CONSTANTS = {"STAGES": HOPPER.gate_up.stages, "GROUP_ROWS": 4}
+OPTIONS = {"num_warps": HOPPER.gate_up.warps, "maxnreg": 168}
 CLAIM_AHEAD = gl.constexpr(4)  # steps left of a tile when the next one is claimed,
 READ_AHEAD = gl.constexpr(2)  # and when its fields are read
 NOTE_INTS = gl.constexpr(4)
@@ -92,14 +92,16 @@ def _noted(fields, count, field):
 
 @gluon.jit
 def _bring(
-    x, w_desc, x_boxes, w_boxes, full, empty, step, step_begin, step_end,
-    tokens_0, tokens_1, tokens_2, start, end, first, second, num_in, stride_x,
-    IS_GATED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, COPY: gl.constexpr,
+    x, w_desc, x_tiles, w_tiles, full, empty, step, step_begin, step_end,
+    tokens, start, end, first, second, num_in, stride_x,
+    IS_GATED: gl.constexpr, STAGES: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
     """Copy some steps of a tile, each into a stage that has been read. step: of all tiles before;
-    tokens: of the groups' rows."""
+    tokens: of the rows, -1 past the end; first, second: rows of weights."""
+    x_boxes = as_tiles(x_tiles, 2 * STAGES, GROUP, STEP)
+    w_boxes = as_tiles(w_tiles, 2 * STAGES, BOX, STEP)
     ks = gl.arange(0, STEP, gl.SliceLayout(0, COPY))
-    num_groups = (end - start + GROUP - 1) // GROUP
+    has_second = end > start + GROUP
     for i in range(step_begin, step_end):
         k = i * STEP
         stage = (step + i) % STAGES
@@ -108,35 +110,19 @@ def _bring(
         if IS_GATED:
             mbarrier.expect(arrived, 2 * BOX * STEP * 2)
         else:
-            for n in gl.static_range(1, GROUPS + 1):
-                mbarrier.expect(arrived, (2 * BOX + n * GROUP) * STEP * 2, pred=num_groups == n)
+            mbarrier.expect(arrived, (2 * BOX + ROWS) * STEP * 2, pred=has_second)
+            mbarrier.expect(arrived, (2 * BOX + GROUP) * STEP * 2, pred=end <= start + GROUP)
         load_box(w_desc, [first, k], arrived, w_boxes.index(2 * stage))
         load_box(w_desc, [second, k], arrived, w_boxes.index(2 * stage + 1))
         if IS_GATED:
-            columns = (k + ks)[None, :]
-            is_column = (k + ks < num_in)[None, :]
-            for n in gl.static_range(GROUPS):
-                tokens = tokens_0 if n == 0 else tokens_1 if n == 1 else tokens_2
-                if n < num_groups:
-                    load_rows(
-                        x_boxes.index(GROUPS * stage + n),
-                        x + (tokens * stride_x)[:, None] + columns,
-                        mask=(tokens >= 0)[:, None] & is_column,
-                    )
+            ptrs = x + (tokens * stride_x)[:, None] + (k + ks)[None, :]
+            mask = (tokens >= 0)[:, None] & (k + ks < num_in)[None, :]
+            load_rows(x_tiles.index(stage), ptrs, mask=mask)
             async_copy.mbarrier_arrive(arrived, increment_count=False)
         else:
-            for n in gl.static_range(GROUPS):
-                load_box(
-                    x, [start + n * GROUP, k], arrived, x_boxes.index(GROUPS * stage + n),
-                    pred=n < num_groups,
-                )  # fmt: skip
-
-
-@gluon.jit
-def _tokens_of(sorted_ptr, start, end, LAYOUT: gl.constexpr):
-    """Of a group's rows; -1 past the end."""
-    rows = start + gl.arange(0, GROUP, LAYOUT)
-    return gl.load(sorted_ptr + rows, mask=rows < end, other=-1)
+            load_box(x, [start, k], arrived, x_boxes.index(2 * stage))
+            second_box = x_boxes.index(2 * stage + 1)
+            load_box(x, [start + GROUP, k], arrived, second_box, pred=has_second)
 
 
 @gluon.jit
@@ -144,13 +130,10 @@ def _produce(
     x, sorted_ptr, w_desc, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
     tickets_ptr, x_tiles, w_tiles, full, empty, notes, noted,
     num_in, num_out, expert_out, column_tiles, stride_x,
-    IS_GATED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP_ROWS: gl.constexpr,
-    WARPS: gl.constexpr,
+    IS_GATED: gl.constexpr, STAGES: gl.constexpr, GROUP_ROWS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """num_out: rows of gate, or of down, in the weights; expert_out: all rows of an expert."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    LANES: gl.constexpr = gl.SliceLayout(1, COPY)
-    w_boxes = as_tiles(w_tiles, 2 * STAGES, BOX, STEP)
     row_tiles = gl.load(tile_count_ptr)
     num_tiles = row_tiles * column_tiles
     num_claimers = gl.minimum(gl.num_programs(0), num_tiles)
@@ -158,6 +141,7 @@ def _produce(
     num_steps = (num_in + STEP - 1) // STEP
     claim_at = gl.maximum(num_steps - CLAIM_AHEAD, 0)
     read_at = gl.maximum(num_steps - READ_AHEAD, 0)
+    lanes = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
     tile = gl.program_id(0)
     row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, GROUP_ROWS)
     row_tile = gl.minimum(row_tile, row_tiles - 1)
@@ -168,29 +152,22 @@ def _produce(
     count = 0
     while tile < num_tiles:
         _note(notes, noted, count, expert, start, end, column_tile, WARPS)
-        tokens_0 = 0
-        tokens_1 = 0
-        tokens_2 = 0
+        tokens = lanes
         if IS_GATED:
             first = expert * expert_out + column_tile * BOX
             second = first + num_out
-            tokens_0 = _tokens_of(sorted_ptr, start, end, LANES)
-            tokens_1 = _tokens_of(sorted_ptr, start + GROUP, end, LANES)
-            if GROUPS > 2:
-                tokens_2 = _tokens_of(sorted_ptr, start + 2 * GROUP, end, LANES)
+            tokens = gl.load(sorted_ptr + start + lanes, mask=start + lanes < end, other=-1)
         else:
             first = expert * expert_out + column_tile * (2 * BOX)
             second = first + BOX
         _bring(
-            x, w_desc, x_tiles, w_boxes, full, empty, step, 0, claim_at,
-            tokens_0, tokens_1, tokens_2, start, end, first, second, num_in, stride_x,
-            IS_GATED, GROUPS, STAGES, COPY,
+            x, w_desc, x_tiles, w_tiles, full, empty, step, 0, claim_at,
+            tokens, start, end, first, second, num_in, stride_x, IS_GATED, STAGES, COPY,
         )  # fmt: skip
         tickets = take_ticket(tickets_ptr, num_queued, num_claimers, True, WARPS)
         _bring(
-            x, w_desc, x_tiles, w_boxes, full, empty, step, claim_at, read_at,
-            tokens_0, tokens_1, tokens_2, start, end, first, second, num_in, stride_x,
-            IS_GATED, GROUPS, STAGES, COPY,
+            x, w_desc, x_tiles, w_tiles, full, empty, step, claim_at, read_at,
+            tokens, start, end, first, second, num_in, stride_x, IS_GATED, STAGES, COPY,
         )  # fmt: skip
         claimed = claimed_unit(tickets, num_queued)
         tile = gl.where(claimed < 0, num_tiles, num_claimers + claimed)
@@ -200,9 +177,8 @@ def _produce(
         next_start = gl.load(tile_starts_ptr + row_tile)
         next_end = gl.load(tile_ends_ptr + row_tile)
         _bring(
-            x, w_desc, x_tiles, w_boxes, full, empty, step, read_at, num_steps,
-            tokens_0, tokens_1, tokens_2, start, end, first, second, num_in, stride_x,
-            IS_GATED, GROUPS, STAGES, COPY,
+            x, w_desc, x_tiles, w_tiles, full, empty, step, read_at, num_steps,
+            tokens, start, end, first, second, num_in, stride_x, IS_GATED, STAGES, COPY,
         )  # fmt: skip
         start = next_start
         end = next_end
@@ -213,50 +189,54 @@ def _produce(
 
 @gluon.jit
 def _multiply(
-    x_tiles, w_boxes, full, empty, step, num_steps,
-    WHICH: gl.constexpr, IS_GATED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    x_tiles, w_tiles, full, empty, step, num_steps,
+    WHICH: gl.constexpr, IS_GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A group's rows of a tile: [64, 128] of the first weights and of the second."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16])
-    left = gl.zeros([GROUP, BOX], gl.float32, LAYOUT)
-    right = gl.zeros([GROUP, BOX], gl.float32, LAYOUT)
+    """A group's rows of a tile: [64, 256]."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BOX, 16])
+    x_boxes = as_tiles(x_tiles, 2 * STAGES, GROUP, STEP)
+    acc = gl.zeros([GROUP, 2 * BOX], gl.float32, LAYOUT)
     for i in range(0, num_steps):
         stage = (step + i) % STAGES
         mbarrier.wait(full.index(stage), ((step + i) // STAGES) & 1)
         if IS_GATED:
             fence_async_shared()  # rows are not copied by TMA
-        x = x_tiles.index(GROUPS * stage + WHICH)
-        w_left = w_boxes.index(2 * stage).permute((1, 0))
-        w_right = w_boxes.index(2 * stage + 1).permute((1, 0))
-        left = warpgroup_mma(x, w_left, left, use_acc=i > 0, is_async=True)
-        right = warpgroup_mma(x, w_right, right, use_acc=i > 0, is_async=True)
-        left, right = warpgroup_mma_wait(2, deps=(left, right))
+        acc = warpgroup_mma(
+            x_boxes.index(2 * stage + WHICH), w_tiles.index(stage).permute((1, 0)), acc,
+            use_acc=i > 0, is_async=True,
+        )  # fmt: skip
+        acc = warpgroup_mma_wait(1, deps=(acc,))
         release(empty, (stage + STAGES - 1) % STAGES, i > 0)
-    left, right = warpgroup_mma_wait(0, deps=(left, right))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
     release(empty, (step + num_steps - 1) % STAGES)
-    return left, right
+    return acc
 
 
 @gluon.jit
-def _write(rows, start, end, column, num_out, out_ptr, stride_out):
-    """[64, 128] of the output."""
-    LAYOUT: gl.constexpr = finished(64, 128, True)
-    lines = start + gl.arange(0, GROUP, gl.SliceLayout(1, LAYOUT))
-    columns = column + gl.arange(0, BOX, gl.SliceLayout(0, LAYOUT))
-    rows = gl.convert_layout(rows.to(out_ptr.dtype.element_ty), LAYOUT)
-    out_ptrs = out_ptr + lines.to(gl.int64)[:, None] * stride_out + columns[None, :]
-    gl.store(out_ptrs, rows, mask=(lines < end)[:, None] & (columns < num_out)[None, :])
+def _activate(acc, bias_ptr, column, num_out, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr):
+    """[64, 128] of gate and up side by side."""
+    gate, up = gl.split(acc.reshape([GROUP, 2, BOX]).permute((0, 2, 1)))
+    if HAS_BIAS:
+        columns = column + gl.arange(0, BOX, gl.SliceLayout(0, gate.type.layout))
+        is_column = columns < num_out
+        bias = gl.load(bias_ptr + columns, mask=is_column, other=0.0)
+        gate += bias.to(gl.float32)[None, :]
+        bias = gl.load(bias_ptr + num_out + columns, mask=is_column, other=0.0)
+        up += bias.to(gl.float32)[None, :]
+    return gated(gate, up, ACTIVATION)
 
 
 @gluon.jit
 def _consume(
     x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
     num_in, num_out, expert_out, stride_out,
-    WHICH: gl.constexpr, IS_GATED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    WHICH: gl.constexpr, IS_GATED: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    w_boxes = as_tiles(w_tiles, 2 * STAGES, BOX, STEP)
+    COLUMNS: gl.constexpr = BOX if IS_GATED else 2 * BOX
+    LAYOUT: gl.constexpr = finished(64, COLUMNS, True)
     fields = reshaped(notes, [NOTES * NOTE_INTS, 1], LINE)
+    lanes = gl.arange(0, GROUP, gl.SliceLayout(1, LAYOUT))
     num_steps = (num_in + STEP - 1) // STEP
     step = 0
     count = 0
@@ -265,27 +245,17 @@ def _consume(
     while expert >= 0:
         start = _noted(fields, count, NOTE_START) + WHICH * GROUP
         end = _noted(fields, count, NOTE_END)
-        column_tile = _noted(fields, count, NOTE_COLUMN)
+        column = _noted(fields, count, NOTE_COLUMN) * COLUMNS
         if start < end:
-            left, right = _multiply(
-                x_tiles, w_boxes, full, empty, step, num_steps, WHICH, IS_GATED, GROUPS, STAGES
-            )
+            out = _multiply(x_tiles, w_tiles, full, empty, step, num_steps, WHICH, IS_GATED, STAGES)
             if IS_GATED:
-                column = column_tile * BOX
-                if HAS_BIAS:
-                    columns = column + gl.arange(0, BOX, gl.SliceLayout(0, left.type.layout))
-                    bias_ptrs = bias_ptr + expert * expert_out + columns
-                    is_column = columns < num_out
-                    bias = gl.load(bias_ptrs, mask=is_column, other=0.0)
-                    left += bias.to(gl.float32)[None, :]
-                    bias = gl.load(bias_ptrs + num_out, mask=is_column, other=0.0)
-                    right += bias.to(gl.float32)[None, :]
-                act = gated(left, right, ACTIVATION)
-                _write(act, start, end, column, num_out, out_ptr, stride_out)
-            else:
-                column = column_tile * (2 * BOX)
-                _write(left, start, end, column, num_out, out_ptr, stride_out)
-                _write(right, start, end, column + BOX, num_out, out_ptr, stride_out)
+                expert_bias_ptr = bias_ptr + expert * expert_out
+                out = _activate(out, expert_bias_ptr, column, num_out, ACTIVATION, HAS_BIAS)
+            out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), LAYOUT)
+            rows = start + lanes
+            columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+            out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * stride_out + columns[None, :]
+            gl.store(out_ptrs, out, mask=(rows < end)[:, None] & (columns < num_out)[None, :])
         else:
             for i in range(step, step + num_steps):
                 mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
@@ -302,15 +272,15 @@ def _hopper_kernel(
     tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr, tickets_ptr,
     num_in, num_out, expert_out, column_tiles, stride_x, stride_out, num_stages, num_notes,
     IS_GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_ROWS: gl.constexpr,
 ):  # fmt: skip
     """As many programs as the device has multiprocessors."""
-    PRODUCERS: gl.constexpr = 4 if IS_GATED else 1
-    PRODUCER_REGISTERS: gl.constexpr = 32 if GROUPS == 3 else 40 if IS_GATED else 24
-    CONSUMER_REGISTERS: gl.constexpr = 160 if GROUPS == 3 else 232 if IS_GATED else 240
+    PRODUCERS: gl.constexpr = 4 if IS_GATED else 1  # warps
+    CONSUMER_REGISTERS: gl.constexpr = 232 if IS_GATED else 240
+    PRODUCER_REGISTERS: gl.constexpr = 40 if IS_GATED else 24
     gdc_wait()
     dtype: gl.constexpr = w_desc.dtype
-    x_tiles = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, GROUP, STEP], TILES)
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEP], TILES)
     w_tiles = gl.allocate_shared_memory(dtype, [STAGES, 2 * BOX, STEP], TILES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -318,63 +288,34 @@ def _hopper_kernel(
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, NOTE_INTS], LINE)
     noted = gl.allocate_shared_memory(gl.int64, [NOTES, 1], BARRIER)
     for i in range(0, num_stages):  # not a constant, or it would be unrolled
-        # by gathering, each of 128 threads arrives
+        # each of 128 threads that gather arrives, and the one that expects the weights
         mbarrier.init(full.index(i), count=129 if IS_GATED else 1)
-        mbarrier.init(empty.index(i), count=GROUPS)
+        mbarrier.init(empty.index(i), count=2)
     for i in range(0, num_notes):
         mbarrier.init(noted.index(i), count=1)
     gdc_launch_dependents()
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
-                    num_in, num_out, expert_out, stride_out,
-                    0, IS_GATED, GROUPS, STAGES, ACTIVATION, HAS_BIAS,
-                )),
-                (_consume, (
-                    x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
-                    num_in, num_out, expert_out, stride_out,
-                    1, IS_GATED, GROUPS, STAGES, ACTIVATION, HAS_BIAS,
-                )),
-                (_produce, (
-                    x, sorted_ptr, w_desc, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr,
-                    tile_count_ptr, tickets_ptr, x_tiles, w_tiles, full, empty, notes, noted,
-                    num_in, num_out, expert_out, column_tiles, stride_x,
-                    IS_GATED, GROUPS, STAGES, GROUP_ROWS, PRODUCERS,
-                )),
-            ],
-            [4, PRODUCERS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
-                    num_in, num_out, expert_out, stride_out,
-                    0, IS_GATED, GROUPS, STAGES, ACTIVATION, HAS_BIAS,
-                )),
-                (_consume, (
-                    x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
-                    num_in, num_out, expert_out, stride_out,
-                    1, IS_GATED, GROUPS, STAGES, ACTIVATION, HAS_BIAS,
-                )),
-                (_consume, (
-                    x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
-                    num_in, num_out, expert_out, stride_out,
-                    2, IS_GATED, GROUPS, STAGES, ACTIVATION, HAS_BIAS,
-                )),
-                (_produce, (
-                    x, sorted_ptr, w_desc, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr,
-                    tile_count_ptr, tickets_ptr, x_tiles, w_tiles, full, empty, notes, noted,
-                    num_in, num_out, expert_out, column_tiles, stride_x,
-                    IS_GATED, GROUPS, STAGES, GROUP_ROWS, PRODUCERS,
-                )),
-            ],
-            [4, 4, PRODUCERS],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (
+                x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
+                num_in, num_out, expert_out, stride_out,
+                0, IS_GATED, STAGES, ACTIVATION, HAS_BIAS,
+            )),
+            (_consume, (
+                x_tiles, w_tiles, full, empty, notes, noted, bias_ptr, out_ptr,
+                num_in, num_out, expert_out, stride_out,
+                1, IS_GATED, STAGES, ACTIVATION, HAS_BIAS,
+            )),
+            (_produce, (
+                x, sorted_ptr, w_desc, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr,
+                tile_count_ptr, tickets_ptr, x_tiles, w_tiles, full, empty, notes, noted,
+                num_in, num_out, expert_out, column_tiles, stride_x,
+                IS_GATED, STAGES, GROUP_ROWS, PRODUCERS,
+            )),
+        ],
+        [4, PRODUCERS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
 
 
 def hopper_gate_up(

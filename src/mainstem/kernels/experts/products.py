@@ -49,7 +49,6 @@ class Tiles:
     gate_up: Tile  # columns: of gate, and as many of up
     down: Tile
     method: Method = Method.OURS
-    most_units: int = 1  # of so many rows each in one tile
 
     @property
     def rows(self) -> int:
@@ -61,7 +60,7 @@ FEW = Tiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, sta
 SOME = Tiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
 MANY = Tiles(Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4))
 HOPPER = Tiles(
-    Tile(64, 128, 64, warps=4, stages=3), Tile(64, 256, 64, warps=4, stages=3), Method.HOPPER, 3
+    Tile(128, 128, 64, warps=4, stages=4), Tile(128, 256, 64, warps=4, stages=4), Method.HOPPER
 )
 GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
 FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
@@ -70,26 +69,20 @@ _MOST_OF_SOME = 48
 _LIBRARY_FROM: float | None = None  # where torch's product is the faster one; None: nowhere
 
 
-def choose(
-    num_rows: int,
-    num_experts: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_deterministic: bool,
-) -> Tiles:
-    """How a step of `num_rows` = tokens * top_k rows is computed."""
-    if dtype == torch.float32:
+def choose(num_rows: int, num_experts: int, x: Tensor, is_deterministic: bool) -> Tiles:
+    """How a step of `num_rows` = tokens * top_k rows of x is computed."""
+    if x.dtype == torch.float32:
         return FULL_PRECISION
     if is_deterministic:
         return SOME
     rows = num_rows / num_experts
-    if _LIBRARY_FROM is not None and rows >= _LIBRARY_FROM and has_library(dtype, device):
+    if _LIBRARY_FROM is not None and rows >= _LIBRARY_FROM and has_library(x.dtype, x.device):
         return GROUPED
     if rows <= _MOST_OF_FEW:
         return FEW
     if rows <= _MOST_OF_SOME:
         return SOME
-    return HOPPER if is_hopper(device) else MANY
+    return HOPPER if is_hopper(x.device) and x.stride(0) % 16 == 0 else MANY
 
 
 @cache

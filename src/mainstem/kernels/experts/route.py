@@ -168,38 +168,34 @@ def _in_order(bits):
 @triton.jit
 def _write_tiles(
     totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
-    num_tiles, unit_rows, most_units, EXPERTS: tl.constexpr, LANES: tl.constexpr,
+    num_tiles, tile_rows, EXPERTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The rows of each expert, totals [LANES], in tiles; each program writes some of them."""
-    units = tl.cdiv(totals, unit_rows)
-    tiles = tl.cdiv(units, most_units)
-    tiles_before = tl.cumsum(tiles, 0) - tiles
-    rows_before = tl.cumsum(totals, 0) - totals
+    lanes = tl.arange(0, LANES)
+    tiles = tl.cdiv(totals, tile_rows)
+    tile_ends = tl.cumsum(tiles, 0)
+    ends = tl.cumsum(totals, 0)
+    starts = ends - totals - (tile_ends - tiles) * tile_rows
     tl.store(tile_count_ptr, tl.sum(tiles, 0))
     stride = tl.num_programs(0) * _TILES_AT_ONCE
     for first in range(tl.program_id(0) * _TILES_AT_ONCE, num_tiles, stride):
         tile = first + tl.arange(0, _TILES_AT_ONCE)
-        ends_before = ((tiles_before + tiles)[None, :] <= tile[:, None]).to(tl.int32)
-        expert = tl.sum(ends_before, 1)
-        is_used, lane = expert < EXPERTS, tl.minimum(expert, LANES - 1)
-        nth = tile - tl.gather(tiles_before, lane, 0)
-        count = tl.maximum(tl.gather(tiles, lane, 0), 1)
-        its_units = tl.gather(units, lane, 0)
-        row = tl.gather(rows_before, lane, 0)
-        start = row + nth * its_units // count * unit_rows
-        end = row + (nth + 1) * its_units // count * unit_rows
-        end = tl.minimum(end, row + tl.gather(totals, lane, 0))
+        expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+        is_its = lanes[None, :] == expert[:, None]
+        start = tl.sum(tl.where(is_its, starts[None, :], 0), 1) + tile * tile_rows
+        end = tl.minimum(tl.sum(tl.where(is_its, ends[None, :], 0), 1), start + tile_rows)
         is_tile = tile < num_tiles
-        tl.store(tile_experts_ptr + tile, tl.where(is_used, expert, -1), mask=is_tile)
+        expert = tl.where(expert < EXPERTS, expert, -1)
+        tl.store(tile_experts_ptr + tile, expert, mask=is_tile)
         tl.store(tile_starts_ptr + tile, start, mask=is_tile)
         tl.store(tile_ends_ptr + tile, end, mask=is_tile)
 
 
-@triton.jit(do_not_specialize=("tokens", "stride_split", "num_tiles", "unit_rows", "most_units"))
+@triton.jit(do_not_specialize=("tokens", "stride_split", "num_tiles", "tile_rows"))
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, positions_ptr, counts_ptr, shared_weights_ptr,
     sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr,
-    tile_count_ptr, tokens, stride_split, num_tiles, unit_rows, most_units,
+    tile_count_ptr, tokens, stride_split, num_tiles, tile_rows,
     NUM_PARTS: tl.constexpr, EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_WHOLE: tl.constexpr,
@@ -259,7 +255,7 @@ def _route_kernel(
         ranks += (ends - totals)[None, :]
         _write_tiles(
             totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
-            num_tiles, unit_rows, most_units, EXPERTS, LANES,
+            num_tiles, tile_rows, EXPERTS, LANES,
         )  # fmt: skip
     else:
         tl.store(counts_ptr + block * EXPERTS + lanes, totals, mask=lanes < EXPERTS)
@@ -271,20 +267,11 @@ def _route_kernel(
         tl.store(sorted_experts_ptr + positions, ids, mask=is_place)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "tokens",
-        "num_blocks",
-        "blocks_each",
-        "num_tiles",
-        "unit_rows",
-        "most_units",
-    )
-)
+@triton.jit(do_not_specialize=("tokens", "num_blocks", "blocks_each", "num_tiles", "tile_rows"))
 def _place_kernel(
     ids_ptr, positions_ptr, counts_ptr, sorted_ptr, sorted_experts_ptr, ends_ptr,
     tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr, tokens, num_blocks,
-    blocks_each, num_tiles, unit_rows, most_units,
+    blocks_each, num_tiles, tile_rows,
     EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, CELLS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -306,7 +293,7 @@ def _place_kernel(
     tl.store(ends_ptr + lanes, ends, mask=is_expert)  # all programs store the same
     _write_tiles(
         totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
-        num_tiles, unit_rows, most_units, EXPERTS, LANES,
+        num_tiles, tile_rows, EXPERTS, LANES,
     )  # fmt: skip
     starts = ends - totals + before
     cells = tl.arange(0, CELLS)
@@ -323,12 +310,12 @@ def _place_kernel(
         starts += tl.load(counts_ptr + block * EXPERTS + lanes, mask=is_expert, other=0)
 
 
-def route(x: Tensor, router: Router, routing: Routing, unit_rows: int, most_units: int = 1) -> int:
+def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
     """Choose experts for x [tokens, hidden] and sort. Returns the number of tiles to walk over,
     unused ones included."""
     _check(x, router, routing)
     tokens, num_rows = len(x), len(x) * router.top_k
-    num_tiles = most_tiles(num_rows, router.num_experts, unit_rows * most_units)
+    num_tiles = most_tiles(num_rows, router.num_experts, tile_rows)
     if tokens == 0:
         return num_tiles
     overlaps = overlap_options(x.device)
@@ -342,7 +329,7 @@ def route(x: Tensor, router: Router, routing: Routing, unit_rows: int, most_unit
     _route_kernel[(num_blocks,)](
         routing.logits, routing.logits if router.bias is None else router.bias,
         routing.ids, routing.weights, routing.positions, routing.counts, routing.shared_weights,
-        *sorting, tokens, stride_split, num_tiles, unit_rows, most_units,
+        *sorting, tokens, stride_split, num_tiles, tile_rows,
         NUM_PARTS=num_parts, SLOTS=triton.next_power_of_2(router.top_k), WIDTH=len(router.weight),
         HAS_BIAS=router.bias is not None, HAS_GATE=router.has_shared_gate,
         IS_NORMALIZED=router.is_normalized, IS_WHOLE=num_blocks == 1,
@@ -352,7 +339,7 @@ def route(x: Tensor, router: Router, routing: Routing, unit_rows: int, most_unit
         blocks_each = triton.cdiv(num_blocks, _MOST_PLACERS)
         _place_kernel[(triton.cdiv(num_blocks, blocks_each),)](
             routing.ids, routing.positions, routing.counts, *sorting,
-            tokens, num_blocks, blocks_each, num_tiles, unit_rows, most_units,
+            tokens, num_blocks, blocks_each, num_tiles, tile_rows,
             CELLS=triton.next_power_of_2(_BLOCK_TOKENS * router.top_k),
             CHUNK=max(1, 8192 // lanes), num_warps=8, **sizes, **overlaps,
         )  # fmt: skip

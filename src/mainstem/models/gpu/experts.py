@@ -140,7 +140,7 @@ class GpuExperts:
         spec, space = self._spec, self._space
         num_rows = len(x) * spec.top_k
         tiles = self._tiles or self._choose(num_rows, x)
-        route(x, self.router, space.routing, tiles.rows, tiles.most_units)
+        route(x, self.router, space.routing, tiles.rows)
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
         else:
@@ -152,7 +152,7 @@ class GpuExperts:
         experts, is_deterministic = self._spec.num_experts, self._is_deterministic
         if isinstance(self._gate_up, Nibbles):
             return choose_packed(num_rows, experts, is_deterministic)
-        return choose(num_rows, experts, x.dtype, x.device, is_deterministic)
+        return choose(num_rows, experts, x, is_deterministic)
 
     def _run_ours(self, x: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
         space, routing, bias = self._space, self._space.routing, self._gate_up_bias
