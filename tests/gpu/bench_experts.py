@@ -4,8 +4,9 @@
 [--methods ours,hopper,library] [--json FILE]`
 
 Prints one JSON line per number of tokens, microseconds: both grouped products alone, in our kernels
-(`ours` and `hopper`, activation included in gate_up) and in torch._grouped_mm (`library`), routing and sum, and
-the whole layer as `choose` runs it and by each method. `tflops` are of the products' arithmetic;
+(`ours` and `hopper`, activation included in gate_up) and in torch._grouped_mm (`library`), routing
+and sum, and the whole layer as `choose` runs it and by each method. `tflops` are of the products'
+arithmetic;
 `weights_us` is the time that reading the weights of the experts in use takes at the card's speed.
 `busiest` is the load of the busiest expert over the average. Inputs rotate so that the experts of
 small steps come from memory. --sweep times other tiles instead.
@@ -23,7 +24,6 @@ from torch import Tensor
 from mainstem.kernels.dense.invariant import Tile, matmul
 from mainstem.kernels.experts import reference
 from mainstem.kernels.experts.combine import combine
-from mainstem.kernels.experts.hopper import hopper_down, hopper_gate_up
 from mainstem.kernels.experts.products import (
     FEW,
     GROUPED,
@@ -36,7 +36,7 @@ from mainstem.kernels.experts.products import (
     down,
     gate_up,
     grouped_product,
-    is_hopper,
+    hopper_kernels,
 )
 from mainstem.kernels.experts.route import route
 from mainstem.models.expert_tensors import ExpertTensors
@@ -73,7 +73,7 @@ QWEN2 = Shape(
 )
 SHAPES = (QWEN3, GPT_OSS, MIXTRAL)
 OF_METHOD = {Method.HOPPER: HOPPER, Method.LIBRARY: GROUPED}
-ALL_TILES = (FEW, SOME, MANY, GROUPED, *([HOPPER] if is_hopper(CUDA) else []))
+ALL_TILES = (FEW, SOME, MANY, GROUPED, *([HOPPER] if hopper_kernels(CUDA) else []))
 
 
 def some_weights(shape: Shape, is_skewed: bool = False) -> ExpertTensors:
@@ -281,15 +281,17 @@ class Timing:
             figures["ours_down"] = time_us(
                 [lambda: down(act, routing, as_tensor(tensors.down), tiles.down, answers)] * COPIES
             )
-        if Method.HOPPER in methods and is_hopper(CUDA):
+        kernels = hopper_kernels(CUDA)
+        if Method.HOPPER in methods and kernels is not None:
             route(x, router, routing, HOPPER.rows)
-            figures["hopper_gate_up"] = time_us([
-                lambda: hopper_gate_up(x, routing, as_tensor(tensors.gate_up), tensors.gate_up_bias,
-                                       spec.activation.value, act)
-            ] * COPIES)  # fmt: skip
-            figures["hopper_down"] = time_us(
-                [lambda: hopper_down(act, routing, as_tensor(tensors.down), answers)] * COPIES
+            hopper = kernels.HopperProducts(
+                as_tensor(tensors.gate_up), as_tensor(tensors.down), self.space.act
             )
+            bias, activation = tensors.gate_up_bias, spec.activation.value
+            figures["hopper_gate_up"] = time_us(
+                [lambda: hopper.gate_up(x, routing, bias, activation)] * COPIES
+            )
+            figures["hopper_down"] = time_us([lambda: hopper.down(routing, answers)] * COPIES)
         if Method.LIBRARY in methods:
             answers.copy_(x[routing.sorted_tokens[:rows]])
             figures["library_gate_up"] = time_us(
@@ -359,7 +361,7 @@ def time_one(report: Report, timing: Timing, tokens: int, methods: Sequence[Meth
     chosen = tiles_of(tokens, timing.shape)
     figures = {"layer": timing.layer_us(tokens, None)}
     for method in methods:
-        if method is not chosen.method and (method is not Method.HOPPER or is_hopper(CUDA)):
+        if method is not chosen.method and OF_METHOD.get(method, MANY) in ALL_TILES:
             tiles = OF_METHOD.get(method) or ours_of(tokens, timing.shape)
             figures[f"{method.value}_layer"] = timing.layer_us(tokens, tiles)
     flops = 6 * tokens * spec.top_k * spec.size * timing.shape.hidden

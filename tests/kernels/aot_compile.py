@@ -321,12 +321,13 @@ def _expert_jobs(target: str) -> Iterator[Job]:
 def _hopper_expert_jobs() -> Iterator[Job]:
     """Both products, and gate_up with all that it may have."""
     boxes = [f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>" for rows in (64, 128)]
+    constants = {"STAGES": hopper_experts.STAGES, "GROUP_ROWS": hopper_experts.GROUP_ROWS}
     for is_gated, has_bias in ((False, False), (True, False), (True, True)):
         kind = {"IS_GATED": is_gated, "HAS_BIAS": has_bias}
         types = {"x": "*bf16" if is_gated else boxes[0], "w_desc": boxes[1]}
         yield Job(
             hopper_experts._hopper_kernel,
-            {**kind, "ACTIVATION": "clamped" if has_bias else "silu", **hopper_experts.CONSTANTS},
+            {**kind, **constants, "ACTIVATION": "clamped" if has_bias else "silu"},
             types,
             hopper_experts.OPTIONS,
             GluonASTSource,

@@ -18,6 +18,7 @@ from torch import Tensor
 from mainstem.kernels.dense import fp8_rows
 from mainstem.kernels.dense.fp8_rows import FP8, MAX, MIN_PEAK, Fp8Rows
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 BLOCK = 128  # rows, and columns
@@ -119,7 +120,7 @@ def quantize_groups(x: Tensor) -> Fp8Rows:
     values = torch.empty(rows, width, dtype=FP8, device=x.device)
     if tokens:
         num_groups = width // BLOCK
-        lanes = triton.next_power_of_2(num_groups)
+        lanes = next_power_of_2(num_groups)
         _quantize_groups_kernel[(tokens,)](
             x, values, scales, x.stride(0), rows,
             GROUPS=num_groups, LANES=lanes, SIZE=BLOCK,

@@ -13,6 +13,7 @@ from torch import Tensor
 from mainstem.kernels.dense.norms import Norm, check_constant, kind_of, normed
 from mainstem.kernels.dense.rows import MAX_HIDDEN, MAX_MLP, check_rows, row_options
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 
@@ -165,9 +166,9 @@ def _joint_options(q_size: int, k_size: int) -> dict[str, int]:
         raise LayoutError(f"queries of a token must have at most {MAX_HIDDEN} dims, got {q_size}")
     return {
         "Q_SIZE": q_size,
-        "Q_BLOCK": triton.next_power_of_2(q_size),
+        "Q_BLOCK": next_power_of_2(q_size),
         "K_SIZE": k_size,
-        "K_BLOCK": triton.next_power_of_2(k_size),
+        "K_BLOCK": next_power_of_2(k_size),
         "num_warps": row_options(q_size)["num_warps"],
     }
 

@@ -18,7 +18,6 @@ note about each tile for the consumers.
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
 from mainstem.kernels.experts.products import (
     HOPPER,
-    check_act,
     check_bias,
     check_rows,
     check_weights,
@@ -54,12 +53,14 @@ from mainstem.kernels.hopper import (
     reshaped,
     take_ticket,
 )
+from mainstem.kernels.host import cdiv, forget_constants
 
 GROUP = gl.constexpr(64)  # rows of a consumer
 ROWS = gl.constexpr(HOPPER.rows)  # of a tile
 STEP = gl.constexpr(HOPPER.gate_up.k)
 BOX = gl.constexpr(HOPPER.gate_up.columns)  # rows of weights that are copied at once
-CONSTANTS = {"STAGES": HOPPER.gate_up.stages, "GROUP_ROWS": 4}
+STAGES = HOPPER.gate_up.stages
+GROUP_ROWS = 4  # tiles of rows that pass over the same weights together, for the L2 cache
 OPTIONS = {"num_warps": HOPPER.gate_up.warps, "maxnreg": 168}
 CLAIM_AHEAD = gl.constexpr(4)  # steps left of a tile when the next one is claimed,
 READ_AHEAD = gl.constexpr(2)  # and when its fields are read
@@ -318,56 +319,81 @@ def _hopper_kernel(
     )  # fmt: skip
 
 
-def hopper_gate_up(
-    x: Tensor,
-    routing: Routing,
-    weights: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    out: Tensor,
-) -> Tensor:
-    """As products.gate_up, with tiles of ROWS."""
-    experts, both, hidden = weights.shape
-    size = both // 2
-    check_rows("x", x, hidden)
-    check_rows("out", out, size)
-    check_weights("gate_up", weights, x.dtype)
-    check_bias("gate_up", bias, experts, both)
-    check_activation(activation)
-    if len(out):
-        _hopper_kernel[(_num_programs(x.device),)](
-            x, routing.sorted_tokens, _boxes(weights, BOX.value), x if bias is None else bias, out,
-            *_lists(routing), hidden, size, both, triton.cdiv(size, BOX.value),
-            x.stride(0), out.stride(0), CONSTANTS["STAGES"], NOTES.value,
-            IS_GATED=True, ACTIVATION=activation, HAS_BIAS=bias is not None,
-            launch_pdl=True, **CONSTANTS, **OPTIONS,
+class HopperProducts:
+    """A layer's products, as those of products.py, with tiles of ROWS.
+
+    gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; act: [rows, size], room for
+    activated rows. How the copy engine reads them is described once: that takes as long as a
+    launch.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, act: Tensor) -> None:
+        self._num_experts, self._hidden, self._size = down.shape
+        check_weights("gate_up", gate_up, act.dtype)
+        check_weights("down", down, act.dtype)
+        check_rows("act", act, self._size)
+        if gate_up.shape != (self._num_experts, 2 * self._size, self._hidden):
+            raise LayoutError(
+                f"gate_up must be [{self._num_experts}, {2 * self._size}, {self._hidden}], "
+                f"got {tuple(gate_up.shape)}"
+            )
+        self._gate_up = _boxes(gate_up.view(-1, self._hidden), BOX.value)
+        self._down = _boxes(down.view(-1, self._size), BOX.value)
+        self._act = act
+        self._act_boxes = _boxes(act, GROUP.value)
+
+    def gate_up(self, x: Tensor, routing: Routing, bias: Tensor | None, activation: str) -> None:
+        """Rows of x, gathered, into act."""
+        size, top_k = self._size, routing.ids.shape[1]
+        check_rows("x", x, self._hidden)
+        check_bias("gate_up", bias, self._num_experts, 2 * size)
+        check_activation(activation)
+        if x.dtype != self._act.dtype or x.stride(0) % 16 or len(x) * top_k > len(self._act):
+            raise LayoutError(
+                f"x must have at most {len(self._act) // top_k} rows of {self._act.dtype}, a "
+                f"multiple of 16 apart, got {len(x)} of {x.dtype}, {x.stride(0)} apart"
+            )
+        if len(x):
+            self._launch(
+                x, routing, self._gate_up, x if bias is None else bias, self._act,
+                (self._hidden, size, 2 * size, cdiv(size, BOX.value), x.stride(0)),
+                IS_GATED=True, ACTIVATION=activation, HAS_BIAS=bias is not None,
+            )  # fmt: skip
+
+    def down(self, routing: Routing, out: Tensor) -> Tensor:
+        """out [rows, hidden] of as many rows of act."""
+        hidden, size = self._hidden, self._size
+        check_rows("out", out, hidden)
+        if len(out):
+            self._launch(
+                self._act_boxes, routing, self._down, out, out,
+                (size, hidden, hidden, cdiv(hidden, 2 * BOX.value), 0),
+                IS_GATED=False, ACTIVATION="", HAS_BIAS=False,
+            )  # fmt: skip
+        return out
+
+    def _launch(
+        self,
+        x: Tensor | TensorDescriptor,
+        routing: Routing,
+        weights: TensorDescriptor,
+        bias: Tensor,
+        out: Tensor,
+        sizes: tuple[int, ...],
+        **kind: bool | str,
+    ) -> None:
+        """sizes: num_in, num_out, expert_out, column_tiles, stride_x."""
+        _hopper_kernel[(_num_programs(out.device),)](
+            x, routing.sorted_tokens, weights, bias, out,
+            routing.tile_experts, routing.tile_starts, routing.tile_ends, routing.tile_count,
+            routing.tickets, *sizes, out.stride(0), STAGES, NOTES.value,
+            STAGES=STAGES, GROUP_ROWS=GROUP_ROWS, launch_pdl=True, **kind, **OPTIONS,
         )  # fmt: skip
-    return out
+        forget_constants(_hopper_kernel)
 
 
-def hopper_down(act: Tensor, routing: Routing, weights: Tensor, out: Tensor) -> Tensor:
-    """As products.down, with tiles of ROWS."""
-    _, hidden, size = weights.shape
-    check_act(act, out, size, hidden)
-    check_weights("down", weights, act.dtype)
-    if len(out):
-        _hopper_kernel[(_num_programs(act.device),)](
-            _boxes(act, GROUP.value), routing.sorted_tokens, _boxes(weights, BOX.value), out, out,
-            *_lists(routing), size, hidden, hidden, triton.cdiv(hidden, 2 * BOX.value),
-            act.stride(0), out.stride(0), CONSTANTS["STAGES"], NOTES.value,
-            IS_GATED=False, ACTIVATION="", HAS_BIAS=False, launch_pdl=True, **CONSTANTS, **OPTIONS,
-        )  # fmt: skip
-    return out
-
-
-def _lists(routing: Routing) -> tuple[Tensor, ...]:
-    return (routing.tile_experts, routing.tile_starts, routing.tile_ends, routing.tile_count,
-            routing.tickets)  # fmt: skip
-
-
-def _boxes(source: Tensor, rows: int) -> TensorDescriptor:
-    """A tensor as what is copied at once: rows of its last axis, STEP of each."""
-    lines = source.view(-1, source.shape[-1])
+def _boxes(lines: Tensor, rows: int) -> TensorDescriptor:
+    """[lines, K] as what is copied at once."""
     return TensorDescriptor.from_tensor(lines, [rows, STEP.value], TILES.value)
 
 

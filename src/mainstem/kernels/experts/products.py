@@ -17,9 +17,11 @@ From Hopper on weights and sorted rows are read in boxes by the copy engine, els
 loads.
 """
 
+import logging
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from types import ModuleType
 
 import torch
 import triton
@@ -31,7 +33,10 @@ from mainstem.kernels.dense.invariant import Tile
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
 from mainstem.kernels.experts.route import Routing, most_tiles
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+
+log = logging.getLogger("mainstem.kernels")
 
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
 
@@ -82,15 +87,23 @@ def choose(num_rows: int, num_experts: int, x: Tensor, is_deterministic: bool) -
         return FEW
     if rows <= _MOST_OF_SOME:
         return SOME
-    return HOPPER if is_hopper(x.device) and x.stride(0) % 16 == 0 else MANY
+    is_apart = x.stride(0) % 16 == 0
+    return HOPPER if is_apart and hopper_kernels(x.device) is not None else MANY
 
 
 @cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device has the instructions of hopper.py."""
+def hopper_kernels(device: torch.device) -> ModuleType | None:
+    """hopper.py; None on other devices, or if this Triton's Gluon cannot compile it."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+        return None
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from mainstem.kernels.experts import hopper  # noqa: PLC0415
+    except (ImportError, AttributeError) as error:
+        log.warning("using slower products: this Triton's Gluon is unsupported (%s)", error)
+        return None
+    return hopper
 
 
 def has_library(dtype: torch.dtype, device: torch.device) -> bool:
@@ -238,7 +251,7 @@ def gate_up(
     row_tiles = _row_tiles(out, experts, tile)
     if row_tiles:
         rows = weights.view(-1, hidden)
-        _gate_up_kernel[(row_tiles * triton.cdiv(size, tile.columns),)](
+        _gate_up_kernel[(row_tiles * cdiv(size, tile.columns),)](
             x, routing.sorted_tokens, _boxes(rows, tile.columns, tile), x if bias is None else bias,
             out, routing.tile_experts, routing.tile_starts, routing.ends, row_tiles, len(rows),
             size, hidden, x.stride(0), out.stride(0),
@@ -251,12 +264,15 @@ def gate_up(
 def down(act: Tensor, routing: Routing, weights: Tensor, tile: Tile, out: Tensor) -> Tensor:
     """out [rows, hidden] of act [rows, size], both sorted."""
     experts, hidden, size = weights.shape
-    check_act(act, out, size, hidden)
+    check_rows("act", act, size)
+    check_rows("out", out, hidden)
+    if len(act) != len(out) or not act.is_contiguous():
+        raise LayoutError(f"act must be contiguous [{len(out)}, {size}], got {tuple(act.shape)}")
     check_weights("down", weights, act.dtype)
     row_tiles = _row_tiles(out, experts, tile)
     if row_tiles:
         rows = weights.view(-1, size)
-        _down_kernel[(row_tiles * triton.cdiv(hidden, tile.columns),)](
+        _down_kernel[(row_tiles * cdiv(hidden, tile.columns),)](
             _boxes(act, tile.rows, tile), _boxes(rows, tile.columns, tile), out,
             routing.tile_experts, routing.tile_starts, routing.ends,
             row_tiles, len(act), len(rows), size, hidden, out.stride(0),
@@ -301,13 +317,6 @@ def check_rows(name: str, x: Tensor, width: int) -> None:
     if x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
         raise LayoutError(f"{name} must be [rows, {width}] with contiguous rows, "
                           f"got {tuple(x.shape)}")  # fmt: skip
-
-
-def check_act(act: Tensor, out: Tensor, size: int, hidden: int) -> None:
-    check_rows("act", act, size)
-    check_rows("out", out, hidden)
-    if len(act) != len(out) or not act.is_contiguous():
-        raise LayoutError(f"act must be contiguous [{len(out)}, {size}], got {tuple(act.shape)}")
 
 
 def check_weights(name: str, weights: Tensor, dtype: torch.dtype) -> None:

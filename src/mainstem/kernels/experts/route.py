@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
+from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.overlap import can_overlap, overlap_options, wait_for_ahead
 
 SPLITS = 8
@@ -100,7 +101,7 @@ class Routing:
             sorted_tokens=ints(max_rows),
             sorted_experts=ints(max_rows),
             ends=ints(num_experts),
-            counts=ints(triton.cdiv(max_tokens, _BLOCK_TOKENS), num_experts),
+            counts=ints(cdiv(max_tokens, _BLOCK_TOKENS), num_experts),
             tile_experts=ints(max_rows),
             tile_starts=ints(max_rows),
             tile_ends=ints(max_rows),
@@ -320,8 +321,8 @@ def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
         return num_tiles
     overlaps = overlap_options(x.device)
     stride_split, num_parts = _launch_router(x, router, routing)
-    lanes = triton.next_power_of_2(router.num_experts)
-    num_blocks = triton.cdiv(tokens, _BLOCK_TOKENS)
+    lanes = next_power_of_2(router.num_experts)
+    num_blocks = cdiv(tokens, _BLOCK_TOKENS)
     sizes = {"EXPERTS": router.num_experts, "LANES": lanes, "TOP_K": router.top_k,
              "BLOCK": _BLOCK_TOKENS}  # fmt: skip
     sorting = (routing.sorted_tokens, routing.sorted_experts, routing.ends, routing.tile_experts,
@@ -330,17 +331,17 @@ def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
         routing.logits, routing.logits if router.bias is None else router.bias,
         routing.ids, routing.weights, routing.positions, routing.counts, routing.shared_weights,
         *sorting, tokens, stride_split, num_tiles, tile_rows,
-        NUM_PARTS=num_parts, SLOTS=triton.next_power_of_2(router.top_k), WIDTH=len(router.weight),
+        NUM_PARTS=num_parts, SLOTS=next_power_of_2(router.top_k), WIDTH=len(router.weight),
         HAS_BIAS=router.bias is not None, HAS_GATE=router.has_shared_gate,
         IS_NORMALIZED=router.is_normalized, IS_WHOLE=num_blocks == 1,
         num_warps=4 if lanes <= 256 else 8, **sizes, **overlaps,
     )  # fmt: skip
     if num_blocks > 1:
-        blocks_each = triton.cdiv(num_blocks, _MOST_PLACERS)
-        _place_kernel[(triton.cdiv(num_blocks, blocks_each),)](
+        blocks_each = cdiv(num_blocks, _MOST_PLACERS)
+        _place_kernel[(cdiv(num_blocks, blocks_each),)](
             routing.ids, routing.positions, routing.counts, *sorting,
             tokens, num_blocks, blocks_each, num_tiles, tile_rows,
-            CELLS=triton.next_power_of_2(_BLOCK_TOKENS * router.top_k),
+            CELLS=next_power_of_2(_BLOCK_TOKENS * router.top_k),
             CHUNK=max(1, 8192 // lanes), num_warps=8, **sizes, **overlaps,
         )  # fmt: skip
     return num_tiles
@@ -350,10 +351,10 @@ def _launch_router(x: Tensor, router: Router, routing: Routing) -> tuple[int, in
     """How far apart the parts of the logits lie, and how many there are."""
     tokens, hidden = x.shape
     num_out = len(router.weight)
-    split_in = triton.cdiv(triton.cdiv(hidden, _TILE), SPLITS) * _TILE
+    split_in = cdiv(cdiv(hidden, _TILE), SPLITS) * _TILE
     num_parts = SPLITS if tokens <= SPLIT_TOKENS else 1
     stride_split = tokens * num_out
-    _router_kernel[(triton.cdiv(tokens, _TILE), triton.cdiv(num_out, _TILE), num_parts)](
+    _router_kernel[(cdiv(tokens, _TILE), cdiv(num_out, _TILE), num_parts)](
         x, router.weight, routing.logits, tokens, num_out, hidden, split_in,
         x.stride(0), router.weight.stride(0), stride_split,
         SPLITS_HERE=SPLITS // num_parts, TILE=_TILE, UPCAST=not x.is_cuda,

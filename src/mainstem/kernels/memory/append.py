@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mainstem.kernels.dense.head_norms import HeadNorms, norm_heads
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 
@@ -137,9 +138,9 @@ def rope_append(
         None if norms is None else norms.q.gain, None if norms is None else norms.k.gain,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         k_pages.stride(0), k_pages.stride(1), eps,
-        HEADS=heads, HEAD_LANES=triton.next_power_of_2(heads),
-        KV_HEADS=kv_heads, KV_LANES=triton.next_power_of_2(kv_heads),
-        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
-        HALF=half, HALF_LANES=max(triton.next_power_of_2(half), 1), PAGE_SIZE=page_size,
+        HEADS=heads, HEAD_LANES=next_power_of_2(heads),
+        KV_HEADS=kv_heads, KV_LANES=next_power_of_2(kv_heads),
+        HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim),
+        HALF=half, HALF_LANES=max(next_power_of_2(half), 1), PAGE_SIZE=page_size,
         num_warps=4, **overlap_options(q.device),
     )  # fmt: skip
