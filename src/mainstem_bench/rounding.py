@@ -1,9 +1,9 @@
 """Rounding a weight to 4 bits, in groups of columns that share a scale and a zero point.
 
-`nearest` looks at the weight alone. `for_inputs` makes the product's answers change least, over the
-inputs that a text gives it: with G the Gram matrix of these inputs and r the error of a row, r G r'
-is what counts. Columns are rounded one by one, the loudest first, and what each leaves is made up
-for by those that follow (GPTQ). Then scales are fitted by least squares and columns rounded again
+`nearest` uses only the weight. `for_inputs` minimises the change of the product's outputs over the
+inputs from a text: r G r', where G is the Gram matrix of these inputs and r the error of a row.
+Columns are rounded one by one, those with the largest inputs first, and later columns compensate
+the error of earlier ones (GPTQ). Then scales are fitted by least squares and columns rounded again
 with all others fixed (coordinate descent).
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 LEVELS = 15  # the largest
 MIDDLE = 8
-# of the Gram matrix's mean diagonal, added to it: few tokens do not tell all. Less of it, and more
-# sweeps, fit the inputs better and other text worse (docs/log/cpu.md)
+# this part of the Gram matrix's mean diagonal is added to it, since there are few tokens. Less of
+# it, or more sweeps, fits the calibration text better and other text worse (docs/log/cpu.md)
 _DAMPING = 0.05
-_SHRINKS = tuple(1.0 - 0.04 * step for step in range(10))  # of the range that levels cover
-_BLOCK = 48  # columns whose effect on the rest is one product
+_SHRINKS = tuple(1.0 - 0.04 * step for step in range(10))  # factors of the range that levels cover
+_BLOCK = 48  # columns whose effect on later ones is computed in one product
 _SWEEPS = 1
 
 
@@ -30,10 +30,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Columns first, for they are worked on one by one."""
+    """A rounded weight, stored with columns first, since they are processed one by one."""
 
     levels: Tensor  # fp32 [in, out], whole numbers of 0 to 15
-    scales: Tensor  # [in / group, out], numbers that fp16 has
+    scales: Tensor  # [in / group, out], exactly representable in fp16
     zeros: Tensor  # [in / group, out], whole numbers of 0 to 15
 
     @property
@@ -77,8 +77,8 @@ def damped(gram: Tensor, share: float) -> Tensor:
 def _choose_scales(
     columns: Tensor, importance: Tensor, grid: Grid, shrinks: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Of ranges that cover all numbers of a group, or a part of that, those with the least error,
-    weighted by the importance [in] of columns."""
+    """Scales and zeros of the ranges with the least error, weighted by the importance [in] of
+    columns. A range covers all numbers of a group, or a part of them."""
     out = columns.shape[1]
     numbers, weights = columns.view(-1, grid.group, out), importance.view(-1, grid.group, 1)
     highest, lowest = numbers.amax(1).clamp(min=0), numbers.amin(1).clamp(max=0)
@@ -108,11 +108,11 @@ def _choose_scales(
 def _round_columns(
     columns: Tensor, gram: Tensor, group: int, scales: Tensor, zeros: Tensor
 ) -> Tensor:
-    """The levels [in, out]; scales and zeros stay."""
+    """The levels [in, out], for given scales and zeros."""
     size, out = columns.shape
     order = gram.diagonal().argsort(descending=True)
     left, gram = columns[order], gram[order][:, order]
-    # row i of the factor: how a change of column i is made up for by those after it
+    # row i of the factor: how later columns compensate a change of column i
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
     factor = torch.linalg.cholesky(inverse, upper=True)
     pivots = factor.diagonal().tolist()

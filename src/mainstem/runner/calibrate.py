@@ -16,7 +16,7 @@ from mainstem.plan.cost import GENERIC_CPU, H200, Card, Heads
 
 NUM_TIMED = 15
 PAGE_SIZE = 16
-UNIT_KEYS = 64  # of the short spans whose number is varied
+UNIT_KEYS = 64  # keys of the short spans whose number is varied
 GPU_HEADS = Heads(heads=32, kv_heads=8, head_dim=128)
 CPU_HEADS = Heads(heads=9, kv_heads=3, head_dim=64, element_bytes=4)
 Seconds = Callable[[Callable[[], object]], float]
@@ -58,7 +58,7 @@ def present_device() -> Probe:
 
 
 def measure(probe: Probe) -> Card:
-    """Five numbers; the last three are differences of attention calls."""
+    """Measure the five rates; the last three are differences between attention calls."""
     bytes_per_s, flops_per_s = _copy_rate(probe), _product_rate(probe)
     launch_s = _attention_s(probe, _spans_of([range(1)], key_tokens=1))
     few, many = 1, 1 + 4 * max(probe.parallel_units // probe.heads.kv_heads, 8)
@@ -88,13 +88,13 @@ def _product_rate(probe: Probe) -> float:
 
 
 def _groups(probe: Probe, count: int) -> Spans:
-    """Spans of one unit's tokens each, over a few keys."""
+    """Spans that have the tokens of one unit each, over a few keys."""
     rows = probe.rows
     return _spans_of([range(group * rows, (group + 1) * rows) for group in range(count)])
 
 
 def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans:
-    """A span over `key_tokens` keys of its own for each run of tokens."""
+    """One span for each run of tokens, each over `key_tokens` other keys."""
     num_spans, num_pages = len(token_rows), -(-key_tokens // PAGE_SIZE)
     sizes = [len(rows) for rows in token_rows]
     return Spans(
@@ -142,7 +142,7 @@ def _attention_s(probe: Probe, spans: Spans) -> float:
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
-    """The best of many: other work on the machine can only add time."""
+    """The shortest of many calls: other work on the machine can only add time."""
     call()
     took_s = []
     for _ in range(NUM_TIMED):

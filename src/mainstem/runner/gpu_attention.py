@@ -67,13 +67,14 @@ class LayerSpans:
             for window, softcap, scale in dict.fromkeys(scores)
         }
         self._layers = [self._kinds[kind] for kind in scores]
-        self._lse: Tensor | None = None  # which sinks need
+        self._lse: Tensor | None = None  # log-sum-exps, which sinks need
         if any(layer.attention.has_sinks for layer in spec.layers):
             self._lse = torch.zeros((limits.max_tokens, heads), device=settings.device)
 
     @property
     def kinds_of_steps(self) -> tuple[Launches, ...]:
-        """See SpanAttention; a launch that one kind of layer needs is made in all that have it."""
+        """See SpanAttention. A launch that one kind of layer needs is made for all kinds that have
+        it."""
         return max((kind.kinds_of_steps for kind in self._kinds.values()), key=len)
 
     def plan(self, spans: Spans, positions: Int32s) -> Launches:
@@ -101,7 +102,7 @@ class LayerSpans:
         sinks: Tensor | None,
         launches: Launches,
     ) -> None:
-        """As SpanAttention.run, in a layer."""
+        """SpanAttention.run for this layer."""
         lse = None if sinks is None or self._lse is None else self._lse[: len(q)]
         self._layers[layer].run(q, *pages, out=out, lse=lse, sinks=sinks, launches=launches)
 
@@ -146,7 +147,7 @@ class GpuAttention:
         self._inputs, self._launches = inputs, launches
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
-        """As Attention.run of the decoder."""
+        """See Attention.run in models/block.py."""
         assert self._inputs is not None
         inputs, tokens, heads = self._inputs, len(qkv), self._num_heads
         parts = qkv.view(tokens, -1, self._head_dim)

@@ -33,11 +33,11 @@ class Act(StrEnum):
     """Activations by the names that recipes use."""
 
     SILU = "silu"
-    GELU = "gelu"  # by the error function
-    GELU_TANH = "gelu_tanh"  # by its approximation with tanh
+    GELU = "gelu"  # with the error function
+    GELU_TANH = "gelu_tanh"  # approximated with tanh
     RELU = "relu"
     RELU_SQUARED = "relu2"
-    CLAMPED_SILU = "clamped"  # gpt-oss, see `_clamped`; with gates alone
+    CLAMPED_SILU = "clamped"  # gpt-oss, see `_clamped`; only with gates
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def activate_gated_fp8(gate_up: Tensor, act: Act, out: Fp8Rows | None = None) ->
 
 
 def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) -> None:
-    """`size` of the output: that of x, or half of it where x has gates."""
+    """`size` is that of the output: the size of x, or half of it if x has gates."""
     is_gated = size != x.shape[1]
     # a row in fp8 is one block, because its peak is needed; others are cut
     most = x.shape[1] if scales is None else MAX_MLP * (2 if is_gated else 1)

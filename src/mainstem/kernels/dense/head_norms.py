@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Norms of queries and keys before they are rotated, in place in the product that made them. They
-round as those of `norms.py` do. Norms of single heads are a part of `rope_append`."""
+"""Norms of queries and keys before they are rotated, in place in the QKV product's output. They
+round like the norms of `norms.py`. Norms of single heads are a part of `rope_append`."""
 
 from dataclasses import dataclass
 
@@ -104,7 +104,7 @@ def _joint_squares_kernel(
     Q_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """As _joint_norm_kernel."""
+    """Two programs per token, like _joint_norm_kernel."""
     wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     ptr = qkv_ptr + token * stride_token
@@ -124,7 +124,7 @@ def joint_norm_(
     squares: Tensor | None = None,
 ) -> None:
     """The norm of all query heads of a token of qkv [tokens, (heads + 2 kv_heads) * dim] together,
-    and of all its key heads (OLMo 2), in place; values stay.
+    and of all its key heads (OLMo 2), in place; value heads are not changed.
 
     Gains are [heads * dim] and [kv_heads * dim]. If qkv has only some of the heads, `squares` are
     the means over all heads (joint_squares).
@@ -183,7 +183,7 @@ def _check_squares(squares: Tensor, tokens: int) -> None:
 
 
 def _kind_of(q_norm: Norm, k_norm: Norm) -> tuple[float, bool]:
-    """eps and is_layer of both norms, or LayoutError."""
+    """eps and is_layer of both norms; raises LayoutError if they differ."""
     if q_norm.bias is not None or k_norm.bias is not None:
         raise LayoutError("norms of queries and keys take no bias")
     if q_norm.gain.dtype != k_norm.gain.dtype:

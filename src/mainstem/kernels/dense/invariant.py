@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""A product whose rows do not depend on one another, for the deterministic setting.
+"""A product in which a row's bits do not depend on other rows, for the deterministic setting.
 
 cuBLAS picks a kernel by the number of rows and may split the sum over K, so a token's bits depend
 on its batch. Here every output is one sum over K, in steps of TILE_K from first to last, by the
-same matrix instruction, in fp32. The tile's size decides only which program computes an output, not
-how: small products take smaller tiles so that more programs share the reading
+same matrix instruction, in fp32. The tile's size decides which program computes an output, but not
+how it is computed: small products take smaller tiles so that more programs share the reading
 (`tests/gpu/bench_fused.py` compares the bits of many tiles on a card).
 """
 
@@ -25,14 +25,14 @@ _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for t
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes of the output, and how."""
+    """The part of the output that one program computes, and how."""
 
     rows: int
     columns: int
     k: int
     warps: int
     stages: int
-    wave_cost: int = 1  # time of one tile on each multiprocessor, relative
+    wave_cost: int = 1  # relative time of one tile on each multiprocessor
 
 
 _TILES = (  # costs as measured on an H200 (docs/log/gpu.md)

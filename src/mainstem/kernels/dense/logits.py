@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""What some models do to logits after the last product."""
+"""Scaling and soft-capping of logits, which some models do after the last product."""
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ def _scale_logits_kernel(
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ptrs = logits_ptr + row * stride_row + lanes
     x = tl.load(ptrs, mask=lanes < vocab, other=0.0).to(tl.float32) * scale
-    if HAS_CAP:  # tanh by an exponential that does not overflow
+    if HAS_CAP:  # tanh, computed with an exponential that does not overflow
         shrunk = tl.exp(tl.abs(x) * (-2.0 / cap))
         size = cap * ((1.0 - shrunk) / (1.0 + shrunk))
         x = tl.where(x < 0.0, -size, size)

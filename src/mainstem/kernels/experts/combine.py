@@ -57,7 +57,8 @@ def combine(
     out: Tensor,
 ) -> Tensor:
     """out [tokens, hidden] = for each token the sum over its slots of weight * (row + bias of the
-    slot's expert), plus the shared expert's output; rows [tokens * top_k, hidden] are sorted."""
+    slot's expert), plus the shared expert's output. Rows [tokens * top_k, hidden] are sorted by
+    expert."""
     tokens, hidden = out.shape
     top_k = routing.ids.shape[1]
     if rows.shape != (tokens * top_k, hidden) or rows.stride(1) != 1 or out.stride(1) != 1:

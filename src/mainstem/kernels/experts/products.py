@@ -10,11 +10,10 @@ same columns of gate and of up, so that only the activated rows are written. LIB
 grouped product over gathered rows, with the activation as a separate pass. `choose` decides by the
 number of rows, which the host knows.
 
-Every output is one sum over K, in steps of tile.k from first to last, so within one kind of tile a
-row's bits do not depend on the rows beside it. The deterministic setting uses one kind throughout.
+Every output is one sum over K, in steps of tile.k from first to last, so with one kind of tile a
+row's bits do not depend on other rows. The deterministic setting uses one kind for all steps.
 
-From Hopper on weights and sorted rows are read in boxes by the copy engine, elsewhere by plain
-loads.
+From Hopper on, weights and sorted rows are read as boxes by TMA; on other cards by plain loads.
 """
 
 import logging
@@ -49,9 +48,9 @@ class Method(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a step's products are computed; both walk over tiles of the same rows."""
+    """How a step's products are computed; both products use tiles of the same rows."""
 
-    gate_up: Tile  # columns: of gate, and as many of up
+    gate_up: Tile  # its columns are those of gate; as many of up are computed with them
     down: Tile
     method: Method = Method.OURS
 
@@ -60,7 +59,7 @@ class Tiles:
         return self.gate_up.rows
 
 
-# by rows of an average expert
+# by the mean number of rows per expert
 FEW = Tiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, stages=3))
 SOME = Tiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
 MANY = Tiles(Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4))
@@ -71,7 +70,8 @@ GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
 FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
 _MOST_OF_FEW = 8
 _MOST_OF_SOME = 48
-_LIBRARY_FROM: float | None = None  # where torch's product is the faster one; None: nowhere
+# rows per expert from which torch's product is faster; None: never
+_LIBRARY_FROM: float | None = None
 
 
 def choose(num_rows: int, num_experts: int, x: Tensor, is_deterministic: bool) -> Tiles:
@@ -115,7 +115,7 @@ def has_library(dtype: torch.dtype, device: torch.device) -> bool:
 
 @triton.jit
 def tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Programs side by side share rows and columns."""
+    """The tile of a program, ordered so that neighbouring programs share rows and columns."""
     first_row = (program // (GROUP * column_tiles)) * GROUP
     height = tl.minimum(row_tiles - first_row, GROUP)
     within = program % (GROUP * column_tiles)
@@ -127,7 +127,8 @@ def _load_box(
     source, row, start, num_rows, width, ROWS: tl.constexpr, TILE_K: tl.constexpr,
     HAS_BOXES: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, TILE_K] of source [num_rows, width]; zeros past the width, anything past the rows."""
+    """[ROWS, TILE_K] of source [num_rows, width]; zeros past the width, arbitrary numbers past the
+    rows."""
     if HAS_BOXES:
         box = source.load([row, start])
     else:
@@ -282,7 +283,7 @@ def down(act: Tensor, routing: Routing, weights: Tensor, tile: Tile, out: Tensor
 
 
 def grouped_product(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """torch's product of sorted rows [rows, in] and weights [experts, out, in]; a new tensor."""
+    """torch's product of sorted rows [rows, in] and weights [experts, out, in], as a new tensor."""
     product: Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=routing.ends)
     return product
 

@@ -3,7 +3,7 @@
 """Which experts a token goes to, and the tokens sorted by expert; all of it on the device.
 
     logits     [tokens, experts] = x @ router.T, in fp32
-    ids        the top_k experts of each token, of equal ones the lowest; weights: their softmax
+    ids        the top_k experts of each token, on a tie the lowest; weights: their softmax
     sorted     each row (a token for one of its experts) has a place: expert by expert, tokens in
                order; `positions` maps token and slot to it, `sorted_tokens` and `sorted_experts`
                map back
@@ -16,11 +16,11 @@
 The host knows how many rows there are, but not which experts get them: grids are made for the
 largest possible number of tiles, and unused tiles have expert -1.
 
-A token's logits do not depend on the tokens beside it. The sum over the hidden axis is cut into
-SPLITS parts that are added in order, whether one program has all parts or each has its own (few
-tokens: more programs share the reading).
+A token's logits do not depend on other tokens. The sum over the hidden axis is cut into SPLITS
+parts that are added in order, whether one program computes all parts or, for few tokens, each part
+has its own program, so that more programs share the reading.
 
-Nothing is allocated and nothing waits for the device: safe in a CUDA graph. Kernels are not
+Nothing is allocated and the host never waits for the device: safe in a CUDA graph. Kernels are not
 recompiled for other numbers of tokens (`do_not_specialize`).
 """
 
@@ -40,16 +40,17 @@ SPLIT_TOKENS = 256  # up to this many, each part of the sum has its own program
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _TILE = 64  # rows, columns and k of a router program
-_BLOCK_TOKENS = 16  # of a routing program; more programs need a second pass over their counts
+# tokens of a routing program; with several programs, a second pass adds up their counts
+_BLOCK_TOKENS = 16
 _MOST_PLACERS = 128  # programs of that pass; each reads all counts
 
-_LOWEST = tl.constexpr(-(1 << 62))  # below the key of any logit
+_LOWEST = tl.constexpr(-(1 << 62))  # less than the key of any logit
 _TILES_AT_ONCE = tl.constexpr(64)
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A layer's router. Where there is a shared expert with a gate, that gate is the last row."""
+    """A layer's router. If a shared expert has a gate, that gate is the last row."""
 
     weight: Tensor  # [experts (+ 1), hidden]
     bias: Tensor | None  # [experts]
@@ -64,17 +65,17 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What `route` writes: buffers made once, for all layers and for up to `max_tokens`."""
+    """The outputs of `route`: buffers for up to `max_tokens`, made once for all layers."""
 
     max_tokens: int
-    logits: Tensor  # fp32: parts of sums
+    logits: Tensor  # fp32: partial sums of logits
     ids: Tensor  # [tokens, top_k] int32, best first
     weights: Tensor  # [tokens, top_k] fp32
-    positions: Tensor  # [tokens, top_k] int32: where the row lies in the sorted order
+    positions: Tensor  # [tokens, top_k] int32: the row's place in the sorted order
     sorted_tokens: Tensor  # [tokens * top_k] int32
     sorted_experts: Tensor  # [tokens * top_k] int32
-    ends: Tensor  # [experts] int32: rows of the experts up to and with this one
-    counts: Tensor  # [blocks, experts] int32: rows by the blocks of tokens they come from
+    ends: Tensor  # [experts] int32: rows of all experts up to and including this one
+    counts: Tensor  # [blocks, experts] int32: rows of each expert, by block of tokens
     tile_experts: Tensor  # [tiles] int32; -1: no such tile
     tile_starts: Tensor  # [tiles] int32: where a tile's rows begin in the sorted order
     tile_ends: Tensor  # [tiles] int32: and where they end
@@ -112,7 +113,7 @@ class Routing:
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """The most tiles that rows of any distribution over the experts can take."""
+    """The most tiles that can be needed, for any distribution of rows over experts."""
     in_use = min(num_rows, num_experts)
     return (num_rows + in_use * (tile_rows - 1)) // tile_rows
 
@@ -202,8 +203,9 @@ def _route_kernel(
     HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_WHOLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK tokens. IS_WHOLE: there is one program, and it sorts the rows as well;
-    otherwise positions are a row's rank among its expert's in the block, for _place_kernel."""
+    """One program per BLOCK tokens. IS_WHOLE: there is only one program, which also sorts the rows.
+    Otherwise `positions` gets a row's rank among its expert's rows in the block, for
+    _place_kernel."""
     wait_for_ahead(OVERLAPS)
     block = tl.program_id(0)
     rows = block * BLOCK + tl.arange(0, BLOCK)
@@ -221,7 +223,8 @@ def _route_kernel(
     logits = tl.where(logits == logits, logits, float("-inf"))  # noqa: PLR0124
     logits = tl.where(logits == 0.0, 0.0, logits)
 
-    # a key holds a logit and, below it, its lane: the largest is the best, of equal ones the lowest
+    # a key holds a logit and, in lower bits, its lane: the largest key is the best, on a tie the
+    # lowest lane
     keys = _in_order(logits.to(tl.int32, bitcast=True)).to(tl.int64) << 16
     keys = tl.where(is_expert, keys | (LANES - 1 - lanes)[None, :], _LOWEST)
     ids = tl.zeros([BLOCK, SLOTS], tl.int32)
@@ -312,8 +315,8 @@ def _place_kernel(
 
 
 def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
-    """Choose experts for x [tokens, hidden] and sort. Returns the number of tiles to walk over,
-    unused ones included."""
+    """Choose experts for x [tokens, hidden] and sort. Returns the number of tiles, including unused
+    ones."""
     _check(x, router, routing)
     tokens, num_rows = len(x), len(x) * router.top_k
     num_tiles = most_tiles(num_rows, router.num_experts, tile_rows)
@@ -348,7 +351,7 @@ def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
 
 
 def _launch_router(x: Tensor, router: Router, routing: Routing) -> tuple[int, int]:
-    """How far apart the parts of the logits lie, and how many there are."""
+    """Compute the partial sums of logits; returns their distance in memory and their number."""
     tokens, hidden = x.shape
     num_out = len(router.weight)
     split_in = cdiv(cdiv(hidden, _TILE), SPLITS) * _TILE

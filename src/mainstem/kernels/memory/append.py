@@ -16,7 +16,7 @@ from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 @triton.jit
 def _rotated(x_ptr, offset, is_head, cos, sin, HALF: tl.constexpr, LANES: tl.constexpr):
-    """Both halves of the rotated part of some heads, fp32; dim i turns with dim i + HALF."""
+    """Both halves of the rotated part of some heads, fp32; dims i and i + HALF are a pair."""
     lanes = tl.arange(0, LANES)
     mask = is_head[:, None] & (lanes < HALF)[None, :]
     ptrs = x_ptr + offset[:, None] + lanes[None, :]
@@ -107,9 +107,9 @@ def rope_append(
 
     Slots are page_id * page_size + offset, int64; a token with a negative slot (padding of a CUDA
     graph) is not written. Rotates the first 2 * len(inv_freq) dims, dim i with dim i +
-    len(inv_freq); None rotates nothing, and q stays. q, k, v may be views of one projection; v is
-    not changed, and k only by its norm, in place. inv_freq is a model's constant: it is read while
-    the previous kernel may still run, which must not write it.
+    len(inv_freq); None: nothing is rotated. q, k, v may be views of one projection; v is not
+    changed, and k only by its norm, in place. inv_freq is a model's constant: it is read while the
+    previous kernel may still run, so that kernel must not write it.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
@@ -123,7 +123,9 @@ def rope_append(
         if tensor.dtype != k_pages.dtype:
             raise LayoutError(f"{name} is {tensor.dtype}, the pages are {k_pages.dtype}")
     if k_pages.shape != v_pages.shape or k_pages.shape[3] != head_dim:
-        raise LayoutError(f"pages must be [*, kv_heads, page_size, {head_dim}], both alike")
+        raise LayoutError(
+            f"pages must be [*, kv_heads, page_size, {head_dim}], the same for K and V"
+        )
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise LayoutError("k_pages and v_pages must be contiguous")
     if len(positions) != tokens or len(slots) != tokens or slots.dtype != torch.int64:

@@ -4,11 +4,11 @@
                 add + norm | MLP: product, activation, product | add + norm of the next layer
 
 A GPU pays per pass over memory, and CUDA graphs need fixed addresses. Weights keep the checkpoint's
-order (rotary pairs are i and i + half). Gains stay in the norms: a norm is a pass over memory
-anyway.
+order (rotary pairs are i and i + half). Norms apply their gains themselves: the gains are not
+multiplied into the next weights, which would save no pass over memory.
 
-A rank of several (models/shard.py) has some heads and some columns of MLPs; their outputs are
-summed over ranks in the joins. A single rank makes no such call.
+With several ranks (models/shard.py), each has some heads and some columns of every MLP, and the
+joins (models/gpu/joins.py) sum the outputs over all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class GpuLayer:
 
 
 class GpuDecoder:
-    """Weights and the forward pass; a pass allocates nothing but the rows it returns."""
+    """Weights and the forward pass; a pass allocates only the rows that it returns."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class GpuDecoder:
         self._layers = layers
         self._head = head
         self._space = space
-        # a scale is rounded like the numbers it multiplies
+        # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
     def forward(
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
     ) -> Tensor:
-        """As Decoder.forward on a CPU; the result lies in the workspace until the next pass."""
+        """Like Decoder.forward on a CPU; the result stays in the workspace until the next pass."""
         normed = self.begin(token_ids)
         end = len(self._layers)
         normed = self.run_layers(normed, len(token_ids), rows, (0, end), attention, gate)
@@ -87,7 +87,7 @@ class GpuDecoder:
         return normed
 
     def begin(self, token_ids: Tensor) -> Rows:
-        """The input of the first layer; the residual lies in the workspace from here on."""
+        """Return the input of the first layer, and put the residual into the workspace."""
         out = self._space.residual[: len(token_ids)]
         if self._vocabulary is None:
             torch.index_select(self._embedding, 0, token_ids, out=out)
@@ -142,7 +142,7 @@ class GpuDecoder:
 
     def touch(self, tokens: int) -> None:
         """Run the products of each kind of layer over this number of rows: the vendor's library
-        loads its kernel for a shape at the first call, and the device is idle meanwhile."""
+        loads its kernel for a shape at the first call, during which the device would be idle."""
         space = self._space
         x = space.residual[:tokens]
         different = {spec.mlp: index for index, spec in enumerate(self.spec.layers)}
@@ -162,7 +162,7 @@ def load_gpu_decoder(
     ranks: Collectives = ALONE,
 ) -> GpuDecoder:
     """Take the weights, or a rank's part of them, from `source`, which puts them on the device.
-    `spec` is that of the whole model, `space` is for the part."""
+    `spec` describes the whole model; `space` is sized for the rank's part."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
     linears = LinearMaker(quantize, is_deterministic, source.dtype, space.normed.device)
@@ -188,7 +188,7 @@ def load_gpu_decoder(
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A layer before it knows what its successor reads."""
+    """A layer before it is joined to the next one, which decides how its last norm writes."""
 
     attention: Reader
     qkv: Linear
@@ -216,7 +216,7 @@ class _Compiler:
         spec, room = self.spec, self.space.normed
         qkv, mlp = self.linears.layer(tensors.qkv), self._mlp(tensors, index)
         norm = make_norm(tensors.attention_norm, spec)
-        is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the norm of attention
+        is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the same norm as attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
         head_norms, joint_norm = self._query_norms(tensors)
         return _Pieces(

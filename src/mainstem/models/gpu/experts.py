@@ -2,11 +2,11 @@
 
     router product | top-k, sort by expert | gate/up product of all experts, activated |
     down product of all experts | weighted sum of each token's rows
-    besides, where there is a shared expert: its gate/up, activation and down
+    and, if there is a shared expert: its gate/up, activation and down
 
-Nothing waits for the device, and what runs depends on the number of tokens alone: safe in a CUDA
-graph. With Method.LIBRARY torch allocates the outputs of the two products, whose sizes also depend
-on the number of tokens alone.
+The host never waits for the device, and the kernels depend only on the number of tokens, so this is
+safe in a CUDA graph. With Method.LIBRARY torch allocates the outputs of the two products; their
+sizes, too, depend only on the number of tokens.
 """
 
 import logging
@@ -57,7 +57,7 @@ class SharedSpace:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpace:
-    """Buffers of a step's experts, made once for all layers of a model."""
+    """Buffers for the experts of a step, made once for all layers of a model."""
 
     routing: Routing
     rows: Tensor  # [tokens * top_k, hidden]: gathered, then the experts' output
@@ -110,9 +110,9 @@ class SharedExpert:
 
 class GpuExperts:
     """One layer's experts; the layers of a model share a space. `make_linear` is for the shared
-    expert's products. `tiles` is for measuring: None chooses by the number of rows.
-
-    is_deterministic: a token's output has the same bits as if it were alone, if the linears do so.
+    expert's products. `tiles` is for benchmarks; None: chosen by the number of rows. With
+    is_deterministic, a token's output has the same bits as if it were alone, if the linears have
+    this property.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class GpuExperts:
         self._shared = _shared_of(tensors, spec, space, make_linear)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """out [tokens, hidden] of x [tokens, hidden]; they may not overlap."""
+        """x [tokens, hidden] -> out [tokens, hidden]; the two must not overlap."""
         spec, space = self._spec, self._space
         num_rows = len(x) * spec.top_k
         tiles = self._tiles or self._choose(num_rows, x)
@@ -192,7 +192,8 @@ class GpuExperts:
 def _packed_or_dense(
     tensors: ExpertTensors, dtype: torch.dtype
 ) -> tuple[Nibbles, Nibbles] | tuple[Tensor, Tensor]:
-    """Both products as the kernels read them: 4-bit ones as they are, others dequantized."""
+    """Both products in the form that the kernels read: 4-bit weights stay packed, others are
+    dequantized."""
     gate_up, down = tensors.gate_up, tensors.down
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         packed = pack_nibbles(gate_up, dtype), pack_nibbles(down, dtype)
