@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mainstem.kernels.dense.invariant import Tile, matmul
 from mainstem.kernels.experts import reference
+from mainstem.kernels.experts.choose import choose, hopper_kernels
 from mainstem.kernels.experts.combine import combine
 from mainstem.kernels.experts.products import (
     FEW,
@@ -32,11 +33,9 @@ from mainstem.kernels.experts.products import (
     SOME,
     Method,
     Tiles,
-    choose,
     down,
     gate_up,
     grouped_product,
-    hopper_kernels,
 )
 from mainstem.kernels.experts.route import route
 from mainstem.models.expert_tensors import ExpertTensors

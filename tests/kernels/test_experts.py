@@ -14,9 +14,11 @@ from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError, PlanTooLarge  # noqa: E402
 from mainstem.kernels.dense.invariant import Tile  # noqa: E402
+from mainstem.kernels.experts import choose as choose_module  # noqa: E402
 from mainstem.kernels.experts import products, reference  # noqa: E402
 from mainstem.kernels.experts import route as route_module  # noqa: E402
 from mainstem.kernels.experts.activate import ACTIVATIONS, gated_rows  # noqa: E402
+from mainstem.kernels.experts.choose import choose  # noqa: E402
 from mainstem.kernels.experts.products import (  # noqa: E402
     FEW,
     FULL_PRECISION,
@@ -25,7 +27,6 @@ from mainstem.kernels.experts.products import (  # noqa: E402
     MANY,
     SOME,
     Tiles,
-    choose,
 )
 from mainstem.kernels.experts.route import (  # noqa: E402
     Router,
@@ -275,7 +276,7 @@ def test_tiles_follow_the_number_of_rows() -> None:
 
 def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rows of x are 32 bytes, or a multiple, apart."""
-    monkeypatch.setattr(products, "hopper_kernels", lambda device: products)
+    monkeypatch.setattr(choose_module, "hopper_kernels", lambda device: products)
     for width, tiles in ((64, HOPPER), (72, MANY)):
         x = torch.empty(1, width, dtype=torch.bfloat16)
         assert choose(512 * 128, 128, x, is_deterministic=False) is tiles

@@ -7,8 +7,8 @@
 
 There are two ways to compute them. Here: a program takes one tile of rows of one expert, and the
 same columns of gate and of up, so that only the activated rows are written. LIBRARY: torch's
-grouped product over gathered rows, with the activation as a separate pass. `choose` decides by the
-number of rows, which the host knows.
+grouped product over gathered rows, with the activation as a separate pass. `choose.py` decides by
+the number of rows, which the host knows.
 
 Every output is one sum over K, in steps of tile.k from first to last, so with one kind of tile a
 row's bits do not depend on other rows. The deterministic setting uses one kind for all steps.
@@ -16,11 +16,9 @@ row's bits do not depend on other rows. The deterministic setting uses one kind 
 From Hopper on, weights and sorted rows are read as boxes by TMA; on other cards by plain loads.
 """
 
-import logging
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from types import ModuleType
 
 import torch
 import triton
@@ -35,15 +33,13 @@ from mainstem.kernels.experts.route import Routing, most_tiles
 from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
-log = logging.getLogger("mainstem.kernels")
-
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
 
 
 class Method(Enum):
     OURS = "ours"
     HOPPER = "hopper"  # hopper.py
-    LIBRARY = "library"  # torch._grouped_mm
+    LIBRARY = "library"  # torch._grouped_mm, for measuring
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,49 +64,6 @@ HOPPER = Tiles(
 )
 GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
 FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
-_MOST_OF_FEW = 8
-_MOST_OF_SOME = 48
-# rows per expert from which torch's product is faster; None: never
-_LIBRARY_FROM: float | None = None
-
-
-def choose(num_rows: int, num_experts: int, x: Tensor, is_deterministic: bool) -> Tiles:
-    """How a step of `num_rows` = tokens * top_k rows of x is computed."""
-    if x.dtype == torch.float32:
-        return FULL_PRECISION
-    if is_deterministic:
-        return SOME
-    rows = num_rows / num_experts
-    if _LIBRARY_FROM is not None and rows >= _LIBRARY_FROM and has_library(x.dtype, x.device):
-        return GROUPED
-    if rows <= _MOST_OF_FEW:
-        return FEW
-    if rows <= _MOST_OF_SOME:
-        return SOME
-    is_apart = x.stride(0) % 16 == 0
-    return HOPPER if is_apart and hopper_kernels(x.device) is not None else MANY
-
-
-@cache
-def hopper_kernels(device: torch.device) -> ModuleType | None:
-    """hopper.py; None on other devices, or if this Triton's Gluon cannot compile it."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    try:
-        from mainstem.kernels.experts import hopper  # noqa: PLC0415
-    except (ImportError, AttributeError) as error:
-        log.warning("using slower products: this Triton's Gluon is unsupported (%s)", error)
-        return None
-    return hopper
-
-
-def has_library(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has a grouped product that does not wait for the device."""
-    if dtype != torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit

@@ -20,16 +20,15 @@ from torch import Tensor
 from mainstem.kernels.dense.nibbles import Nibbles
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import gated_rows
+from mainstem.kernels.experts.choose import choose, hopper_kernels
 from mainstem.kernels.experts.combine import combine
 from mainstem.kernels.experts.packed import choose_packed, packed_down, packed_gate_up
 from mainstem.kernels.experts.products import (
     Method,
     Tiles,
-    choose,
     down,
     gate_up,
     grouped_product,
-    hopper_kernels,
 )
 from mainstem.kernels.experts.route import Router, Routing, route
 from mainstem.models.expert_tensors import ExpertTensors
