@@ -5,10 +5,10 @@
     gate_up   act[row] = gated(x[token of the row] @ gate_up[expert].T + bias)     gathers
     down      out[row] = act[row] @ down[expert].T                                 sorted rows
 
-There are two ways to compute them. Here: a program takes one tile of rows of one expert, and the
-same columns of gate and of up, so that only the activated rows are written. LIBRARY: torch's
-grouped product over gathered rows, with the activation as a separate pass. `choose.py` decides by
-the number of rows, which the host knows.
+Here a program takes one tile of rows of one expert, and the same columns of gate and of up, so that
+only the activated rows are written. hopper.py does the same where experts have many rows.
+`choose.py` decides by the number of rows, which the host knows. LIBRARY, for comparison, is torch's
+grouped product over gathered rows, with the activation as a separate pass.
 
 Every output is one sum over K, in steps of tile.k from first to last, so with one kind of tile a
 row's bits do not depend on other rows. The deterministic setting uses one kind for all steps.
