@@ -7,7 +7,6 @@ planner chooses is timed again.
 
 import argparse
 import json
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +16,8 @@ import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.kernels.attention.cutting import Option, Shape, pick_fastest
-from mainstem.kernels.attention.plan import Launches
+from mainstem.kernels.attention.cutting import ways_to_cut
+from mainstem.kernels.attention.plan import Launches, plan_cut
 from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention, seen_spans
 from mainstem_bench.workloads import AttentionCase, Run
 
@@ -71,22 +70,6 @@ def _prompts(rng: random.Random, first: int) -> Iterator[Run]:
         first += len(rows)
 
 
-class _Ways:
-    """All ways to cut a step that fit its buffers, taken one after the other."""
-
-    def __init__(self) -> None:
-        self.taken: Option | None = None
-        self._left: list[Option] | None = None
-
-    def __call__(self, options: list[Option], shape: Shape) -> Option:
-        if self._left is None:
-            most = math.inf if shape.max_partials is None else shape.max_partials
-            most *= shape.group * shape.kv_heads
-            self._left = [option for option in options if option.rows <= most]
-        self.taken = self._left.pop() if self._left else None
-        return self.taken or options[0]
-
-
 def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     """Times of all ways to cut a step, and of the one that the planner chooses."""
     spans = seen_spans(case)
@@ -104,14 +87,13 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
 
     bench.time_us(replay(attention.plan(spans)))  # until the card's clocks are high
     us: dict[tuple[int, int, int], float] = {}
-    ways = _Ways()
-    launches = attention.plan(spans, ways)
-    while ways.taken is not None:
-        units = int(ways.taken.large.work.units), int(ways.taken.small.work.units)
-        if (*units, ways.taken.sms) not in us:
-            us[*units, ways.taken.sms] = bench.time_us(replay(launches))
-        launches = attention.plan(spans, ways)
-    return summary(case.name, us, bench.time_us(replay(attention.plan(spans, pick_fastest))))
+    for ways in ways_to_cut(spans, attention.shape):
+        for cut in map(ways.cut, range(len(ways.us))):
+            plan = plan_cut(spans, cut, attention.shape)
+            key = (*plan.reusable.num_units, cut.sms)
+            if attention.fits(plan) and key not in us:
+                us[key] = bench.time_us(replay(attention.send(plan)))
+    return summary(case.name, us, bench.time_us(replay(attention.plan(spans))))
 
 
 def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -> dict[str, object]:

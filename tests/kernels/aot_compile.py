@@ -15,12 +15,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mainstem.kernels.attention.cutting import Shape
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
 from mainstem.kernels.attention.hopper.rows import tail_of
 from mainstem.kernels.attention.hopper.small_reads import rows_of_box
 from mainstem.kernels.attention.merge import _merge_kernel
+from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel

@@ -31,7 +31,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import layout
-from mainstem.kernels.attention.cutting import Pick, Shape, pick_fastest
 from mainstem.kernels.attention.plan import (
     ALL_LAUNCHES,
     KernelPlan,
@@ -39,6 +38,7 @@ from mainstem.kernels.attention.plan import (
     ReusablePlan,
     make_plan,
 )
+from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
@@ -260,7 +260,7 @@ class SpanAttention:
     def _make_buffers(self, partials: Tensor | None) -> None:
         limits, shape, device = self._limits, self._shape, self._device
         # `pieces_of_token` bounds the pieces of a token in an uncut span. Cuts add up to four large
-        # units a program, one or two small ones, and those of the queue that are cut once more.
+        # units a program, and one or two small ones.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
         # A unit takes one int in an order, or PIECE_INTS in the queue.
@@ -303,25 +303,28 @@ class SpanAttention:
         fewer = Launches(large=False, merge=True), Launches(large=False, merge=False)
         return fewer if self._hopper is None else (ALL_LAUNCHES, *fewer)
 
-    def plan(self, spans: Spans, pick: Pick | None = None) -> Launches:
+    @property
+    def shape(self) -> Shape:
+        """What plans depend on besides the spans."""
+        return self._shape
+
+    def plan(self, spans: Spans) -> Launches:
         """Describe the next `run`s; returns the launches that they need. Copies to the device on
         the current stream; does not wait for it.
 
         A step like the last one with a few more keys reuses its cut and assignment, which takes a
-        tenth of the time. With `pick`, which chooses among the ways to cut the spans, it does not.
+        tenth of the time.
         """
         self._check_spans(spans)
-        if pick is None and self._reusable is not None and self._reusable.holds_for(spans):
+        if self._reusable is not None and self._reusable.holds_for(spans):
             plan = self._reusable.plan(spans)
         else:
-            plan = make_plan(spans, self._shape, pick or pick_fastest)
-        self._reusable = plan.reusable if pick is None else None
-        if not self._fits(plan) and self._shape.fixed_stretch is None:
-            plan, self._reusable = self._smaller_plan(spans), None
-        self._send(plan)
-        has_kernel = self._hopper is not None
-        self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
-        return self._needed
+            plan = make_plan(spans, self._shape)
+        if not self.fits(plan) and self._shape.fixed_stretch is None:
+            return self.send(self._smaller_plan(spans))
+        launches = self.send(plan)
+        self._reusable = plan.reusable
+        return launches
 
     def _smaller_plan(self, spans: Spans) -> KernelPlan:
         """The first plan that fits, of plans with ever fewer Partials; if none fits, the last.
@@ -332,11 +335,12 @@ class SpanAttention:
             fewer = unshare(spans, self._page_size, least_queries)
             self._check_spans(fewer)
             plan = make_plan(fewer, replace(self._shape, can_cut=can_cut))
-            if self._fits(plan):
+            if self.fits(plan):
                 break
         return plan
 
-    def _fits(self, plan: KernelPlan) -> bool:
+    def fits(self, plan: KernelPlan) -> bool:
+        """Whether the buffers are large enough for a plan."""
         return plan.num_slots <= self._limits.partials() and plan.num_ints <= self._plan_ints
 
     def _check_spans(self, spans: Spans) -> None:
@@ -370,7 +374,10 @@ class SpanAttention:
         if spans.first_keys is not None and len(spans.first_keys) != len(spans.query_rows):
             raise LayoutError("first_keys must have one entry for each of query_rows")
 
-    def _send(self, plan: KernelPlan) -> None:
+    def send(self, plan: KernelPlan) -> Launches:
+        """Run this plan from now on; returns the launches that it needs. The next step is planned
+        anew.
+        """
         if plan.num_ints > self._plan_ints:
             raise PlanTooLarge(
                 f"the plan is {plan.num_ints} ints for {plan.num_pieces} pieces, the buffer has "
@@ -383,6 +390,10 @@ class SpanAttention:
             )
         self._staging[self._next_staging].send(plan, self._plan_row)
         self._next_staging = (self._next_staging + 1) % len(self._staging)
+        self._reusable = None
+        has_kernel = self._hopper is not None
+        self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
+        return self._needed
 
     def run(
         self,

@@ -110,7 +110,7 @@ def produce(
     k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
     full, empty, notes, noted, plan_ptr,
     index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
-    num_queued, num_claimers, tickets_ptr,
+    num_queued, tickets_ptr,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def produce(
         )  # fmt: skip
         index += 1
         does_claim = (index >= end) & (num_queued > 0)
-        tickets = take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
+        tickets = take_ticket(tickets_ptr, num_queued, gl.num_programs(0), does_claim, 1)
         step, page, at = _bring(
             k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
             full, empty, step,
