@@ -10,6 +10,7 @@ from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention, partial_bytes
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
 from mainstem.kernels.attention.window import clip_spans
+from mainstem.kernels.dense.head_norms import HeadNorms
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.rotate import rerotate
@@ -107,7 +108,7 @@ class LayerSpans:
 
 
 class GpuAttention:
-    """Rotates, appends and attends; what the decoder calls per layer."""
+    """Norms heads, rotates, appends and attends; what the decoder calls per layer."""
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class GpuAttention:
         pages: GpuPages,
         spans: LayerSpans,
         space: Workspace,
+        head_norms: Sequence[HeadNorms | None],
         sinks: Sequence[Tensor | None],
     ) -> None:
         self._pages = pages
@@ -126,6 +128,7 @@ class GpuAttention:
         tables = {rope: inverse_frequencies(rope).to(device) for rope in spec.ropes}
         ropes = [layer.attention.rope for layer in spec.layers]
         self._frequencies = [None if rope is None else tables[rope] for rope in ropes]
+        self._head_norms = head_norms
         self._sinks = sinks
         self._inputs: GpuInputs | None = None
         self._launches = ALL_LAUNCHES
@@ -152,7 +155,10 @@ class GpuAttention:
         k, v = parts[:, heads : heads + self._num_kv_heads], parts[:, heads + self._num_kv_heads :]
         k_pages, v_pages = self._pages.keys(layer), self._pages.values(layer)
         frequencies = self._frequencies[layer]
-        rope_append(q, k, v, k_pages, v_pages, inputs.positions, inputs.write_slots, frequencies)
+        rope_append(
+            q, k, v, k_pages, v_pages, inputs.positions, inputs.write_slots, frequencies,
+            self._head_norms[layer],
+        )  # fmt: skip
         if inputs.moves is not None:
             rerotate(k_pages, v_pages, *inputs.moves, frequencies)
         if inputs.copies is not None:

@@ -67,7 +67,7 @@ def load_gpu_runner(
     if device.type == "cuda":
         cache.check_fits(num_pages * page_bytes, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
-    attention = GpuAttention(part, pages, spans, space, decoder.sinks)
+    attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
     runner = GpuRunner(decoder, pages, attention, max_tokens, device)
     sizes = GRAPH_SIZES if ranks.is_capturable else ()
     runner.warm_up(tuple(size for size in sizes if size <= max_tokens))

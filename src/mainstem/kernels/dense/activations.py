@@ -25,6 +25,7 @@ from mainstem.kernels.dense.rows import (
     stride_of,
 )
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _BLOCK = 2048
@@ -146,7 +147,7 @@ def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) 
     options = row_options(min(size, MAX_MLP))
     if is_cut and size > _BLOCK:
         options = {"SIZE": size, "BLOCK": _BLOCK, "num_warps": 4}
-    _activation_kernel[(len(x), triton.cdiv(size, options["BLOCK"]))](
+    _activation_kernel[(len(x), cdiv(size, options["BLOCK"]))](
         x, out, scales, x.stride(0), out.stride(0), stride_of(scales),
         GROUP=group_of(scales, options["BLOCK"]), ACT=act.value, IS_GATED=is_gated,
         **options, **overlap_options(x.device),

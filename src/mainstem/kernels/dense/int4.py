@@ -33,6 +33,7 @@ from mainstem.kernels.dense.nibbles import (
     load_columns,
 )
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import let_in, overlap_options, wait_alone, wait_for_ahead
 
 _DEQUANTIZED_ROWS = 64
@@ -83,7 +84,7 @@ def multiply(
             rows = slice(first, first + most)
             multiply(x[rows], weight, bias, out[rows], tile)
         return out
-    tiles = triton.cdiv(num_out, tile.outs) * triton.cdiv(tokens, tile.tokens)
+    tiles = cdiv(num_out, tile.outs) * cdiv(tokens, tile.tokens)
     partial = x
     if splits > 1:
         partial = x.new_empty(splits, tokens, num_out, dtype=torch.float32)
@@ -105,7 +106,7 @@ def dequantize(weight: Nibbles, out: Tensor) -> Tensor:
                           f"got {tuple(out.shape)}")  # fmt: skip
     if out.dtype != weight.dtype:
         raise LayoutError(f"out must be {weight.dtype}, got {out.dtype}")
-    grid = (triton.cdiv(weight.num_out, _DEQUANTIZED_ROWS), weight.num_blocks)
+    grid = (cdiv(weight.num_out, _DEQUANTIZED_ROWS), weight.num_blocks)
     _dequantize_kernel[grid](
         weight.words, weight.factors, out, weight.num_out, weight.num_in,
         TILE_OUT=_DEQUANTIZED_ROWS, num_warps=4, **weight.options(), **overlap_options(out.device),

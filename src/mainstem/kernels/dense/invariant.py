@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
 
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
 
@@ -119,7 +120,7 @@ def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> Tensor:
     tokens, num_in = x.shape
     num_out = len(weight)
-    grid = (triton.cdiv(tokens, tile.rows) * triton.cdiv(num_out, tile.columns),)
+    grid = (cdiv(tokens, tile.rows) * cdiv(num_out, tile.columns),)
     _matmul_kernel[grid](
         x, weight, x if bias is None else bias, out, tokens, num_out, num_in,
         x.stride(0), weight.stride(0), out.stride(0),
@@ -138,8 +139,8 @@ def _tile(x: Tensor, num_out: int) -> Tile:
     num_units = _num_units(x.device)
 
     def cost(tile: Tile) -> int:
-        tiles = triton.cdiv(len(x), tile.rows) * triton.cdiv(num_out, tile.columns)
-        waves: int = triton.cdiv(tiles, num_units)
+        tiles = cdiv(len(x), tile.rows) * cdiv(num_out, tile.columns)
+        waves: int = cdiv(tiles, num_units)
         return waves * tile.wave_cost
 
     return min(_TILES, key=cost)

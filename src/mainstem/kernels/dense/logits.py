@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mainstem.kernels.dense.rows import DTYPES
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _BLOCK = 4096
@@ -41,7 +42,7 @@ def scale_logits_(logits: Tensor, scale: float = 1.0, softcap: float | None = No
     rows, vocab = logits.shape
     if rows == 0 or (scale == 1.0 and softcap is None):
         return
-    _scale_logits_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
+    _scale_logits_kernel[(rows, cdiv(vocab, _BLOCK))](
         logits, logits.stride(0), scale, softcap or 1.0, vocab,
         HAS_CAP=softcap is not None, BLOCK=_BLOCK, num_warps=4, **overlap_options(logits.device),
     )  # fmt: skip

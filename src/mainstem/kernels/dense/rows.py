@@ -28,6 +28,7 @@ from torch import Tensor
 from mainstem.kernels.dense import fp8_rows
 from mainstem.kernels.dense.fp8_rows import FP8, GROUP, Fp8Per, Fp8Rows, empty_rows
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,7 +118,7 @@ def quantized(
 def row_options(size: int) -> dict[str, int]:
     """Block and number of warps, which depend only on the row's length: at least 16 bytes per
     thread."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 

@@ -24,6 +24,7 @@ from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
 from mainstem.kernels.experts.products import Tiles, tile_of
 from mainstem.kernels.experts.route import Routing, most_tiles
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
@@ -162,7 +163,7 @@ def packed_gate_up(
     check_activation(activation)
     row_tiles = most_tiles(len(out), experts, tile.rows)
     if row_tiles:
-        _packed_gate_up_kernel[(row_tiles * triton.cdiv(size, tile.columns),)](
+        _packed_gate_up_kernel[(row_tiles * cdiv(size, tile.columns),)](
             x, routing.sorted_tokens, weights.words, weights.factors, x if bias is None else bias,
             out, routing.tile_experts, routing.tile_starts, routing.ends, row_tiles,
             weights.num_blocks, size, weights.num_in, x.stride(0), out.stride(0),
@@ -181,7 +182,7 @@ def packed_down(act: Tensor, routing: Routing, weights: Nibbles, tile: Tile, out
         raise LayoutError(f"act must have the {len(out)} rows of out, got {len(act)}")
     row_tiles = most_tiles(len(out), experts, tile.rows)
     if row_tiles:
-        _packed_down_kernel[(row_tiles * triton.cdiv(hidden, tile.columns),)](
+        _packed_down_kernel[(row_tiles * cdiv(hidden, tile.columns),)](
             act, weights.words, weights.factors, out, routing.tile_experts, routing.tile_starts,
             routing.ends, row_tiles, weights.num_blocks, weights.num_in, hidden, act.stride(0),
             out.stride(0), weights.words.stride(0), weights.factors.stride(0),

@@ -32,7 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
-from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+from mainstem.kernels.host import cdiv, next_power_of_2
+from mainstem.kernels.overlap import can_overlap, overlap_options, wait_for_ahead
 
 SPLITS = 8
 SPLIT_TOKENS = 256  # up to this many, each part of the sum has its own program
@@ -77,6 +78,9 @@ class Routing:
     counts: Tensor  # [blocks, experts] int32: rows of each expert, by block of tokens
     tile_experts: Tensor  # [tiles] int32; -1: no such tile
     tile_starts: Tensor  # [tiles] int32: where a tile's rows begin in the sorted order
+    tile_ends: Tensor  # [tiles] int32: and where they end
+    tile_count: Tensor  # [1] int32: tiles in use
+    tickets: Tensor  # [1] int32: zero; tiles that programs of hopper.py have taken
     shared_weights: Tensor  # [tokens] fp32: sigmoid of the shared expert's gate
 
     @classmethod
@@ -98,9 +102,12 @@ class Routing:
             sorted_tokens=ints(max_rows),
             sorted_experts=ints(max_rows),
             ends=ints(num_experts),
-            counts=ints(triton.cdiv(max_tokens, _BLOCK_TOKENS), num_experts),
+            counts=ints(cdiv(max_tokens, _BLOCK_TOKENS), num_experts),
             tile_experts=ints(max_rows),
             tile_starts=ints(max_rows),
+            tile_ends=ints(max_rows),
+            tile_count=ints(1),
+            tickets=ints(1),
             shared_weights=floats(max_tokens),
         )
 
@@ -125,22 +132,22 @@ def _router_kernel(
     is_row, is_column = rows < tokens, columns < num_out
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_x
     router_ptrs = router_ptr + columns[None, :] * stride_router
-    total = tl.zeros([TILE, TILE], tl.float32)
-    for here in range(SPLITS_HERE):
-        first = (tl.program_id(2) * SPLITS_HERE + here) * split_in
-        part = tl.zeros([TILE, TILE], tl.float32)
-        for start in range(first, tl.minimum(first + split_in, num_in), TILE):
-            k = start + ks
-            x = tl.load(
-                x_ptrs + k[None, :], mask=is_row[:, None] & (k < num_in)[None, :], other=0.0
-            )
-            router = tl.load(
-                router_ptrs + k[:, None], mask=is_column[None, :] & (k < num_in)[:, None], other=0.0
-            )
-            if UPCAST:
-                x, router = x.to(tl.float32), router.to(tl.float32)
-            part = tl.dot(x, router, part, input_precision="ieee")
-        total += part
+    total, part = tl.zeros([TILE, TILE], tl.float32), tl.zeros([TILE, TILE], tl.float32)
+    first = tl.program_id(2) * SPLITS_HERE * split_in
+    for start in range(first, tl.minimum(first + SPLITS_HERE * split_in, num_in), TILE):
+        # one loop over all parts, so that loads of the next part begin before this one ends
+        is_new = start % split_in == 0
+        total = tl.where(is_new, total + part, total)
+        part = tl.where(is_new, 0.0, part)
+        k = start + ks
+        x = tl.load(x_ptrs + k[None, :], mask=is_row[:, None] & (k < num_in)[None, :], other=0.0)
+        router = tl.load(
+            router_ptrs + k[:, None], mask=is_column[None, :] & (k < num_in)[:, None], other=0.0
+        )
+        if UPCAST:
+            x, router = x.to(tl.float32), router.to(tl.float32)
+        part = tl.dot(x, router, part, input_precision="ieee")
+    total += part
     out_ptrs = logits_ptr + tl.program_id(2) * stride_split + rows[:, None] * num_out
     tl.store(out_ptrs + columns[None, :], total, mask=is_row[:, None] & is_column[None, :])
 
@@ -162,29 +169,35 @@ def _in_order(bits):
 
 @triton.jit
 def _write_tiles(
-    totals, tile_experts_ptr, tile_starts_ptr, num_tiles, tile_rows, EXPERTS: tl.constexpr,
-    LANES: tl.constexpr,
+    totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+    num_tiles, tile_rows, EXPERTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of each expert, totals [LANES], in tiles."""
+    """The rows of each expert, totals [LANES], in tiles; each program writes some of them."""
     lanes = tl.arange(0, LANES)
     tiles = tl.cdiv(totals, tile_rows)
     tile_ends = tl.cumsum(tiles, 0)
-    starts = tl.cumsum(totals, 0) - totals - (tile_ends - tiles) * tile_rows
-    for first in range(0, num_tiles, _TILES_AT_ONCE):
+    ends = tl.cumsum(totals, 0)
+    starts = ends - totals - (tile_ends - tiles) * tile_rows
+    tl.store(tile_count_ptr, tl.sum(tiles, 0))
+    stride = tl.num_programs(0) * _TILES_AT_ONCE
+    for first in range(tl.program_id(0) * _TILES_AT_ONCE, num_tiles, stride):
         tile = first + tl.arange(0, _TILES_AT_ONCE)
         expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        start = tl.sum(tl.where(lanes[None, :] == expert[:, None], starts[None, :], 0), 1)
+        is_its = lanes[None, :] == expert[:, None]
+        start = tl.sum(tl.where(is_its, starts[None, :], 0), 1) + tile * tile_rows
+        end = tl.minimum(tl.sum(tl.where(is_its, ends[None, :], 0), 1), start + tile_rows)
         is_tile = tile < num_tiles
         expert = tl.where(expert < EXPERTS, expert, -1)
         tl.store(tile_experts_ptr + tile, expert, mask=is_tile)
-        tl.store(tile_starts_ptr + tile, start + tile * tile_rows, mask=is_tile)
+        tl.store(tile_starts_ptr + tile, start, mask=is_tile)
+        tl.store(tile_ends_ptr + tile, end, mask=is_tile)
 
 
 @triton.jit(do_not_specialize=("tokens", "stride_split", "num_tiles", "tile_rows"))
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, positions_ptr, counts_ptr, shared_weights_ptr,
-    sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr,
-    tokens, stride_split, num_tiles, tile_rows,
+    sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr,
+    tile_count_ptr, tokens, stride_split, num_tiles, tile_rows,
     NUM_PARTS: tl.constexpr, EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_WHOLE: tl.constexpr,
@@ -245,8 +258,9 @@ def _route_kernel(
         tl.store(ends_ptr + lanes, ends, mask=lanes < EXPERTS)
         ranks += (ends - totals)[None, :]
         _write_tiles(
-            totals, tile_experts_ptr, tile_starts_ptr, num_tiles, tile_rows, EXPERTS, LANES
-        )
+            totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+            num_tiles, tile_rows, EXPERTS, LANES,
+        )  # fmt: skip
     else:
         tl.store(counts_ptr + block * EXPERTS + lanes, totals, mask=lanes < EXPERTS)
     positions = tl.gather(ranks, ids, 1)
@@ -260,7 +274,8 @@ def _route_kernel(
 @triton.jit(do_not_specialize=("tokens", "num_blocks", "blocks_each", "num_tiles", "tile_rows"))
 def _place_kernel(
     ids_ptr, positions_ptr, counts_ptr, sorted_ptr, sorted_experts_ptr, ends_ptr,
-    tile_experts_ptr, tile_starts_ptr, tokens, num_blocks, blocks_each, num_tiles, tile_rows,
+    tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr, tokens, num_blocks,
+    blocks_each, num_tiles, tile_rows,
     EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, CELLS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -269,20 +284,21 @@ def _place_kernel(
     first = tl.program_id(0) * blocks_each
     lanes = tl.arange(0, LANES)
     is_expert = lanes < EXPERTS
-    totals, before = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
+    sums, sums_before = tl.zeros([CHUNK, LANES], tl.int32), tl.zeros([CHUNK, LANES], tl.int32)
     for start in range(0, num_blocks, CHUNK):
         blocks = start + tl.arange(0, CHUNK)
         ptrs = counts_ptr + blocks[:, None] * EXPERTS + lanes[None, :]
         is_count = (blocks < num_blocks)[:, None] & is_expert[None, :]
         counts = tl.load(ptrs, mask=is_count, other=0)
-        totals += tl.sum(counts, 0)
-        before += tl.sum(tl.where((blocks < first)[:, None], counts, 0), 0)
+        sums += counts
+        sums_before += tl.where((blocks < first)[:, None], counts, 0)
+    totals, before = tl.sum(sums, 0), tl.sum(sums_before, 0)
     ends = tl.cumsum(totals, 0)
-    if first == 0:
-        tl.store(ends_ptr + lanes, ends, mask=is_expert)
-        _write_tiles(
-            totals, tile_experts_ptr, tile_starts_ptr, num_tiles, tile_rows, EXPERTS, LANES
-        )
+    tl.store(ends_ptr + lanes, ends, mask=is_expert)  # all programs store the same
+    _write_tiles(
+        totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+        num_tiles, tile_rows, EXPERTS, LANES,
+    )  # fmt: skip
     starts = ends - totals + before
     cells = tl.arange(0, CELLS)
     for block in range(first, tl.minimum(first + blocks_each, num_blocks)):
@@ -308,27 +324,27 @@ def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
         return num_tiles
     overlaps = overlap_options(x.device)
     stride_split, num_parts = _launch_router(x, router, routing)
-    lanes = triton.next_power_of_2(router.num_experts)
-    num_blocks = triton.cdiv(tokens, _BLOCK_TOKENS)
+    lanes = next_power_of_2(router.num_experts)
+    num_blocks = cdiv(tokens, _BLOCK_TOKENS)
     sizes = {"EXPERTS": router.num_experts, "LANES": lanes, "TOP_K": router.top_k,
              "BLOCK": _BLOCK_TOKENS}  # fmt: skip
     sorting = (routing.sorted_tokens, routing.sorted_experts, routing.ends, routing.tile_experts,
-               routing.tile_starts)  # fmt: skip
+               routing.tile_starts, routing.tile_ends, routing.tile_count)  # fmt: skip
     _route_kernel[(num_blocks,)](
         routing.logits, routing.logits if router.bias is None else router.bias,
         routing.ids, routing.weights, routing.positions, routing.counts, routing.shared_weights,
         *sorting, tokens, stride_split, num_tiles, tile_rows,
-        NUM_PARTS=num_parts, SLOTS=triton.next_power_of_2(router.top_k), WIDTH=len(router.weight),
+        NUM_PARTS=num_parts, SLOTS=next_power_of_2(router.top_k), WIDTH=len(router.weight),
         HAS_BIAS=router.bias is not None, HAS_GATE=router.has_shared_gate,
         IS_NORMALIZED=router.is_normalized, IS_WHOLE=num_blocks == 1,
         num_warps=4 if lanes <= 256 else 8, **sizes, **overlaps,
     )  # fmt: skip
     if num_blocks > 1:
-        blocks_each = triton.cdiv(num_blocks, _MOST_PLACERS)
-        _place_kernel[(triton.cdiv(num_blocks, blocks_each),)](
+        blocks_each = cdiv(num_blocks, _MOST_PLACERS)
+        _place_kernel[(cdiv(num_blocks, blocks_each),)](
             routing.ids, routing.positions, routing.counts, *sorting,
             tokens, num_blocks, blocks_each, num_tiles, tile_rows,
-            CELLS=triton.next_power_of_2(_BLOCK_TOKENS * router.top_k),
+            CELLS=next_power_of_2(_BLOCK_TOKENS * router.top_k),
             CHUNK=max(1, 8192 // lanes), num_warps=8, **sizes, **overlaps,
         )  # fmt: skip
     return num_tiles
@@ -338,14 +354,14 @@ def _launch_router(x: Tensor, router: Router, routing: Routing) -> tuple[int, in
     """Compute the partial sums of logits; returns their distance in memory and their number."""
     tokens, hidden = x.shape
     num_out = len(router.weight)
-    split_in = triton.cdiv(triton.cdiv(hidden, _TILE), SPLITS) * _TILE
+    split_in = cdiv(cdiv(hidden, _TILE), SPLITS) * _TILE
     num_parts = SPLITS if tokens <= SPLIT_TOKENS else 1
     stride_split = tokens * num_out
-    _router_kernel[(triton.cdiv(tokens, _TILE), triton.cdiv(num_out, _TILE), num_parts)](
+    _router_kernel[(cdiv(tokens, _TILE), cdiv(num_out, _TILE), num_parts)](
         x, router.weight, routing.logits, tokens, num_out, hidden, split_in,
         x.stride(0), router.weight.stride(0), stride_split,
         SPLITS_HERE=SPLITS // num_parts, TILE=_TILE, UPCAST=not x.is_cuda,
-        num_warps=4, num_stages=3, **overlap_options(x.device),
+        num_warps=4, num_stages=5 if can_overlap(x.device) else 3, **overlap_options(x.device),
     )  # fmt: skip
     return stride_split, num_parts
 

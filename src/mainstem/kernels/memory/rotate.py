@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def rerotate(
     _rerotate_kernel[(len(source_ids), kv_heads)](
         k_pages, v_pages, source_ids, target_ids, shifts, inv_freq,
         k_pages.stride(0), k_pages.stride(1),
-        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
-        HALF=half, HALF_LANES=max(triton.next_power_of_2(half), 1), PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim),
+        HALF=half, HALF_LANES=max(next_power_of_2(half), 1), PAGE_SIZE=page_size,
         num_warps=4,
     )  # fmt: skip

@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.sampling.noise import LOG2_E, halves_of, min_bits_of, noisy_score
 from mainstem.kernels.sampling.search import (
     LOWEST_KEY,
@@ -404,7 +405,7 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
         return out
     parts = 1
     if rows < _SPLIT_ROWS:
-        parts = min(triton.cdiv(vocab, _ARGMAX_BLOCK), max(_ARGMAX_PROGRAMS // rows, 1))
+        parts = min(cdiv(vocab, _ARGMAX_BLOCK), max(_ARGMAX_PROGRAMS // rows, 1))
     best, arrived = _meeting_places(logits.device)
     _argmax_kernel[(rows, parts)](
         logits, out, best, arrived, logits.stride(0), vocab, BLOCK=_ARGMAX_BLOCK, num_warps=8
@@ -465,7 +466,7 @@ def sample(
     _finish_kernel[(rows,)](
         logits, parts.tops, parts.top_ids, survey, few, few_ids, temperature, top_k, top_p, min_p,
         keys, out, logits.stride(0), vocab, num_parts,
-        FEW=_FEW, BLOCK=min(triton.next_power_of_2(vocab), _FEW), num_warps=16,
+        FEW=_FEW, BLOCK=min(next_power_of_2(vocab), _FEW), num_warps=16,
     )  # fmt: skip
     return out
 
@@ -485,10 +486,10 @@ class _Parts:
 
 def _start_parts(logits: Tensor) -> _Parts:
     rows, vocab = logits.shape
-    count = min(triton.cdiv(vocab, _PART_BLOCK), max(_PROGRAMS // rows, 1), MAX_PARTS.value)
+    count = min(cdiv(vocab, _PART_BLOCK), max(_PROGRAMS // rows, 1), MAX_PARTS.value)
     parts = _Parts(
         (rows, count),
-        min(triton.next_power_of_2(vocab), _PART_BLOCK),
+        min(next_power_of_2(vocab), _PART_BLOCK),
         logits.new_empty(rows, count, dtype=torch.float32),
         torch.empty(rows, count, dtype=torch.int32, device=logits.device),
         torch.empty(rows, dtype=torch.int64, device=logits.device),

@@ -1,7 +1,7 @@
 """The decoder on a GPU: a recipe compiled into fused kernels over fixed buffers.
 
-    per layer   QKV product | rope + append, span attention | out product | add + norm |
-                MLP: product, activation, product | add + norm of the next layer
+    per layer   QKV product | norms of heads + rope + append, span attention | out product |
+                add + norm | MLP: product, activation, product | add + norm of the next layer
 
 A GPU pays per pass over memory, and CUDA graphs need fixed addresses. Weights keep the checkpoint's
 order (rotary pairs are i and i + half). Norms apply their gains themselves: the gains are not
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mainstem.core.config import Quantize
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_, joint_squares
+from mainstem.kernels.dense.head_norms import HeadNorms, joint_norm_, joint_squares
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import Norm
 from mainstem.models.block import Attention, Gate
@@ -35,13 +35,14 @@ from mainstem.models.tensors import LayerTensors, MlpTensors, Product, TensorRea
 from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import WeightSource
 
-HeadNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
+JointNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
     qkv: Linear
-    head_norm: HeadNorm | None
+    head_norms: HeadNorms | None
+    joint_norm: JointNorm | None
     out: Linear
     mlp: Mlp
     joins: Joins
@@ -65,6 +66,7 @@ class GpuDecoder:
         self.ranks = ranks
         self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
+        self.head_norms = tuple(layer.head_norms for layer in layers)  # which attention applies
         self.sinks = tuple(sinks)  # [heads] of each layer that has them
         self._embedding = embedding
         self._first = first
@@ -111,8 +113,8 @@ class GpuDecoder:
         for index in range(*layers):
             layer = self._layers[index]
             qkv = layer.qkv(normed, space.qkv[:tokens])
-            if layer.head_norm is not None:
-                layer.head_norm(qkv)
+            if layer.joint_norm is not None:
+                layer.joint_norm(qkv)
             gate.before(index)
             mixed = attention.run(index, qkv)
             if index == last and rows is not None:
@@ -190,7 +192,8 @@ class _Pieces:
 
     attention: Reader
     qkv: Linear
-    head_norm: HeadNorm | None
+    head_norms: HeadNorms | None
+    joint_norm: JointNorm | None
     out: Linear
     mlp_reads: Reader
     mlp: Mlp
@@ -198,7 +201,7 @@ class _Pieces:
 
     def join(self, spec: ModelSpec, following: Reader, ranks: Collectives) -> GpuLayer:
         joins = make_joins(spec, self.mlp_reads, following, self.tails, ranks)
-        return GpuLayer(self.qkv, self.head_norm, self.out, self.mlp, joins)
+        return GpuLayer(self.qkv, self.head_norms, self.joint_norm, self.out, self.mlp, joins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +218,12 @@ class _Compiler:
         norm = make_norm(tensors.attention_norm, spec)
         is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the same norm as attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
+        head_norms, joint_norm = self._query_norms(tensors)
         return _Pieces(
             attention=Reader(norm, qkv.fp8_per, room),
             qkv=qkv,
-            head_norm=self._head_norm(tensors),
+            head_norms=head_norms,
+            joint_norm=joint_norm,
             out=self.linears.layer(tensors.out),
             mlp_reads=Reader(mlp_norm, mlp.fp8_per, room),
             mlp=mlp,
@@ -246,20 +251,21 @@ class _Compiler:
             self.linears.layer(found.first), spec, self.linears.layer(found.down), space
         )
 
-    def _head_norm(self, tensors: LayerTensors) -> HeadNorm | None:
+    def _query_norms(self, tensors: LayerTensors) -> tuple[HeadNorms | None, JointNorm | None]:
+        """Attention norms single heads; all heads together are normed before it."""
         if tensors.q_norm is None or tensors.k_norm is None:
-            return None
+            return None, None
         spec, ranks = self.spec, self.ranks
         q_norm, k_norm = Norm(tensors.q_norm, spec.norm.eps), Norm(tensors.k_norm, spec.norm.eps)
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm is QkNorm.HEADS:
-            return lambda qkv: head_norm_(qkv, q_norm, k_norm, *heads)
+            return HeadNorms(q_norm, k_norm), None
         if ranks.shard.is_whole:
-            return lambda qkv: joint_norm_(qkv, q_norm, k_norm, *heads)
+            return None, lambda qkv: joint_norm_(qkv, q_norm, k_norm, *heads)
         room = torch.empty((len(self.space.qkv), 2), device=self.space.qkv.device)
 
         def run(qkv: Tensor) -> None:
             squares = joint_squares(qkv, *heads, ranks.shard.of, room[: len(qkv)])
             joint_norm_(qkv, q_norm, k_norm, *heads, ranks.sum_(squares))
 
-        return run
+        return None, run

@@ -12,6 +12,7 @@ sizes, too, depend only on the number of tokens.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ from torch import Tensor
 from mainstem.kernels.dense.nibbles import Nibbles
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import gated_rows
+from mainstem.kernels.experts.choose import choose, hopper_kernels
 from mainstem.kernels.experts.combine import combine
 from mainstem.kernels.experts.packed import choose_packed, packed_down, packed_gate_up
 from mainstem.kernels.experts.products import (
     Method,
     Tiles,
-    choose,
     down,
     gate_up,
     grouped_product,
@@ -34,6 +35,9 @@ from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.packed import pack_nibbles
 from mainstem.models.packed import PackedWeight, Weight
 from mainstem.models.spec import ExpertsSpec
+
+if TYPE_CHECKING:
+    from mainstem.kernels.experts.hopper import HopperProducts
 
 log = logging.getLogger("mainstem.models")
 
@@ -125,6 +129,7 @@ class GpuExperts:
         self._gate_up: Nibbles | Tensor
         self._down: Nibbles | Tensor
         self._gate_up, self._down = _packed_or_dense(tensors, space.rows.dtype)
+        self._hopper = _hopper_of(self._gate_up, self._down, space.act)
         self._gate_up_bias, self._down_bias = tensors.gate_up_bias, tensors.down_bias
         self._spec = spec
         self._space = space
@@ -142,6 +147,8 @@ class GpuExperts:
         route(x, self.router, space.routing, tiles.rows)
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
+        elif tiles.method is Method.HOPPER:
+            rows = self._run_hopper(x, num_rows)
         else:
             rows = self._run_ours(x, num_rows, tiles)
         shared = None if self._shared is None else self._shared(x)
@@ -151,7 +158,7 @@ class GpuExperts:
         experts, is_deterministic = self._spec.num_experts, self._is_deterministic
         if isinstance(self._gate_up, Nibbles):
             return choose_packed(num_rows, experts, is_deterministic)
-        return choose(num_rows, experts, x.dtype, x.device, is_deterministic)
+        return choose(num_rows, experts, x, is_deterministic)
 
     def _run_ours(self, x: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
         space, routing, bias = self._space, self._space.routing, self._gate_up_bias
@@ -163,6 +170,12 @@ class GpuExperts:
         assert isinstance(self._down, Tensor)
         gate_up(x, routing, self._gate_up, bias, self._activation, tiles.gate_up, act)
         return down(act, routing, self._down, tiles.down, rows)
+
+    def _run_hopper(self, x: Tensor, num_rows: int) -> Tensor:
+        assert self._hopper is not None
+        routing, bias = self._space.routing, self._gate_up_bias
+        self._hopper.gate_up(x, routing, bias, self._activation)
+        return self._hopper.down(routing, self._space.rows[:num_rows])
 
     def _run_library(self, x: Tensor, num_rows: int) -> Tensor:
         assert isinstance(self._gate_up, Tensor)
@@ -191,6 +204,16 @@ def _packed_or_dense(
         gate_up if isinstance(gate_up, Tensor) else gate_up.dense(dtype),
         down if isinstance(down, Tensor) else down.dense(dtype),
     )
+
+
+def _hopper_of(
+    gate_up: Nibbles | Tensor, down: Nibbles | Tensor, act: Tensor
+) -> "HopperProducts | None":
+    """The products of hopper.py, where it runs."""
+    kernels = hopper_kernels(act.device)
+    if isinstance(gate_up, Nibbles) or isinstance(down, Nibbles) or kernels is None:
+        return None
+    return None if act.dtype == torch.float32 else kernels.HopperProducts(gate_up, down, act)
 
 
 def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> Router:

@@ -29,31 +29,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mainstem.kernels.attention.hopper.rows import (
     PANEL,
-    TILES,
     await_queries,
-    barrier,
     capped,
     find_first_keys,
     find_rows,
     find_tokens,
-    finished,
     num_tiles_of,
     read_piece,
-    release,
-    reshaped,
     share_of,
     shares_of,
     start_queries,
-    tiles_of,
     write_rows,
 )
-from mainstem.kernels.attention.hopper.small_reads import (
-    LANES,
-    claimed_unit,
-    produce,
-    read_keys,
-    take_ticket,
-)
+from mainstem.kernels.attention.hopper.small_reads import LANES, produce, read_keys
 from mainstem.kernels.attention.hopper.splits import finish_sums, sums_of
 from mainstem.kernels.attention.triton.layout import (
     HEADER_ENTRIES,
@@ -76,6 +64,16 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_SECOND_SMALL,
     SHARE_SMALL_BEGIN,
     SHARE_SMALL_END,
+)
+from mainstem.kernels.hopper import (
+    TILES,
+    barrier,
+    claimed_unit,
+    finished,
+    release,
+    reshaped,
+    take_ticket,
+    tiles_of,
 )
 
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -387,7 +385,7 @@ def _small_units_kernel(
         mbarrier.init(noted.index(i), count=1)
     has_units = begin < end
     if not has_units:
-        tickets = take_ticket(tickets_ptr, num_queued, num_queued > 0, 4)
+        tickets = take_ticket(tickets_ptr, num_queued, gl.num_programs(0), num_queued > 0, 4)
         claimed = claimed_unit(tickets, num_queued)
         has_units = claimed >= 0
         queue_ptr = plan_ptr + gl.load(plan_ptr + HEADER_QUEUE)
