@@ -1,6 +1,7 @@
 """Small mixtures of experts with every part in use, and what they must answer."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +76,9 @@ def some_rows(tokens: int, hidden: int, dtype: torch.dtype = torch.float32) -> T
 
 def in_dtype(tensors: ExpertTensors, dtype: torch.dtype) -> ExpertTensors:
     values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    found = {name: value.to(dtype) for name, value in values.items() if value is not None}
+    found: dict[str, Any] = {
+        name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)
+    }
     return replace(tensors, **found)
 
 

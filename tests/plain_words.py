@@ -3,6 +3,9 @@
     so many         name the number, or write "up to N"
     whoever         name what it is: the caller, the sequence, the thread that waits
     who, whom       for people; things are "that" or "which"
+    of equals       write "on a tie"
+    a rank of several   write "with several ranks"
+    what came of it     name it: the result, the answers
 
 Code is not looked at, only what people read.
 """
@@ -36,6 +39,9 @@ PHRASES = {
     re.compile(rf"(?<!\w)(?<!{' )(?<!'.join(PEOPLE)} )whom?\b(?![^.;]{{0,60}}\?)", re.I): (
         'things are "that" or "which"; name the person otherwise'
     ),
+    re.compile(r"\bof equals\b", re.I): 'write "on a tie"',
+    re.compile(r"\brank of several\b", re.I): 'write "with several ranks"',
+    re.compile(r"\bwhat c[ao]mes? of (it|them|this)\b", re.I): "name it: the result, the answers",
 }
 
 

@@ -19,6 +19,9 @@ PAGE = Path("page.md")
         "a sequence who waits",
         "Who fails again is tried alone.",
         "whom a step failed with",
+        "of equals, the oldest go",
+        "on a rank of several",
+        "What came of it.",
     ],
 )
 def test_bad_phrases_are_found_once(text: str) -> None:
@@ -34,6 +37,8 @@ def test_bad_phrases_are_found_once(text: str) -> None:
         "for the user\nwho asked",
         "Who are you?",
         "a page whose key is known",
+        "one of several ranks",
+        "the sum of equal parts",
     ],
 )
 def test_good_phrases_are_not(text: str) -> None:

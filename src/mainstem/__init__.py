@@ -67,7 +67,7 @@ keep_freed_memory()
 
 
 def __getattr__(name: str) -> object:
-    """What is imported when first asked for."""
+    """Import a name when it is first used."""
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,9 +29,9 @@ class AsyncLLM(LoadedModel):
             async for piece in llm.stream("The capital of France is", SamplingParams(max_tokens=9)):
                 print(piece.text, end="")
 
-    The engine runs on a thread of its own; requests that are open at the same time share its
-    steps. Loading takes seconds and blocks: make it before the loop has other work. Methods are for
-    coroutines, of one event loop or of several.
+    The engine runs on a separate thread; requests that are open at the same time share its
+    steps. Loading takes seconds and blocks: create the AsyncLLM before the loop has other work.
+    Coroutines of one or several event loops may call its methods.
     """
 
     def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
@@ -49,9 +49,10 @@ class AsyncLLM(LoadedModel):
     ) -> AsyncGenerator[AnswerPiece, None]:
         """The answer to one prompt, or to a list of messages, piece by piece as it is made.
 
-        To stop reading, or to cancel the task, ends the answer. `session` and `overflow` as in
-        LLM.generate. Raises InvalidRequest for a prompt that cannot be answered and after `close`,
-        AnswerFailed if steps failed on it repeatedly, EngineLost if every step fails.
+        The answer ends when the caller stops reading or its task is cancelled. `session` and
+        `overflow` are as in LLM.generate. Raises InvalidRequest for a prompt that cannot be
+        answered and after `close`, AnswerFailed if steps failed on it repeatedly, EngineLost if
+        every step fails.
         """
         args = (prompt, sampling_params, session, overflow)
         turn = await self._prepared(args, Delivery.EACH_STEP)
@@ -67,8 +68,8 @@ class AsyncLLM(LoadedModel):
         session: str | None = None,
         overflow: Overflow | str | None = None,
     ) -> RequestOutput:
-        """The whole answer to one prompt, or to a list of messages; else as `stream`.
-        `asyncio.gather` asks for many at once."""
+        """The whole answer to one prompt, or to a list of messages; otherwise like `stream`. Use
+        `asyncio.gather` for many at once."""
         args = (prompt, sampling_params, session, overflow)
         turn = await self._prepared(args, Delivery.AT_END)
         request = turn.request
@@ -80,7 +81,7 @@ class AsyncLLM(LoadedModel):
         return result
 
     async def score(self, context: Context, choices: Iterable[str]) -> ScoreOutput:
-        """How likely each choice is to follow one context; else as LLM.score."""
+        """How likely each choice is to follow one context; otherwise like LLM.score."""
         self._check_open()
         (read,), _ = listed_contexts([context])
         (texts,) = listed_choices([list(choices)], 1)
@@ -102,7 +103,7 @@ class AsyncLLM(LoadedModel):
                     scoring.take(place, output.prompt_logprobs, output.num_cached_tokens)
 
     async def close(self) -> None:
-        """Stop the engine; what is open ends with an error."""
+        """Stop the engine; open requests end with an error."""
         self._is_closed = True
         await asyncio.to_thread(self._thread.close)
 
@@ -113,7 +114,7 @@ class AsyncLLM(LoadedModel):
         await self.close()
 
     async def _prepared(self, args: "_Args", delivery: Delivery) -> Turn:
-        """Encoding a long prompt and compiling a form take a while: the loop goes on meanwhile."""
+        """Encode the prompt and compile the form on another thread, since both may take a while."""
         self._check_open()
         return await asyncio.to_thread(self._turn, *args, delivery)
 
@@ -148,7 +149,8 @@ class AsyncLLM(LoadedModel):
                 self._thread.abort(request.request_id)
 
     def _hand_over(self, news: list[News]) -> None:
-        """On the engine's thread: wake each loop once for all that its coroutines wait for."""
+        """On the engine's thread: wake each event loop once, with the news for all its
+        coroutines."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, News]]] = {}
         for each in news:
             listener = self._listeners.get(each.request_id)

@@ -118,15 +118,16 @@ class LoadedModel:
     ) -> None:
         """Settings mean what the flags of the same names mean (docs/settings.md); `choose_kept`
         names pages that a truncation should keep (docs/design/truncation.md). `others` are
-        arguments of vLLM: accepted where they mean the same, else refused (core/vllm_names.py)."""
-        given = dict(locals())  # all arguments, which are settings but for these
+        arguments of vLLM: accepted if they mean the same here, else refused
+        (core/vllm_names.py)."""
+        given = dict(locals())  # all arguments; those removed below are not settings
         del given["self"], given["choose_kept"], given["others"]
         config = with_arguments(EngineConfig(), own_arguments(given, others), "LLM")
         self._connect(config, choose_kept)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """An LLM from a whole EngineConfig, as the command line makes it."""
+        """An LLM from a complete EngineConfig, as the command line makes it."""
         llm = cls.__new__(cls)
         llm._connect(config)
         return llm
@@ -162,16 +163,16 @@ class LoadedModel:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The defaults of sampling: those of the model's generation_config.json."""
+        """Default sampling parameters, from the model's generation_config.json."""
         try:
             return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
         except InvalidRequest as error:
             raise ConfigError(f"{GENERATION_FILE}: {error}; SamplingParams do without it") from None
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
-        """Ids of a conversation, given as `Tokenizer.chat_text`. Where it continues `session`, the
-        ids of the session are kept: encoding an answer again could give other ids, whose pages are
-        not cached."""
+        """Ids of a conversation whose text is from `Tokenizer.chat_text`. If it continues
+        `session`, the session's ids are kept: encoding an answer again could give other ids, whose
+        pages are not cached."""
         with self._sessions_lock:
             known = None if session is None else self._sessions.find("", session)
         before = said_before(known, text, self.tokenizer)
@@ -278,7 +279,7 @@ class Turn:
 
     request: Request
     text: str | None  # a chat's with marks (text/control_tokens.py); None: it was given as ids
-    session: str | None  # remembers it after it has ended
+    session: str | None  # the session to keep it in after it has ended
     prompt_ids: list[int]
 
 
@@ -314,12 +315,12 @@ class LLM(LoadedModel):
         """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
         results in the order of the prompts.
 
-        Without `sampling_params`, those of `get_default_sampling_params` hold. `sessions` names the
-        conversation each prompt continues. `overflow` says what happens to a prompt longer than the
-        context window: "kv" (the default in sessions), "important", "recompute" or "error". Raises
-        InvalidRequest, which names the prompt, before anything runs if one of them cannot be
-        answered, and AnswerFailed after everything ran if steps failed repeatedly on one.
-        With errors="return" it raises neither: such a prompt's result has an `error`.
+        Without `sampling_params`, those of `get_default_sampling_params` are used. `sessions` names
+        the conversation each prompt continues. `overflow` says what happens to a prompt longer than
+        the context window: "kv" (the default in sessions), "important", "recompute" or "error".
+        Raises InvalidRequest, which names the prompt, before anything runs if one of them cannot be
+        answered, and AnswerFailed after everything ran if steps failed repeatedly on one. With
+        errors="return" it raises neither: such a prompt's result has an `error`.
         """
         listed, refusals = listed_prompts(prompts, errors)
         texts = [prompt for prompt in listed if isinstance(prompt, str)]
@@ -342,8 +343,8 @@ class LLM(LoadedModel):
         errors: OnError | str = OnError.RAISE,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template; `sessions`,
-        `overflow` and `errors` as in `generate`. A turn of a session extends the ids of the turns
-        before it."""
+        `overflow` and `errors` are as in `generate`. A turn of a session extends the ids of the
+        turns before it."""
         conversations, refusals = listed_conversations(messages, errors)
         texts: list[str | None] = [None] * len(conversations)
         for index, conversation in enumerate(conversations):
@@ -380,7 +381,8 @@ class LLM(LoadedModel):
         """How likely each choice is to follow a context: text, token ids or messages.
 
         `choices`: texts for all contexts, or a list of them for each. A context is computed once
-        for all its choices, and of these only what their logprobs need. `errors` as in `generate`.
+        for all its choices; of a choice, only the tokens that its logprobs need are computed.
+        `errors` as in `generate`.
         """
         listed, refusals = listed_contexts(contexts, errors)
         scorings: dict[int, ContextScoring] = {}
@@ -414,9 +416,9 @@ class LLM(LoadedModel):
     ) -> Iterator[AnswerPiece]:
         """The answer to one prompt, or to a list of messages, piece by piece as it is made.
 
-        The prompt is queued when the first piece is asked for, and steps run while a piece is
-        waited for; streams that are read in turn share them. To stop reading (`break`) ends the
-        answer. Raises as `generate` does.
+        The prompt is queued when the first piece is asked for, and steps run while the caller waits
+        for a piece; streams that are read in turn share these steps. The answer ends when the
+        caller stops reading (`break`). Raises the same errors as `generate`.
         """
         with self._call():
             turn = self._turn(prompt, sampling_params, session, overflow)
@@ -478,7 +480,7 @@ class LLM(LoadedModel):
             self.text_engine.abort(request_id)
 
     def _settle(self) -> None:
-        """Run the engine until it is idle, unless there are streams, which go on."""
+        """Run the engine until it is idle, unless streams are open."""
         self._end_abandoned()
         while self.text_engine.has_work and not self._streams:
             self._step()
@@ -492,16 +494,16 @@ class LLM(LoadedModel):
         """Stop everything: a call on another thread ends after its step, with an error, and so do
         streams. The memory is freed with the last reference to the LLM."""
         if self.text_engine.engine.is_forked:
-            return  # its threads, and the lock's holder, are in the other process
+            return  # a fork: its threads, and the lock's holder, are in the parent process
         self._is_closed = True
         with self._lock, guarded_interrupts():
             self.text_engine.engine.close()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """One call at a time; a nested one (from a callback) would take its answers. Ctrl-C waits
-        for a change of the engine's state. In a forked child it raises ForkedProcess: the lock may
-        be held by a thread that does not exist there."""
+        """Allow one call at a time; a nested one (from a callback) would take its answers. Ctrl-C
+        is raised only between changes of the engine's state. Raises ForkedProcess in a forked
+        child, where the lock may be held by a thread that does not exist."""
         self.text_engine.engine.check_process()
         with self._lock, guarded_interrupts():
             if self._is_called:
@@ -540,7 +542,7 @@ class LLM(LoadedModel):
                     del running[result.request_id]
             faults = self._drain(running, use_tqdm)
         except BaseException:
-            for request_id in running:  # an error or Ctrl-C leaves nothing running
+            for request_id in running:  # after an error or Ctrl-C nothing may run on
                 self.text_engine.abort(request_id)
             self._settle()
             raise
@@ -589,7 +591,7 @@ class LLM(LoadedModel):
                     num_open -= len(outputs)
                     bar.update(len(outputs))
         except BaseException:
-            for request_id in running:  # an error or Ctrl-C leaves nothing running
+            for request_id in running:  # after an error or Ctrl-C nothing may run on
                 self.text_engine.abort(request_id)
             self._settle()
             raise
@@ -612,7 +614,8 @@ class LLM(LoadedModel):
         self.text_engine.submit(request)
 
     def _order(self, ids: Mapping[int, Int32s]) -> list[tuple[int, int | None]]:
-        """Prompts in the order to run, with their places in it; common prefixes are neighbours."""
+        """Prompts in the order to run, with their places in it; prompts with a common prefix are
+        neighbours."""
         if not self._shares or len(ids) < 2:
             return [(index, None) for index in ids]
         starts = np.zeros(len(ids) + 1, np.int64)

@@ -1,7 +1,7 @@
-"""Requests that arrive one by one, in process: what latency a rate of arrivals costs.
+"""Requests that arrive one by one, in one process: latency at a rate of arrivals.
 
-No prompt is known before it arrives, so nothing is planned. A request's clock starts at the moment
-it was due, also where the engine was too busy to take it at once.
+No prompt is known before it arrives, so nothing is planned. A request's time counts from the moment
+it was due, even if the engine was too busy to take it at once.
 """
 
 import random
@@ -48,12 +48,12 @@ def arrival_times(count: int, rate: float, seed: int = 0) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that is due at a moment, and how many tokens it is answered with."""
+    """A request, when it is due, and the number of tokens in its answer."""
 
     due_s: float
     prompt_ids: Int32s
     output: int
-    expected_tokens: int | None = None  # that the engine is told of; None: it has to learn it
+    expected_tokens: int | None = None  # the length that the engine is told; None: it estimates it
 
 
 def run_arrivals(
@@ -63,7 +63,7 @@ def run_arrivals(
     rate: float,
     window: ProfileWindow | None = None,
 ) -> dict[str, object]:
-    """Latencies of all prompts arriving at `rate`; every one gets `output` tokens."""
+    """Latencies of all prompts, which arrive at `rate`; every answer has `output` tokens."""
     counters = Counters().attach(engine.bus)
     after_step = None if window is None else window.watch(len(prompts) * output)
     times = arrival_times(len(prompts), rate)
@@ -87,7 +87,7 @@ def run_arrivals(
 def answer_arrivals(
     engine: Engine, arrivals: Sequence[Arrival], after_step: Callable[[], None] = lambda: None
 ) -> list[TimedAnswer]:
-    """Answer requests, in the order they are due, each when it is due."""
+    """Answer requests in the order they are due; each is submitted when it is due."""
     answers = [TimedAnswer(arrival.due_s) for arrival in arrivals]
     num_submitted = 0
     began_s = perf_counter()
@@ -114,7 +114,8 @@ def answer_arrivals(
 
 
 def summary(answers: list[TimedAnswer], output: int, seconds: float) -> dict[str, object]:
-    """Spreads over requests; of the time between tokens over all gaps. Names as `bench serve`."""
+    """Mean and quantiles over requests; for the time between tokens, over all gaps. Names are those
+    of `bench serve`."""
     done = [answer for answer in answers if len(answer.token_s) == output]
     gaps = [gap for answer in done for gap in np.diff(answer.token_s).tolist()]
     return {

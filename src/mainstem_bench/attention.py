@@ -1,7 +1,7 @@
 """CPU decode attention over a shared prefix: spans against torch's SDPA per sequence.
 
-Pages are where the pool puts them when sequences come one after the other; `--scattered` shuffles
-them, as long use with many evictions would.
+Pages are placed as in a new engine whose sequences start one after the other; `--scattered`
+shuffles them, like long use with many evictions.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    """Medians of interleaved rounds; the answers are compared before the clock starts."""
+    """Medians of interleaved rounds; results are compared before they are timed."""
     load = load_average()
     generator = torch.Generator().manual_seed(0)
     pages = lend_pages(args)
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         return plan.run(q, kv)
 
     def per_sequence() -> Tensor:
-        """Contiguous K and V of each sequence, which it would have without pages."""
+        """Contiguous K and V of each sequence, as without pages."""
         out = torch.nn.functional.scaled_dot_product_attention(
             q[:, :, None], keys, values, scale=scale, enable_gqa=True
         )
@@ -101,7 +101,7 @@ def lend_pages(args: argparse.Namespace) -> Int32s:
 
 
 def shared_spans(args: argparse.Namespace, pages: Int32s) -> Spans:
-    """One prefix that all sequences read, and each one's own tokens."""
+    """Spans of one prefix that all sequences read, and of each sequence's own tokens."""
     num_shared = args.prefix // args.page_size
     num_own = -(-args.own // args.page_size)
     page_counts = np.array([num_shared] + [num_own] * args.seqs)

@@ -1,9 +1,9 @@
 """`mainstem batch` against itself with sharing and planning off, on questions over documents.
 
 --input takes one JSON object a line, also .gz: {"doc": text, "items": [{"q": question}, ...]}; the
-documents of `mainstem demo` by default. Greedy, a fixed number of tokens out. Both runs answer the
-same file in one process, each with a fresh engine; loading is outside the clock, reading and
-tokenising are inside. Answers are compared before a speed is reported.
+documents of `mainstem demo` by default. Answers are greedy and have a fixed number of tokens. Both
+runs answer the same file in one process, each with a new engine; reading and tokenising are timed,
+loading the model is not. Answers are compared before a speed is reported.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Run:
 
     name: str
     seconds: float
-    cpu_seconds: float  # of all threads, loading included: less affected by other work
+    cpu_seconds: float  # of all threads, including loading: less affected by other work
     requests_per_s: float
     computed_prompt_tokens: int
     saving_ratio: float
@@ -113,7 +113,7 @@ def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:
-    """The engine's flags as they were given, for the runs."""
+    """The engine's flags for the runs, as they were given."""
     if args.share is not None:
         raise InvalidRequest("--share", "one run shares everything, the other nothing")
     flags = ["--generation-config", "none"]  # no sampling and no penalties

@@ -1,8 +1,9 @@
-"""A decoder run over a text, product by product, each rounded before the next one reads.
+"""Runs a decoder over a text product by product; each product is rounded before the next one is
+run.
 
-Two passes go side by side: the model as it is, and the one rounded so far. A product is rounded so
-that its answers to the second's inputs are near the first's answers: what earlier ones have done
-wrong is made up for where it can be. What is added to the residual counts relative to the
+Two models run in parallel: the original and the one rounded so far. A product is rounded so that
+its outputs in the rounded model are close to those in the original model. This corrects errors of
+earlier products as far as possible. What is added to the residual is weighted by one over the
 residual's size at that token, because the next norm divides by it.
 """
 
@@ -21,7 +22,7 @@ from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Tenso
 from mainstem.models.weights import Checkpoint
 from mainstem_bench.rounding import Grid, Rounded, damped, for_inputs
 
-_REPAIR_DAMPING = 0.5  # of the least squares that make up for earlier errors
+_REPAIR_DAMPING = 0.5  # of the least squares that correct earlier errors
 
 
 class CalibratedLayers:
@@ -40,7 +41,7 @@ class CalibratedLayers:
         self._rounded = self._plain.clone()
 
     def weights(self, index: int) -> dict[str, Tensor]:
-        """Of the products of a layer, by name."""
+        """The weights of a layer's products, by name."""
         tensors, mlp = self._tensors(index)
         found = self._by_name(index, "qkv", tensors.qkv.dense)
         found |= self._by_name(index, "out", tensors.out.dense)
@@ -48,7 +49,7 @@ class CalibratedLayers:
         return found | self._by_name(index, "down", mlp.down.dense)
 
     def round(self, index: int, grid: Grid) -> dict[str, Rounded]:
-        """Round the products of the next layer, and go through it."""
+        """Round the products of the next layer, and run it."""
         spec, (tensors, mlp) = self._spec, self._tensors(index)
         mlp_spec = spec.layers[index].mlp
         assert isinstance(mlp_spec, MlpSpec)
@@ -58,7 +59,7 @@ class CalibratedLayers:
         def product(
             kind: str, weight: Tensor, plain: Tensor, rounded: Tensor, is_added: bool = False
         ) -> tuple[Tensor, Tensor]:
-            """The answers of both passes."""
+            """The outputs of both models."""
             if is_added:
                 sizes = (x + plain @ weight.t()).square().mean(1, keepdim=True)
                 shares = (sizes.mean() / sizes).sqrt_()
@@ -85,7 +86,7 @@ class CalibratedLayers:
         return tensors, tensors.mlp
 
     def _attend(self, index: int, qkv: Tensor) -> Tensor:
-        """Causal, in every sequence."""
+        """Causal attention within every sequence."""
         spec, attention = self._spec, self._spec.layers[index].attention
         heads = qkv.view(-1, self._length, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
@@ -101,7 +102,7 @@ class CalibratedLayers:
         return out.transpose(1, 2).reshape(len(qkv), -1)
 
     def _names(self, index: int, kind: str) -> tuple[list[str], list[int]]:
-        """Of the tensors of a product, and their rows."""
+        """Names of the tensors of a product, and their rows."""
         spec, names = self._spec, self._spec.names
         mlp = spec.layers[index].mlp
         assert isinstance(mlp, MlpSpec)
@@ -133,7 +134,7 @@ class CalibratedLayers:
 
 
 def _round(weight: Tensor, plain: Tensor, rounded: Tensor, grid: Grid) -> Rounded:
-    """Of weight [out, in], for the inputs [tokens, in] of both passes."""
+    """Round a weight [out, in] for the inputs [tokens, in] of both models."""
     gram = rounded.t() @ rounded / len(rounded)
     # the least squares solution of wanted @ rounded' = weight @ plain', as a change of the weight
     missing = weight @ ((plain - rounded).t() @ rounded / len(rounded))

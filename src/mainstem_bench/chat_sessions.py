@@ -1,10 +1,10 @@
-"""Real conversations of a real model that come back turn by turn; see `mainstem bench sessions`.
+"""Real conversations with a real model that return turn by turn; see `mainstem bench sessions`.
 
-    first process     turns 1 .. n-k, each session away in between; ends as the first --end says
+    first process     turns 1 .. n-k, sessions are idle in between; ends as the first --end says
     k more            one turn each, from the disk alone; all but the last end as --end says
 
-Every batch is asked of an engine with a store and then, in the same process, of one without, so
-that both meet the machine in the same state; times and tokens are compared.
+Every batch is sent to an engine with a store and then, in the same process, to one without, so that
+the machine is in the same state for both. Times and tokens are compared.
 """
 
 import os
@@ -39,7 +39,7 @@ KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True, slots=True)
 class ChatWork:
-    """Which conversations, and how they come back."""
+    """The conversations, and how their turns are asked."""
 
     files: tuple[str, ...]
     sessions: int
@@ -63,16 +63,16 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one process asks, and how it ends."""
+    """The turns of one process, and how the process ends."""
 
     turns: range
     end: str
-    where: str  # its histories are
+    where: str  # tier of its histories
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A turn of all sessions, with a store and without."""
+    """The results of one turn of all sessions, with a store and without."""
 
     turn: int
     pairs: list[tuple[Asked, Asked]]
@@ -80,8 +80,8 @@ class Told:
 
 
 def measure_chats(work: ChatWork, config: EngineConfig) -> Iterator[dict[str, object]]:
-    """A line a turn as soon as it is there: its time to the first token with a store and without;
-    then one over all turns but the first."""
+    """One line per turn, as soon as it is measured: the time to the first token with a store and
+    without. Then one line over all turns except the first."""
     later: list[tuple[Asked, Asked]] = []
     _choose(work)  # errors in the files are reported here, not by a child process
     with TemporaryDirectory(prefix="mainstem-chats-") as folder:
@@ -126,7 +126,7 @@ def _result(pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, object]:
 def _in_process(
     work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked]
 ) -> Iterator[Told]:
-    """The turns of a stage as they come, asked by a process that lives no longer than that."""
+    """The turns of a stage as they are measured, in a process that is started for this stage."""
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_ask_stage, args=(work, stage, config, before, sender))
@@ -157,7 +157,7 @@ def _ask_stage(
         pairs: list[tuple[Asked, Asked]] = []
         for batch in stored.batches(turn, before):
             asked = stored.ask(batch)
-            stored.engine.flush()  # so that none of it runs while the other is timed
+            stored.engine.flush()  # so that no save runs while the other engine is timed
             plain.engine.clear_cache()
             pairs += zip(asked, plain.ask(batch), strict=True)
         before = [asked for asked, _ in pairs]
@@ -199,7 +199,7 @@ class Chats:
         self.ask([(0, 0, self._tokenizer.encode_chat(words))])
 
     def ask(self, todo: Todo) -> list[Asked]:
-        """All at once; first tokens are timed from before the first is submitted."""
+        """Submit all at once; times to the first token count from before the first submit."""
         count = len(todo)
         sampling = SamplingParams(temperature=0.0, max_tokens=self._work.output, ignore_eos=True)
         answers: list[Ids] = [[] for _ in range(count)]
@@ -226,7 +226,7 @@ class Chats:
         question = {"role": "user", "content": chat.questions[turn - 1]}
         if before is None:
             return self._tokenizer.encode_chat([*chat.opening, question])
-        # the text that the template puts between an answer and what the model is to say next
+        # the text that the template puts between an answer and the next answer
         mark = "mainstem-mark"
         said = {"role": "assistant", "content": mark}
         opening = [{"role": "user", "content": "x"}, said, question]

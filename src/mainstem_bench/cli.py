@@ -25,15 +25,15 @@ BENCHES = {
         "mainstem_bench.soak",
         "random requests, aborts, preemptions: nothing is lost",
     ),
-    "sessions": ("mainstem_bench.sessions", "conversations that come back, by tier"),
+    "sessions": ("mainstem_bench.sessions", "returning conversations, by tier"),
     "truncation": (
         "mainstem_bench.truncation",
-        "reading on after a conversation was cut to the window",
+        "quality after a conversation was cut to the window",
     ),
     "quantized": ("mainstem_bench.quantized", "perplexity of a model that we quantize to 4 bits"),
     "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
     "heads": ("mainstem_bench.heads", "span attention for many head layouts, over its floor"),
-    "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, redone"),
+    "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, measured again"),
     "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all possible ways"),
 }
 

@@ -1,4 +1,4 @@
-"""What a load test asks: conversations read from a file, or made up around shared prefixes."""
+"""Conversations for load tests: read from a file, or generated with shared prefixes."""
 
 import json
 import random
@@ -30,7 +30,8 @@ WORDS = """
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What comes before the first question, and the questions; answers go between them."""
+    """The text before the first question, and the questions; the server's answers come between
+    them."""
 
     opening: tuple[Message, ...]
     questions: tuple[str, ...]
@@ -38,7 +39,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Made-up conversations: `groups` system prompts, each begun by many conversations."""
+    """Generated conversations: `groups` system prompts, each shared by many conversations."""
 
     prefix_words: int
     own_words: int
@@ -47,7 +48,7 @@ class Shape:
 
 
 def made_up(shape: Shape, seed: int) -> Iterator[Conversation]:
-    """Endless; equal arguments give equal conversations."""
+    """An endless sequence; equal arguments give equal conversations."""
     rng = random.Random(seed)
     prefixes = [" ".join(rng.choices(WORDS, k=shape.prefix_words)) for _ in range(shape.groups)]
     for prefix in cycle(prefixes):
@@ -68,8 +69,8 @@ def from_file(path: Path) -> list[Conversation]:
     {"body": {"messages": [...]}}                        a line of a batch file
     {"conversations": [{"from": "human", "value": ...}, ...]}   ShareGPT, asked turn by turn
 
-    Recorded answers are dropped where the server gives its own. Raises ConfigError with the number
-    of a line that is none of these.
+    Recorded answers are replaced by the server's own. Raises ConfigError with the line number if a
+    line has none of these shapes.
     """
     try:
         lines = read_plain_or_gzip(path).splitlines()
@@ -120,7 +121,7 @@ def _text(value: object) -> str:
 
 def _some(value: object) -> list[object]:
     if not isinstance(value, list) or not value:
-        raise TypeError(f"a list with something in it was expected: {value!r}")
+        raise TypeError(f"a list that is not empty was expected: {value!r}")
     return value
 
 

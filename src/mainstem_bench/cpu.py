@@ -1,7 +1,7 @@
-"""64 requests over one shared prefix on a CPU, beside the rivals that are installed.
+"""64 requests over one shared prefix on a CPU, compared with installed rivals.
 
-The workload: one prefix of 1,024 tokens, 32 tokens of its own for each request, 32 generated,
-greedy, end tokens ignored. `--batch-1` measures decoding alone at batch size 1 instead.
+The workload: a prefix of 1,024 tokens, 32 further prompt tokens per request, 32 generated tokens;
+greedy, end tokens are ignored. `--batch-1` measures decoding alone at batch size 1 instead.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         default=[],
         choices=sorted(RIVALS),
-        help="also run these, where they are installed",
+        help="also run these, if they are installed",
     )
     made.add_argument("--json", action="store_true")
     add_engine_flags(made)

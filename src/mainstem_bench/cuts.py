@@ -1,13 +1,12 @@
 """`mainstem bench cuts`: how well the planner of span attention chooses, on random steps.
 
-A step is a batch of decodes, prefixes of one or two levels, prompts beside them, on one of seven
-head shapes. Every way to cut it that the planner compares is timed as `mainstem bench kernel` does
-it, and the one that it takes once more.
+A step has decodes, prefixes of one or two levels, and prompts, on one of seven head shapes. Every
+way to cut it that the planner compares is timed as in `mainstem bench kernel`; the one that the
+planner chooses is timed again.
 """
 
 import argparse
 import json
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +16,8 @@ import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.kernels.attention.cutting import Option, Shape, pick_fastest
-from mainstem.kernels.attention.plan import Launches
+from mainstem.kernels.attention.cutting import ways_to_cut
+from mainstem.kernels.attention.plan import Launches, plan_cut
 from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention, seen_spans
 from mainstem_bench.workloads import AttentionCase, Run
 
@@ -27,8 +26,8 @@ BATCHES = (4, 8, 16, 32, 48, 64, 100, 128, 200, 256, 400, 640)
 KINDS = ("own", "one", "groups", "groups", "two levels", "unequal", "mixed", "mixed", "prompts")
 PROMPTS = (64, 256, 512, 700)
 OWN, SHORT_OWN = (40, 128, 200, 300, 600, 1500), (20, 40, 128, 200)
-MANY_HEADS = 4000  # sequences x KV heads from which contexts are short, or they would not fit
-MAX_BYTES = 40 << 30  # from which on pages of all head shapes are given back
+MANY_HEADS = 4000  # with more sequences x KV heads, contexts are short, so that they fit
+MAX_BYTES = 40 << 30  # above this, the pages of all head shapes are freed
 
 
 def random_step(rng: random.Random) -> AttentionCase:
@@ -71,24 +70,8 @@ def _prompts(rng: random.Random, first: int) -> Iterator[Run]:
         first += len(rows)
 
 
-class _Ways:
-    """All ways to cut a step that fit its buffers, taken one after the other."""
-
-    def __init__(self) -> None:
-        self.taken: Option | None = None
-        self._left: list[Option] | None = None
-
-    def __call__(self, options: list[Option], shape: Shape) -> Option:
-        if self._left is None:
-            most = math.inf if shape.max_partials is None else shape.max_partials
-            most *= shape.group * shape.kv_heads
-            self._left = [option for option in options if option.rows <= most]
-        self.taken = self._left.pop() if self._left else None
-        return self.taken or options[0]
-
-
 def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
-    """Times of all ways to cut a step, and of that which the planner takes."""
+    """Times of all ways to cut a step, and of the one that the planner chooses."""
     spans = seen_spans(case)
     k_pages, v_pages = bench.pages_of(case, int(spans.page_ids.max()) + 1)
     q = torch.randn(case.num_tokens, case.heads, case.head_dim, dtype=DTYPE, device="cuda")
@@ -102,21 +85,20 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
             attention.run(q, k_pages, v_pages, out=out, launches=launches)
         return graph.replay
 
-    bench.time_us(replay(attention.plan(spans)))  # until clocks are up
+    bench.time_us(replay(attention.plan(spans)))  # until the card's clocks are high
     us: dict[tuple[int, int, int], float] = {}
-    ways = _Ways()
-    launches = attention.plan(spans, ways)
-    while ways.taken is not None:
-        units = int(ways.taken.large.work.units), int(ways.taken.small.work.units)
-        if (*units, ways.taken.sms) not in us:
-            us[*units, ways.taken.sms] = bench.time_us(replay(launches))
-        launches = attention.plan(spans, ways)
-    return summary(case.name, us, bench.time_us(replay(attention.plan(spans, pick_fastest))))
+    for ways in ways_to_cut(spans, attention.shape):
+        for cut in map(ways.cut, range(len(ways.us))):
+            plan = plan_cut(spans, cut, attention.shape)
+            key = (*plan.reusable.num_units, cut.sms)
+            if attention.fits(plan) and key not in us:
+                us[key] = bench.time_us(replay(attention.send(plan)))
+    return summary(case.name, us, bench.time_us(replay(attention.plan(spans))))
 
 
 def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -> dict[str, object]:
-    """Times by large units, small ones and multiprocessors; none where no way fits the buffers, so
-    that the planner had to share less.
+    """Times by large units, small units and multiprocessors; empty if no way fits the buffers and
+    the planner had to share less.
     """
     best_us = min([*us.values(), taken_us])
     return {

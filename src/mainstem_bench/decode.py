@@ -1,7 +1,7 @@
 """Milliseconds of a decode step on random weights: some sequences, perhaps over common prefixes.
 
-All sequences are prefilled first; then steps are timed in which each gets a token. Twice, and the
-faster run counts, since other processes may slow one down.
+All sequences are prefilled first; then steps are timed in which each sequence gets a token. This is
+done twice and the faster run counts, since other processes may slow one down.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from mainstem_bench.workloads import shared
 
 NAME = "decode"  # of requests
 NUM_RUNS = 2
-WARM_STEPS = 20  # that decode all sequences, before the clock starts
+WARM_STEPS = 20  # steps that decode all sequences before the timed ones
 LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
 
 
@@ -40,11 +40,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--own", type=positive_count, default=300, help="tokens (%(default)s)")
     made.add_argument(
-        "--prefix", type=not_negative_count, default=0, help="tokens before them (%(default)s)"
+        "--prefix", type=not_negative_count, default=0, help="tokens of context (%(default)s)"
     )
-    made.add_argument(
-        "--degree", type=positive_count, help="sequences that have a prefix in common (all)"
-    )
+    made.add_argument("--degree", type=positive_count, help="sequences that share a prefix (all)")
     made.add_argument("--steps", type=positive_count, default=100, help="timed (%(default)s)")
     made.add_argument("--json", action="store_true", help="one line for each of --seqs")
     add_engine_flags(made)

@@ -1,4 +1,5 @@
-"""Drives an engine through known prompts: planned, announced, submitted a little ahead."""
+"""Runs an engine on known prompts: plans them, announces the order, and submits them a little
+ahead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Order:
     def planned(
         cls, prompts: Prompts, outputs: Int64s, config: PlanConfig | None = None
     ) -> "Order":
-        """`outputs` [prompts]: tokens that each will be answered with."""
+        """The planned order; `outputs` [prompts] are the lengths of the answers."""
         plan = plan_prompts(prompts, config, max_tokens=outputs)
         return cls(plan.members.astype(np.int64), shared_with_next(plan))
 
@@ -64,7 +65,7 @@ class Order:
 
 
 class Submits(Protocol):
-    """What takes requests: an Engine, or a Scheduler alone."""
+    """An Engine, or a Scheduler without one."""
 
     @property
     def step_tokens(self) -> int: ...
@@ -85,8 +86,8 @@ class Feed:
         outputs: Int64s,
         scorings: Sequence[Scoring] | None = None,
     ) -> None:
-        """`outputs` [prompts]: tokens that each is answered with; `scorings`: what is asked of
-        each beside them."""
+        """`outputs` [prompts] are the lengths of the answers; `scorings` are the logprobs to ask
+        for."""
         self._scorings = scorings
         self._engine = engine
         self._prompts = prompts
@@ -105,7 +106,7 @@ class Feed:
         return self._num_submitted == len(self._order)
 
     def top_up(self) -> None:
-        """Submit what should be queued before the next step."""
+        """Submit the prompts that should be queued before the next step."""
         self._supply.begin_step()
         while not self.is_empty and self._supply.has_room(self._engine.num_waiting):
             self._submit_next()
@@ -131,7 +132,7 @@ class Feed:
 
 @dataclass(slots=True)
 class StepLog:
-    """What the steps of a job took; attach it when the job begins."""
+    """Times of a job's steps; attach it when the job begins."""
 
     began_s: float = 0.0
     ended_s: float = 0.0  # of the last step that was committed
@@ -169,7 +170,7 @@ class StepLog:
 
 @dataclass(slots=True)
 class JobRun:
-    """A job that has run."""
+    """The result of a job."""
 
     seconds: float = 0.0
     plan_s: float = 0.0
@@ -190,7 +191,7 @@ def run_job(
     plan: PlanConfig | None = None,
 ) -> JobRun:
     """Answer every prompt with `output` tokens, or each with its own number of them, greedily, or
-    score it. Planning (as `plan` says) and submitting are in the time.
+    score it. The time includes planning (with `plan`) and submitting.
 
     Raises AssertionError if an answer is missing or short.
     """

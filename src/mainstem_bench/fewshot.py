@@ -1,16 +1,16 @@
 """Few-shot questions with four choices, with and without sharing: the answers must be the same.
 
 A question follows 1, 3 or 5 examples of its subject, as in RelayAttention's Table 3. The model's
-choice is the likeliest of the letters A to D. Of some questions the model also goes on by itself.
+choice is the likeliest of the letters A to D. For some questions the model also generates text.
 Every way of sharing is compared with the first, question by question:
 
-    none      every prompt is computed and stored for itself
+    none      every prompt is computed and stored separately
     storage   equal prefixes are computed and stored once
-    reads     they are read once per step, too
+    reads     they are also read once per step
 
-Where a model is at chance, accuracy says nothing about the engine: then look at the difference of
-logprobs, and at the tokens it generates. FILE has {"task", "prefix", "items": [{"q", "a"}]} a line,
-also .gz; without it, a few subjects of MMLU.
+If a model only guesses, accuracy says nothing about the engine: then compare the logprobs and the
+generated tokens. FILE has {"task", "prefix", "items": [{"q", "a"}]} a line, also .gz; without it, a
+few subjects of MMLU.
 """
 
 import argparse
@@ -45,10 +45,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a model says to questions."""
+    """A model's answers to the questions."""
 
     logprobs: list[list[float]]  # of the letters, by question
-    tokens: list[tuple[int, ...]]  # what it goes on with, of the first questions
+    tokens: list[tuple[int, ...]]  # generated tokens, for the first questions
     computed_tokens: int
     seconds: float
 
@@ -67,15 +67,15 @@ class Quality:
     margin: float  # half of its 95 % interval
     is_at_chance: bool  # 25 % is within the margin
     answer_perplexity: float  # of the right letter
-    same_choices: float  # percent, as the first way's
+    same_choices: float  # percent that equal the first way's
     same_tokens: float  # percent of generated tokens
-    logprob_difference: float  # the largest, to the first way
+    logprob_difference: float  # the largest difference to the first way
     computed_tokens: int
     seconds: float
 
 
 def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[Question]:
-    """A random choice of `count` questions, always the same."""
+    """A random choice of `count` questions; the choice is always the same."""
     if path is None:
         with shipped("mmlu_few.jsonl.gz") as found:
             rows = read_plain_or_gzip(found)
@@ -109,7 +109,7 @@ def _head(prefix: str, count: int) -> str:
 def answer(
     config: EngineConfig, share: Share, prompts: Sequence[str], num_going_on: int, num_tokens: int
 ) -> Answers:
-    """Score the letters after each prompt; go on after the first ones."""
+    """Score the letters after each prompt; generate text after the first ones."""
     sched = replace(config.sched, share=share)
     llm = LLM.from_config(replace(config, sched=sched))
     began_s = perf_counter()
@@ -187,10 +187,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--questions", type=positive_count, default=100, metavar="N", help="(100)")
     made.add_argument(
         "--going-on", type=positive_count, default=16, metavar="N",
-        help="questions after which the model also goes on (16)",
+        help="questions for which the model also generates text (16)",
     )  # fmt: skip
     made.add_argument(
-        "--tokens", type=positive_count, default=16, metavar="N", help="of going on (16)"
+        "--tokens",
+        type=positive_count,
+        default=16,
+        metavar="N",
+        help="number of generated tokens (16)",
     )
     made.add_argument(
         "--shares", nargs="+", choices=[share.value for share in Share],

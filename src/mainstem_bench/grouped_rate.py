@@ -1,4 +1,5 @@
-"""How fast the vendor's library multiplies all experts of a layer at once, each with many rows."""
+"""The speed of the vendor's library for the products of all experts of a layer, each with many
+rows."""
 
 import time
 
@@ -6,12 +7,13 @@ import torch
 
 from mainstem.models.spec import ExpertsSpec, ModelSpec
 
-ROWS = 512  # an expert
+ROWS = 512  # per expert
 _RUNS = 20
 
 
 def grouped_flops_per_s(spec: ModelSpec) -> float | None:
-    """Of gate, up and down with `ROWS` rows an expert, in bf16; None without experts or a GPU."""
+    """FLOP/s of gate, up and down with `ROWS` rows per expert, in bf16; None without experts or a
+    GPU."""
     mlp = next((layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)), None)
     if mlp is None or not torch.cuda.is_available():
         return None

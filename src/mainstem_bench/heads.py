@@ -1,12 +1,12 @@
 """`mainstem bench heads`: span attention for many head layouts on a GPU, over its floor.
 
-Some shapes have a name: those of models whose heads are not Llama's. The others are random, and
-equal seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and 256,
-groups of equal and unequal size, prompts beside decodes, every third with a window. Each is checked
+Some shapes are named: those of models whose heads differ from Llama's. The others are random; equal
+seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and 256, groups
+of equal and unequal size, prompts together with decodes; every third has a window. Each is checked
 against the reference before it is timed, as in `mainstem bench kernel`.
 
-The bars: 1.6 times the floor and 8 us in the mean over the random shapes, 2.2 times and 8 us for
-each of them.
+The bars: 1.6 times the floor plus 8 us in the mean over the random shapes, and 2.2 times plus 8 us
+for each of them.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from mainstem.plan.cost import H200
 from mainstem_bench.kernel import FIXED_US, Bench, fingerprint, floor_us
 from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, unequal_groups
 
-CARD = replace(H200, flops_per_s=600e12)  # what attention can reach, not what products do
+# the rate that attention can reach, which is lower than that of products
+CARD = replace(H200, flops_per_s=600e12)
 MEAN_BAR, WORST_BAR = 1.6, 2.2
 HEAD_DIMS = (64, 80, 128, 256)
 KV_HEADS = (1, 2, 4, 8, 16, 32)
@@ -35,12 +36,13 @@ BATCHES = (8, 16, 32, 64, 100, 128, 200, 256, 400)
 KINDS = ("own", "one", "groups", "two levels", "unequal", "unequal", "mixed")
 OWN, PREFIXES = (128, 200, 300, 600, 1500), (500, 1500, 3000, 8000)
 PROMPTS = (256, 512, 700)
-LEAST_FLOOR_US = 15.0  # of a shape; below, there is little but launches to be timed
+# shapes with a lower floor are skipped: their time is mostly that of launches
+LEAST_FLOOR_US = 15.0
 MOST_OWN_KEYS = 1_000_000  # sequences x KV heads x own tokens
 
 
 def named_shapes() -> list[AttentionCase]:
-    """Layouts of models, and those that were slow once."""
+    """Layouts of models, and layouts that were once slow."""
     rng = random.Random(0)
     return [
         AttentionCase("gqa16/2 B128 1x8000+500", grouped(128, 1, 8000, 500), 16, 2),
@@ -128,7 +130,7 @@ def shape_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
 
 
 def summary(lines: list[dict[str, object]], seed: int) -> dict[str, object]:
-    """Of the random shapes."""
+    """The summary of the random shapes."""
     over = [float(str(line["over_floor_less_8_us"])) for line in lines]
     mean = float(np.mean(over))
     return {

@@ -45,10 +45,12 @@ def main(argv: list[str]) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    """Median milliseconds of next_step and commit in steady decode, and with sequences ending."""
+    """Median milliseconds of next_step and commit while all sequences decode, and while some of
+    them end."""
     load = load_average()
     steady = _run(args, lambda index: args.steps + 50)
-    ending = _run(args, lambda index: 20 + (index * 7919) % args.steps)  # a few end each step
+    # a few sequences end in each step
+    ending = _run(args, lambda index: 20 + (index * 7919) % args.steps)
     return {
         "seqs": args.seqs,
         "groups": args.groups,
@@ -61,7 +63,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _run(args: argparse.Namespace, max_tokens: Callable[[int], int]) -> Milliseconds:
-    """Milliseconds of (next_step, commit) for each decode step; replaced answers keep it full."""
+    """Milliseconds of (next_step, commit) for each decode step; sequences that end are replaced, so
+    that it stays full."""
     rng = np.random.default_rng(0)
     bus = EventBus()
     pages_each = -(-(args.own + args.steps + 100) // 16)

@@ -1,8 +1,8 @@
 """`mainstem bench kernel`: span attention on a GPU, each case checked before it is timed.
 
-A time is the median of CUDA graph replays of one `run`, the L2 cache filled with other data before
-each. The floor reads every K and V byte once at the card's copy bandwidth, or does the arithmetic
-at its sustained rate, whichever takes longer.
+A time is the median of CUDA graph replays of one `run`; before each, the L2 cache is filled with
+other data. The floor is the time to read every K and V byte once at the card's copy bandwidth, or
+to do the arithmetic at its sustained rate, whichever is longer.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from torch import Tensor
 from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention import reference
-from mainstem.kernels.attention.cutting import pick_fastest
 from mainstem.kernels.attention.window import clip_spans
 from mainstem.plan.cost import H200, Card, Heads, span_floor_s, span_flops
 from mainstem_bench.workloads import (
     AttentionCase,
+    Run,
     kernel_cases,
     mixed_cases,
     prefill_cases,
@@ -33,13 +33,14 @@ from mainstem_bench.workloads import (
 DTYPE = torch.bfloat16
 # Largest error over largest value: bf16 keeps 8 bits of the weights and of the output.
 TOLERANCE = 0.02
-FIXED_US = 8.0  # launch and ends of a kernel, allowed beside the floor
-NUM_TIMED = 20  # hundreds would draw more power than a card may have for long
-WARM_UPS = 20  # not timed: the first ones of a process are slower, even the fill of the cache is
-PLANS = 50  # that are timed; the first ones find a host that has slept
+FIXED_US = 8.0  # allowed in addition to the floor: launch and ends of a kernel
+NUM_TIMED = 20  # not more: a card lowers its clocks after many
+WARM_UPS = 20  # not timed: the first calls of a process are slower
+PLANS = 50  # plans that are timed; the first ones are slower, after the host was idle
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
 PREFILL_TFLOPS = 350.0  # what prompts must reach
+ONE_KEY = AttentionCase("one key", (Run((0,), 1),)).spans()  # a step unlike any other
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Measured:
 
 
 class Bench:
-    """Owns the data of one card. Cases of a shape have pages of one pool, as an engine's steps."""
+    """Owns the data on one card. Cases of a shape share a pool of pages, like the steps of an
+    engine."""
 
     def __init__(self) -> None:
         self._device = torch.device("cuda")
@@ -76,7 +78,7 @@ class Bench:
         return Measured(self.time_us(graph.replay), plan_us, max_error)
 
     def sdpa_us(self, case: AttentionCase) -> float | None:
-        """torch's own attention over contiguous K and V, where all sequences have one length."""
+        """Time of torch's own attention over contiguous K and V, for sequences of equal length."""
         lengths = {run.key_tokens for run in case.runs}
         if len(lengths) > 1 or any(len(run.rows) > 1 for run in case.runs):
             return None
@@ -164,7 +166,7 @@ def error_of(out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor, spans: Sp
 
 
 def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
-    """Plain spans of what some tokens see, the tokens numbered anew."""
+    """Plain spans of the keys that some tokens see; the tokens are numbered from 0."""
     span_of = np.repeat(np.arange(len(spans)), np.diff(spans.query_starts))
     entries = np.flatnonzero(np.isin(spans.query_rows, tokens))
     span = span_of[entries]
@@ -185,17 +187,19 @@ def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
 
 
 def _plan_seconds(attention: SpanAttention, spans: Spans) -> float:
-    """Host time of one plan, made anew; the device is idle, so that no staging buffer has to be
-    waited for.
+    """Host time of one plan, made anew since another step was planned before; the device is idle,
+    so that no staging buffer has to be waited for.
     """
+    attention.plan(ONE_KEY)
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    attention.plan(spans, pick_fastest)
+    attention.plan(spans)
     return time.perf_counter() - begin
 
 
 def floor_us(case: AttentionCase, card: Card = H200) -> float:
-    """Every key that some token sees read once, or the arithmetic of what each of them sees."""
+    """The time to read every key that some token sees once, or to do the arithmetic of all
+    tokens."""
     spans, heads = seen_spans(case), Heads(case.heads, case.kv_heads, case.head_dim)
     if spans.first_keys is None:
         return 1e6 * span_floor_s(
@@ -241,7 +245,7 @@ def case_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
         line["rival_us"] = case.rival_us
         line["times_faster"] = round(case.rival_us / measured.us, 2)
     sdpa_us = bench.sdpa_us(case)
-    torch.cuda.empty_cache()  # what the next case takes must not lie where torch's K and V did
+    torch.cuda.empty_cache()  # the next case must not get the memory of torch's K and V
     if sdpa_us is not None:
         line["sdpa_us"] = round(sdpa_us, 1)
     return line
@@ -250,7 +254,7 @@ def case_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
 def mixed_line(bench: Bench) -> dict[str, object]:
     """Prefill chunks and decodes in one launch against one launch each.
 
-    The lesser of two times of each, taken in turns: a card that is hot runs slower.
+    Each is timed twice, in turns, and the shorter time counts: a hot card runs slower.
     """
     turns = [[bench.measure(case) for case in mixed_cases()] for _ in range(2)]
     mixed, prefill, decode = (min(pair, key=lambda m: m.us) for pair in zip(*turns, strict=True))
@@ -268,7 +272,7 @@ def mixed_line(bench: Bench) -> dict[str, object]:
 
 
 def prefill_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
-    """A step of prompts: bound by arithmetic."""
+    """A step of prompts, which is limited by arithmetic."""
     measured, floor = bench.measure(case), floor_us(case)
     flops = span_flops(case.spans(), heads=case.heads, head_dim=case.head_dim)
     tflops = flops / measured.us / 1e6

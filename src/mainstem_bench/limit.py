@@ -1,7 +1,7 @@
-"""The least time a card needs for an offline job, nothing overlapped.
+"""The least time that a card needs for an offline job, if nothing overlaps.
 
     GEMM         every computed token through the layers, every answer token through the LM head
-    attention    prompts by arithmetic; decodes by bytes, or arithmetic where that takes longer
+    attention    prompts by arithmetic; decodes by bytes, or by arithmetic if that takes longer
     elementwise  norms, rope, activations, residuals
 
 A group's prefix is computed once and read once in each step that its members decode in.
@@ -19,7 +19,7 @@ ELEMENTWISE_MOVES = LLAMA_8B.elementwise_bytes_per_token / (32 * 4096 * 2)
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds of a whole job, by what they are spent on."""
+    """Seconds of a whole job, by kind of work."""
 
     gemm_s: float
     prompt_attention_s: float
@@ -33,14 +33,15 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What the floor needs to know of a model."""
+    """The numbers of a model that the floor needs."""
 
     size: ModelSize
     heads: Heads  # of one layer
     num_layers: int
     gemm_flops_per_s: float | None = None  # None: the card's own; weights may be in a faster form
-    num_expert_params: int = 0  # of a token, among size.num_params
-    expert_flops_per_s: float | None = None  # of their grouped products; None: as the others
+    num_expert_params: int = 0  # of the experts that a token uses; part of size.num_params
+    # of grouped products; None: the same as for other products
+    expert_flops_per_s: float | None = None
 
     @classmethod
     def of(
@@ -50,7 +51,7 @@ class ModelCost:
         gemm_flops_per_s: float | None = None,
         expert_flops_per_s: float | None = None,
     ) -> "ModelCost":
-        """Of a shape computed in elements of `element_bytes`."""
+        """The cost of a shape with elements of `element_bytes`."""
         heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, element_bytes)
         size = ModelSize(
             num_params=shape.num_layer_params,
@@ -74,7 +75,7 @@ class ModelCost:
 
 
 def job_floor(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> Floor:
-    """What `job` costs at least with KV memory for `kv_tokens`."""
+    """The least time of `job` with KV memory for `kv_tokens`."""
     sizes = job.group_sizes()
     num_requests, num_groups = sum(sizes), len(sizes)
     computed = num_groups * job.prefix + num_requests * (job.distinct + job.output)

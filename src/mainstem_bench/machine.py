@@ -12,7 +12,7 @@ from mainstem.plan.cost import Card, measured_card
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What an engine of a given config runs on."""
+    """The device that an engine with a given config runs on."""
 
     has_gpu: bool
 
@@ -30,7 +30,7 @@ class Machine:
         return measured_card(self.name)
 
     def peak_bytes(self) -> int:
-        """Most memory held at once: by tensors on the GPU, or by this process without one."""
+        """Peak memory: of tensors on the GPU or, without one, of this process."""
         if self.has_gpu:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,7 @@
 """Requests per second of a whole job on random weights, against the limit of the card.
 
-The workloads are those that rivals were measured with: equal prompts, lengths and KV memory.
-Building the engine and warming it up are outside the clock; planning and submitting are in it.
+The workloads are the same as in the measurements of rivals: equal prompts, lengths and KV memory.
+Planning and submitting are timed; building the engine and warming it up are not.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
 
 FP8_FLOPS_PER_S = 1297e12  # GEMM on an H200, sustained
-WARM_SEED = 99  # prompts of the warm-up are none of the job's
+WARM_SEED = 99  # prompts of the warm-up differ from the job's
 WARM_TOKENS = 50_000  # computed in mixed steps
 WARM_SEQS = 512  # decoding at once
 CHECKED_TOKENS = 8
-NESTED = ("settings", "profile")  # only in JSON; the profile has tables of its own
+NESTED = ("settings", "profile")  # only in JSON; the profile has separate tables
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-plan", action="store_true", help="run prompts in the order given")
     made.add_argument(
         "--arrivals", type=float, metavar="RATE",
-        help="requests arrive one by one, at this rate per second (Poisson): latencies",
+        help="measure latencies: requests arrive one by one, at this rate per second (Poisson)",
     )  # fmt: skip
     made.add_argument(
         "--profile", type=Path, metavar="FILE.json",
@@ -102,7 +102,7 @@ def chosen_job(args: argparse.Namespace) -> OfflineJob:
 
 
 def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> dict[str, object]:
-    """One result: what was asked for, how fast it was, how near to the limit."""
+    """One result: the settings, the speed, and the speed as a share of the limit."""
     load, machine = load_average(), Machine.of(config)
     shape = chosen_shape(args, job.model_shape)
     given = job.prompts(shape.vocab_size)
@@ -180,7 +180,7 @@ def _speed(run: JobRun, job: OfflineJob, prompts: Prompts) -> dict[str, object]:
 def _against_limit(
     run: JobRun, job: OfflineJob, shape: ModelSpec, config: EngineConfig
 ) -> dict[str, object]:
-    """The job's time over the least it can take on this card; nothing where the card is unknown."""
+    """The job's speed as a share of the card's limit; None if the card is unknown."""
     machine = Machine.of(config)
     card = machine.card
     if card is None:
@@ -205,7 +205,7 @@ def model_cost(
     has_gpu: bool,
     expert_flops_per_s: float | None = None,
 ) -> ModelCost:
-    """What the limit counts for a shape run so. 4-bit weights are multiplied in 16 bits."""
+    """The costs of a shape for the limit. 4-bit weights are multiplied in 16 bits."""
     model, packed = config.model, shape.quantized
     is_fp8 = model.quantize is Quantize.FP8 or (
         packed is not None and packed.packing is not None and packed.packing.kind is PackedKind.FP8
@@ -217,9 +217,8 @@ def model_cost(
 
 
 def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
-    """Raise AssertionError unless planned and shared prompts get the answers they get alone.
-
-    In fp32: in 16 bits rounding decides between the logits of random weights.
+    """Raise AssertionError unless planned and shared prompts get the same answers as alone. Done in
+    fp32: in 16 bits, rounding would decide between the close logits of random weights.
     """
     shape = SHAPES[job.model_shape]
     prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab_size)))
@@ -234,7 +233,8 @@ def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
 
 
 def warm_up(engine: Engine, job: OfflineJob, vocab: int, most_seqs: int) -> None:
-    """Steps of every kind the job will have, so that nothing is compiled or captured in the clock.
+    """Run steps of every kind that the job will have, so that nothing is compiled or captured while
+    it is timed.
 
     Mixed steps over the job's own shape, then decodes of every batch size from `most_seqs` down.
     """

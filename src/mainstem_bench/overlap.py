@@ -1,4 +1,4 @@
-"""Copies beside steps: what loading and saving cost those that compute (AttentionStore 4.3.2)."""
+"""Copies during steps: what loading and saving cost the running steps (AttentionStore 4.3.2)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem_bench.session_engine import Bench
 from mainstem_bench.settings import settings
 
-SAVE_STEPS = 200  # that a batch decodes while pages of others are saved
-VISIT_EVERY = 8  # steps between two prompts of others
+SAVE_STEPS = 200  # decode steps of a batch while pages of other requests are saved
+VISIT_EVERY = 8  # steps between two prompts of other requests
 BUFFERS = ("all", "0", "5", "10", "15", "auto")  # layers loaded before a prompt starts
 BATCH = 16  # the paper's
-JOB_TOKENS = 400  # that each sequence of a running job answers with at most
-JOB_STEPS = 4  # of the job alone before sessions return
-ROUNDS = 4  # of sessions that return, the first not counted
-JOBS, REPEATS = 2, 2  # one after the other, where pages are saved
+JOB_TOKENS = 400  # most tokens of an answer of the running job
+JOB_STEPS = 4  # steps of the job before sessions return
+ROUNDS = 4  # rounds of returning sessions; the first does not count
+JOBS, REPEATS = 2, 2  # jobs one after the other, whose pages are saved
 SHORT, LONG = 20, 200  # tokens of their answers; the paper has 20
 
 
@@ -55,7 +55,8 @@ def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object
 
 
 def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
-    """Decode steps of one batch; now and then a prompt comes by whose pages are saved meanwhile."""
+    """Times of decode steps of one batch. From time to time another prompt arrives, whose pages are
+    saved during the steps."""
     bench.warm_up()
     work, rng = bench.work, Random(2)
     visitor_tokens = 2 * work.history
@@ -98,8 +99,8 @@ def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
 
 
 def measure_busy(bench: Bench) -> Iterator[dict[str, object]]:
-    """First tokens of a batch of sessions that returns behind a job that decodes, for each size of
-    the read buffer; and how long the job's tokens are held up meanwhile."""
+    """Times to the first token of a batch of sessions that returns while a job decodes, for each
+    size of the read buffer; and how long the job's tokens are delayed."""
     bench.warm_up()
     work, rng = bench.work, Random(4)
     count = min(BATCH, work.at_once)
@@ -134,7 +135,7 @@ def measure_busy(bench: Bench) -> Iterator[dict[str, object]]:
 
 @contextmanager
 def _running(bench: Bench, prompts: list[list[int]], output: int) -> Iterator[None]:
-    """A job that decodes meanwhile."""
+    """A job that decodes in the background."""
     names = [f"job-{index}" for index in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         bench.engine.submit(_request(name, prompt, output))
@@ -150,7 +151,7 @@ def _running(bench: Bench, prompts: list[list[int]], output: int) -> Iterator[No
 def _return_behind(
     bench: Bench, histories: list[list[int]], rng: Random, name: str
 ) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of each session, and between the job's tokens meanwhile."""
+    """Seconds to the first token of each session, and between the job's tokens in that time."""
     engine = bench.engine
     engine.flush()
     engine.clear_device()
@@ -208,8 +209,8 @@ def measure_saving(bench: Bench) -> Iterator[dict[str, object]]:
 
 
 def measure_grain(bench: Bench) -> Iterator[dict[str, object]]:
-    """A page's way to host memory: all layers in one copy, a copy a layer, or a copy for each token
-    and layer as an answer grows. Without a GPU there are no copy engines, and no lines."""
+    """Ways to save a page to host memory: all layers in one copy, one copy per layer, or one copy
+    per token and layer as an answer grows. Only with a GPU, whose copy engines do this."""
     if not torch.cuda.is_available():
         return
     shape, page_size = bench.shape, bench.config.cache.page_size

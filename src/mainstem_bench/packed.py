@@ -1,4 +1,4 @@
-"""Random weights that are packed as checkpoints have them."""
+"""Random weights in the formats of quantized checkpoints."""
 
 import argparse
 from dataclasses import replace
@@ -20,7 +20,7 @@ PACKED = {
     "awq": QuantizedSpec(Layout.AWQ, Packing(PackedKind.INT4, 128, has_zeros=True), _PLAIN),
     "fp8": QuantizedSpec(Layout.COMPRESSED, Packing(PackedKind.FP8, None), _PLAIN),
     "fp8-blocks": QuantizedSpec(Layout.FP8, Packing(PackedKind.FP8, 128, 128), _PLAIN),
-    "mxfp4": QuantizedSpec(  # experts alone, as gpt-oss has them
+    "mxfp4": QuantizedSpec(  # only experts, as in gpt-oss
         Layout.MXFP4, None, (Rule(r".*\bexperts\b.*", Packing(PackedKind.MXFP4, 32)),)
     ),
 }
@@ -28,12 +28,12 @@ PACKED = {
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--weights", choices=list(PACKED), help="packed as such a checkpoint's (16-bit)"
+        "--weights", choices=list(PACKED), help="pack the weights in this format (16-bit)"
     )
 
 
 def chosen_shape(args: argparse.Namespace, name: str) -> ModelSpec:
-    """The shape of this name with the weights that were asked for."""
+    """The shape of this name with the chosen format of weights."""
     if args.weights is None:
         return SHAPES[name]
     return replace(SHAPES[name], quantized=PACKED[args.weights])

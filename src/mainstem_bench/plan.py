@@ -2,7 +2,7 @@
 
 The industry mix of the paper (8,000 prompts, prefix 1570, distinct 30, degree 3), then 10,000,
 100,000 and 1,000,000 prompts of 200 tokens at degree 4, and how the time grows with their number.
-Processor seconds stand beside the clock's, for machines that have other work.
+Processor seconds are reported in addition to wall time, for machines that have other work.
 """
 
 import argparse
@@ -22,7 +22,8 @@ ROWS_AT_ONCE = 10_000
 
 
 def shared_prompts(count: int, degree: int, prefix: int, distinct: int) -> Prompts:
-    """`count` prompts in random order, made in place: the arrays are all the memory they take."""
+    """`count` prompts in random order, made in place, so that they take no memory besides the
+    arrays."""
     rng = np.random.default_rng(0)
     heads = rng.integers(10, 30_000, (-(-count // degree), prefix), dtype=np.int32)
     groups = rng.permutation(count) // degree
@@ -35,7 +36,7 @@ def shared_prompts(count: int, degree: int, prefix: int, distinct: int) -> Promp
 
 
 def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
-    """Best plan seconds of `repeats`, by the clock and of the processor; prints a line."""
+    """Print a line with the best of `repeats` plan times: wall time and processor time."""
     times, cpu_times = [], []
     for _ in range(repeats):
         began_cpu_s, began_s = process_time(), perf_counter()
@@ -73,14 +74,14 @@ def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
 
 
 def main(argv: list[str]) -> int:
-    """Print a line a workload and, where two differ in their number, one on growth."""
+    """Print a line per workload and, if two differ in the number of prompts, one on growth."""
     parser = argparse.ArgumentParser("mainstem bench plan", description=__doc__)
     parser.add_argument(
         "--most",
         type=positive_count,
         default=1_000_000,
         metavar="N",
-        help="leave out what has more prompts",
+        help="leave out workloads with more prompts",
     )
     most = parser.parse_args(argv).most
     measure("industry", shared_prompts(8000, 3, 1570, 30), repeats=7)

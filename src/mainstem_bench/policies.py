@@ -1,11 +1,11 @@
 """The same arrivals under every policy of the store: lookahead, lru, fifo (AttentionStore Fig. 21).
 
-Arrivals are those that `mainstem serve --record FILE` has written, or made up: conversations whose
-turns come in a random order, faster than the device answers, so that some always wait. Sizes of the
-tiers are given in conversations: with room for all of them every policy is as good.
+Arrivals come from `mainstem serve --record FILE`, or are generated: conversations whose turns come
+in a random order, faster than the device answers, so that some always wait. Sizes of the tiers are
+given in conversations: with room for all of them, all policies are equal.
 
 The model is a real one (--model), or random weights of a shape (--model-shape). For each policy a
-fresh engine answers all of them, over a disk folder that is empty at first.
+new engine answers all requests, with a disk folder that is empty at first.
 """
 
 import argparse
@@ -38,18 +38,18 @@ from mainstem_bench.report import line, load_average, spread
 from mainstem_bench.settings import random_config, settings
 
 MOST_IDS = 30_000  # of made-up prompts
-WHOLE_S = 1e9  # no pause in a record is as long: it is one part
+WHOLE_S = 1e9  # longer than any pause, so that the record is one part
 WARM_UP = 2  # prompts before the clock starts
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Conversations that are made up; answers in prompts are made up as well."""
+    """Generated conversations; the answers in their prompts are generated, too."""
 
     sessions: int
     turns: int
     history: int  # tokens of the first turn
-    new: int  # that a later turn brings, beside the answer before it
+    new: int  # new tokens of a later turn, in addition to the answer before it
     output: int
     rate: float  # turns a second
 
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         ("sessions", 24, "conversations"),
         ("turns", 3, "turns of each"),
         ("history", 300, "tokens of the first turn"),
-        ("new", 40, "tokens that a later turn brings"),
+        ("new", 40, "new tokens of a later turn"),
         ("output", 16, "tokens of an answer"),
     ):
         work.add_argument(
@@ -83,14 +83,14 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument(
         "--rate", type=positive, default=2.0, metavar="R", help="turns a second (%(default)s)"
     )
-    room = made.add_argument_group("room, in conversations at their end")
+    room = made.add_argument_group("room, as a number of complete conversations")
     for name, most in (("device", 3.0), ("host", 6.0), ("disk", 12.0)):
         room.add_argument(
             f"--{name}-sessions",
             type=not_negative,
             default=most,
             metavar="X",
-            help=f"that the {name} holds ({most:g})",
+            help=f"conversations that the {name} holds ({most:g})",
         )
     made.add_argument("--json", action="store_true", help="a line a policy")
     add_engine_flags(made)
@@ -136,7 +136,7 @@ def _arrivals(args: argparse.Namespace, spec: ModelSpec) -> tuple[list[Arrival],
 
 
 def made_up(work: Turns, num_ids: int, seed: int = 0) -> list[Arrival]:
-    """Turns of all conversations, each round in another order."""
+    """Turns of all conversations; each round has another order."""
     rng = Random(seed)
     prompts = [_ids(rng, work.history, num_ids) for _ in range(work.sessions)]
     times = iter(arrival_times(work.sessions * work.turns, work.rate, seed))
@@ -156,7 +156,7 @@ def _ids(rng: Random, count: int, num_ids: int) -> list[int]:
 def _with_room(
     args: argparse.Namespace, config: EngineConfig, spec: ModelSpec, longest: int
 ) -> EngineConfig:
-    """Tiers for as many conversations as are asked for, where no flag says their size."""
+    """Tiers for the given number of conversations, unless a flag sets their size."""
     page = config.cache.page_size
     tokens = -(-longest // page) * page
     is_wide = config.model.dtype is DType.FP32 or not Machine.of(config).has_gpu
@@ -178,7 +178,7 @@ def _with_room(
 def measure(
     config: EngineConfig, folder: Path | None, policy: StorePolicy, arrivals: Sequence[Arrival]
 ) -> dict[str, object]:
-    """Times to the first token, and where histories came from."""
+    """Times to the first token, and the tiers of the histories."""
     load = load_average()
     with TemporaryDirectory(prefix="mainstem-policies-") as made:
         disk_dir = config.store.disk_dir or made
@@ -191,7 +191,7 @@ def measure(
 
 
 def _engine(config: EngineConfig, folder: Path | None) -> Iterator[tuple[Engine, Counters]]:
-    """A fresh engine that has run a step or two, and counters that begin then."""
+    """A new engine that has run a few steps, and counters that start after these."""
     bus = EventBus()
     if folder is None:
         engine = build_random_engine(SHAPES[config.model.model], config, bus)

@@ -18,10 +18,10 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 
-BEGIN_AT = 0.3  # of the job's output tokens: past the beginning, before the tail
+BEGIN_AT = 0.3  # recording begins after this share of the job's output tokens
 LARGEST = 12  # kernels listed by name
 
-# the first that fits
+# the first pattern that matches
 KINDS = {
     "copies": r"memcpy|memset|copy|aten::clone",
     "attention": r"span|units_kernel|attention|attn|flash|merge",
@@ -59,7 +59,7 @@ def kind_of(name: str) -> str:
 
 
 def read_trace(path: Path) -> list[Work]:
-    """The device's work in a trace; the operators of the CPU where no other device worked."""
+    """The device's work in a trace; the operators of the CPU if no other device was used."""
     events = json.loads(path.read_text())["traceEvents"]
     for categories in (DEVICE_CATEGORIES, HOST_CATEGORIES):
         found = [
@@ -73,9 +73,9 @@ def read_trace(path: Path) -> list[Work]:
 
 
 def self_us(works: Iterable[Work]) -> list[tuple[str, float]]:
-    """Each piece's own time: without the pieces inside it, nor the end of an earlier one, for which
-    a kernel that began ahead of time waits. Works are in order of their beginning, enclosing ones
-    first.
+    """Each piece's own time, without the pieces inside it, and without the time in which a kernel
+    that was launched early waits for an earlier one to end. Pieces are in order of their start;
+    enclosing ones come first.
     """
     spent: list[tuple[str, float]] = []
     open_works: dict[object, list[tuple[int, Work]]] = defaultdict(list)
@@ -96,7 +96,7 @@ def self_us(works: Iterable[Work]) -> list[tuple[str, float]]:
 
 
 def busy_us(works: Iterable[Work]) -> float:
-    """Time in which anything ran, on whichever stream."""
+    """Time in which anything ran, on any stream."""
     total_us, reached_us = 0.0, float("-inf")
     for work in works:
         total_us += max(0.0, work.end_us - max(work.begin_us, reached_us))
@@ -105,9 +105,8 @@ def busy_us(works: Iterable[Work]) -> float:
 
 
 def shares_of(works: list[Work]) -> dict[str, float]:
-    """Parts of the time from the first piece to the last; `idle` is when nothing ran.
-
-    Work on several streams at once counts for each, so that parts may add up to more than 1.
+    """Shares of the time from the first piece to the last; `idle` is the time when nothing ran.
+    Work on several streams at once counts for each, so shares may add up to more than 1.
     """
     if not works:
         return {"idle": 1.0}
@@ -135,7 +134,7 @@ class ProfileWindow:
         self._works: list[Work] | None = None
 
     def watch(self, total_output: int) -> Callable[[Counters], None]:
-        """What to do after each step of a job that generates `total_output` tokens."""
+        """A function to call after each step of a job that generates `total_output` tokens."""
 
         def after_step(counters: Counters) -> None:
             if self._is_recording:

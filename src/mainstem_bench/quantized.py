@@ -1,9 +1,9 @@
-"""A model quantized to 4 bits by us, and what that costs: perplexity of a text before and after.
+"""Quantizes a model to 4 bits, and measures the perplexity of a text before and after.
 
 Weights of the layers' products are rounded in groups, with zero points or without, and written as a
-compressed-tensors checkpoint (W4A16), which is then loaded and scored as any other. Embedding, head
-and norms stay. The text's first tokens are scored; tokens after them, or those of another text, say
-which inputs products get.
+compressed-tensors checkpoint (W4A16), which is then loaded and scored like any other. Embedding,
+head and norms are not changed. The text's first tokens are scored; the tokens after them, or those
+of another text, are used for calibration.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from mainstem_bench.report import line, load_average
 from mainstem_bench.rounding import Grid, Rounded, nearest
 
 WINDOW = 1024  # tokens that are scored together
-SEQUENCE = 512  # tokens of calibration that see each other
+SEQUENCE = 512  # tokens of one calibration sequence
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,14 +45,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--score-tokens", type=positive_count, default=4096, metavar="N")
     made.add_argument(
         "--inputs", type=int, default=4096, metavar="N",
-        help="tokens after those to round for (4096); 0: each number to the nearest",
+        help="calibration tokens, after the scored ones (4096); 0: round to the nearest",
     )  # fmt: skip
     made.add_argument(
-        "--inputs-text", type=Path, metavar="FILE", help="tokens to round for instead"
+        "--inputs-text", type=Path, metavar="FILE", help="take calibration tokens from this file"
     )
     made.add_argument("--group", type=positive_count, default=32, help="columns of a scale (32)")
     made.add_argument("--symmetric", action="store_true", help="without zero points")
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="keep the checkpoint there")
+    made.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="keep the checkpoint in this folder"
+    )
     made.add_argument("--threads", type=positive_count, metavar="N")
     made.add_argument("--json", action="store_true", help="one JSON line")
     return made
@@ -122,8 +124,8 @@ def _score(folder: Path, ids: Int32s) -> float:
 def round_products(
     folder: Path, ids: Int32s, num_inputs: int, grid: Grid, length: int = SEQUENCE
 ) -> dict[str, Rounded]:
-    """The products of all layers, by name without ".weight", for the first `num_inputs` of `ids` in
-    sequences of `length`; for none, to the nearest."""
+    """The rounded products of all layers, by name without ".weight". They are calibrated on the
+    first `num_inputs` of `ids`, in sequences of `length`; 0: rounded to the nearest."""
     spec = read_spec(folder)
     inputs = torch.from_numpy(ids[:num_inputs].astype(np.int64))
     inputs = inputs[: len(inputs) // length * length].view(-1, length)
@@ -157,7 +159,7 @@ def _config(grid: Grid) -> dict[str, object]:
 
 
 def write_checkpoint(folder: Path, out: Path, products: dict[str, Rounded], grid: Grid) -> None:
-    """What is in `folder`, with these products quantized."""
+    """Write a copy of the checkpoint in `folder` with these products quantized."""
     out.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
         if file.suffix in (".json", ".jinja") and "index" not in file.name:

@@ -1,8 +1,8 @@
-"""What a step takes on several cards, projected from one.
+"""The time of a step on several cards, projected from one card.
 
 A card runs the part of rank 0 on random weights, with collectives that do nothing. Their time is
-added from their bytes, at the speed of NVLink and some microseconds for each; nothing overlaps.
-Steps are of prompts alone, then of decodes alone.
+computed from their bytes, at the speed of NVLink plus some microseconds for each, and added;
+nothing overlaps. There are steps with only prompts, and steps with only decodes.
 """
 
 import argparse
@@ -37,15 +37,15 @@ from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
 
 NVLINK_BYTES_PER_S = 450e9  # each way, per card of eight
-CALL_S = 10e-6  # of a collective that moves nothing
+CALL_S = 10e-6  # fixed time of a collective
 CASES = ("llama-30b:2", "llama-65b:4", "llama2-70b:4", "falcon-40b:4")  # the papers' settings
-NUM_RUNS = 2  # of prompts; the faster one counts
+NUM_RUNS = 2  # runs with prompts; the faster one counts
 WARM_SEED = 99
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The Collectives of a rank that the others do not hear."""
+    """Collectives that do nothing, for a rank without the others."""
 
     shard: Shard
     is_capturable: bool = True
@@ -60,13 +60,13 @@ class Silent:
 def collectives_s(
     spec: ModelSpec, of: int, num_tokens: float, num_samples: float, element_bytes: int = 2
 ) -> float:
-    """Of a step: sums as rings make them, each rank's bytes 2 (of - 1) / of times over its link;
-    logits are gathered."""
+    """Seconds of a step's collectives. Sums are ring all-reduces: each rank sends 2 (of - 1) / of
+    times its bytes. Logits are gathered."""
     per_layer = 1 if spec.residual is not Residual.SERIAL else 2
-    num_sums = 1 + spec.num_layers * per_layer  # the first is the embedding's
+    num_sums = 1 + spec.num_layers * per_layer  # the first one is for the embedding
     sum_bytes = num_sums * num_tokens * spec.hidden_size * element_bytes
     if spec.qk_norm is QkNorm.ROWS:
-        num_sums += spec.num_layers  # of two numbers a token
+        num_sums += spec.num_layers  # sums of two numbers per token
     share = (of - 1) / of
     gather_bytes = num_samples * spec.vocab_size * element_bytes
     moved = 2 * share * sum_bytes + share * gather_bytes
@@ -110,7 +110,7 @@ def _read_case(case: str) -> tuple[str, int]:
     name, _, of = case.partition(":")
     if name not in SHAPES or not of.isdigit() or int(of) < 1:
         raise ConfigError(f"--cases: {case!r} is not SHAPE:RANKS; shapes: {', '.join(SHAPES)}")
-    part_of(SHAPES[name], Shard(0, int(of)))  # raises where the model cannot be cut so
+    part_of(SHAPES[name], Shard(0, int(of)))  # raises if the model cannot be split like this
     return name, int(of)
 
 

@@ -1,7 +1,8 @@
 """Recorded requests of a server (`mainstem serve --record FILE`), run on the engine alone.
 
-The same token ids at the same moments, in one process, without HTTP, tokens to text, or JSON: what
-a client sees beyond these times is the server's own. A pause in the record begins a new part.
+The same token ids arrive at the same times, in one process, without HTTP, detokenizing or JSON. The
+difference to the times that a client sees is the server's own cost. A pause in the record begins a
+new part.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals
 from mainstem_bench.feed import StepLog
 from mainstem_bench.report import line, spread
 
-DEFAULT_TOKENS = 128  # of requests that leave it open
+DEFAULT_TOKENS = 128  # for requests without max_tokens
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=1.2,
         metavar="S",
-        help="a pause that separates two parts (%(default)s)",
+        help="a pause of this length separates two parts (%(default)s)",
     )
     add_engine_flags(made)
     return made

@@ -1,4 +1,4 @@
-"""What every benchmark line carries: where and on what it was measured."""
+"""Fields of every benchmark line: on which machine and with which versions it was measured."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the archive (`git archive` fills the file in), or of the checkout."""
+    """The commit of the archive (`git archive` fills in the file), or of the checkout."""
     exported = Path(__file__).with_name("commit.txt").read_text().strip()
     if not exported.startswith("$"):
         return exported

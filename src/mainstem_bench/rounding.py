@@ -1,10 +1,10 @@
 """Rounding a weight to 4 bits, in groups of columns that share a scale and a zero point.
 
-`nearest` looks at the weight alone. `for_inputs` makes the product's answers change least, over the
-inputs that a text gives it: with G the Gram matrix of these inputs and r the error of a row, r G r'
-is what counts. Columns are rounded one by one, the loudest groups first, and what each leaves is
-made up for by those that follow (GPTQ). A group is rounded with several scales, and each row keeps
-the one that leaves least. Then scales are fitted by least squares and columns rounded again with
+`nearest` uses only the weight. `for_inputs` minimises the change of the product's outputs over the
+inputs from a text: r G r', where G is the Gram matrix of these inputs and r the error of a row.
+Columns are rounded one by one, groups with the largest inputs first, and later columns compensate
+the error of earlier ones (GPTQ). Each group is rounded with several scales, and each row keeps the
+scale with the least error. Then scales are fitted by least squares and columns rounded again with
 all others fixed (coordinate descent).
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 LEVELS = 15  # the largest
 MIDDLE = 8
-# of the Gram matrix's mean diagonal, added to it: few tokens do not tell all. Less of it fits the
-# inputs better and other text worse (docs/log/cpu.md)
+# this part of the Gram matrix's mean diagonal is added to it, since there are few tokens. Less of
+# it fits the calibration text better and other text worse (docs/log/cpu.md)
 _DAMPING = 0.15
-# what levels cover, of a group's range; more of them leave hardly less
+# scales that are tried: levels cover this part of a group's range. More of them gain little
 _RATIOS = tuple(0.8 + 0.4 * step / 19 for step in range(20))
-_BLOCK = 48  # columns whose effect on the rest is one product
+_BLOCK = 48  # columns whose effect on the rest is computed in one product
 _SWEEPS = 1
 
 
@@ -32,10 +32,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Columns first, for they are worked on one by one."""
+    """A rounded weight, stored with columns first, since they are processed one by one."""
 
     levels: Tensor  # fp32 [in, out], whole numbers of 0 to 15
-    scales: Tensor  # [in / group, out], numbers that fp16 has
+    scales: Tensor  # [in / group, out], exactly representable in fp16
     zeros: Tensor  # [in / group, out], whole numbers of 0 to 15
 
     @property
@@ -97,7 +97,7 @@ def _round_groups(columns: Tensor, gram: Tensor, grid: Grid) -> Rounded:
     inside = loudness.argsort(dim=1, descending=True)
     groups = loudness.sum(1).argsort(descending=True)
     order = (groups[:, None] * group + inside[groups]).flatten()
-    # row i of the factor: how a change of column i is made up for by those after it
+    # row i of the factor: how later columns compensate a change of column i
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order].double()))
     factor = torch.linalg.cholesky(inverse, upper=True).float()
     left = columns[order]

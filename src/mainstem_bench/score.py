@@ -1,8 +1,8 @@
 """Contexts per second whose choices are scored, on random weights; for comparison, with one token
 generated after each choice.
 
-A context is computed once for all its choices, and of a choice all but its last token.
-Building the engine and warming it up are outside the clock; planning and submitting are in it.
+A context is computed once for all its choices; of a choice, all tokens except the last are
+computed. Planning and submitting are timed; building the engine and warming it up are not.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def measure(job: ScoreJob, model_shape: str, config: EngineConfig) -> dict[str, 
     score(engine, few, few.prompts(shape.vocab_size, WARM_SEED))
     prompts = job.prompts(shape.vocab_size)
     engine.clear_cache()
-    scored = _speed(job, score(engine, job, prompts))  # counters go on with the next run
+    scored = _speed(job, score(engine, job, prompts))  # read now: the next run changes the counters
     engine.clear_cache()
     whole = Prompts.from_lists(list(prompts))
     generated = _speed(job, run_job(engine, whole, 1, is_planned=True))
@@ -116,7 +116,7 @@ def measure(job: ScoreJob, model_shape: str, config: EngineConfig) -> dict[str, 
 
 
 def score(engine: Engine, job: ScoreJob, prompts: np.ndarray) -> JobRun:
-    """Score every choice; all but its last token is computed."""
+    """Score every choice; all its tokens except the last are computed."""
     scorings = [Scoring(job.context_tokens, (int(row[-1]),)) for row in prompts]
     heads = Prompts.from_lists(list(prompts[:, :-1]))
     run = run_job(engine, heads, 1, is_planned=True, scorings=scorings)
@@ -144,8 +144,8 @@ def _speed(job: ScoreJob, run: JobRun) -> dict[str, object]:
 
 
 def check_scores(job: ScoreJob, config: EngineConfig) -> None:
-    """Raise AssertionError unless choices over a shared context have the logprobs they have when
-    each is scored from its first token on, alone. In fp32."""
+    """Raise AssertionError unless choices over a shared context have the same logprobs as when each
+    is scored alone. In fp32."""
     few = replace(job, num_contexts=min(CHECKED_CONTEXTS, job.num_contexts))
     exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
     shape = SHAPES[config.model.model]

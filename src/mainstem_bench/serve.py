@@ -1,15 +1,15 @@
-"""Load on any OpenAI-compatible chat server, as its clients see it.
+"""Puts load on any OpenAI-compatible chat server, and measures what its clients see.
 
-Requests arrive at random at a given rate (--rate, Poisson: the server's slowness does not slow the
-arrivals) or are kept at a number in flight (--concurrency). What is asked comes from a file or is
-made up: conversations that share a system prompt of --prefix words. The turns of one conversation
-follow each other, each with the answers before it.
+Requests arrive at random at a given rate (--rate, Poisson: a slow server does not slow the
+arrivals), or a fixed number is kept in flight (--concurrency). Conversations come from a file or
+are generated with a shared system prompt of --prefix words. The turns of a conversation follow each
+other; each contains the earlier answers.
 
 ttft_ms        from sending a request to its first text
 itl_ms         from one piece of text to the next
 e2e_ms         from sending a request to the end of its answer
 norm_ms        e2e over output tokens: the normalized latency of the vLLM and RelayAttention papers
-goodput_per_s  requests per second whose TTFT and mean ITL keep both --slo limits
+goodput_per_s  requests per second whose TTFT and mean ITL are within the --slo limits
 """
 
 import argparse
@@ -45,9 +45,11 @@ def parser() -> argparse.ArgumentParser:
         "mainstem bench serve", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--url", default="http://127.0.0.1:8000", help="with or without /v1")
-    made.add_argument("--model", help="default: the first the server lists")
-    made.add_argument("--api-key-file", type=Path, help="a file with the key the server wants")
-    made.add_argument("--requests", type=positive_count, default=64, help="how many in all")
+    made.add_argument("--model", help="default: the first model that the server lists")
+    made.add_argument("--api-key-file", type=Path, help="a file with the server's API key")
+    made.add_argument(
+        "--requests", type=positive_count, default=64, help="total number of requests"
+    )
     pace = made.add_mutually_exclusive_group()
     pace.add_argument("--rate", type=float, help="conversations begun per second; inf: all at once")
     pace.add_argument(
@@ -69,9 +71,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="answers of exactly --max-tokens, where the server knows `ignore_eos`",
     )
-    made.add_argument("--seed", type=int, default=0, help="of arrivals and made-up text")
+    made.add_argument("--seed", type=int, default=0, help="seed of arrivals and generated text")
     made.add_argument(
-        "--warmup", type=not_negative_count, default=1, help="requests before the clock starts"
+        "--warmup", type=not_negative_count, default=1, help="requests before the measurement"
     )
     made.add_argument("--timeout-s", type=float, default=600.0, help="longest wait for one answer")
     made.add_argument("--slo-ttft-ms", type=float, default=math.inf)
@@ -82,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load: what is asked of which server, and how fast."""
+    """The load: the server, the requests and their rate."""
 
     endpoint: Endpoint
     model: str
@@ -95,7 +97,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """What a request must keep to count for goodput."""
+    """The latencies up to which a request counts for goodput."""
 
     ttft_s: float = math.inf
     itl_s: float = math.inf
@@ -107,11 +109,11 @@ class LoadLimits:
 
 
 class ServerUnreachable(MainstemError):
-    """No measurement: the server does not answer, or not as an OpenAI-compatible one."""
+    """The server does not answer, or is not OpenAI-compatible."""
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 1 if a request failed: numbers of a server that refuses work mislead."""
+    """Exit status 1 if a request failed, since numbers of a server that refuses work mislead."""
     args = parser().parse_args(argv)
     if args.rate is not None and not args.rate > 0:
         raise ConfigError(f"--rate must be above 0, got {args.rate}")
@@ -187,7 +189,7 @@ def take(source: Iterator[Conversation], num_requests: int) -> list[Conversation
 
 
 async def run_load(load: Load, conversations: Sequence[Conversation]) -> list[StreamedAnswer]:
-    """Every answer, failed ones included; a conversation ends at its first failure."""
+    """All answers, including failed ones; a conversation ends at its first failure."""
     total = sum(len(conversation.questions) for conversation in conversations)
     with tqdm(total=total, unit="req", disable=None, dynamic_ncols=True) as bar:
         if load.rate is None:

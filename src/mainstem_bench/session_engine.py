@@ -1,4 +1,4 @@
-"""An engine on random weights that conversations come back to, and its clock."""
+"""An engine on random weights, for timing the turns of returning conversations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ Ids = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Which sessions come back when, and with how much."""
+    """Sessions that return, and the lengths of their turns."""
 
     model_shape: str = "llama31-8b"
     sessions: int = 72
     history: int = 2000  # tokens of the first turn
-    new: int = 100  # that a later turn brings
+    new: int = 100  # new tokens of a later turn
     output: int = 32
     at_once: int = 24
     turns: int = 3
@@ -43,7 +43,7 @@ WORKLOADS = {
 
 @dataclass(slots=True)
 class Turn:
-    """What a batch of sessions got."""
+    """The results of one turn of a batch of sessions."""
 
     first_s: list[float]
     answers: list[Ids]
@@ -51,7 +51,7 @@ class Turn:
 
 
 class Bench:
-    """An engine on random weights, and its clock."""
+    """An engine on random weights that times the requests of a batch."""
 
     def __init__(self, work: Sessions, config: EngineConfig) -> None:
         self.work, self.config = work, config
@@ -71,7 +71,7 @@ class Bench:
         return [rng.randrange(10, min(self.shape.vocab_size, 30_000)) for _ in range(count)]
 
     def ask(self, prompts: Sequence[Ids], output: int) -> Turn:
-        """All at once; first tokens are timed from before the first is submitted."""
+        """Submit all at once; times to the first token count from before the first submit."""
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         turn = Turn([0.0] * len(prompts), [[] for _ in prompts], [0] * len(prompts))
         first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
@@ -103,6 +103,6 @@ class Bench:
         self.engine.clear_cache()
 
     def push_out(self) -> None:
-        """Evict everything from the device, as other requests would: only lower tiers have it."""
+        """Evict everything from the device, as other requests would; only lower tiers keep it."""
         self.engine.flush()
         self.engine.clear_device()

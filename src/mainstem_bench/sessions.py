@@ -1,16 +1,16 @@
-"""Conversations that come back: time to the first token of returning turns, by where their KV is.
+"""Returning conversations: time to the first token, by the tier of their KV.
 
     turns      sessions return in batches; their history comes from host memory, from disk, or is
                computed again (`--tier`)
     preload    one session at a time: layers loaded before its prompt starts (the paper's Fig. 19)
-    busy       a batch of sessions returns behind a job that decodes, by the same
-    saves      a decoding batch while pages of others are being saved, and while not
+    busy       a batch of sessions returns while a job decodes, with the same settings
+    saves      decode steps with and without saves of other requests' pages
     saving     jobs by when their pages are saved: while decoding, at the end, in sync (Fig. 20)
     grain      pages saved whole, by layer, or by token and layer (GPU)
     document   a second question about a long document
 
-Random weights of a known shape. With `--conversations FILE` real ones are asked of a real model
-instead, turn by turn, the last turn from disk in a process of its own.
+Random weights of a known shape. With `--conversations FILE` a real model answers real conversations
+instead, turn by turn; the last turn is loaded from disk in a new process.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from mainstem_bench.report import line, load_average
 from mainstem_bench.session_engine import WORKLOADS, Bench, Sessions, Turn
 from mainstem_bench.settings import random_config, settings
 
-STAGING = 1 / 4  # of the host memory, where histories are to come from disk: those of a batch fit
+STAGING = 1 / 4  # part of the host memory if histories come from disk: enough for one batch
 DISK_GB = 40.0
 OVERLAP: dict[str, Callable[[Bench], Iterator[dict[str, object]]]] = {
     "preload": measure_preload,
@@ -64,21 +64,36 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tier", choices=["host", "disk", "none"], action="append")
     made.add_argument("--document-tokens", type=positive_count, default=28_000, metavar="N")
     made.add_argument(
-        "--conversations", action="append", metavar="FILE.jsonl", help="real ones; see bench serve"
+        "--conversations",
+        action="append",
+        metavar="FILE.jsonl",
+        help="real conversations; see bench serve",
     )
     made.add_argument(
-        "--turns", type=positive_count, default=5, metavar="N", help="of real ones (5)"
+        "--turns",
+        type=positive_count,
+        default=5,
+        metavar="N",
+        help="turns, with --conversations (5)",
     )
     made.add_argument(
-        "--output", type=positive_count, default=96, metavar="N", help="of real ones (96)"
+        "--output",
+        type=positive_count,
+        default=96,
+        metavar="N",
+        help="tokens of an answer, with --conversations (96)",
     )
     made.add_argument(
-        "--at-once", type=positive_count, default=10, metavar="N", help="of real ones (10)"
+        "--at-once",
+        type=positive_count,
+        default=10,
+        metavar="N",
+        help="conversations at once, with --conversations (10)",
     )
     made.add_argument(
         "--end", choices=["close", "kill"], action="append",
-        help="how the process ends before the last turn of real ones: closed, or kill -9 (close); "
-        "given twice: before each of the last two turns",
+        help="with --conversations, how the process ends before the last turn: closed, or kill -9 "
+        "(close); given twice: before each of the last two turns",
     )  # fmt: skip
     made.add_argument(
         "--limit-s", type=float, metavar="S", help="leave out parts that would begin later (none)"
@@ -126,7 +141,8 @@ def _measure_chats(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 def _measure(
     args: argparse.Namespace, work: Sessions, config: EngineConfig
 ) -> Iterator[dict[str, object]]:
-    """Part by part. A part that fails gives a line with its error, and the next one begins."""
+    """Measure part by part. A part that fails gives a line with its error, and the next one
+    begins."""
     began_s = perf_counter()
     for tier, parts in _by_tier(args.part or ["turns"], args.tier or ["host"]):
         late = args.limit_s is not None and perf_counter() - began_s > args.limit_s
@@ -142,7 +158,7 @@ def _measure(
 
 
 def _by_tier(parts: Sequence[str], tiers: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """What is measured with one engine: turns in every tier, other parts with host memory."""
+    """The measurements with one engine: turns in every tier, other parts with host memory."""
     rest = [part for part in parts if part != "turns"]
     turns = ["turns"] if "turns" in parts else []
     found = {tier: list(turns) for tier in tiers} if turns else {}
@@ -207,7 +223,7 @@ class InTier:
 
 
 def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
-    """A line a turn."""
+    """One line per turn."""
     work = bench.work
     bench.warm_up()
     rng = Random(0)
@@ -222,7 +238,7 @@ def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
             turn.answers += batch.answers
             turn.cached += batch.cached
             if tier == "none":
-                bench.push_out()  # what the device still has is not to be found either
+                bench.push_out()  # also evict what the device still has
         seconds = perf_counter() - began_s
         bench.engine.flush()
         loaded = {
@@ -252,7 +268,7 @@ def _turn_result(turn: Turn, tier: str, number: int, seconds: float) -> dict[str
 
 
 def measure_document(bench: Bench, num_tokens: int) -> Iterator[dict[str, object]]:
-    """A document is asked about, pushed out of the device, and asked about again."""
+    """Ask about a document, evict it from the device, and ask about it again."""
     bench.warm_up()
     rng = Random(3)
     num_tokens = min(num_tokens, bench.work.device_tokens - 256)

@@ -1,4 +1,4 @@
-"""How benchmarks on random weights are set up, and how that is written into their results."""
+"""Settings of benchmarks on random weights, and how results record them."""
 
 import argparse
 from dataclasses import asdict, fields, replace
@@ -12,11 +12,12 @@ from mainstem.models.shapes import SHAPES
 from mainstem.runner.machine import available_bytes
 from mainstem_bench.machine import Machine
 
-FP32_BYTES = 4  # what a CPU computes in
+FP32_BYTES = 4  # CPUs compute in fp32
 
 
 def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) -> EngineConfig:
-    """The engine flags, with a shape's name for a model, and KV memory unless they say it."""
+    """The config from the engine flags. The model is the name of a shape; `kv_tokens` is used
+    unless a flag sets it."""
     flag = "--model-shape" if "model_shape" in args else "--workload"
     if args.model is not None:
         raise ConfigError(f"--model: weights are random here; choose a {flag}")
@@ -33,8 +34,8 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
 
 
 def check_room(name: str, kv_tokens: int, free_bytes: int, smaller: str) -> None:
-    """Refuse a shape that a machine without a GPU has no memory for, before it begins to swap;
-    `smaller` is what to ask for instead."""
+    """Refuse a shape that does not fit the memory of a machine without a GPU, before it begins to
+    swap; `smaller` is the advice in the error."""
     shape = SHAPES[name]
     values = shape.num_weights + shape.kv_elements_per_token * kv_tokens
     if FP32_BYTES * values > free_bytes:

@@ -1,7 +1,7 @@
 """A plan cut for many workers: seconds, balance and what the cut costs, as JSON lines.
 
-The plan is synthetic: groups of 1 to 40 rows over prefixes of 50 to 2,000 tokens, of whose prompts
-only the lengths are known. Planning itself is not timed (`mainstem bench plan`).
+The plan is synthetic: groups of 1 to 40 rows with prefixes of 50 to 2,000 tokens. Prompts have
+lengths, but no tokens. Planning itself is not timed (`mainstem bench plan`).
 """
 
 import argparse
@@ -19,7 +19,7 @@ SIZES = ((1_000_000, 8), (10_000_000, 1000))  # rows, workers
 
 
 def lengths_only(num_rows: int) -> tuple[Plan, Int64s]:
-    """A plan of groups of 1 to 40 rows, of whose prompts only the lengths are known."""
+    """A plan of groups of 1 to 40 rows, and the lengths of the prompts, which have no tokens."""
     rng = np.random.default_rng(3)
     sizes = rng.integers(1, 41, num_rows)
     starts = np.append(0, np.cumsum(sizes))
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rows", type=positive_count, metavar="N", help="(1M and 10M)")
     parser.add_argument("--workers", type=positive_count, metavar="N", help="(8 and 1,000)")
     parser.add_argument(
-        "--output-tokens", type=positive, default=64.0, metavar="N", help="of an answer (64)"
+        "--output-tokens", type=positive, default=64.0, metavar="N", help="tokens of an answer (64)"
     )
     args = parser.parse_args(argv)
     if (args.rows is None) != (args.workers is None):

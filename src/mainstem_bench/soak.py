@@ -1,6 +1,6 @@
 """Thousands of short random requests with aborts, priorities and too little KV memory.
 
-Nothing may be lost: every answer ends exactly once, every page comes back, the device's memory
+Nothing may be lost: every answer ends exactly once, every page is freed, the device's memory
 does not grow. Fails otherwise. Random weights; prompts begin with one of a few shared heads.
 """
 
@@ -33,14 +33,15 @@ KV_TOKENS = 8192  # far less than open requests need
 MAX_OPEN = 256  # requests
 HEAD_TOKENS = (0, 16, 40)  # shared beginnings
 MAX_OWN_TOKENS = 32
-OUTPUT_TOKENS = (400, 8, 8, 8)  # at most, in turn: expectations of lengths are wrong
+# most tokens of an answer, in turn: the engine's expectations are wrong
+OUTPUT_TOKENS = (400, 8, 8, 8)
 TURN_REQUESTS = 128
 ABORTED = 0.15  # of the requests
 LATEST_ABORT = 40  # steps after it was submitted
 CHECK_EVERY = 500  # steps
 EOS_ID = 7
-FIRST_PART = 0.25  # of the requests, after which memory is expected to stay
-ALLOWED_GROWTH_BYTES = 16 << 20  # of the device's memory: allocators round
+FIRST_PART = 0.25  # of the requests; after these, memory must not grow
+ALLOWED_GROWTH_BYTES = 16 << 20  # of the device's memory, since allocators round
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +71,8 @@ def main(argv: list[str]) -> int:
 
 
 def soak(num_requests: int, seed: int, config: EngineConfig) -> dict[str, object]:
-    """Run all requests in two parts; memory is compared between their ends, when all is idle."""
+    """Run all requests in two parts; memory at the ends of both parts, when all is idle, is
+    compared."""
     load, machine = load_average(), Machine.of(config)
     shape = SHAPES[config.model.model]
     engine = build_random_engine(shape, config)
@@ -87,7 +89,7 @@ def soak(num_requests: int, seed: int, config: EngineConfig) -> dict[str, object
     host_grown = process_bytes() - host_before
     assert device_grown <= ALLOWED_GROWTH_BYTES, f"device memory grew by {device_grown} bytes"
     if counters.preemptions == 0:
-        reason = "memory was meant to be short: more --requests, or less --kv-tokens"
+        reason = "memory should be short: use more --requests, or less --kv-tokens"
         raise ConfigError(f"nothing was preempted; {reason}")
     assert crowd.ends.total() == crowd.num_answers, "an answer never ended"
     engine.clear_cache()
@@ -133,7 +135,7 @@ class RandomRequests:
             eos_ids=(EOS_ID,),
             priority=rng.choice((-1, 0, 0, 0, 2)),
             delivery=rng.choice(list(Delivery)),
-            expected_tokens=1,  # far too low: more start than memory can hold to the end
+            expected_tokens=1,  # far too low, so that too many sequences start
         )
 
     def abort_after(self) -> int | None:
@@ -161,7 +163,7 @@ class RandomRequests:
 
 @dataclass(slots=True)
 class Crowd:
-    """Callers of one engine: they submit, wait or give up, and account for every output."""
+    """Callers of one engine: they submit, wait or abort, and check every output."""
 
     engine: Engine
     requests: RandomRequests
@@ -172,7 +174,7 @@ class Crowd:
     _num_steps: int = 0
 
     def run(self, num_requests: int, show: Callable[[], object] = lambda: None) -> None:
-        """Send `num_requests` more and wait until the engine is idle and whole."""
+        """Send `num_requests` more, wait until the engine is idle, and check it."""
         num_left = num_requests
         while num_left or self.engine.has_work:
             while num_left and len(self._open) < MAX_OPEN:

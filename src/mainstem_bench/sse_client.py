@@ -1,7 +1,7 @@
 """One streamed chat answer from an OpenAI-compatible server, with the time of each piece.
 
-A small HTTP/1.1 client on asyncio streams: nothing between the socket and the clock, and nothing to
-install. Each request has its own connection, and the time to open it counts.
+A small HTTP/1.1 client on asyncio streams, without other layers that cost time, and without
+packages to install. Each request has its own connection, and the time to open it counts.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class ServerRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is, and the key it wants."""
+    """The address of a server, and its API key."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> "Endpoint":
-        """From `http://host:port` or with a path; a trailing `/v1` may be there or not."""
+        """From `http://host:port`, perhaps with a path; a trailing `/v1` may be left out."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url must look like http://host:port, got {url!r}")
@@ -48,7 +48,7 @@ class Endpoint:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """What came back for one request; times are of `perf_counter`, in seconds."""
+    """The answer to one request; times are from `perf_counter`, in seconds."""
 
     sent_s: float
     piece_s: list[float] = field(default_factory=list)  # when each piece of text came
@@ -61,7 +61,7 @@ class StreamedAnswer:
 
     @property
     def num_output(self) -> int:
-        """Tokens of the answer: as the server counts them, else its pieces."""
+        """Tokens of the answer as counted by the server, or else the number of pieces."""
         return len(self.piece_s) if self.output_tokens is None else self.output_tokens
 
     @property
@@ -90,7 +90,8 @@ async def find_model(endpoint: Endpoint, timeout_s: float) -> str:
 
 
 async def stream_chat(endpoint: Endpoint, body: Json, timeout_s: float) -> StreamedAnswer:
-    """Ask, and listen to the end. What a server or the network does wrong is in `error`."""
+    """Send a request and read the answer to its end. Errors of the server or the network are in
+    `error`."""
     wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
     payload = json.dumps(wanted).encode()
     answer = StreamedAnswer(perf_counter())
@@ -203,7 +204,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 async def _body(
     reader: asyncio.StreamReader, headers: Mapping[str, str]
 ) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, in any of HTTP's three framings."""
+    """The body as it arrives, in any of HTTP's three framings."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
             yield (await reader.readexactly(size + 2))[:-2]

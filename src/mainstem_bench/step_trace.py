@@ -5,16 +5,16 @@
             |###############..........   the tail: no prompt is left, answers only end
             +------------------------> time
 
-A tail is no fault of a schedule that keeps all answers going to the end, and of a job that takes
-half of the time it is twice the share; so it is counted for itself. What small steps cost is that
-weights are read once more for each of them: `extra_steps` are those beyond the fewest possible.
+The tail is counted separately: a good schedule has one, too, and its share is larger the faster the
+job is. A small step costs time because it reads all weights: `extra_steps` is the number of steps
+above the fewest possible.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-VALLEY = 0.25  # of the largest step's tokens
+VALLEY = 0.25  # steps with fewer than this part of the largest step's tokens are valleys
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class StepTrace:
         return self.ends_s[-1]
 
     def summary(self) -> dict[str, float]:
-        """Shares of the time: of valleys and of the tail; and the steps."""
+        """The shares of time of valleys and of the tail, and the number of steps."""
         tokens = np.array(self.num_tokens)
         spent = np.diff(self.ends_s, prepend=0.0)
         has_prompt = tokens > np.array(self.num_decodes)

@@ -1,4 +1,4 @@
-"""Questions on a document after the text before it was cut away (AttentionStore, Table 2)."""
+"""Questions about a document after the text before it was cut off (AttentionStore, Table 2)."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.ways import WatchedRunner, Way, way_config
 
 ANSWER_TOKENS = 16
-SPARE_TOKENS = 8  # of the window that reading leaves: any question then makes it overflow
+SPARE_TOKENS = 8  # tokens of the window that stay free, so that any question makes it overflow
 QUESTION_TOKENS = 64  # approximate length of question, answer and the template between them
 READ = {"role": "assistant", "content": "I have read it. What do you want to know?"}
 ARTICLES = {"a", "an", "the"}
@@ -39,25 +39,25 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Documents to be asked about, and the other text of a window."""
+    """Documents with questions, and other text to fill the window."""
 
     documents: tuple[Document, ...]
     filler_ids: Sequence[int]
     is_document_first: bool = False
 
     def told(self, document: Document, filler: str) -> str:
-        """What a conversation begins with."""
+        """The beginning of a conversation."""
         texts = (document.text, filler) if self.is_document_first else (filler, document.text)
         return "\n\n".join(texts)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one way answered."""
+    """The scores of one way."""
 
     way: str
     questions: int
-    accuracy: float  # percent of answers that hold the wanted words
+    accuracy: float  # percent of answers that contain the wanted words
     f1: float  # percent, words of answer and wanted answer compared
     computed_tokens: int
     moved_pages: int
@@ -70,16 +70,15 @@ class ScoredAnswer:
     """How good one answer is, in points."""
 
     document: int
-    right: float  # 100 if it holds the wanted words
+    right: float  # 100 if it contains the wanted words
     f1: float
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """By how many points one way answers better than another, question by question.
-
-    `margin` is half of the 95 % interval of the mean; questions on one document are not
-    independent, so documents are what is drawn.
+    """The mean difference in points between two ways, question by question. `margin` is half of the
+    95 % interval of the mean; it is computed over documents, since questions about one document are
+    not independent.
     """
 
     mean: float
@@ -100,7 +99,7 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def _bare(question: str) -> str:
-    """Without the words of a completion prompt."""
+    """A question without the words of a completion prompt."""
     return question.strip().removeprefix("Question:").removesuffix("ScoredAnswer:").strip()
 
 
@@ -125,7 +124,7 @@ def ask(folder: Path, config: EngineConfig, way: Way, questions: Questions) -> S
     for number, document in enumerate(questions.documents):
         num_filler = window - SPARE_TOKENS - len(tokenizer.encode_chat([_user(document.text)]))
         if num_filler < window // 2 + QUESTION_TOKENS:
-            continue  # the cut would reach into the document
+            continue  # the cut would drop a part of the document
         filler = tokenizer.decode(questions.filler_ids[:num_filler])
         told = _user(questions.told(document, filler))
         session = SessionId(f"document-{number}")
@@ -175,7 +174,8 @@ def _answers(
 
 
 def _score(document: int, answer: str, wanted: str) -> ScoredAnswer:
-    """Whether the answer holds the wanted words, and the harmonic mean of precision and recall."""
+    """Whether the answer contains the wanted words, and F1: the harmonic mean of precision and
+    recall."""
     said, right = _words(answer), _words(wanted)
     common = sum((Counter(said) & Counter(right)).values())
     f1 = 2 * common / (len(said) + len(right)) if said or right else 0.0
@@ -184,7 +184,7 @@ def _score(document: int, answer: str, wanted: str) -> ScoredAnswer:
 
 
 def compare(some: Sequence[ScoredAnswer], others: Sequence[ScoredAnswer], field: str) -> Difference:
-    """`others` against `some`, which answer the same questions in the same order."""
+    """Compare `others` with `some`; both answer the same questions in the same order."""
     by_document: dict[int, list[float]] = {}
     for one, other in zip(some, others, strict=True):
         assert one.document == other.document, "answers to other questions"
@@ -192,7 +192,7 @@ def compare(some: Sequence[ScoredAnswer], others: Sequence[ScoredAnswer], field:
         points.append(getattr(other, field) - getattr(one, field))
     count = sum(map(len, by_document.values()))
     mean = sum(map(sum, by_document.values())) / count
-    # the sandwich estimate: what the documents add to the sum beyond their part of the mean
+    # the sandwich estimate, with documents as clusters
     spread = sum((sum(points) - len(points) * mean) ** 2 for points in by_document.values())
     return Difference(mean, 1.96 * math.sqrt(spread) / count)
 

@@ -1,23 +1,24 @@
-"""How well a model reads on after its conversation was cut to the window (AttentionStore 4.3.6).
+"""How well a model continues after its conversation was cut to the window (AttentionStore 4.3.6).
 
 A text is fed as one long conversation, a few tokens a turn. Whenever it fills the window, half of
-it is dropped. Perplexity is that of every token after the first cut:
+it is dropped. Perplexity is measured over every token after the first cut:
 
-    whole       nothing is dropped; only where the model's context is long enough
-    recompute   the oldest tokens go, the kept tokens are computed again
-    kv          their KV is moved to the new positions; the first page is kept as sink
-    important   as kv, but the pages go that the last 64 tokens attend to least
-    no sink     as kv, without the sink
-    naive       as kv, but keys keep the rotation of their old positions
+    whole       nothing is dropped; only if the model's context is long enough
+    recompute   the oldest tokens are dropped, the others are computed again
+    kv          the KV of the kept tokens is moved; the first page is kept as the sink
+    important   like kv, but drops the pages that the last 64 tokens attend to least
+    no sink     like kv, without the sink
+    naive       like kv, but keys keep the rotation of their old positions
 
 Agreement is the share of these tokens at which the likeliest token is the same as with nothing
-dropped. `important` reads the last tokens before the cut, so that it predicts some of a turn that
-is cut from more context than others have: `perplexity_later` leaves such turns out, for every way.
+dropped. `important` reads the last tokens before the cut, so in a turn with a cut it predicts some
+tokens from more context than the other ways. `perplexity_later` leaves such turns out, for every
+way.
 
-With --questions FILE, documents are read at the end of a window that other text has filled. The cut
-drops the other text, and the questions are asked: how many answers hold the wanted words? Every
-way is compared with the first, question by question. With --document-first the document comes
-before the other text: then only a way that chooses what it drops can keep it.
+With --questions FILE, a document comes at the end of a window that is filled with other text. The
+cut drops the other text; then the questions are asked, and answers that contain the wanted words
+are counted. Every way is compared with the first, question by question. With --document-first the
+document comes before the other text: then only a way that chooses what it drops can keep it.
 """
 
 import argparse
@@ -56,11 +57,11 @@ MIN_CUTS = 2  # a text that is cut less often says little
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one way made of a text."""
+    """The result of one way on a text."""
 
     way: str
     perplexity: float
-    perplexity_later: float | None  # None: every turn is cut, or none
+    perplexity_later: float | None  # None: every turn has a cut, or none has
     agreement: float | None  # None: the text is longer than the model's context
     scored_tokens: int
     computed_tokens: int
@@ -71,15 +72,15 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The text read without a cut: of each token, its logprob and the likeliest one in its place.
-    The first has neither."""
+    """The text read without a cut: the logprob of each token, and the likeliest token in its place.
+    The first token has neither."""
 
     logprobs: list[float]
     likeliest: list[int]
     seconds: float
 
     def reading(self, window: int) -> Reading:
-        """Of the tokens that are scored where a window is cut."""
+        """The result over the tokens that are scored with a window."""
         logprobs = self.logprobs[window + 1 :]
         return Reading(
             way="whole",
@@ -95,7 +96,7 @@ class Whole:
 
 
 def read_whole(folder: Path, config: EngineConfig, text_ids: Sequence[int]) -> Whole | None:
-    """None: the text is longer than the model's context."""
+    """Read the text without a cut; None: it is longer than the model's context."""
     num_tokens = len(text_ids) + 1
     if num_tokens > folder_origin(folder).spec.max_positions:
         return None
@@ -154,9 +155,9 @@ def read_on(
     sink = page_size if way.sink_tokens is None else way.sink_tokens
     watched[0].attach(bus, sink)
     began_s = perf_counter()
-    # the first turn fills the window but for a turn, so that the cut falls between turns
+    # the first turn fills the window except for one turn, so that the cut falls between turns
     ends = list(range(window - turn_tokens, len(ids), turn_tokens))
-    at_cuts: set[int] = set()  # tokens of turns that are cut anew
+    at_cuts: set[int] = set()  # tokens of turns with a new cut
     before = 0
     for turn, end in enumerate([*ends, len(ids)]):
         num_cuts = watched[0].num_cuts
@@ -221,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         action="append",
         metavar="FILE",
-        help='ask instead: {"doc": text, "items": [{"q": question, "a": answer}]} a line,\n'
+        help='questions: {"doc": text, "items": [{"q": question, "a": answer}]} a line,\n'
         "also .gz; any number of files",
     )
     made.add_argument(
@@ -277,7 +278,7 @@ def _readings(
 def _scores(
     folder: Path, config: EngineConfig, ways: Sequence[str], questions: Questions
 ) -> Iterator[dict[str, object]]:
-    first: Score | None = None  # that the others are compared with
+    first: Score | None = None  # the others are compared with it
     for name in ways:
         score = ask(folder, config, WAYS[name], questions)
         first = first or score
@@ -298,7 +299,7 @@ def _question_result(score: Score, first: Score) -> dict[str, object]:
 
 
 def read_text(path: Path | None) -> str:
-    """The file's text; without a file the documents of the demo, one after the other."""
+    """The file's text; without a file, the documents of the demo one after the other."""
     if path is None:
         rows = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
         return "\n\n".join(json.loads(row)["doc"] for row in rows.splitlines())

@@ -1,15 +1,15 @@
 """Tokens per step over a job: the valleys of BatchLLM's Fig. 2 and 9.
 
-The real scheduler and store run a workload against the clock of a cost model (an H200) instead of
-a device. `mainstem bench paper batch-tab2` measures the same on a device.
+The real scheduler and store run a workload; times come from a cost model of an H200 instead of a
+device. `mainstem bench paper batch-tab2` measures the same on a device.
 
-    capped     prompts in the order they come, pages kept by LRU, at most --max-seqs at once
-    as given   the same, and memory is the limit
-    grouped    prompts with equal prefixes together, groups in the order they come
+    capped     prompts in input order, pages kept by LRU, at most --max-seqs at once
+    as given   the same, but limited only by memory
+    grouped    prompts with equal prefixes together, groups in input order
     planned    groups with much to generate first
 
 With --spread 0 all answers are equally long, and the result is compared with the limit of the card:
-what is missing there, the scheduler lost.
+the scheduler is the cause of the difference.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
 
 PAGE_SIZE = 16
 ELEMENT_BYTES = 2  # bf16
-WAYS = {  # how prompts are planned; None: not
+WAYS = {  # how prompts are planned; None: not planned
     "capped": None,
     "as given": None,
     "grouped": PlanConfig(reorders=False),
@@ -76,7 +76,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="industry")
     made.add_argument("--groups", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument(
-        "--output", type=positive_count, metavar="N", help="mean tokens out (likewise)"
+        "--output",
+        type=positive_count,
+        metavar="N",
+        help="mean tokens of an answer (the workload's own)",
     )
     made.add_argument(
         "--spread", type=float, default=0.5, metavar="X",
@@ -131,7 +134,7 @@ def run(
     config: SchedConfig,
     way: str,
 ) -> Run:
-    """The whole job in virtual time."""
+    """Run the whole job in virtual time."""
     bus = EventBus()
     counters = Counters().attach(bus)
     store = KVStore(job.kv_tokens // PAGE_SIZE, PAGE_SIZE, b"valleys", bus)

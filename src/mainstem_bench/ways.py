@@ -33,8 +33,8 @@ WAYS = {
 
 
 class WatchedRunner:
-    """Runs steps as they are, and notes how likely each next token of a known text was, and which
-    token was the likeliest."""
+    """Runs steps unchanged, and records the logprob of each next token of a known text, and the
+    likeliest token."""
 
     def __init__(self, runner: Runner, text_ids: Int32s, first: int, is_naive: bool) -> None:
         """Tokens from number `first` on are scored."""
@@ -42,14 +42,15 @@ class WatchedRunner:
         self._text_ids = text_ids
         self._first = first
         self._is_naive = is_naive
-        self._start = 0  # from this position on, the text is `_distances[-1]` tokens further
-        self._distances = [0]  # after each cut so far
+        # from this position on, a token's number in the text is larger by `_distances[-1]`
+        self._start = 0
+        self._distances = [0]  # the distance after each cut so far
         # by token number, the first time it was predicted
         self.logprobs: dict[int, float] = {}
         self.likeliest: dict[int, int] = {}
 
     def attach(self, bus: EventBus, sink_tokens: int) -> None:
-        """Follow the cuts of the one conversation there is."""
+        """Follow the cuts of the only conversation."""
         self._start = sink_tokens
         bus.subscribe(PromptTruncated, self._note_cut)
 
@@ -59,7 +60,7 @@ class WatchedRunner:
 
     @property
     def num_cuts(self) -> int:
-        """Cuts so far that were not those of an earlier turn."""
+        """Cuts so far; a cut that is repeated in a later turn counts once."""
         return len(self._distances) - 1
 
     @property
@@ -73,7 +74,7 @@ class WatchedRunner:
         number = place + 1
         is_asked = (number >= self._first) & (number < len(self._text_ids))
         is_asked &= [int(n) not in self.logprobs for n in number]
-        if is_asked.any():  # nor are tokens scored that are read out of their place
+        if is_asked.any():  # tokens that are read again at other positions are not scored, either
             is_asked &= bool((self._text_ids[place] == step.token_ids).all())
         rows = np.flatnonzero(is_asked).astype(np.int32)
         number = number[rows]
@@ -88,7 +89,7 @@ class WatchedRunner:
         return _Watched(self, number, self._runner.launch(step))
 
     def drain(self) -> None:
-        """As the runner it watches."""
+        """See the runner that it watches."""
         self._runner.drain()
 
     def check(self) -> None:
@@ -116,7 +117,7 @@ class _Watched:
 
 
 def way_config(config: EngineConfig, way: Way) -> EngineConfig:
-    """Pages for a few windows: originals and what is moved."""
+    """The config with pages for a few windows: originals and moved ones."""
     window = config.sched.max_model_len
     assert window is not None
     sched = replace(config.sched, sink_tokens=way.sink_tokens)

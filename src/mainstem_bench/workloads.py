@@ -1,7 +1,7 @@
 """The seeded workloads behind the figures: equal arguments give equal prompts and equal spans.
 
-Prompts are token ids. Attention cases are spans over pages in random physical order, as a long-
-running server has them.
+Prompts are token ids. Attention cases are spans over pages in random physical order, as in
+a long-running server.
 """
 
 import random
@@ -16,7 +16,7 @@ from mainstem.core.step import Int32s, Spans
 def shared(
     groups: int, degree: int, prefix: int, distinct: int, seed: int = 0, vocab: int = 30000
 ) -> list[list[int]]:
-    """groups x degree prompts: a common head per group, a tail of its own per prompt."""
+    """groups x degree prompts: each group has a common head, each prompt its own tail."""
     rng = random.Random(seed)
     prompts = []
     for _ in range(groups):
@@ -27,7 +27,7 @@ def shared(
 
 
 def shuffled(prompts: list[list[int]], seed: int = 1) -> list[list[int]]:
-    """The same prompts in the order in which rivals were given them."""
+    """The same prompts in the order that was used for rivals."""
     order = list(prompts)
     random.Random(seed).shuffle(order)
     return order
@@ -45,7 +45,7 @@ class OfflineJob:
     prefix: int
     distinct: int
     output: int
-    num_requests: int | None = None  # None: all; otherwise the first ones, in whole groups first
+    num_requests: int | None = None  # None: all; otherwise only the first ones
 
     def group_sizes(self) -> list[int]:
         """Prompts of each group; only the last may be smaller than the others."""
@@ -57,8 +57,8 @@ class OfflineJob:
         )
 
     def prompts(self, vocab: int, seed: int = 0) -> list[list[int]]:
-        """Group by group; a smaller job has the first prompts of a larger one. Ids stay below
-        30,000, as the rivals' did, or below `vocab` where that is less.
+        """Group by group; a smaller job has the first prompts of a larger one. Ids are below
+        30,000, as for rivals, or below `vocab` if that is less.
         """
         sizes = self.group_sizes()
         most = min(vocab, 30_000)
@@ -92,7 +92,7 @@ class Run:
 
 
 def _depths(runs: Sequence[Run]) -> list[int]:
-    """The position at which each run begins: after those that its first token is in before."""
+    """The position at which each run begins: after the earlier runs of its first token."""
     depth_of: dict[int, int] = {}
     depths = []
     for run in runs:
@@ -113,7 +113,7 @@ class AttentionCase:
     head_dim: int = 128
     page_size: int = 16
     window: int | None = None  # keys that a token sees, its own included
-    allowed_over_floor: float = 1.25  # the bar is this times the floor and 8 us
+    allowed_over_floor: float = 1.25  # the bar is this times the floor, plus 8 us
     rival_us: float | None = None  # best of FlashInfer decode and cascade, FlashAttention-3
 
     @property
@@ -121,7 +121,7 @@ class AttentionCase:
         return 1 + max(max(run.rows) for run in self.runs)
 
     def spans(self, seed: int = 0) -> Spans:
-        """The runs with pages of their own, in random physical order; windows not yet clipped."""
+        """The runs as spans, with pages in random physical order; not yet clipped to windows."""
         pages = [-(-run.key_tokens // self.page_size) for run in self.runs]
         return Spans(
             query_starts=np.cumsum([0] + [len(run.rows) for run in self.runs]).astype(np.int32),
@@ -134,7 +134,7 @@ class AttentionCase:
         )
 
     def positions(self) -> Int32s:
-        """Of the tokens, each behind all keys of its runs."""
+        """Positions of the tokens, each after all keys of its runs."""
         spans, positions = self.spans(), np.zeros(self.num_tokens, np.int32)
         for run, depth in zip(self.runs, spans.key_positions.tolist(), strict=True):
             last = depth + run.key_tokens - 1
@@ -145,7 +145,8 @@ class AttentionCase:
 
 
 def grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
-    """Decoding sequences in equal groups, each with a prefix in common, and own tokens."""
+    """Decoding sequences in equal groups; each group shares a prefix, and each sequence has its own
+    tokens."""
     degree = batch // groups
     heads = tuple(
         Run(tuple(range(group * degree, (group + 1) * degree)), prefix) for group in range(groups)
@@ -158,7 +159,8 @@ def own_runs(lengths: list[int]) -> tuple[Run, ...]:
 
 
 def unequal_groups(rng: random.Random, batch: int, own: int) -> tuple[Run, ...]:
-    """Groups of 1 to 40 sequences, each with a prefix of its own length, and own tokens."""
+    """Groups of 1 to 40 sequences; prefixes differ in length, and each sequence has its own
+    tokens."""
     runs, first = [], 0
     while first < batch:
         members = min(rng.randint(1, 40), batch - first)
@@ -209,7 +211,7 @@ def _tree_cases() -> Iterator[AttentionCase]:
 
 
 def prefill_runs(first_row: int) -> tuple[Run, ...]:
-    """Seven chunks of 512 tokens, each over 2,000 tokens of its own (BatchLLM Fig. 10)."""
+    """Seven chunks of 512 tokens, each after 2,000 other tokens (BatchLLM Fig. 10)."""
     return tuple(
         Run(
             tuple(range(first_row + 512 * chunk, first_row + 512 * (chunk + 1))),
@@ -236,7 +238,7 @@ def prefill_cases() -> tuple[AttentionCase, ...]:
 
 
 def mixed_cases() -> tuple[AttentionCase, AttentionCase, AttentionCase]:
-    """A mixed step, and its two halves as steps of their own."""
+    """A mixed step, and its two halves as separate steps."""
     decodes = grouped(256, 16, 2000, 250)
     return (
         AttentionCase("gqa32/8 mixed 7x512 over 2000, 256 decodes", decodes + prefill_runs(256)),

@@ -3,16 +3,19 @@
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mainstem.core.config import Share
 from mainstem.core.errors import ConfigError
-from mainstem_bench.paper import command
+from mainstem.runner.load import load_runner
+from mainstem_bench.paper import command, engines
 from mainstem_bench.paper.batchllm_plans import industry
 from mainstem_bench.paper.engines import Engines
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
@@ -246,3 +249,23 @@ def test_a_row_without_a_line_is_an_error() -> None:
 def test_one_names_what_is_missing() -> None:
     with pytest.raises(KeyError, match="prefix"):
         one([{"prefix": 1}], prefix=2)
+
+
+def test_a_model_is_freed_before_the_next_one_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would not fit on a card."""
+    runners: list[weakref.ref[object]] = []
+    alive: list[int] = []
+
+    def load(*args: Any) -> tuple[Any, Any]:
+        alive.append(sum(runner() is not None for runner in runners))
+        runner, facts = load_runner(*args)
+        runners.append(weakref.ref(runner))
+        return runner, facts
+
+    monkeypatch.setattr(engines, "load_runner", load)
+    kept = Engines()
+    for kv_tokens in (1024, 1024, 2048):
+        with kept.engine("tiny", kv_tokens):
+            pass
+    kept.close()
+    assert alive == [0, 0]

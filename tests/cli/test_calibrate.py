@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mainstem.cli import calibrate as command
 from mainstem.plan.cost import card_for, cards_path
@@ -26,3 +27,14 @@ def test_a_calibrated_device_is_found_again(
     assert 1e8 < card.bytes_per_s < 1e14
     assert 1e8 < card.flops_per_s < 1e16
     assert 0 < card.launch_s < 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_a_cpu_says_that_attention_has_no_record_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibrate, "NUM_TIMED", 1)
+    assert command.main([]) == 0
+    assert "planned without a record of the card" in capsys.readouterr().out
+    assert not (tmp_path / "paces.json").exists()

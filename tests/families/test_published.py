@@ -324,7 +324,7 @@ def test_what_gpt_oss_does_not_know_is_refused(changes: dict[str, object], said:
     ],
 )
 def test_hybrids_are_refused_with_the_reason(architecture: str, why: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"{architecture} .* it has {why}, whose state"):
+    with pytest.raises(UnsupportedModel, match=f"{architecture} .* it has {why}, which do not"):
         read("Qwen/Qwen3-30B-A3B", architectures=[architecture])
 
 

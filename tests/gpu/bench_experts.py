@@ -1,11 +1,12 @@
 """Mixtures of experts on a card: checked against torch, then timed at the shapes of three models.
 
 `PYTHONPATH=src:. python -m tests.gpu.bench_experts [--checks-only | --sweep] [--seconds 60]
-[--methods ours,library] [--json FILE]`
+[--methods ours,hopper,library] [--json FILE]`
 
 Prints one JSON line per number of tokens, microseconds: both grouped products alone, in our kernels
-(`ours`, activation included in gate_up) and in torch._grouped_mm (`library`), routing and sum, and
-the whole layer as `choose` runs it and by each method. `tflops` are of the products' arithmetic;
+(`ours` and `hopper`, activation included in gate_up) and in torch._grouped_mm (`library`), routing
+and sum, and the whole layer as `choose` runs it and by each method. `tflops` are of the products'
+arithmetic;
 `weights_us` is the time that reading the weights of the experts in use takes at the card's speed.
 `busiest` is the load of the busiest expert over the average. Inputs rotate so that the experts of
 small steps come from memory. --sweep times other tiles instead.
@@ -22,15 +23,16 @@ from torch import Tensor
 
 from mainstem.kernels.dense.invariant import Tile, matmul
 from mainstem.kernels.experts import reference
+from mainstem.kernels.experts.choose import choose, hopper_kernels
 from mainstem.kernels.experts.combine import combine
 from mainstem.kernels.experts.products import (
     FEW,
     GROUPED,
+    HOPPER,
     MANY,
     SOME,
     Method,
     Tiles,
-    choose,
     down,
     gate_up,
     grouped_product,
@@ -69,6 +71,8 @@ QWEN2 = Shape(
     ),
 )
 SHAPES = (QWEN3, GPT_OSS, MIXTRAL)
+OF_METHOD = {Method.HOPPER: HOPPER, Method.LIBRARY: GROUPED}
+ALL_TILES = (FEW, SOME, MANY, GROUPED, *([HOPPER] if hopper_kernels(CUDA) else []))
 
 
 def some_weights(shape: Shape, is_skewed: bool = False) -> ExpertTensors:
@@ -178,7 +182,7 @@ def check_layer() -> None:
     for shape in (QWEN3, GPT_OSS, MIXTRAL, QWEN2):
         for is_skewed in (False, True):
             tensors, space = some_weights(shape, is_skewed), a_space(shape, 3000)
-            for tiles in (None, FEW, SOME, MANY, GROUPED):
+            for tiles in (None, *ALL_TILES):
                 layer = GpuExperts(tensors, shape.spec, space, plain_linear, tiles=tiles)
                 for tokens in (1, 37, 3000):
                     x = some(tokens, shape.hidden, seed=tokens)
@@ -214,7 +218,7 @@ def check_graphs_and_no_waiting() -> None:
     """A captured layer follows its input; nothing waits for the device."""
     shape = QWEN3
     tensors, space = some_weights(shape), a_space(shape, 1024)
-    for tiles in (None, GROUPED):
+    for tiles in (None, *ALL_TILES):
         layer = GpuExperts(tensors, shape.spec, space, plain_linear, tiles=tiles)
         for tokens in (1, 13, 1024):
             x = some(tokens, shape.hidden, seed=1)
@@ -276,6 +280,17 @@ class Timing:
             figures["ours_down"] = time_us(
                 [lambda: down(act, routing, as_tensor(tensors.down), tiles.down, answers)] * COPIES
             )
+        kernels = hopper_kernels(CUDA)
+        if Method.HOPPER in methods and kernels is not None:
+            route(x, router, routing, HOPPER.rows)
+            hopper = kernels.HopperProducts(
+                as_tensor(tensors.gate_up), as_tensor(tensors.down), self.space.act
+            )
+            bias, activation = tensors.gate_up_bias, spec.activation.value
+            figures["hopper_gate_up"] = time_us(
+                [lambda: hopper.gate_up(x, routing, bias, activation)] * COPIES
+            )
+            figures["hopper_down"] = time_us([lambda: hopper.down(routing, answers)] * COPIES)
         if Method.LIBRARY in methods:
             answers.copy_(x[routing.sorted_tokens[:rows]])
             figures["library_gate_up"] = time_us(
@@ -313,15 +328,19 @@ class Timing:
 
 
 def compare_bits(report: Report) -> None:
-    """Whether tiles of 64 and of 128 rows give the same bits; the deterministic setting could then
-    use both."""
+    """Whether tiles give the same bits as those of 64 rows, the ones of the deterministic
+    setting, which could then use them."""
     space, tensors = a_space(QWEN3, 2000), some_weights(QWEN3)
     x = some(2000, QWEN3.hidden)
-    some_tiles, many_tiles = (
-        GpuExperts(tensors, QWEN3.spec, space, plain_linear, tiles=tiles)(x, torch.empty_like(x))
-        for tiles in (SOME, MANY)
-    )
-    report("bits of 64 and 128 rows", 2000, are_equal=float(torch.equal(some_tiles, many_tiles)))
+
+    def answer(tiles: Tiles) -> Tensor:
+        layer = GpuExperts(tensors, QWEN3.spec, space, plain_linear, tiles=tiles)
+        return layer(x, torch.empty_like(x))
+
+    right = answer(SOME)
+    equal = {f"{tiles.method.value}_{tiles.rows}": float(torch.equal(answer(tiles), right))
+             for tiles in ALL_TILES}  # fmt: skip
+    report("same bits as tiles of 64 rows", 2000, **equal)
 
 
 def time_all(report: Report, methods: Sequence[Method], deadline: float) -> None:
@@ -338,21 +357,27 @@ def time_all(report: Report, methods: Sequence[Method], deadline: float) -> None
 
 def time_one(report: Report, timing: Timing, tokens: int, methods: Sequence[Method]) -> None:
     spec = timing.shape.spec
-    chosen = choose(tokens * spec.top_k, spec.num_experts, BF16, CUDA, is_deterministic=False)
+    chosen = tiles_of(tokens, timing.shape)
     figures = {"layer": timing.layer_us(tokens, None)}
     for method in methods:
-        if method is not chosen.method:
-            tiles = GROUPED if method is Method.LIBRARY else ours_of(tokens, spec)
+        if method is not chosen.method and OF_METHOD.get(method, MANY) in ALL_TILES:
+            tiles = OF_METHOD.get(method) or ours_of(tokens, timing.shape)
             figures[f"{method.value}_layer"] = timing.layer_us(tokens, tiles)
     flops = 6 * tokens * spec.top_k * spec.size * timing.shape.hidden
     figures["layer_tflops"] = flops / figures["layer"] / 1e6
     report(timing.name, tokens, **figures,
-           **timing.parts_us(tokens, ours_of(tokens, spec), methods))  # fmt: skip
+           **timing.parts_us(tokens, ours_of(tokens, timing.shape), methods))  # fmt: skip
 
 
-def ours_of(tokens: int, spec: ExpertsSpec) -> Tiles:
-    """The one of our tiles that `choose` takes."""
-    tiles = choose(tokens * spec.top_k, spec.num_experts, BF16, CUDA, is_deterministic=False)
+def tiles_of(tokens: int, shape: Shape) -> Tiles:
+    """What `choose` takes."""
+    x, spec = torch.empty(1, shape.hidden, dtype=BF16, device=CUDA), shape.spec
+    return choose(tokens * spec.top_k, spec.num_experts, x, is_deterministic=False)
+
+
+def ours_of(tokens: int, shape: Shape) -> Tiles:
+    """Those for any card."""
+    tiles = tiles_of(tokens, shape)
     return tiles if tiles.method is Method.OURS else MANY
 
 
@@ -395,7 +420,7 @@ def main() -> None:
     parser.add_argument("--checks-only", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--methods", default="ours,library")
+    parser.add_argument("--methods", default="ours,hopper,library")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds

@@ -30,7 +30,7 @@ from mainstem.kernels.dense.activations import (
 from mainstem.kernels.dense.fp8 import Fp8Linear, quantize_weight
 from mainstem.kernels.dense.fp8_blocks import quantize_groups
 from mainstem.kernels.dense.fp8_rows import Fp8Per
-from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
+from mainstem.kernels.dense.head_norms import HeadNorms, joint_norm_
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import (
     Delta,
@@ -121,26 +121,24 @@ def check_head_norms() -> None:
         qkv = some(50, q_size + 2 * k_size)
         queries, keys, values = torch.split(qkv, [q_size, k_size, k_size], 1)
         for kind in KINDS:
-            for shapes in (
-                ((dim,), (dim,)),
-                ((heads, dim), (kv_heads, dim)),
-                ((q_size,), (k_size,)),
-            ):
-                gains = [a_norm(kind, int(np.prod(shape)), seed=20).gain for shape in shapes]
-                norms = [
-                    Norm(gain.view(shape), EPS, is_layer=kind == "layer")
-                    for gain, shape in zip(gains, shapes, strict=True)
-                ]
-                is_joint = shapes[0] == (q_size,)
-                found = qkv.clone()
-                run = joint_norm_ if is_joint else head_norm_
-                run(found, norms[0], norms[1], heads, kv_heads, dim)
-                parts = [
-                    right_norm(part if is_joint else part.reshape(50, -1, dim), norm).view(50, -1)
-                    for part, norm in zip((queries, keys), norms, strict=True)
-                ]
-                right = torch.cat([*parts, values], 1)
-                assert off_by(found, right) < 1e-3, (heads, kv_heads, dim, kind, shapes)
+            is_layer = kind == "layer"
+            wide = [Norm(a_norm(kind, size, seed=20).gain, EPS, is_layer)
+                    for size in (q_size, k_size)]  # fmt: skip
+            found = qkv.clone()
+            joint_norm_(found, wide[0], wide[1], heads, kv_heads, dim)
+            right = torch.cat([right_norm(queries, wide[0]), right_norm(keys, wide[1]), values], 1)
+            assert off_by(found, right) < 1e-3, (heads, kv_heads, dim, kind)
+            if is_layer:
+                continue
+            norms = HeadNorms(a_norm(kind, dim, seed=20), a_norm(kind, dim, seed=21))
+            parts, pages = qkv.clone().view(50, -1, dim), some(2, 4, kv_heads, 16, dim)
+            q, k, v = torch.split(parts, [heads, kv_heads, kv_heads], 1)
+            slots = torch.arange(50, device="cuda")
+            rope_append(q, k, v, pages[0], pages[1], slots, slots, None, norms)
+            stored = pages[0].transpose(1, 2).reshape(64, kv_heads, dim)[:50]
+            assert off_by(q, right_norm(queries.reshape(50, -1, dim), norms.q)) < 1e-3
+            assert off_by(stored, right_norm(keys.reshape(50, -1, dim), norms.k)) < 1e-3
+            assert torch.equal(v.reshape(50, -1), values)
 
 
 def check_activations() -> None:
@@ -435,9 +433,19 @@ def time_rows(report: Report) -> None:
                                                         EPS))),
         )  # fmt: skip
         qkvs = [some(tokens, 6144, seed=seed) for seed in range(copies)]
+        pages = some(2, tokens, 8, 16, 128)
+        slots = torch.arange(tokens, device="cuda")
+        inv_freq = 10000.0 ** (-torch.arange(64, device="cuda") / 64)
+
+        def append(qkv: Tensor, norms: HeadNorms | None) -> None:
+            parts = qkv.view(len(qkv), -1, 128)
+            q, k, v = torch.split(parts, [32, 8, 8], 1)
+            rope_append(q, k, v, pages[0], pages[1], slots, slots, inv_freq, norms)
+
         report(
-            "head_norm", tokens, floor=2 * 40 / 48 * qkvs[0].nbytes / COPY_BYTES_PER_US,
-            ours=time_us(over(qkvs, lambda x: head_norm_(x, q_norm, q_norm, 32, 8, 128))),
+            "rope_append", tokens, floor=2 * qkvs[0].nbytes / COPY_BYTES_PER_US,
+            ours=time_us(over(qkvs, lambda x: append(x, None))),
+            normed=time_us(over(qkvs, lambda x: append(x, HeadNorms(q_norm, q_norm)))),
         )  # fmt: skip
         gates = [some(tokens, 2 * MLP, seed=seed) for seed in range(copies)]
         out = torch.empty(tokens, MLP, device="cuda").bfloat16()

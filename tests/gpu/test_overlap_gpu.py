@@ -24,7 +24,7 @@ from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention.plan import ALL_LAUNCHES
 from mainstem.kernels.dense.activations import Act, activate, activate_gated, activate_gated_fp8
 from mainstem.kernels.dense.fp8_rows import Fp8Per
-from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_
+from mainstem.kernels.dense.head_norms import HeadNorms, joint_norm_
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import Delta, Norm, norm_rows, norm_rows_fp8, norm_twice
 from mainstem.kernels.dense.rows import quantize_rows
@@ -85,7 +85,7 @@ def as_a_graph(run: Callable[[], None]) -> None:
 
 NORM = Norm(some(HIDDEN, seed=1), EPS)
 LAYER_NORM = Norm(NORM.gain, EPS, is_layer=True, bias=some(HIDDEN, seed=10))
-HEAD_NORM = Norm(some(DIM, seed=2), EPS)
+HEAD_NORMS = HeadNorms(Norm(some(DIM, seed=2), EPS), Norm(some(DIM, seed=12), EPS))
 K_NORM = Norm(some(KV_HEADS * DIM, seed=11), EPS)
 ASIDE = some(TOKENS, HIDDEN, seed=3)
 SCRATCH = torch.empty_like(ASIDE)
@@ -96,11 +96,6 @@ PAGES = torch.zeros(2, 4, KV_HEADS, 16, DIM, dtype=torch.bfloat16, device="cuda"
 for copy in (copy_late, copy_at_once):
     copy(torch.empty_like(ASIDE), ASIDE)  # compiled before any capture
 torch.cuda.synchronize()
-
-
-def _head_norm(x: Tensor) -> Tensor:
-    head_norm_(x, HEAD_NORM, HEAD_NORM, HEADS, KV_HEADS, DIM)
-    return x
 
 
 def _joint_norm(x: Tensor) -> Tensor:
@@ -118,10 +113,10 @@ def _add_norm(x: Tensor) -> Tensor:
     return x
 
 
-def _rope_append(x: Tensor) -> Tensor:
+def _rope_append(x: Tensor, norms: HeadNorms | None = None) -> Tensor:
     parts = x.view(TOKENS, -1, DIM)
     k, v = parts[:, HEADS : HEADS + KV_HEADS], parts[:, HEADS + KV_HEADS :]
-    rope_append(parts[:, :HEADS], k, v, PAGES[0], PAGES[1], POSITIONS, SLOTS, FREQUENCIES)
+    rope_append(parts[:, :HEADS], k, v, PAGES[0], PAGES[1], POSITIONS, SLOTS, FREQUENCIES, norms)
     return torch.cat([x.flatten(), PAGES.flatten()])
 
 
@@ -140,9 +135,9 @@ READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "quantize_rows": (HIDDEN, lambda x: quantize_rows(x)[0].float()),
     "scale_logits": (HIDDEN, _scale_logits),
     "joint_norm": (QKV, _joint_norm),
-    "head_norm": (QKV, _head_norm),
     "rope_append": (QKV, _rope_append),
-    "head_norm, rope_append": (QKV, lambda x: _rope_append(_head_norm(x))),
+    "rope_append, norms": (QKV, lambda x: _rope_append(x, HEAD_NORMS)),
+    "joint_norm, rope_append": (QKV, lambda x: _rope_append(_joint_norm(x))),
 }
 WRITERS: dict[str, tuple[int, Callable[[Tensor], object]]] = {
     "norm": (HIDDEN, lambda x: norm_rows(ASIDE, NORM, out=x)),
@@ -152,8 +147,8 @@ WRITERS: dict[str, tuple[int, Callable[[Tensor], object]]] = {
     "activate_gated": (HIDDEN // 2, lambda x: activate_gated(ASIDE, Act.SILU, out=x)),
     "scale_logits": (HIDDEN, _scale_logits),
     "joint_norm": (QKV, _joint_norm),
-    "head_norm": (QKV, _head_norm),
     "rope_append": (QKV, _rope_append),
+    "rope_append, norms": (QKV, lambda x: _rope_append(x, HEAD_NORMS)),
 }
 
 

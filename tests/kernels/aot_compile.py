@@ -15,12 +15,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mainstem.kernels.attention.cutting import Shape
 from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
-from mainstem.kernels.attention.hopper.rows import tail_of, tiles_of
+from mainstem.kernels.attention.hopper.rows import tail_of
 from mainstem.kernels.attention.hopper.small_reads import rows_of_box
 from mainstem.kernels.attention.merge import _merge_kernel
+from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
@@ -33,17 +33,14 @@ from mainstem.kernels.attention.tuning import (
     Tiles,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
-from mainstem.kernels.dense.head_norms import (
-    _head_norm_kernel,
-    _joint_norm_kernel,
-    _joint_squares_kernel,
-)
+from mainstem.kernels.dense.head_norms import _joint_norm_kernel, _joint_squares_kernel
 from mainstem.kernels.dense.int4 import TILES as INT4_TILES
 from mainstem.kernels.dense.int4 import _dequantize_kernel, _product_kernel
 from mainstem.kernels.dense.invariant import _matmul_kernel
 from mainstem.kernels.dense.logits import _scale_logits_kernel
 from mainstem.kernels.dense.norms import _norm_kernel
 from mainstem.kernels.dense.rows import _quantize_kernel
+from mainstem.kernels.experts import hopper as hopper_experts
 from mainstem.kernels.experts.activate import _gated_rows_kernel
 from mainstem.kernels.experts.combine import _combine_kernel
 from mainstem.kernels.experts.packed import FEW as PACKED_FEW
@@ -52,6 +49,7 @@ from mainstem.kernels.experts.packed import _packed_down_kernel, _packed_gate_up
 from mainstem.kernels.experts.products import FEW, MANY, _down_kernel, _gate_up_kernel
 from mainstem.kernels.experts.products import Tiles as ExpertTiles
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
+from mainstem.kernels.hopper import tiles_of
 from mainstem.kernels.memory.append import _rope_append_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
 from mainstem.kernels.memory.transfer import _spread_kernel
@@ -76,7 +74,7 @@ INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
     "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
-    "experts_ptr", "factors_ptr",
+    "tile_ends_ptr", "tile_count_ptr", "experts_ptr", "factors_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
@@ -226,10 +224,12 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     for is_ordered in (False, True):
         merge = {"HEADS": 32, "IS_ORDERED": is_ordered, "HAS_LSE": True, "IS_PACKED": False}
         yield Job(_merge_partials_kernel, {**HEAD, **merge, **overlaps})
+    no_norms = _nothing("q_gain_ptr", "k_gain_ptr")
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})
+    yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps, **no_norms})
     yield Job(_rerotate_kernel, {**HEAD, **half})
     still = {"HALF": 0, "HALF_LANES": 1, "PAGE_SIZE": 16, "inv_freq_ptr": None}
-    yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps})
+    yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps, **no_norms})
     yield Job(_rerotate_kernel, {**HEAD, **still})
     yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})
 
@@ -245,10 +245,6 @@ def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
     yield Job(_norm_kernel, {**row, **second, **gemma, "IS_LAYER": False, "HAS_SCALE": True}, wide)
     falcon = _nothing("after_gain_ptr", "after_bias_ptr", "scales_ptr", "scales_2_ptr")
     yield Job(_norm_kernel, {**row, **falcon, "IS_LAYER": True, "HAS_SCALE": False})
-    heads = {**HEAD, **overlaps, "HEADS": 32, "KV_HEADS": 8, "TILE": 8}
-    for is_stablelm in (False, True):
-        kind = {"IS_LAYER": is_stablelm, "HAS_OWN_GAINS": is_stablelm}
-        yield Job(_head_norm_kernel, {**heads, **kind})
     joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, **overlaps}
     yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False, "squares_ptr": None})
     of_ranks = {"squares_ptr": "*fp32"}
@@ -317,6 +313,25 @@ def _expert_jobs(target: str) -> Iterator[Job]:
     yield Job(_gated_rows_kernel, {**block, "ACTIVATION": "gelu"})
     for tiles in (FEW, MANY) if target == "sm_90" else (FEW,):
         yield from _grouped_jobs(tiles, target, overlaps)
+    if target == "sm_90":
+        yield from _hopper_expert_jobs()
+
+
+def _hopper_expert_jobs() -> Iterator[Job]:
+    """Both products, and gate_up with all that it may have."""
+    boxes = [f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>" for rows in (64, 128)]
+    constants = {"STAGES": hopper_experts.STAGES, "GROUP_ROWS": hopper_experts.GROUP_ROWS}
+    for is_gated, has_bias in ((False, False), (True, False), (True, True)):
+        kind = {"IS_GATED": is_gated, "HAS_BIAS": has_bias}
+        types = {"x": "*bf16" if is_gated else boxes[0], "w_desc": boxes[1]}
+        yield Job(
+            hopper_experts._hopper_kernel,
+            {**kind, **constants, "ACTIVATION": "clamped" if has_bias else "silu"},
+            types,
+            hopper_experts.OPTIONS,
+            GluonASTSource,
+            227 << 10,
+        )
 
 
 def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) -> Iterator[Job]:
@@ -403,7 +418,7 @@ def compile_all(target: str) -> None:
                 for i, n in enumerate(names)
                 if (n.endswith("_ptr") and "tensordesc" not in job.types.get(n, ""))
                 or n.startswith("stride_")
-                or n in ("size", "hidden", "num_in", "split_in")
+                or n in ("x", "size", "hidden", "num_in", "num_out", "expert_out", "split_in")
             },
         )
         compiled = triton.compile(source, target=TARGETS[target], options=job.options)

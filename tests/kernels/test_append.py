@@ -9,6 +9,8 @@ require_interpreter()
 import torch  # noqa: E402
 
 from mainstem.kernels import LayoutError, rope_append  # noqa: E402
+from mainstem.kernels.dense.head_norms import HeadNorms  # noqa: E402
+from mainstem.kernels.dense.norms import Norm  # noqa: E402
 from mainstem.kernels.memory import reference  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -36,6 +38,36 @@ def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
     assert torch.equal(v_pages, right_v)
     assert torch.equal(k, old_k)
     assert torch.equal(v, old_v)
+
+
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_heads_are_normed_before_they_are_rotated(dim: int, half: int, dtype: torch.dtype) -> None:
+    """As by a norm and then a rope: all heads, the padding token included, and no value."""
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 5 + 2 + 2, dim).to(dtype) + 1
+    gains = [torch.randn(dim).to(dtype) for _ in range(2)]
+    norms = HeadNorms(Norm(gains[0], 1e-5), Norm(gains[1], 1e-5))
+    positions, slots = torch.tensor([9, 1000, 11]), torch.tensor([17, -1, 2])
+    inv_freq = 10000.0 ** (-torch.arange(half).float() / half) if half else None
+
+    right = qkv.float()
+    right = right * (right.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    right = right.to(dtype)
+    right_q, right_k = (right[:, :5] * gains[0]), (right[:, 5:7] * gains[1])
+    pages = [torch.zeros(2, 2, 16, dim, dtype=dtype) for _ in range(4)]
+    views = right_q.clone(), right_k.clone(), qkv[:, 7:].clone()
+    rope_append(*views, pages[0], pages[1], positions, slots, inv_freq)
+
+    values = qkv[:, 7:].clone()
+    rope_append(
+        qkv[:, :5], qkv[:, 5:7], qkv[:, 7:], pages[2], pages[3], positions, slots, inv_freq, norms
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(qkv[:, :5], views[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(pages[2], pages[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(pages[3], pages[1])
+    assert torch.equal(qkv[:, 7:], values)
 
 
 @pytest.mark.parametrize("dim", [64, 80])
@@ -73,3 +105,11 @@ def test_rope_append_names_what_it_does_not_take() -> None:
         rope_append(q, kv, kv, pages, pages, positions, slots.int(), freq)
     with pytest.raises(LayoutError, match="inv_freq"):
         rope_append(q, kv, kv, pages, pages, positions, slots, torch.ones(33))
+    norm = Norm(torch.ones(64), 1e-5)
+    for norms, match in (
+        (HeadNorms(norm, Norm(torch.ones(32), 1e-5)), "k_gain"),
+        (HeadNorms(norm, Norm(torch.ones(64).half(), 1e-5)), "one dtype"),
+        (HeadNorms(*[Norm(norm.gain, 1e-5, is_layer=True)] * 2), "RMS norms"),
+    ):
+        with pytest.raises(LayoutError, match=match):
+            rope_append(q, kv, kv, pages, pages, positions, slots, freq, norms)

@@ -1,27 +1,33 @@
 """Units are assigned whole: every one once, whatever the programs have to do already."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mainstem.kernels.attention.assign import SmSlots, _fill, assign_units
-from mainstem.kernels.attention.tuning import Pace
+from mainstem.kernels.attention.assign import assign_units, large_slots
+from mainstem.kernels.attention.pace import Pace
+from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.tuning import HOPPER_SPLIT, INTERPRETER, Tiles
 
-LOADS = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
+pytestmark = pytest.mark.torch
+
+NONE = np.empty(0)
 
 
-@given(LOADS, st.floats(1, 1e5), st.integers(0, 400))
-def test_equal_units_fill_what_is_open(loads: list[float], size: float, count: int) -> None:
-    room = _fill(np.array(loads), size, count)
-    assert (room >= 0).all()
-    assert int(room.sum()) == count
+def shape_of(programs: int, queued_share: float = 0.25, tiles: Tiles = HOPPER_SPLIT) -> Shape:
+    """One unit a piece, of either kind; on Hopper two programs a multiprocessor."""
+    tiles = replace(tiles, queued_share=queued_share, pace=Pace())
+    return Shape(1, 1, 16, num_programs=programs, tiles=tiles)
 
 
 @given(
-    st.integers(2, 40),
+    st.integers(1, 20),
     st.lists(st.floats(1, 1e6), max_size=60),
     st.lists(st.floats(1, 1e6), max_size=60),
     st.booleans(),
@@ -30,7 +36,7 @@ def test_equal_units_fill_what_is_open(loads: list[float], size: float, count: i
     st.sampled_from([0.0, 0.25, 0.9]),
 )
 def test_every_unit_has_one_program(
-    programs: int,
+    pairs: int,
     large: list[float],
     small: list[float],
     is_even: bool,
@@ -40,103 +46,84 @@ def test_every_unit_has_one_program(
 ) -> None:
     if is_even and small:
         small = [small[0]] * len(small)
-    shares = np.empty(2 * programs + 2, np.int32)
-    num_large = programs // 2 if is_split and programs % 2 == 0 else programs
-    slots = SmSlots(max(int(taken * num_large), 1), num_large, Pace(late_us=5.0, beside=0.5))
-    orders = assign_units(shares, (np.array(large), 8), (np.array(small), 2), slots, queued_share)
-    assert (shares[num_large : programs + 1] == 8 * len(large)).all()
-    assert np.count_nonzero(np.diff(shares[: num_large + 1])) <= slots.taken
-    for order, bounds, count in zip(
-        orders, shares.reshape(2, -1), (8 * len(large), 2 * len(small)), strict=True
-    ):
-        assert bounds[0] == 0
-        assert bounds[-1] == count or (queued_share and bounds[-1] < count)
-        assert (np.diff(bounds) >= 0).all()
-        assert sorted(order.tolist()) == list(range(count))
+    pace = Pace(late_us=5.0, beside=0.5)
+    tiles = replace(HOPPER_SPLIT, is_split=is_split, queued_share=queued_share, pace=pace)
+    shape = Shape(4, 8, 16, num_programs=2 * pairs, tiles=tiles)
+    sms = max(int(taken * shape.num_large_programs), 1)
+    shares = assign_units(np.array(large), np.array(small), sms, shape)
+    busy = np.diff(shares[0].ends).nonzero()[0]
+    assert len(busy) <= sms
+    assert (busy < shape.num_large_programs).all()
+    counts = 8 * len(large), shape.units(False) * len(small)
+    for (order, ends, queued), count in zip(shares, counts, strict=True):
+        assert ends[0] == 0
+        assert ends[-1] == len(order)
+        assert queued_share or not len(queued)
+        assert (np.diff(ends) >= 0).all()
+        assert sorted([*order, *queued]) == list(range(count))
 
 
-def test_the_queue_has_the_last_units_of_each_the_longest_first() -> None:
-    shares = np.empty(2 * 4 + 2, np.int32)
-    cost = np.array([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
-    slots = SmSlots(2, 2, Pace())
-    _, order = assign_units(shares, (np.empty(0), 1), (cost, 1), slots, 0.5)
-    ends = shares[5:]
-    assert np.diff(ends).tolist() == [1, 1, 1, 1]
-    assert sorted(order[:4].tolist()) == [0, 1, 2, 3]
-    assert order[4:].tolist() == [4, 5, 6, 7]
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=80))
+def test_no_load_is_far_from_the_mean(us: list[float]) -> None:
+    """Longest-processing-time-first: nobody ends later than the mean and a longest unit."""
+    shares, _ = assign_units(np.array(us), NONE, 8, shape_of(8, 0.0, INTERPRETER))
+    loads = [
+        sum(us[unit] for unit in shares.order[b:e])
+        for b, e in zip(shares.ends, shares.ends[1:], strict=False)
+    ]
+    assert max(loads) <= sum(us) / 8 + max(us) + 1e-6
 
 
-def test_a_late_program_keeps_a_unit_that_is_longer_than_its_delay() -> None:
-    shares = np.empty(2 * 4 + 2, np.int32)
-    slots = SmSlots(2, 2, Pace())  # both multiprocessors, of two programs each
-    large = np.array([50.0, 50.0])
-    _, order = assign_units(shares, (large, 1), (np.array([400.0, 9.0, 8.0, 7.0]), 1), slots, 0.25)
-    assert shares[5:].tolist()[-1] == 1
-    assert order.tolist() == [0, 1, 2, 3]
-    _, order = assign_units(shares, (large, 1), (np.array([40.0, 9.0, 8.0, 7.0]), 1), slots, 0.25)
-    assert not shares[5:].any()
-    assert order.tolist() == [0, 1, 2, 3]
+def test_the_queue_has_the_shortest_units_the_longest_first() -> None:
+    us = np.array([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    _, small = assign_units(NONE, us, 2, shape_of(4))
+    assert np.diff(small.ends).tolist() == [1, 1, 1, 1]
+    assert sorted(small.order.tolist()) == [0, 1, 2, 3]
+    assert small.queued.tolist() == [4, 5, 6, 7]
 
 
-def test_equal_units_are_queued_after_large_ones_only() -> None:
-    shares = np.empty(2 * 4 + 2, np.int32)
-    slots = SmSlots(1, 2, Pace())
-    assign_units(shares, (np.array([100.0]), 1), (np.full(16, 10.0), 1), slots, 0.25)
-    kept = np.diff(shares[5:]).tolist()
+def test_a_unit_for_each_program_is_not_queued() -> None:
+    _, small = assign_units(NONE, np.full(4, 9.0), 2, shape_of(4))
+    assert small.ends.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_programs_that_begin_late_have_no_share() -> None:
+    _, small = assign_units(np.array([100.0]), np.full(16, 10.0), 1, shape_of(4))
+    kept = np.diff(small.ends).tolist()
     assert kept[2:] == [0, 0], "programs of the multiprocessor that is taken"
-    assert 0 < kept[0] == kept[1] < 8
+    assert 0 < kept[1] <= kept[0] < 8
 
 
-def test_no_program_keeps_units_if_all_begin_late() -> None:
-    shares = np.empty(2 * 4 + 2, np.int32)
-    large = np.array([50.0, 60.0])
-    _, order = assign_units(shares, (large, 1), (np.full(16, 10.0), 1), SmSlots(2, 2, Pace()), 0.25)
-    assert not shares[5:].any()
-    assert order.tolist() == list(range(16))
+def test_all_units_are_queued_if_all_programs_begin_late() -> None:
+    _, small = assign_units(np.array([50.0, 60.0]), np.full(16, 10.0), 2, shape_of(4))
+    assert not small.ends.any()
+    assert small.queued.tolist() == list(range(16))
+
+
+def test_without_a_queue_late_programs_get_less() -> None:
+    _, small = assign_units(np.array([50.0]), np.full(20, 10.0), 1, shape_of(4, 0.0))
+    assert small.ends[-1] == 20
+    assert np.diff(small.ends).tolist() == [7, 7, 3, 3]
 
 
 def test_a_program_without_large_units_begins_at_once() -> None:
-    shares = np.empty(2 * 4 + 2, np.int32)
-    small = np.full(16, 10.0)
-    assign_units(shares, (np.array([100.0]), 1), (small, 1), SmSlots(2, 2, Pace()), 0.25)
-    kept = np.diff(shares[5:]).tolist()
+    _, small = assign_units(np.array([100.0]), np.full(16, 10.0), 2, shape_of(4))
+    kept = np.diff(small.ends).tolist()
     assert kept[2:] == [0, 0]
-    assert kept[0] == kept[1] > 0
+    assert kept[0] >= kept[1] > 0
 
 
 def test_equal_large_units_are_assigned_in_turn() -> None:
-    shares = np.empty(2 * 8 + 2, np.int32)
-    slots = SmSlots(5, 8, Pace())  # 0, 2, 4, 6 and 1
-    order, _ = assign_units(shares, (np.full(3, 10.0), 4), (np.empty(0), 1), slots)
-    assert np.diff(shares[:9]).tolist() == [3, 2, 3, 0, 2, 0, 2, 0]
-    assert order.tolist() == [0, 5, 10, 4, 9, 1, 6, 11, 2, 7, 3, 8]
+    shape = replace(shape_of(8, 0.0, INTERPRETER), kv_heads=4)
+    large, _ = assign_units(np.full(3, 10.0), NONE, 5, shape)  # on 0, 2, 4, 6 and 1
+    assert np.diff(large.ends).tolist() == [3, 2, 3, 0, 2, 0, 2, 0]
+    assert large.order.tolist() == [0, 5, 10, 4, 9, 1, 6, 11, 2, 7, 3, 8]
 
 
 def test_large_units_take_neighbours_where_most_are_taken() -> None:
-    pace = Pace()
-    assert SmSlots(6, 8, pace).of_large(16).tolist() == [7, 6, 5, 4, 3, 2]
-    assert SmSlots(8, 12, pace).of_large(24).tolist() == [11, 10, 9, 8, 5, 4, 3, 2], "pairs apart"
-    assert SmSlots(9, 12, pace).of_large(24).tolist() == [11, 10, 9, 8, 7, 5, 4, 3, 2]
-    assert SmSlots(8, 8, pace).of_large(16).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert SmSlots(4, 8, pace).of_large(16).tolist() == [0, 2, 4, 6], "each beside a free one"
-    assert SmSlots(6, 8, pace).of_large(8).tolist() == [0, 2, 4, 6, 1, 3], (
-        "one kernel for both kinds"
-    )
-
-
-def test_short_units_among_nearly_equal_ones_are_claimed_last() -> None:
-    shares = np.empty(2 * 4 + 2, np.int32)
-    cost = np.array([10.0, 9.5, 10.0, 9.5, 10.0, 9.5, 10.0, 9.5])
-    slots = SmSlots(1, 2, Pace())
-    _, order = assign_units(shares, (np.array([50.0]), 1), (cost, 1), slots, 0.25)
-    assert cost[order].tolist() == sorted(cost, reverse=True)
-
-
-def test_a_few_short_units_go_to_programs_without_units() -> None:
-    large = np.array([50.0] * 14 + [8.0] * 2), 8
-    shares = np.empty(2 * 264 + 2, np.int32)
-    order, _ = assign_units(shares, large, (np.empty(0), 1), SmSlots(115, 132, Pace()))
-    counts = np.diff(shares[:133])
-    assert sorted(counts[counts > 0].tolist()) == [1] * 112 + [5, 5, 6]
-    has_several = np.repeat(counts > 1, counts)
-    assert (order[has_several] // 8 >= 14).all()
+    assert large_slots(6, 8, True).tolist() == [7, 6, 5, 4, 3, 2]
+    assert large_slots(8, 12, True).tolist() == [11, 10, 9, 8, 5, 4, 3, 2], "pairs apart"
+    assert large_slots(9, 12, True).tolist() == [11, 10, 9, 8, 7, 5, 4, 3, 2]
+    assert large_slots(8, 8, True).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert large_slots(4, 8, True).tolist() == [0, 2, 4, 6], "each beside a free one"
+    assert large_slots(6, 8, False).tolist() == [0, 2, 4, 6, 1, 3], "one kernel for both kinds"

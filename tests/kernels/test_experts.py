@@ -14,16 +14,19 @@ from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError, PlanTooLarge  # noqa: E402
 from mainstem.kernels.dense.invariant import Tile  # noqa: E402
+from mainstem.kernels.experts import choose as choose_module  # noqa: E402
 from mainstem.kernels.experts import products, reference  # noqa: E402
 from mainstem.kernels.experts import route as route_module  # noqa: E402
 from mainstem.kernels.experts.activate import ACTIVATIONS, gated_rows  # noqa: E402
+from mainstem.kernels.experts.choose import choose  # noqa: E402
 from mainstem.kernels.experts.products import (  # noqa: E402
     FEW,
+    FULL_PRECISION,
     GROUPED,
+    HOPPER,
     MANY,
     SOME,
     Tiles,
-    choose,
 )
 from mainstem.kernels.experts.route import (  # noqa: E402
     Router,
@@ -212,14 +215,14 @@ def test_rows_are_sorted_and_cut_into_tiles(tokens: int, tile_rows: int) -> None
     right, start = [], 0
     for expert, end in enumerate(found.ends.tolist()):
         assert end - start == sum(pair[0] == expert for pair in pairs)
-        right += [(expert, row) for row in range(start, end, tile_rows)]
+        right += [(expert, row, min(row + tile_rows, end)) for row in range(start, end, tile_rows)]
         start = end
     num_tiles = most_tiles(tokens * top_k, experts, tile_rows)
-    tiles = list(zip(found.tile_experts.tolist(), found.tile_starts.tolist(), strict=True))[
-        :num_tiles
-    ]
+    lists = (found.tile_experts, found.tile_starts, found.tile_ends)
+    tiles = [tuple(tile) for tile in torch.stack(lists, 1)[:num_tiles].tolist()]
+    assert int(found.tile_count) == len(right)
     assert tiles[: len(right)] == right
-    assert all(expert == -1 for expert, _ in tiles[len(right) :])
+    assert all(expert == -1 for expert, _, _ in tiles[len(right) :])
 
 
 def test_the_most_tiles_are_enough_and_reached() -> None:
@@ -260,14 +263,23 @@ def test_every_activation_has_code() -> None:
 
 
 def test_tiles_follow_the_number_of_rows() -> None:
-    bf16 = torch.bfloat16
-    assert choose(8, 128, bf16, CPU, is_deterministic=False) is FEW
-    assert choose(32 * 128, 128, bf16, CPU, is_deterministic=False) is SOME
-    assert choose(512 * 128, 128, bf16, CPU, is_deterministic=False) is MANY
+    x = torch.empty(1, 64, dtype=torch.bfloat16)
+    assert choose(8, 128, x, is_deterministic=False) is FEW
+    assert choose(32 * 128, 128, x, is_deterministic=False) is SOME
+    assert choose(512 * 128, 128, x, is_deterministic=False) is MANY
+    assert choose(512 * 128, 128, x.float(), is_deterministic=False) is FULL_PRECISION
     for rows in (1, 100, 1000, 100_000):
-        assert choose(rows, 128, bf16, CPU, is_deterministic=True) is SOME
-    for tiles in (FEW, SOME, MANY, GROUPED):
+        assert choose(rows, 128, x, is_deterministic=True) is SOME
+    for tiles in (FEW, SOME, MANY, HOPPER, GROUPED):
         assert tiles.gate_up.rows == tiles.down.rows
+
+
+def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows of x are 32 bytes, or a multiple, apart."""
+    monkeypatch.setattr(choose_module, "hopper_kernels", lambda device: products)
+    for width, tiles in ((64, HOPPER), (72, MANY)):
+        x = torch.empty(1, width, dtype=torch.bfloat16)
+        assert choose(512 * 128, 128, x, is_deterministic=False) is tiles
 
 
 def test_what_is_not_taken_is_named() -> None:

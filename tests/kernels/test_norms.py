@@ -15,7 +15,7 @@ from mainstem.kernels import LayoutError  # noqa: E402
 from mainstem.kernels.dense import reference  # noqa: E402
 from mainstem.kernels.dense.fp8_blocks import quantize_groups  # noqa: E402
 from mainstem.kernels.dense.fp8_rows import Fp8Per  # noqa: E402
-from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_, joint_squares  # noqa: E402
+from mainstem.kernels.dense.head_norms import joint_norm_, joint_squares  # noqa: E402
 from mainstem.kernels.dense.norms import (  # noqa: E402
     Delta,
     Norm,
@@ -172,28 +172,17 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["rms", "rms, fp32 gain", "layer, no bias"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 80), (16, 8, 8)])
-def test_norms_of_queries_and_keys_leave_the_values(
+def test_joint_norms_of_queries_and_keys_leave_the_values(
     heads: int, kv_heads: int, dim: int, kind: str, dtype: torch.dtype
 ) -> None:
     qkv = some(3, (heads + 2 * kv_heads) * dim, dtype) + 1
     ends = heads * dim, (heads + kv_heads) * dim
-
-    def check(run: Callable[..., None], shapes: list[tuple[int, ...]], split: int) -> None:
-        found, parts = qkv.clone(), []
-        norms = [a_norm(kind, shape[-1], dtype, seed) for seed, shape in enumerate(shapes)]
-        if len(shapes[0]) == 2:
-            gains = [some(rows, dim, norms[0].gain.dtype, 5) for rows, _ in shapes]
-            norms = [Norm(gain, EPS, norms[0].is_layer) for gain in gains]
-        for part, norm in zip((qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]), norms, strict=True):
-            rows = part.reshape(3, -1, split) if split else part
-            parts.append(right_norm(rows, norm).reshape(3, -1))
-        run(found, *norms, heads, kv_heads, dim)
-        assert_close(found, torch.cat([*parts, qkv[:, ends[1] :]], 1))
-        assert torch.equal(found[:, ends[1] :], qkv[:, ends[1] :])
-
-    check(head_norm_, [(dim,), (dim,)], dim)
-    check(head_norm_, [(heads, dim), (kv_heads, dim)], dim)
-    check(joint_norm_, [(heads * dim,), (kv_heads * dim,)], 0)
+    q_norm, k_norm = a_norm(kind, heads * dim, dtype), a_norm(kind, kv_heads * dim, dtype, seed=1)
+    found = qkv.clone()
+    joint_norm_(found, q_norm, k_norm, heads, kv_heads, dim)
+    assert_close(found[:, : ends[0]], right_norm(qkv[:, : ends[0]], q_norm))
+    assert_close(found[:, ends[0] : ends[1]], right_norm(qkv[:, ends[0] : ends[1]], k_norm))
+    assert torch.equal(found[:, ends[1] :], qkv[:, ends[1] :])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -229,7 +218,7 @@ def test_no_tokens_is_no_work() -> None:
     assert norm_rows(empty, norm).shape == (0, 64)
     assert norm_rows_fp8(empty, norm)[1].shape == (0, 1)
     add_(empty, Delta(empty))
-    head_norm_(torch.empty(0, 256), norm, norm, 2, 1, 64)
+    joint_norm_(torch.empty(0, 256), a_norm("rms", 128), norm, 2, 1, 64)
 
 
 def test_what_is_not_taken_is_named() -> None:
@@ -260,8 +249,8 @@ def test_what_is_not_taken_is_named() -> None:
         norm_rows_fp8(x, norm, out=(torch.empty(2, 64), torch.empty(2, 1)))
     qkv = some(2, 256)
     with pytest.raises(LayoutError, match="k_gain"):
-        head_norm_(qkv, norm, a_norm("rms", 32), 2, 1, 64)
+        joint_norm_(qkv, a_norm("rms", 128), a_norm("rms", 32), 2, 1, 64)
     with pytest.raises(LayoutError, match="q_gain"):
         joint_norm_(qkv, norm, norm, 2, 1, 64)
     with pytest.raises(LayoutError, match="no bias"):
-        head_norm_(qkv, a_norm("layer", 64), norm, 2, 1, 64)
+        joint_norm_(qkv, a_norm("layer", 128), norm, 2, 1, 64)

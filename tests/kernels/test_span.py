@@ -18,7 +18,6 @@ from torch import Tensor  # noqa: E402
 from mainstem.core.step import Spans  # noqa: E402
 from mainstem.kernels import AttentionLimits, LayoutError, PlanTooLarge, SpanAttention  # noqa: E402
 from mainstem.kernels.attention import ops, reference  # noqa: E402
-from mainstem.kernels.attention.cutting import pick_fastest  # noqa: E402
 from mainstem.kernels.attention.plan import KernelPlan, Launches, make_plan  # noqa: E402
 from mainstem.kernels.attention.tuning import INTERPRETER, Tiles  # noqa: E402
 
@@ -363,14 +362,15 @@ def test_a_step_like_the_last_one_is_planned_after_it(made: list[Spans]) -> None
     assert len(made) == 2
 
 
-def test_a_picked_plan_is_not_reused(made: list[Spans]) -> None:
+def test_a_plan_that_was_sent_is_not_reused(made: list[Spans]) -> None:
     spans = make_spans([([0], 300, False)], 16)
     attention = make_attention((4, 2, 64, 16))
-    counts = []
-    for pick in (None, None, pick_fastest, None, None):
-        attention.plan(spans, pick)
-        counts.append(len(made))
-    assert counts == [1, 1, 2, 3, 3]
+    attention.plan(spans)
+    attention.plan(spans)
+    assert len(made) == 1
+    attention.send(make_plan(spans, attention.shape))
+    attention.plan(spans)
+    assert len(made) == 2
 
 
 def test_a_plan_that_had_to_share_less_is_not_reused(made: list[Spans]) -> None:

@@ -152,7 +152,7 @@ def test_numbers_that_do_not_divide_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads=2 is neither"):
         part_of(small, Shard(0, 3))
     narrow = {**WIDE, "intermediate_size": 44, "architectures": ["LlamaForCausalLM"]}
-    with pytest.raises(ConfigError, match="an MLP of 44 columns has no 16 for each"):
+    with pytest.raises(ConfigError, match="an MLP of 44 columns has fewer than 16 for each"):
         part_of(spec_from_config(LlamaConfig(**narrow).to_dict()), Shard(0, 4))
     assert shards_that_divide(SHAPES["llama-30b"]) == (1, 2, 4, 13, 26, 52)
     assert shards_that_divide(SHAPES["qwen3-30b-a3b"]) == (1, 2, 4, 8, 16, 32)

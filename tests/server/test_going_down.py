@@ -72,7 +72,7 @@ def test_answers_that_take_too_long_end_with_an_error(is_streaming: bool) -> Non
         response = request.result()
         assert time.monotonic() - began_s < 4
         if is_streaming:
-            assert "going down" in json.loads(events(response.text)[-1])["error"]["message"]
+            assert "shutting down" in json.loads(events(response.text)[-1])["error"]["message"]
         else:
             assert response.status_code == 503
-            assert "going down" in response.json()["error"]["message"]
+            assert "shutting down" in response.json()["error"]["message"]

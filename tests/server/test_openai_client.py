@@ -293,5 +293,5 @@ def test_sigterm_ends_the_process_with_status_0(client: OpenAI, process: Process
     os.kill(process.popen.pid, signal.SIGTERM)
     assert process.popen.wait(30) == 0
     events = [line["event"] for line in process.lines]
-    assert "going down" in events
+    assert "shutting down" in events
     assert not [line for line in process.lines if line["level"] == "error"]

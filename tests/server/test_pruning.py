@@ -172,7 +172,7 @@ def test_a_batch_that_fails_keeps_what_is_answered(tmp_path: Path) -> None:
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
         batch = client.batches.retrieve(batch_id)
         assert batch.status == "failed"
-        assert "the file is gone" in str(batch.errors)
+        assert "the file was removed" in str(batch.errors)
         assert len(answers(client, batch.output_file_id)) > 5
         assert not list(tmp_path.glob("batches/*/*.work.jsonl"))
 

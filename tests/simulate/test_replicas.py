@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         cli.main([*common, "--busy", "1.5"])
     with pytest.raises(ConfigError, match="--ttl is not simulated"):
         cli.main([*common, "--ttl", "5"])
-    with pytest.raises(ConfigError, match="leaves none"):
+    with pytest.raises(ConfigError, match="leaves no request"):
         cli.main([*common, "--limit", "5", "--warmup", "5"])
     with pytest.raises(SystemExit):
         cli.main([*common, "--host-gb", "5"])

@@ -65,7 +65,7 @@ def test_prompts_of_every_kind_are_taken(given: Any, listed: object) -> None:
         (["hi", "\ud800"], r"prompts\[1\]: is not valid Unicode"),
         ("\ud800", "^prompt: is not valid Unicode"),
         ([{"prompt": "hi", "multi_modal_data": {}}], "multi_modal_data"),
-        ([{"prompt": 5}], r"prompts\[0\]: must have a prompt"),
+        ([{"prompt": 5}], r"prompts\[0\]: must have prompt or prompt_token_ids"),
         ([{"prompt_token_ids": "hi"}], "prompt_token_ids"),
         ([{"prompt_embeds": [0.5]}], "prompt_embeds"),
         ([{}], r"prompts\[0\]"),

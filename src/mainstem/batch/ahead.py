@@ -11,9 +11,10 @@ POLL_S = 0.1
 
 
 class Ahead(Generic[T]):
-    """Items of an iterable that runs in a thread, one ahead: two of them exist at most.
+    """Items of an iterable that runs in a thread, one item ahead: at most two items exist at a
+    time.
 
-    The thread is a daemon: a read that never returns (a pipe nobody writes to) does not keep the
+    The thread is a daemon: a read that never returns (an unused pipe) does not keep the
     process alive.
     """
 
@@ -31,7 +32,7 @@ class Ahead(Generic[T]):
         return self._take(None)
 
     def wait(self, should_stop: Callable[[], bool]) -> T | None:
-        """The next item as soon as it is ready; None if `is_ended`, or `should_stop` says so."""
+        """Wait for the next item; None if `is_ended`, or when `should_stop` returns True."""
         while not self.is_ended and not should_stop():
             item = self._take(POLL_S)
             if item is not None:
@@ -64,7 +65,7 @@ class Ahead(Generic[T]):
                 self._may_make.acquire()
                 if self._is_closed:
                     return
-        except BaseException as error:  # for the owner to raise
+        except BaseException as error:  # the owner raises it
             self.fault = error
         finally:
             self._queue.put(None)

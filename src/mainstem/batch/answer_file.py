@@ -1,17 +1,17 @@
-"""The output of a batch job: a line per row, appended when it is known, safe against a kill.
+"""The output of a batch job: a line per row, appended as soon as it is known; a kill loses nothing.
 
-Nothing but the file itself says what is done:
+Only the file itself says which rows are done:
 
     {"custom_id": "a", "response": {...}, "error": null}       answered: custom_id a
     {"custom_id": "b", "response": null, "error": {"line": 7}} refused: line 7
-    {"custom_id": "c", "respo                                  torn by a kill: cut off on resume
+    {"custom_id": "c", "respo                                  cut off by a kill: removed on resume
 
-A line also says which row and which model it is of (marks.py), so that a later run recognizes stale
-answers; `forget` removes those, by a copy that replaces the file when it is complete.
+A line also has hashes of its row and model (marks.py), so that a later run recognizes stale
+answers. `forget` removes these: it writes a copy, which replaces the file when it is complete.
 
-A line goes to the operating system in one piece as soon as it is known, which a kill of this
-process cannot undo. It goes to the disk (fsync) every few seconds and at the end: after a power
-failure the last seconds are answered again.
+A line is given to the operating system in one piece as soon as it is known, so a kill of this
+process cannot lose it. It is written to the disk (fsync) every few seconds and at the end: after a
+power failure, the answers of the last seconds are lost and made again.
 """
 
 import fcntl
@@ -40,11 +40,11 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.files import remove_leftovers, replacing
 
 SYNC_S = 5.0
-COPY_BYTES = 1 << 16  # written at once where lines are copied
+COPY_BYTES = 1 << 16  # written at once when lines are copied
 
 
 class Existing(Enum):
-    """What to do with an output that is there and not empty."""
+    """What to do if the output exists and is not empty."""
 
     REFUSE = "refuse"
     RESUME = "resume"
@@ -63,8 +63,8 @@ class AnswerFile:
         self.num_appended = 0
         self._pack: Pack | None = new_pack(name)
         self._is_started = False
-        self._is_copied = False  # into a fresh file, which has whole lines only
-        self._is_ours = name != STANDARD and not os.path.lexists(name)  # made here, still empty
+        self._is_copied = False  # to a new file, which has only whole lines
+        self._is_ours = name != STANDARD and not os.path.lexists(name)  # this process creates it
         self._end = 0  # of the last whole line in the file
         self._synced_s = monotonic()
         self._raw = self._open(existing)
@@ -119,7 +119,8 @@ class AnswerFile:
         return num_stale
 
     def start(self) -> None:
-        """Make the file ready for appending: cut a torn end, or empty a file to be overwritten."""
+        """Prepare the file for appending: cut off an incomplete last line, or empty a file that is
+        overwritten."""
         self._is_started, self._is_ours = True, False
         if self.name == STANDARD or not _is_regular(self._raw):
             return  # a pipe or a device cannot be truncated
@@ -127,7 +128,7 @@ class AnswerFile:
             return
         try:
             if self._pack is not None and self.done.num_bytes:
-                self._copy(lambda line: True)  # a torn compressed stream cannot be continued
+                self._copy(lambda line: True)  # an incomplete compressed stream cannot be continued
             else:
                 self._end = self.done.num_bytes
                 self._raw.truncate(self._end)
@@ -161,7 +162,7 @@ class AnswerFile:
         self.sync()
 
     def close(self) -> None:
-        """Close the file as it is; one that was made here and never started is removed."""
+        """Close the file. A file that was created here and never started is removed."""
         self._raw.close()
         if self._is_ours:
             Path(self.name).unlink(missing_ok=True)
@@ -197,7 +198,7 @@ class AnswerFile:
             try:
                 self._raw.truncate(self._end)
             except OSError:
-                return  # the torn line will be cut on resume
+                return  # the incomplete line will be cut off on resume
 
     def _fault(self, error: OSError) -> FileFault:
         self._is_started = False
@@ -208,7 +209,7 @@ class AnswerFile:
         )
 
     def _copy(self, is_kept: Callable[[bytes], bool]) -> None:
-        """Copy whole lines to a fresh file, and put it in this one's place."""
+        """Copy whole lines to a new file, which then replaces this one."""
         target = Path(self.name).resolve()  # a link stays a link
         remove_leftovers(target)
         # the old file is closed last: the lock on it keeps other runs out
@@ -250,7 +251,7 @@ def _in_chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _read_done(name: str) -> Done:
-    """What the whole lines of an output say; a torn end is left out."""
+    """Read the whole lines of an output; an incomplete last line is ignored."""
     done = Done()
     with io.FileIO(name, "rb") as raw:
         stream, number = buffered(raw, unpacker(name)), 0
@@ -267,7 +268,7 @@ def _read_done(name: str) -> Done:
 
 
 def _whole_lines(stream: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
-    """Lines and their numbers, up to where a kill cut the file off."""
+    """Whole lines and their numbers, up to the place where a kill cut the file off."""
     try:
         for number in count(1):
             line = stream.readline()
@@ -275,4 +276,4 @@ def _whole_lines(stream: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
                 return
             yield number, line
     except EOFError:
-        return  # a compressed file that a kill cut off; its last line with it
+        return  # a kill cut off the compressed file, and its last line

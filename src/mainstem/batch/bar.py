@@ -21,7 +21,7 @@ RUNNING = (
 
 
 class JobBar:
-    """What the job does (reading, planning, running) and how far it is.
+    """Shows what the job does (reading, planning, running) and its progress.
 
     While rows run: prompt tokens done and time left, rows done, requests/s, tokens/s and saving so
     far. `preparing` says what the reading thread does. Totals are unknown at first, then estimated
@@ -34,7 +34,7 @@ class JobBar:
         self._work = Work(summary.counters)
         self._bar: tqdm[NoReturn] | None = None
         self._began_s: float | None = None  # when rows began to run
-        self._next_s = 0.0  # when to look again
+        self._next_s = 0.0  # time of the next update
         self._interval_s = interval_s = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
         if is_shown:
             self._bar = tqdm(
@@ -47,13 +47,13 @@ class JobBar:
             )
 
     def show_preparing(self) -> None:
-        """Nothing runs: the next rows are not ready."""
+        """Show that nothing runs, because the next rows are not ready."""
         if self._bar is not None:
             self._bar.set_description_str(self._preparing(), refresh=False)
-            self._bar.update(0)  # it looks at the clock by itself
+            self._bar.update(0)  # tqdm limits the refresh rate itself
 
     def show_window(self, window: Window) -> None:
-        """A window was read and planned, and its rows begin to run."""
+        """Show that a window was read and planned, and its rows begin to run."""
         if self._bar is None:
             return
         self._work.add_window(window)
@@ -61,13 +61,13 @@ class JobBar:
             self._began_s = monotonic()
             self._bar.bar_format = RUNNING
             self._bar.set_description_str("running", refresh=False)
-            self._bar.reset(self._work.total_tokens)  # time left is about rows that run
+            self._bar.reset(self._work.total_tokens)  # the time left counts from here
         self._bar.set_description_str("running", refresh=False)
         self._bar.total = self._work.total_tokens
         self._bar.refresh()
 
     def show_step(self) -> None:
-        """Rows that run have come further. Most calls only look at the clock."""
+        """Show the progress of running rows. Most calls only check the time."""
         now = monotonic()
         if now >= self._next_s:
             self._next_s = now + self._interval_s
@@ -88,12 +88,12 @@ class JobBar:
         self._bar.update(max(0, work.tokens - self._bar.n))
 
     def show_row(self, prompt_tokens: int, num_answers: int, is_copy: bool) -> None:
-        """A row was written; one that failed had no tokens to compute."""
+        """Count a row that was written; a failed row has no tokens to compute."""
         if self._bar is not None:
             self._work.finish(prompt_tokens, num_answers, is_copy)
 
     def write(self, text: str) -> None:
-        """A line of its own on standard error."""
+        """Write a line to standard error, above the bar."""
         tqdm.write(text, file=sys.stderr)
 
     def __enter__(self) -> "JobBar":
@@ -115,19 +115,18 @@ class JobBar:
 
 
 def read_so_far(num_rows: int, progress: float | None) -> str:
-    """How far the reading of an input has come, as text."""
+    """The progress of reading an input, as text."""
     share = "" if progress is None else f", {progress:.0%}"
     return f" {num_rows:,} rows{share}"
 
 
 class PhaseLine:
-    """One line about work in phases: rewritten on a terminal, elsewhere written now and then.
-
-    Where it is not a terminal, work that ends quickly is not mentioned.
+    """One line about work in phases. On a terminal it is rewritten; otherwise a new line is written
+    from time to time, and work that ends quickly is not mentioned.
     """
 
-    QUIET_S = 2.0  # before the first line, where it is not a terminal
-    LOG_S = 10.0  # between lines there
+    QUIET_S = 2.0  # without a terminal: before the first line
+    LOG_S = 10.0  # without a terminal: between lines
     REFRESH_S = 0.1  # on a terminal
 
     def __init__(self, name: str, is_shown: bool, stream: TextIO | None = None) -> None:
@@ -139,7 +138,7 @@ class PhaseLine:
         self._is_dirty = False
 
     def show(self, text: str) -> None:
-        """Called as often as there is something new; most calls only look at the clock."""
+        """Show progress; may be called often, since most calls only check the time."""
         now = monotonic()
         if self._stream is None or now < self._next_s:
             return
@@ -147,7 +146,7 @@ class PhaseLine:
         self._write(text)
 
     def begin(self, text: str) -> None:
-        """A phase that cannot say how far it is begins: this is shown until it ends."""
+        """Begin a phase without a known progress; the text is shown until it ends."""
         if self._stream is None:
             return
         if self._is_terminal or monotonic() >= self._began_s + self.QUIET_S:

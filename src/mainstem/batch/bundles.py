@@ -1,4 +1,4 @@
-"""What is left of a job that many workers answer: bundles of rows, by share.
+"""The remaining rows of a job with many workers: bundles of rows, by share.
 
 share 0   | bundle | bundle | bundle | ...     its worker takes from the front
 share 1   | bundle | bundle | ... | bundle |   idle workers steal from the end
@@ -47,7 +47,7 @@ class Bundles:
 
     def __init__(self, num_workers: int) -> None:
         self._shares: list[deque[Bundle]] = [deque() for _ in range(num_workers)]
-        self._seconds = [0.0] * num_workers  # of what is left in each
+        self._seconds = [0.0] * num_workers  # remaining work of each share
         self._returned: deque[Bundle] = deque()
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ class Bundles:
         self._seconds[worker] += bundle.seconds
 
     def give_back(self, tasks: Sequence[Task]) -> None:
-        """Tasks that were taken and are not answered."""
+        """Return tasks that were taken and not answered."""
         if tasks:
             self._returned.append(Bundle(tasks, 0.0))
 
@@ -74,7 +74,7 @@ class Bundles:
         return bundle
 
     def take_from_others(self) -> Bundle | None:
-        """Steal the last bundle of the share that has most left."""
+        """Steal the last bundle of the share with the most remaining work."""
         places = [place for place, share in enumerate(self._shares) if share]
         if not places:
             return None
@@ -113,7 +113,7 @@ def cut_window(
 
 
 def _in_input_order(planned: PlannedWindow) -> PlannedRows:
-    """The plan where none is wanted: rows in input order, nothing shared."""
+    """The plan if planning is off: rows in input order, nothing shared."""
     indices: Int64s = np.array(list(planned.copies), dtype=np.int64)
     rows = [planned.window.rows[index] for index in indices.tolist()]
     zero, none = np.zeros(1, dtype=np.int64), np.zeros(len(indices), dtype=np.int64)

@@ -1,4 +1,5 @@
-"""What an earlier run has written to an output, in little memory, and which of it is stale."""
+"""What an earlier run has written to an output, kept in little memory, and which entries are
+stale."""
 
 import json
 from collections import Counter
@@ -18,14 +19,14 @@ MISSING_PACKAGE = "missing_package"
 APP_NOT_FOUND = "app_not_found"
 # errors of this machine or this call, not of the row: tried again
 MACHINE_FAULTS = frozenset([ENGINE_FAILED, MISSING_PACKAGE, APP_NOT_FOUND])
-OLD_MISSING_PACKAGE = "needs the package"  # its message before it had a code
+OLD_MISSING_PACKAGE = "needs the package"  # the message in older outputs, which have no code for it
 
 
 class State(Enum):
     """How an output line of an earlier run relates to this run."""
 
     FRESH = "fresh"
-    UNKNOWN = "unknown"  # it has no mark: an older version wrote it
+    UNKNOWN = "unknown"  # an older version wrote it, without a mark
     CHANGED = "changed"  # its row asks something else now
     OTHER_MODEL = "other model"
 
@@ -50,7 +51,7 @@ class Entry:
 
 
 def read_entry(data: bytes) -> Entry:
-    """Raises ValueError where this is not a line of a batch output."""
+    """Raises ValueError if this is not a line of a batch output."""
     try:
         row = json.loads(data)
         custom_id, error = row["custom_id"], row["error"]
@@ -77,11 +78,11 @@ class Done:
     num_machine_faults: int = 0  # of the failed ones
     num_bytes: int = 0  # of whole lines, unpacked
     models: Counter[str] = field(default_factory=Counter)  # lines by the model of their mark
-    _marks: IdSet = field(default_factory=IdSet)  # entry, row and model together
+    _marks: IdSet = field(default_factory=IdSet)  # hashes of entry, row and model
     _unmarked: IdSet = field(default_factory=IdSet)  # entries
 
     def note(self, entry: Entry, num_bytes: int) -> None:
-        """One more whole line."""
+        """Add one whole line."""
         self.num_bytes += num_bytes
         if entry.line is None:
             self.answered.add(entry.custom_id or "")
@@ -116,7 +117,7 @@ class Done:
 
 @dataclass(slots=True)
 class Stale:
-    """Entries of an output that must be made again."""
+    """Entries of an output whose rows must be answered again."""
 
     names: IdSet = field(default_factory=IdSet)
     counts: Counter[State] = field(default_factory=Counter)
@@ -143,7 +144,7 @@ def find_stale(lines: Iterable[Line], marker: Marker, done: Done) -> Stale:
             custom_id = custom_id_of(row, line.number)
             is_new = seen.add(custom_id)
         except WireError:
-            pass  # its error may be known by the line
+            pass  # it may have an entry by its line number
         if str(line.number) in done.failed_lines:
             state = done.error_state(line.number, digest, marker.model)
             stale.note(_error_name(line.number), state)

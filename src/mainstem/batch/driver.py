@@ -5,8 +5,8 @@
                                           |                 |
                                           +---- give_back --+--answers--> output
 
-A worker that is lost costs the rows it has at that moment: they go to the others. Each row is in
-one place at a time, and its answer is written once.
+If a worker is lost, the rows it has at that moment go to the others. Each row is in one place at a
+time, and its answer is written once.
 """
 
 import asyncio
@@ -37,34 +37,35 @@ class WorkerLost(Exception):
 
 
 class Desk:
-    """Where one worker takes rows and brings answers."""
+    """The interface between a worker and the driver: the worker takes rows and returns answers."""
 
     def __init__(self, driver: "Driver", worker: int) -> None:
         self._driver = driver
         self._worker = worker
 
     def take(self, is_idle: bool) -> Sequence[Task]:
-        """The next rows of the worker's share; an idle worker steals. Empty: none now."""
+        """The next rows of the worker's share; an idle worker steals from others. Empty: there are
+        none now."""
         return self._driver.take(self._worker, is_idle)
 
     def check_model(self, name: str) -> None:
-        """Raise WorkerLost unless the worker's model is that of the others, by its name."""
+        """Raise WorkerLost unless the worker's model has the same name as that of the others."""
         self._driver.check_model(name)
 
     def answer(self, task: Task, body: Json) -> None:
-        """A row was answered; `body` is OpenAI's completion object."""
+        """Record the answer to a row; `body` is OpenAI's completion object."""
         self._driver.answer(task, body)
 
     def fail(self, task: Task, error: WireError) -> None:
-        """A row that no worker can answer."""
+        """Record the error of a row that no worker can answer."""
         self._driver.fail(task, error)
 
     def give_back(self, tasks: Sequence[Task]) -> None:
-        """Rows that were not begun, for other workers."""
+        """Return rows that were not started, for other workers."""
         self._driver.give_back(tasks)
 
     def lose(self, tasks: Sequence[Task], reason: str) -> None:
-        """Rows whose worker failed, perhaps because of one of them."""
+        """Return rows whose worker failed, perhaps because of one of them."""
         self._driver.lose(tasks, reason)
 
 
@@ -75,7 +76,7 @@ class Worker(Protocol):
     def name(self) -> str: ...
 
     async def work(self, desk: Desk) -> None:
-        """Answer rows until cancelled. Raises WorkerLost, having given back what it had."""
+        """Answer rows until cancelled. Gives its rows back before it raises WorkerLost."""
         ...
 
 
@@ -120,8 +121,8 @@ class Driver:
         self._served_model: str | None = None
 
     def run(self, windows: Ahead[PlannedWindow], should_stop: Callable[[], bool]) -> None:
-        """Until everything is answered or `should_stop`; raises FileFault where no worker is left,
-        and what ended `windows` early."""
+        """Run until everything is answered or `should_stop` returns True. Raises FileFault if no
+        worker is left, and the error that ended `windows` early."""
         asyncio.run(self._run(windows, should_stop))
 
     async def _run(self, windows: Ahead[PlannedWindow], should_stop: Callable[[], bool]) -> None:
@@ -152,7 +153,7 @@ class Driver:
         self._summary.is_complete = True
 
     def _set_aside(self, at_work: dict["asyncio.Task[None]", Worker]) -> None:
-        """Report workers that gave up; without any the job cannot go on."""
+        """Report workers that were lost; raises FileFault if no worker is left."""
         for task in [task for task in at_work if task.done()]:
             worker = at_work.pop(task)
             try:
@@ -177,7 +178,7 @@ class Driver:
         last = max((row.line for row in window.rows), default=0)
         for number in list(self._lines):  # a copy, since the reading thread adds to it
             if number <= last:
-                del self._lines[number]  # of a row that failed or was done before
+                del self._lines[number]  # its row failed, or was done by an earlier run
 
     # --- what workers do ------------------------------------------------------------------------
 
@@ -259,7 +260,7 @@ class Driver:
 
 
 def _usage(body: Json) -> dict[str, int]:
-    """Token counts of an answer; 0 where a server does not report them."""
+    """Token counts of an answer; 0 if a server does not report them."""
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details") or {}

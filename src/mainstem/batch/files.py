@@ -1,7 +1,7 @@
 """JSON lines as bytes: plain, .gz and .zst by their name, standard input and output as -.
 
-Compressed output is one stream that is flushed after every line, so that after a kill it can be
-read back up to the last whole line.
+Compressed output is one stream that is flushed after every line, so after a kill it can be read up
+to the last whole line.
 """
 
 import io
@@ -25,7 +25,7 @@ LINES_PER_LOOK = 64  # between two updates of an input's progress
 
 
 class FileFault(MainstemError):
-    """A file of the job failed while it ran; what was written before is safe."""
+    """A file failed while the job ran; what was written before is safe."""
 
 
 class Unpack(Protocol):
@@ -44,7 +44,7 @@ class Pack(Protocol):
     """A compressor of one frame."""
 
     def line(self, data: bytes) -> bytes:
-        """Bytes that make everything so far readable."""
+        """Compress a line; with the returned bytes, everything so far can be read."""
         ...
 
     def end(self) -> bytes:
@@ -54,7 +54,7 @@ class Pack(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of an input; `data` is None where it is longer than MAX_LINE_BYTES."""
+    """One line of an input; `data` is None if it is longer than MAX_LINE_BYTES."""
 
     number: int  # from 1
     data: bytes | None
@@ -92,7 +92,7 @@ class InputFile:
 
     @property
     def progress(self) -> float | None:
-        """The part of the file's bytes read so far; None where its size is not known."""
+        """The part of the file's bytes read so far; None if its size is not known."""
         return min(1.0, self._bytes_read / self._num_bytes) if self._num_bytes else None
 
     def __iter__(self) -> Iterator[Line]:
@@ -123,7 +123,7 @@ class InputFile:
 
 
 def buffered(raw: io.FileIO, new_unpack: Callable[[], Unpack] | None) -> io.BufferedReader:
-    """The (unpacked) bytes of a file; raises EOFError where a compressed one is cut off."""
+    """The (decompressed) bytes of a file; raises EOFError if a compressed file is cut off."""
     if new_unpack is None:
         return io.BufferedReader(raw, 1 << 18)
     return io.BufferedReader(_Unpacked(raw, new_unpack), 1 << 18)
@@ -136,8 +136,8 @@ class _Unpacked(io.RawIOBase):
         self._raw = raw
         self._new_unpack = new_unpack
         self._unpack: Unpack | None = None  # None between frames
-        self._left = b""  # unpacked, not handed out
-        self._packed = b""  # read, not unpacked
+        self._left = b""  # decompressed, not returned yet
+        self._packed = b""  # read, not decompressed yet
 
     def readable(self) -> bool:
         return True
@@ -208,7 +208,7 @@ def unpacker(name: str) -> Callable[[], Unpack] | None:
 
 
 def unpack_error(name: str) -> type[Exception]:
-    """What a decompressor raises for bytes that are not of its format."""
+    """The exception that a decompressor raises for bytes that are not in its format."""
     if name.endswith(".zst"):
         error: type[Exception] = _zstandard().ZstdError
         return error

@@ -1,8 +1,8 @@
 """A worker that is a server: rows go to /v1/chat/completions and /v1/completions, many at once.
 
 Rows are sent in the plan's order, each on its own connection, so rows with a common prefix reach
-the server while it is cached. A broken connection means that the server is gone: its rows are given
-back, and the server is asked every second whether it is back.
+the server while it is cached. A broken connection means that the server is down: its rows are given
+back, and every second it is checked whether the server is up again.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from mainstem.batch.rows import row_body
 from mainstem.core.errors import ConfigError
 from mainstem.wire.errors import WireError
 
-PATIENCE_S = 60.0  # for a server that cannot be reached
+PATIENCE_S = 60.0  # a server that cannot be reached for longer is lost
 RETRY_S = 1.0
-BUSY_S = 0.5  # before rows are sent again to a server that refused them as too many
+BUSY_S = 0.5  # pause after a server refused rows because it had too many
 CONNECT_S = 10.0
 MAX_HEADERS = 100
 MAX_BODY_BYTES = 1 << 30
@@ -35,7 +35,7 @@ OK, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 200, 401, 403, 404, 429
 FAILED, UNAVAILABLE = 500, 503
 
 Json = dict[str, object]
-Fill = Callable[[Task, Json], Json]  # a row's body, with what the job adds to it
+Fill = Callable[[Task, Json], Json]  # adds the job's defaults to a row's body
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class Endpoint:
 
 
 def read_key(path: Path) -> str:
-    """The key in a file of one line; command lines are visible to others, so keys are not there."""
+    """The key in a file of one line. It is not a flag, because other users can see command
+    lines."""
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -152,7 +153,7 @@ class HttpWorker:
             self._running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
         for sent in sorted(done, key=lambda sent: sent.exception() is not None):
-            reply = sent.result()  # raises where the connection broke
+            reply = sent.result()  # raises if the connection broke
             self._hear(desk, self._running.pop(sent), reply)
 
     def _hear(self, desk: Desk, task: Task, reply: _Reply) -> None:
@@ -213,7 +214,7 @@ class HttpWorker:
         return await self._request("POST", task.row.call.kind.value, body)
 
     async def _request(self, method: str, path: str, body: Json | None) -> _Reply:
-        """One request on a connection of its own. Raises OSError, EOFError or ValueError."""
+        """One request on a new connection. Raises OSError, EOFError or ValueError."""
         endpoint = self._endpoint
         payload = b"" if body is None else json.dumps(body).encode()
         opened = asyncio.open_connection(endpoint.host, endpoint.port, ssl=self._tls)
@@ -244,7 +245,7 @@ class HttpWorker:
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Detect within two minutes that a machine is gone, however long an answer takes."""
+    """Detect within two minutes that a machine is down, however long an answer takes."""
     raw = writer.get_extra_info("socket")
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
@@ -293,12 +294,12 @@ def _check_size(num_bytes: int) -> int:
 
 
 def _error(reply: _Reply) -> WireError:
-    """A server's error in the form of an error row."""
+    """A server's error, for an error row."""
     said = reply.body.get("error")
     said = said if isinstance(said, dict) else {}
     code = said.get("code") or (ENGINE_FAILED if reply.status >= FAILED else "invalid_value")
     if code == "context_length_exceeded":
-        code = "prompt_too_long"  # as rows call it
+        code = "prompt_too_long"  # the code in error rows
     param = said.get("param")
     message = str(said.get("message") or f"HTTP {reply.status}")
     return WireError(str(code), message, None if param is None else str(param))

@@ -11,7 +11,7 @@ RECENT = 1 << 16  # names kept in a plain set before they are packed
 class IdSet:
     """A set of strings that supports `add` and `in`, at 16 bytes each.
 
-    Names are kept as 128-bit hashes, so that two of a billion names collide with a chance of 1e-21.
+    Names are kept as 128-bit hashes: among a billion names, the chance of a collision is 1e-21.
     Hashes are in sorted runs, which are merged when two have similar sizes, as in an LSM tree.
     """
 

@@ -1,4 +1,5 @@
-"""The loop of a batch job: keep the engine fed in planned order, append each answer at once."""
+"""The loop of a batch job: submits rows in planned order, and appends each answer as soon as it is
+known."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,8 +39,8 @@ class RowSink(Protocol):
 class JobConfig:
     """How a job is run."""
 
-    model_name: str  # as it is named in answers
-    seed: int = 0  # rows without a seed derive theirs from it
+    model_name: str  # the model's name in answers
+    seed: int = 0  # seeds of rows without one are derived from it
     marker: Marker | None = None  # of the lines written
 
 
@@ -71,11 +72,11 @@ class _Next:
     prompt_ids: Int32s
     template: int
     plan_place: int | None
-    new_tokens: int  # likely to be computed
+    new_tokens: int  # prompt tokens that will probably be computed
 
 
 class Job:
-    """Answers windows of rows. `should_stop` is asked between steps."""
+    """Answers windows of rows. `should_stop` is called between steps."""
 
     def __init__(
         self,
@@ -94,19 +95,21 @@ class Job:
         self._bar = bar
         self._estimate = LengthEstimate()
         self._open: dict[str, _Open] = {}
-        self._scored: dict[str, tuple[_Scored, int]] = {}  # by request; its place among the row's
+        # by request: the row, and the request's index in it
+        self._scored: dict[str, tuple[_Scored, int]] = {}
         summary.counters.attach(engine.engine.bus)
         engine.engine.bus.subscribe(StoreOpened, summary.note_store)
         self._supply = Supply(engine.engine.step_tokens)
 
     def run(self, windows: Ahead[PlannedWindow]) -> None:
-        """Until everything is answered or `should_stop`; raises what ended `windows` early."""
+        """Run until everything is answered or `should_stop` returns True; raises the error that
+        ended `windows` early."""
         ready: Iterator[_Next] = iter(())
         upcoming = next(ready, None)
         while not self._should_stop():
             if upcoming is None and not windows.is_ended:
                 is_idle = not self._engine.has_work
-                window = windows.wait(self._waits_in_vain) if is_idle else windows.poll()
+                window = windows.wait(self._should_stop_waiting) if is_idle else windows.poll()
                 if window is not None:
                     ready = self._take(window)
                     upcoming = next(ready, None)
@@ -125,15 +128,15 @@ class Job:
                 self._summary.is_complete = True
                 return
 
-    def _waits_in_vain(self) -> bool:
-        """Polled while the next window is made."""
+    def _should_stop_waiting(self) -> bool:
+        """Whether to stop waiting; polled while the next window is made."""
         self._bar.show_preparing()
         return self._should_stop()
 
     # --- rows to the engine ---------------------------------------------------------------------
 
     def _take(self, planned: PlannedWindow) -> Iterator[_Next]:
-        """Write the failures of a window and hand out its rows in order."""
+        """Write the failures of a window, then yield its rows in order."""
         window = planned.window
         self._summary.note_window(planned)
         self._bar.show_window(window)
@@ -204,7 +207,7 @@ class Job:
                 salt=row.call.cache_salt,
                 priority=row.call.priority,
                 delivery=Delivery.AT_END,
-                # the context's pages are not needed after the last one starts
+                # the context's pages are not needed after its last request has started
                 plan_place=item.plan_place if place == len(asked) - 1 else None,
                 expected_tokens=1,
                 scoring=wanted,
@@ -235,7 +238,7 @@ class Job:
             self._note_answered(row, line, len(result.context_token_ids), is_copy=False)
 
     def _drop_scored(self, opened: _Scored, fault: WireError) -> None:
-        """A row cannot be scored: drop all its choices."""
+        """Drop all choices of a row that cannot be scored."""
         for request_id in opened.open_ids:
             self._scored.pop(request_id, None)
             self._engine.abort(request_id)
@@ -248,7 +251,7 @@ class Job:
             return
         opened = self._open.get(output.request_id)
         if opened is None:
-            return  # another answer to a row that failed already
+            return  # the row has failed already
         if output.fault is not None:
             if output.is_form_fault:
                 fault = WireError(FORM_LIMIT, f"given up: {output.fault}", "response_format")
@@ -271,7 +274,7 @@ class Job:
             self._summary.deduplicated_tokens += answers.prompt_tokens * row.call.sampling.n
 
     def _give_up(self, request_id: str, opened: _Open, fault: WireError) -> None:
-        """A row cannot be answered: it and its copies are error rows."""
+        """Write error rows for a row that cannot be answered, and for its copies."""
         del self._open[request_id]
         self._engine.abort(request_id)
         for row in (opened.row, *opened.copies):

@@ -1,10 +1,11 @@
-"""Marks: what an answer was made from, as two short hashes beside it in the output.
+"""Marks: two short hashes in each output line, of the row and of the model that the answer was made
+from.
 
     {"custom_id": "a", "response": {...}, "error": null,
      "mainstem": {"row": "8a41...", "model": "90fc..."}}
 
-A later run compares them with the row it reads and the model it has. The row's hash is of what was
-asked: the row without its id, and the job's settings that it leaves open.
+A later run compares them with its own rows and model. The row's hash covers the row without its id,
+and the job's settings for fields that the row leaves out.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ class Marker:
     """Makes the marks of one run."""
 
     def __init__(self, defaults: Json, seed: int, model: bytes) -> None:
-        """`defaults` and `seed` are for rows that leave them open; `model` identifies its weights
-        and numerics."""
+        """`defaults` and `seed` are for rows that leave these fields out; `model` identifies
+        weights and numerics."""
         self._defaults = defaults
         self._seed = seed
         self.model = _hex(model)
@@ -35,14 +36,14 @@ class Marker:
         body = row.get("body")
         fields = body if isinstance(body, dict) else row
         content = {name: value for name, value in row.items() if name != "custom_id"}
-        return _hex(_encoded(content), _encoded(self._open(fields)))
+        return _hex(_encoded(content), _encoded(self._job_settings(fields)))
 
     def of_line(self, line: Line) -> str:
         """The hash of a line that is not a row."""
         return _hex((line.data or b"").strip())
 
-    def _open(self, fields: Json) -> dict[str, object]:
-        """The settings of the job that a row with these fields is answered with."""
+    def _job_settings(self, fields: Json) -> dict[str, object]:
+        """The job's settings that apply to a row with these fields."""
         given = {name for name, value in fields.items() if value is not None}
         if "max_completion_tokens" in given:
             given.add("max_tokens")

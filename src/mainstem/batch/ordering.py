@@ -1,4 +1,4 @@
-"""The order in which a window's rows are run, and which of them need not be run.
+"""The order in which a window's rows are run, and which rows can copy another row's answer.
 
 Rows that must get the same answer are found first; the others are planned, by priority. That is
 done ahead, in the reading thread. The engine's thread then takes stretches of a plan, so that the
@@ -29,11 +29,11 @@ from mainstem.plan.order import (
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
-STRETCH_ROWS = 4096  # at least; whole groups, unless the window ends
+STRETCH_ROWS = 4096  # rows of a stretch, at least, rounded up to whole groups
 TEMPLATE_TOKENS = 64  # of a shared prefix, which identify a kind of prompt
 MAX_TEMPLATES = 1 << 16
-FEW_ANSWERS = 16  # below this, nothing is concluded from them
-UNLIMITED_TOKENS = 512  # what a row without max_tokens counts as, until answers were seen
+FEW_ANSWERS = 16  # with fewer answers, output lengths are not estimated
+UNLIMITED_TOKENS = 512  # assumed for a row without max_tokens, until answers were seen
 
 
 # --- rows that get the same answer ---------------------------------------------------------------
@@ -54,7 +54,7 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
         digest = blake2b(prompts[index].tobytes(), digest_size=16, key=setting)
         digest.update(row.call.cache_salt)
         if row.call.is_parsed:
-            digest.update(b"\0parsed")  # special tokens may be shown as text then
+            digest.update(b"\0parsed")  # its text may show special tokens
         leader = leaders.setdefault(digest.digest(), index)
         if leader == index:
             groups[index] = []
@@ -72,7 +72,7 @@ def _setting(sampling: SamplingParams) -> bytes:
 
 
 def certain_output(sampling: SamplingParams) -> int | None:
-    """Exact output tokens of a request with one answer; None where they are not certain."""
+    """The exact number of output tokens of a request with one answer; None if it is not certain."""
     may_stop = sampling.stop_strings or sampling.stop_token_ids or sampling.grammar is not None
     if sampling.n > 1 or may_stop or not sampling.ignore_eos:
         return None
@@ -100,7 +100,7 @@ class LengthEstimate:
 
 
 class Templates:
-    """Numbers for kinds of prompts that stay the same from window to window.
+    """Gives each kind of prompt a number, which is the same in every window.
 
     A template is the first shared node of a prompt, known by its first TEMPLATE_TOKENS tokens.
     """
@@ -132,12 +132,12 @@ class Stretch:
     row_indices: Int64s
     templates: Int64s
     shared_with_next: Int32s | None  # leading tokens; None: not planned
-    new_tokens: Int64s  # that are likely to be computed
+    new_tokens: Int64s  # prompt tokens expected to be computed, because no cached page has them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedRows:
-    """The plan for some rows of a window; arrays but `plan` are by place in `row_indices`."""
+    """The plan for some rows of a window. Entry i of each array is about row `row_indices[i]`."""
 
     row_indices: Int64s
     lengths: Int64s
@@ -148,7 +148,8 @@ class PlannedRows:
     reorders: bool = True  # by the lengths of answers
 
     def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
-        """In the plan's order; the rest is reordered whenever the known answers double."""
+        """Stretches in the plan's order. What remains is reordered whenever the number of known
+        answers has doubled."""
         plan, shared = self.plan, self._shared(self.plan)
         num_learned, num_started = FEW_ANSWERS, 0
         while num_started < plan.num_groups:

@@ -1,4 +1,4 @@
-"""One line of a batch file -> what it asks, and what was answered -> a line of the output.
+"""Reads the lines of a batch file, and renders the lines of the output.
 
     {"custom_id": ..., "url": "/v1/chat/completions", "body": {...}, ...}     OpenAI batch
     {"custom_id": ..., "messages": [...], "temperature": 0, ...}              plain chat
@@ -26,7 +26,7 @@ from mainstem.wire.replies import Heading, PromptAnswers, Reply
 from mainstem.wire.scores import choices_reply, read_scores
 
 MAX_CUSTOM_ID_CHARS = 512
-# fields that need a waiting client, or a prompt that is kept
+# fields that need a waiting client, or server-side state
 SERVER_ONLY = frozenset(
     [
         "context_overflow", "echo", "return_token_ids", "session_id", "stream",
@@ -39,12 +39,12 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line that can be answered, apart from its prompt; kept until the answer is written."""
+    """A line that can be answered, without its prompt; kept until the answer is written."""
 
     line: int
     custom_id: str
     call: Call
-    digest: str = ""  # of what it asks; empty where it is not needed
+    digest: str = ""  # of what it asks for; empty if it is not needed
     choices: tuple[Choice, ...] = ()  # of the call, as tokens
 
 
@@ -65,8 +65,8 @@ def parse_json(line: Line) -> dict[str, object]:
 
 
 def _explained_json(data: bytes) -> object:
-    """Read again what the quick parser refused, with a parser whose errors name the place. It also
-    accepts NaN and lone surrogates, which the check of their field then refuses."""
+    """Read again what the fast parser refused, with a parser whose errors name the place. This one
+    accepts NaN and lone surrogates; the check of their field refuses them later."""
     try:
         return json.loads(data)
     except UnicodeDecodeError as error:
@@ -77,7 +77,7 @@ def _explained_json(data: bytes) -> object:
 
 
 def custom_id_of(row: Json, line_number: int) -> str:
-    """The row's own id, or one made of its line number."""
+    """The row's own id, or one made from its line number."""
     custom_id = row.get("custom_id")
     if custom_id is None:
         return f"line-{line_number}"
@@ -95,7 +95,7 @@ def custom_id_of(row: Json, line_number: int) -> str:
 def parse_row(
     parser: CallParser, row: Json, line_number: int, custom_id: str, digest: str = ""
 ) -> tuple[Row, Prompt]:
-    """What a row asks; raises WireError."""
+    """The call and prompt of a row; raises WireError."""
     body, url = _body(row)
     for name in sorted(SERVER_ONLY & body.keys()):
         if body[name] not in (None, False):
@@ -159,7 +159,8 @@ def _answered(row: Row, body: dict[str, object]) -> dict[str, object]:
 
 
 def served_row(row: Row, body: Json, model: str, is_copy: bool) -> dict[str, object]:
-    """The output line of a row that a worker answered with `body`; a copy computed nothing."""
+    """The output line of a row that a worker answered with `body`; a copy counts no computed
+    tokens."""
     name = _name(row.custom_id)
     prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
     body = {**body, "id": f"{prefix}-{name}", "model": model}

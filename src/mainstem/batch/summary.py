@@ -1,4 +1,4 @@
-"""What a job did, for people and programs."""
+"""The summary of a job, as text and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from mainstem.core.events import StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 
-OTHER_MODELS = 100  # different names that are counted
+OTHER_MODELS = 100  # most names that are counted separately
 
 
 @dataclass(slots=True)
@@ -22,14 +22,14 @@ class Summary:
     model: str
     is_complete: bool = False
     rows: int = 0  # read from the input
-    skipped: int = 0  # of these, done by an earlier run
+    skipped: int = 0  # rows that were done by an earlier run
     answered: int = 0  # in this run
     failed: int = 0  # error rows of this run
     failed_before: int = 0  # error rows of earlier runs
-    changed: int = 0  # of the skipped rows, those that ask something else now
-    of_other_model: int = 0  # of the skipped rows, those that another model answered
+    changed: int = 0  # skipped rows whose contents have changed since
+    of_other_model: int = 0  # skipped rows that another model answered
     redone: int = 0  # lines of earlier runs that were removed to be answered again
-    deduplicated: int = 0  # of the answered rows, copies of an equal row's answer
+    deduplicated: int = 0  # answered rows that got a copy of an equal row's answer
     errors: Counter[str] = field(default_factory=Counter)  # by code
     other_models: Counter[str] = field(default_factory=Counter)  # names that rows gave
     windows: int = 0
@@ -40,11 +40,11 @@ class Summary:
     store_fault: str | None = None  # a disk store that was opened with pages lost
 
     def note_store(self, event: StoreOpened) -> None:
-        """Note what was found when the disk store was opened."""
+        """Record what was found when the disk store was opened."""
         self.store_fault = event.words
 
     def note_window(self, planned: PlannedWindow) -> None:
-        """Rows that were read and planned."""
+        """Count rows that were read and planned."""
         window = planned.window
         self.windows += 1
         self.plan_s += planned.plan_s
@@ -55,7 +55,7 @@ class Summary:
         self.note_models(row.call.model for row in window.rows)
 
     def note_models(self, names: Iterable[str | None]) -> None:
-        """The models that rows name, which may not be the one that answers."""
+        """Count the models that rows name, if they are not the one that answers."""
         counted = self.other_models
         for name in names:
             if name not in (None, self.model):
@@ -64,7 +64,8 @@ class Summary:
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that were not computed: found in pages, or of copied answers."""
+        """Prompt tokens that were not computed: found in cached pages, or belonging to copied
+        answers."""
         return self.counters.cached_tokens + self.deduplicated_tokens
 
     @property

@@ -1,13 +1,13 @@
-"""Flow control of a job: when its next request goes to the engine.
+"""Flow control of a job: when its next request is submitted to the engine.
 
-Submitting a prompt hashes its pages. Hashing all of a job first would keep the device idle at the
-start; a few prompts at a time are hashed while it computes. Steps are measured in tokens to
-compute, so the amount of waiting work is, too.
+Submitting a prompt hashes its pages. If all prompts of a job were hashed first, the device would be
+idle at the start, so a few at a time are hashed while it computes. Waiting work is measured in
+tokens to compute, like steps.
 """
 
 from collections import deque
 
-LOOK_AHEAD = 64  # at least this many sequences wait, since lower tiers load while they do
+LOOK_AHEAD = 64  # at least this many sequences wait, so that lower tiers can load their pages
 
 
 class Supply:
@@ -17,26 +17,26 @@ class Supply:
     """
 
     def __init__(self, step_tokens: int) -> None:
-        """`step_tokens`: the most tokens of a step."""
+        """`step_tokens` is the most tokens of a step."""
         self._step_tokens = step_tokens
-        self._waiting: deque[int] = deque()  # tokens to compute of those submitted last
+        self._waiting: deque[int] = deque()  # tokens to compute of the sequences submitted last
         self._waiting_tokens = 0
         self._num_steps = 0
 
     def begin_step(self) -> None:
-        """The next step is about to be filled; `has_room` is about it."""
+        """The next step is about to be filled; `has_room` refers to it."""
         self._num_steps += 1
 
     def has_room(self, num_waiting: int) -> bool:
         """Whether to submit another request while `num_waiting` sequences wait."""
-        while len(self._waiting) > num_waiting:  # the first submitted have started
+        while len(self._waiting) > num_waiting:  # those submitted first have started
             self._waiting_tokens -= self._waiting.popleft()
         if self._num_steps <= 1:
             return self._waiting_tokens < self._step_tokens
         return self._waiting_tokens < 2 * self._step_tokens or num_waiting < LOOK_AHEAD
 
     def note(self, new_tokens: int, num_answers: int = 1) -> None:
-        """A request with `new_tokens` to compute was submitted."""
+        """Count a submitted request with `new_tokens` to compute."""
         for tokens in (new_tokens, *[1] * (num_answers - 1)):  # its prompt is computed once
             self._waiting.append(tokens)
             self._waiting_tokens += tokens

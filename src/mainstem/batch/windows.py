@@ -1,4 +1,4 @@
-"""Lines -> windows: as many tokenised rows as are planned together.
+"""Lines -> windows: tokenised rows that are planned together.
 
     InputFile -> JSON -> duplicates and rows that are done -> parse_row -> tokenizer -> Window
 
@@ -29,7 +29,7 @@ from mainstem.wire.calls import Call, CallParser
 from mainstem.wire.errors import WireError, from_invalid
 
 ROW_BYTES = 1024  # memory of a row besides its tokens
-TOKEN_BYTES = 24  # a token id, its copy, and what planning needs for it
+TOKEN_BYTES = 24  # memory of a token: its id, a copy, and what planning needs
 ROWS_AT_ONCE = 256  # tokenised together
 CHARS_AT_ONCE = 1 << 22
 
@@ -41,20 +41,20 @@ class Failure:
     line: int
     custom_id: str | None
     error: WireError
-    digest: str = ""  # as that of a Row
+    digest: str = ""  # like Row.digest
 
 
 @dataclass(slots=True)
 class Window:
-    """Rows in the order of their lines, and the lines among them that failed."""
+    """Rows in the order of their lines, and the lines that failed."""
 
     rows: list[Row]
     prompts: Prompts
     failures: list[Failure]
     num_skipped: int  # done by an earlier run
-    num_rows_read: int  # since the beginning, with failures and skipped ones
-    progress: float | None  # of the input's bytes; None where its size is not known
-    states: Counter[State] = field(default_factory=Counter)  # of those skipped, by their marks
+    num_rows_read: int  # since the beginning, including failed and skipped ones
+    progress: float | None  # of the input's bytes; None if its size is not known
+    states: Counter[State] = field(default_factory=Counter)  # states of the skipped rows
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class _Draft:
 
 
 class RowSource(Protocol):
-    """Lines in order, and how much of them was read."""
+    """Lines in order, and the progress of reading them."""
 
     @property
     def progress(self) -> float | None: ...
@@ -90,12 +90,10 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """How rows become calls and token ids; the same for a job, a server's batch and a plan.
-
-    The tokenizer is loaded by the first row that needs it. `find_app` says which app a row is for;
-    it raises WireError for one that is not there. `marker` is for outputs that can be resumed.
-    `find_salt` gives a row's salt: only requests with it find its encoded texts again
-    (text/part_cache.py).
+    """Turns rows into calls and token ids; used by jobs, by batches of a server and by plans. The
+    tokenizer is loaded when the first row needs it. `find_app` returns the app of a row; it raises
+    WireError for an unknown one. `marker` is for outputs that can be resumed. `find_salt` returns a
+    row's salt: only requests with the same salt find its encoded texts (text/part_cache.py).
     """
 
     parser: CallParser
@@ -140,7 +138,7 @@ class WindowReader:
                     yield self._window(draft)
                     draft = _Draft()
         except FileFault as error:
-            fault = error  # raised after the rows before it were handed out
+            fault = error  # raised after the rows before it were returned
         self._tokenize(waiting, draft)
         if draft.num_seen:
             yield self._window(draft)
@@ -164,7 +162,7 @@ class WindowReader:
         )
 
     def _parse(self, line: Line, draft: _Draft) -> tuple[Row, Prompt] | None:
-        """What a line asks; None where it failed or was done before, which `draft` notes."""
+        """The row of a line; None if it failed or was done before, which is recorded in `draft`."""
         custom_id: str | None = None
         marker, done, digest = self._rows.marker, self._done, ""
         try:
@@ -218,7 +216,7 @@ class WindowReader:
         self.tokenize_s += perf_counter() - began_s
 
     def _add_scored(self, row: Row, prompt: Prompt, draft: _Draft) -> None:
-        """A row whose choices are to be scored; raises WireError."""
+        """Add a row whose choices are scored; raises WireError."""
         tokenizer, most = self._rows.load_tokenizer(), self._rows.max_model_len - 1
         app = self._rows.find_app(row.call)
         try:
@@ -232,8 +230,8 @@ class WindowReader:
         draft.add(replace(row, choices=tuple(scoring.choices)), ids)
 
     def _encode_all(self, waiting: list[tuple[Row, Prompt]]) -> "list[array[int] | WireError]":
-        """Ids of each prompt, or why there are none; plain texts are encoded in parallel. Contexts
-        get none here, since they are encoded with their choices."""
+        """Ids of each prompt, or the error. Plain texts are encoded in parallel. Contexts of
+        choices are not encoded here, since they are encoded together with their choices."""
         found: list[array[int] | WireError | None] = [None] * len(waiting)
         texts: dict[int, str] = {}
         for place, (row, prompt) in enumerate(waiting):

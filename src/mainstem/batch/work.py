@@ -1,7 +1,8 @@
 """How much of a job is done, in prompt tokens, counting partly finished rows.
 
-Rows differ in length by orders of magnitude, and hundreds run at once. Counted in finished rows, a
-job would seem to stand still until the first rows end, and the first estimate would be far off.
+Rows differ in length by orders of magnitude, and hundreds run at once. If only finished rows were
+counted, a job would show no progress until the first rows end, and the first estimate would be
+wrong.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from mainstem.batch.windows import Window
 from mainstem.core.metrics import Counters
 
-UNLIMITED_TOKENS = 512  # what an answer without max_tokens counts as, until some are finished
+UNLIMITED_TOKENS = 512  # assumed length of an answer without max_tokens, until some are finished
 
 
 @dataclass(slots=True)
@@ -18,16 +19,16 @@ class Work:
 
     counters: Counters
     rows_read: int = 0
-    rows_done: int = 0  # by earlier runs too
+    rows_done: int = 0  # including those of earlier runs
     tokens_read: int = 0
     progress: float | None = None  # of the input's bytes
-    _limits: int = 0  # most output tokens of all rows read
-    _num_answers: int = 0  # that the rows read want
+    _limits: int = 0  # sum of the output limits of all rows read
+    _num_answers: int = 0  # of all rows read
     _finished: int = 0  # prompt tokens of rows that are written
-    _finished_alone: int = 0  # of these, what went through the engine: copies did not
+    _finished_alone: int = 0  # the same without copies, which did not go through the engine
 
     def add_window(self, window: Window) -> None:
-        """Rows that were read; what an earlier run has done counts as rows alone."""
+        """Add rows that were read; rows of earlier runs are counted, but not their tokens."""
         self.rows_read = window.num_rows_read
         self.rows_done += window.num_skipped
         self.progress = window.progress
@@ -52,7 +53,8 @@ class Work:
         if not prompts or not self._num_answers:
             return self._finished
         num_running = max(1, round(prompts * self._num_answers / max(1, self.tokens_read)))
-        num_firsts = counters.sequences_finished + num_running  # tokens that come with a prompt
+        # each sequence's first token comes with its prompt
+        num_firsts = counters.sequences_finished + num_running
         generated = max(0, counters.decoded_tokens + num_firsts - counters.generated_tokens)
         whole = prompts + max(generated, num_running * self._answer_tokens)
         credit = prompts * (prompts + generated) / whole
@@ -60,7 +62,7 @@ class Work:
 
     @property
     def total_tokens(self) -> int | None:
-        """Of the whole input, estimated from its bytes until all is read; None: unknown."""
+        """Tokens of the whole input, estimated from its bytes until all is read; None: unknown."""
         return round(self.tokens_read / self.progress) if self.progress else None
 
     @property

@@ -154,7 +154,7 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
 
 def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress) -> None:
     """Fetch, check, convert and publish; the caller holds the lock."""
-    gguf = _import_gguf(model)  # before the download, which is useless without it
+    gguf = _import_gguf(model)  # before the download, which would be useless without it
     for stale in target.parent.glob(f".{model.name}.*.tmp"):
         shutil.rmtree(stale, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{model.name}.", suffix=".tmp", dir=target.parent))
@@ -172,7 +172,7 @@ def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress)
         convert(gguf.GGUFReader(gguf_path), gguf.dequantize, staged, progress)
         staged.seal(model)
         progress("publish", 0.0)
-        if target.exists():  # damaged; a kill between the two renames leaves it absent
+        if target.exists():  # a damaged folder; if killed between the two renames, it is missing
             target.rename(work / "damaged")
         (work / "folder").rename(target)
         _sync_folder(target.parent)

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: config.json, names of tensors, and what was done to their values."""
+"""Architectures of GGUF files: config.json, names of tensors, and changes to their values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,9 +38,9 @@ class Architecture:
     """How a GGUF file of one architecture becomes a folder in the Hugging Face layout."""
 
     layer_names: dict[str, str]
-    # fields of config.json beside those that all have
+    # fields of config.json in addition to those that all architectures have
     config: Callable[[Fields], dict[str, object]]
-    # a tensor as transformers has it, given its name there
+    # converts a tensor to transformers' form; the name is that in transformers
     restore: Callable[[Fields, str, Floats], Floats]
 
 
@@ -106,7 +106,8 @@ def _qwen2_config(fields: Fields) -> dict[str, object]:
 
 
 def _gemma3_config(fields: Fields) -> dict[str, object]:
-    """llama.cpp knows some numbers without being told: which layers see all, the other rope."""
+    """Adds numbers that GGUF files leave out, because llama.cpp knows them: which layers see all
+    tokens, and the other rope."""
     head_dim, count = (
         fields.whole("gemma3.attention.key_length"),
         fields.whole("gemma3.block_count"),
@@ -143,7 +144,7 @@ def _restore_qwen2(fields: Fields, name: str, values: Floats) -> Floats:
 
 
 def _restore_gemma3(fields: Fields, name: str, values: Floats) -> Floats:
-    """llama.cpp has added the 1 that the model adds to its gains."""
+    """Subtract the 1 that llama.cpp has added to the gains; transformers adds it when it runs."""
     return values - 1 if name.endswith("norm.weight") else values
 
 

@@ -24,7 +24,7 @@ _QWEN2_WORDS = (
 
 
 def tokenizer_files(fields: Fields) -> tuple[str, dict[str, object]]:
-    """The text of tokenizer.json, and what tokenizer_config.json says."""
+    """The text of tokenizer.json, and the fields of tokenizer_config.json."""
     kind = (fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre"))
     tokens = [str(token) for token in fields.items("tokenizer.ggml.tokens")]
     if kind == ("gpt2", "smollm"):
@@ -120,7 +120,7 @@ def _settings(fields: Fields, tokens: list[str]) -> dict[str, object]:
         return tokens[fields.whole(field)] if fields.has(field) else None
 
     settings: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json as it stands
+        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
         "add_bos_token": fields.text("tokenizer.ggml.add_bos_token") == "True",
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,

@@ -11,7 +11,7 @@ Progress = Callable[[str, float], None]
 
 
 def unseen(stage: str, done: float) -> None:
-    """Ignores the progress."""
+    """A Progress that shows nothing."""
 
 
 class StageBar:

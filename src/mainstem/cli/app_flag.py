@@ -1,4 +1,5 @@
-"""The flag `--app NAME=FILE` of commands that read rows: what `model: "M:NAME"` in a row means."""
+"""The flag `--app NAME=FILE` of commands that read rows: defines the app of rows with `model:
+"M:NAME"`."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ def apps_by_name(flags: Sequence[str]) -> Callable[[Call], App | None]:
 
     def find(call: Call) -> App | None:
         _, colon, name = (call.model or "").rpartition(":")
-        # a name after a colon may be a model's own ("llama3:8b"): one model answers all rows
+        # the name after a colon may be part of a model's name ("llama3:8b"), so it need not be an
+        # app
         by_model = apps.get(name) if colon else None
         if call.app is None:
             return by_model

@@ -3,7 +3,7 @@
 IN is OpenAI's batch format (/v1/chat/completions, /v1/completions), or lines with a "prompt" (text
 or token ids) or "messages" and sampling fields. Files may end in .gz or .zst; - is
 standard input or output. Each answer is appended as soon as it is known; a line that cannot be
-answered becomes an error row, and the others go on.
+answered becomes an error row, and the job continues.
 
 Exit status: 0 all rows answered, 1 some failed or the job stopped early, 2 the call was wrong,
 130 stopped by Ctrl-C (continue with --resume).
@@ -88,13 +88,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--no-reorder",
         action="store_true",
-        help="bring prompts with equal prefixes together, but keep these groups in the input's "
-        "order, instead of those with much to generate first",
+        help="run prompts with equal prefixes together, but keep these groups in the input's "
+        "order, instead of running those with long answers first",
     )
-    made.add_argument("--no-dedupe", action="store_true", help="answer each of equal greedy rows")
+    made.add_argument(
+        "--no-dedupe", action="store_true", help="answer equal greedy rows separately, not once"
+    )
     made.add_argument(
         "--levels", type=int, default=PlanConfig().levels, metavar="N",
-        help="of shared prefixes; 1: BatchLLM's single level (%(default)s)",
+        help="most levels of shared prefixes; 1: as in BatchLLM (%(default)s)",
     )  # fmt: skip
     made.add_argument(
         "--window-mib", type=int, metavar="N",
@@ -110,15 +112,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_default_flags(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("for rows that leave these open")
+    group = made.add_argument_group("for rows that do not set them")
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help="(16 for prompts, the context for chats)"
     )
     add_draw_flags(group, {})
     add_generation_flag(group)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
     group.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on to --max-tokens"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end the answer before this text; repeatable",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help="do not stop at end tokens, only at --max-tokens",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N",
@@ -127,7 +137,7 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
 
 
 def open_engine(config: EngineConfig) -> TextEngine:
-    """The model's engine, as LLM makes it."""
+    """The model's engine, made like that of LLM."""
     from mainstem.llm import LLM  # noqa: PLC0415  # brings torch; wrong calls end before
 
     return LLM.from_config(config).text_engine
@@ -173,7 +183,7 @@ def main(
         summary.redone = _forget_stale(args, out, marker)
         summary.failed_before = out.done.num_failed
         rows = RowReader(call_parser, lambda: tokenizer, find_app, limit, marker)
-        kept = KeptLines(source)  # workers are sent lines
+        kept = KeptLines(source)  # whole lines are sent to workers
         reader = WindowReader(source if engine else kept, rows, out.done, window_bytes)
 
         def preparing() -> str:
@@ -244,10 +254,9 @@ def _joined(argv: list[str]) -> list[str]:
 
 
 def _forget_stale(args: argparse.Namespace, out: AnswerFile, marker: Marker) -> int:
-    """Remove lines of an output whose rows are to be answered again; returns their number.
-
-    Always the errors that were this machine's fault; with =changed, also changed rows and answers
-    of another model.
+    """Remove lines of an output whose rows must be answered again; returns their number. These are
+    errors caused by this machine and, with =changed, also changed rows and answers of another
+    model.
     """
     stale = Stale()
     if args.resume == REDO_CHANGED:

@@ -21,7 +21,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.calls import Call
 
 ROWS_PER_WORKER = 256
-OTHER_FILES = 256  # that a job may have open besides its connections
+OTHER_FILES = 256  # files that a job may have open besides its connections
 HERE = "local"  # a value of --ray
 
 Json = dict[str, object]
@@ -29,10 +29,10 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """What all workers of a job get."""
+    """Settings that all workers of a job share."""
 
     config: EngineConfig
-    defaults: Mapping[str, object]  # for rows that leave them open
+    defaults: Mapping[str, object]  # for rows that do not set them
     seed: int
     find_app: Callable[[Call], App | None]
     open_engine: Callable[[EngineConfig], TextEngine]
@@ -54,7 +54,9 @@ class Team:
 
 
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("many engines", "the job is planned here and cut for them")
+    group = parser.add_argument_group(
+        "many engines", "the job is planned here and divided among them"
+    )
     where = group.add_mutually_exclusive_group()
     where.add_argument(
         "--workers", metavar="URL,URL", help="servers (`mainstem serve`) that answer the rows"
@@ -76,7 +78,7 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def join_ray_address(argv: list[str]) -> list[str]:
-    """`--ray` takes the next word only where that is an address, and not the input's name."""
+    """`--ray` takes the next word only if it is an address, not the input's name."""
     found: list[str] = []
     for place, word in enumerate(argv):
         if place and argv[place - 1] == "--ray" and _is_address(word):
@@ -92,7 +94,8 @@ def _is_address(word: str) -> bool:
 
 
 def has_workers(args: argparse.Namespace) -> bool:
-    """Whether the rows are answered elsewhere; raises ConfigError for flags that do not fit."""
+    """Whether other processes answer the rows; raises ConfigError for flags that cannot be
+    combined."""
     if args.worker_rows < 1:
         raise ConfigError(f"--worker-rows must be at least 1, got {args.worker_rows}")
     if args.worker_key_file is not None and args.workers is None:
@@ -125,7 +128,8 @@ def open_team(args: argparse.Namespace, team: Team) -> Iterator[Sequence[Worker]
 
 
 def _allow_connections(count: int) -> None:
-    """Each row in progress has a connection, and each of these is an open file."""
+    """Raise the limit of open files: each row in progress has a connection, which is an open
+    file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + OTHER_FILES
     if soft == resource.RLIM_INFINITY or wanted <= soft:
@@ -138,7 +142,7 @@ def _allow_connections(count: int) -> None:
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
-    """The tokenizer of the model that workers serve: rows are planned by it."""
+    """The tokenizer of the model that workers serve; it is needed for planning."""
     model = config.model
     return Tokenizer.load(
         resolve_model(model.model), model.chat_template, model.allow_special_tokens

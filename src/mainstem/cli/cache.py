@@ -30,7 +30,7 @@ class StoreStats:
     """What is in the folder of one model."""
 
     folder: str
-    model: str | None  # as it was called when the store was last used; None: not noted
+    model: str | None  # the model's name when the store was last used; None: unknown
     identity: str  # hash of its weights, their form and the layout of pages
     pages: int
     page_tokens: int
@@ -42,7 +42,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What reading every page of one folder showed."""
+    """The result of reading every page of one folder."""
 
     folder: str
     pages: int
@@ -88,7 +88,7 @@ def find_stores(folder: Path) -> list[Path]:
 
 
 def stats(store: Path) -> StoreStats:
-    """Read-only, so that it may be asked of a store in use."""
+    """Counts of a store; read-only, so it works while the store is in use."""
     database = sqlite3.connect(f"file:{store / FILE}?mode=ro", uri=True, timeout=30.0)
     try:
         about = dict(database.execute("SELECT name, value FROM about"))
@@ -152,7 +152,8 @@ def clear(store: Path) -> int:
         remove_index(store)
         for path in store.glob("*.pages"):
             path.unlink(missing_ok=True)
-        ledger_of(store).unlink(missing_ok=True)  # so that their absence is not reported as a loss
+        # so that the missing pages are not reported as lost
+        ledger_of(store).unlink(missing_ok=True)
         return freed
     finally:
         lock.close()

@@ -1,6 +1,8 @@
-"""`mainstem calibrate`: measures the rates of this device, which the cost model then uses.
+"""`mainstem calibrate`: measures the rates of this device, which the cost model then uses, and fits
+the record by which attention is planned on a card that nobody tuned.
 
-Writes them to `cards.json` in the cache folder, where `plan.cost.card_for` finds them.
+Writes them to `cards.json` and `paces.json` in the cache folder, where `plan.cost.card_for` and
+`kernels.attention.tuning.choose_tiles` find them.
 """
 
 import argparse
@@ -8,7 +10,7 @@ import json
 from dataclasses import asdict
 
 from mainstem.plan.cost import save_card
-from mainstem.runner.calibrate import measure, present_device
+from mainstem.runner.calibrate import is_tuned, keep_paces, measure, measure_paces, present_device
 
 
 def main(argv: list[str]) -> int:
@@ -16,13 +18,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON line")
     parser.add_argument("--dry-run", action="store_true", help="measure, but save nothing")
     args = parser.parse_args(argv)
-    card = measure(present_device())
-    path = None if args.dry_run else save_card(card)
+    probe = present_device()
+    card = measure(probe)
+    paces = measure_paces(probe)
+    paths = [] if args.dry_run else [save_card(card)]
+    if paces and not is_tuned(probe) and not args.dry_run:
+        paths.append(keep_paces(probe, paces))
+    fitted = {head_dim: asdict(pace) for head_dim, pace in paces.items()}
     if args.json:
-        print(json.dumps(asdict(card)))
+        print(json.dumps({**asdict(card), "paces": fitted}))
         return 0
     for name, value in asdict(card).items():
-        print(f"{name:<15} {value if isinstance(value, (str, int)) else f'{value:.3g}'}")
-    if path is not None:
+        print(f"{name:<15} {_short(value)}")
+    for head_dim, fields in fitted.items():
+        print(f"head_dim {head_dim}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items()))
+    if not paces:
+        print("attention on a CPU is planned without a record of the card: none was fitted")
+    elif is_tuned(probe):
+        print(f"attention on {probe.name} is planned by a tuned record: the fitted one is not kept")
+    for path in paths:
         print(f"kept in {path}")
     return 0
+
+
+def _short(value: str | float) -> str:
+    return str(value) if isinstance(value, str | int) else f"{value:.3g}"

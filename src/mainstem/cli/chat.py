@@ -29,9 +29,10 @@ def parser() -> argparse.ArgumentParser:
         "--context-overflow",
         choices=[policy.value for policy in Overflow],
         default=Overflow.KV.value,
-        help="what goes when the conversation outgrows the window: the oldest tokens, with the KV "
-        "of the others kept (kv) or computed again (recompute); the pages that the last tokens "
-        "attend to least (important); nothing, and the turn is refused (error) (%(default)s)",
+        help="what is dropped when a conversation outgrows the window: the oldest tokens, and the "
+        "KV of the others is kept (kv) or computed again (recompute); the pages that the last "
+        "tokens attend to least (important); nothing, and the turn is refused (error) "
+        "(%(default)s)",
     )
     made.add_argument("--stats", action="store_true", help="show timing after each answer")
     add_sampling_flags(made, max_tokens=512)
@@ -86,10 +87,10 @@ def main(argv: list[str]) -> int:
 
 
 def common_tokens(tokenizer: Tokenizer, start: list[dict[str, str]]) -> int:
-    """How many tokens every conversation with this beginning has in common."""
+    """How many leading tokens all conversations with this system prompt share."""
     a, b = (tokenizer.encode_chat([*start, {"role": "user", "content": said}]) for said in "ab")
     differ = (number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))  # a template may leave out what was said
+    return next(differ, min(len(a), len(b)))  # a template may leave out the messages
 
 
 def stream_answer(

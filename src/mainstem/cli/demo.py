@@ -34,7 +34,7 @@ class Question:
     text: str
 
     def messages(self) -> list[dict[str, str]]:
-        """Instruction and document first: that is the part the questions share."""
+        """Instruction and document come first: questions share this part."""
         content = f"Document:\n{self.doc}\n\nQuestion: {self.text}"
         return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": content}]
 
@@ -113,7 +113,7 @@ def load_questions(path: Path | None) -> list[Question]:
 
 
 def run(config: EngineConfig, share: Share, questions: list[Question], max_tokens: int) -> Run:
-    """Answer everything with a fresh engine; loading is outside the clock."""
+    """Answer everything with a new engine; loading is not part of the time."""
     llm = LLM.from_config(replace(config, sched=replace(config.sched, share=share)))
     print("sharing on" if share is Share.READS else "sharing off", flush=True)
     began_s = perf_counter()
@@ -127,7 +127,7 @@ def run(config: EngineConfig, share: Share, questions: list[Question], max_token
 
 
 def make_writable(path: Path) -> None:
-    """Make the folder of the answers and check the file, before the answers take minutes."""
+    """Create the folder of the answers and check the file before the work, which takes minutes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -183,6 +183,6 @@ def report(questions: list[Question], runs: list[Run]) -> str:
 
 
 def _spread(total: int, wanted: int) -> list[int]:
-    """Up to `wanted` places, evenly over `total`."""
+    """Up to `wanted` indices, spread evenly over `total`."""
     count = min(total, wanted)
     return [index * total // count for index in range(count)]

@@ -19,8 +19,8 @@ Section = dict[str, object]
 
 HOPPER = "sm_90"
 CONVERSION_BYTES = 1_000_000_000  # free disk that fetching and converting the default needs
-GPU_SHARE = 0.9  # of a card, for weights and pages, where --gpu-memory-utilization is left open
-GPU_RESERVE = 2 << 30  # of that, about, for buffers of steps and graphs
+GPU_SHARE = 0.9  # of a card, for weights and pages, if --gpu-memory-utilization is not given
+GPU_RESERVE = 2 << 30  # about this much of it is for buffers of steps and graphs
 
 
 def report() -> dict[str, object]:
@@ -73,7 +73,7 @@ def _attention_words(device: DeviceFacts, libraries: TorchFacts) -> str:
     if not libraries.can_compile_triton:
         return "none: the kernels need Triton, which is not installed; use --device cpu without it"
     if HOPPER in device.features:
-        return f"spans in Gluon kernels for Hopper, small and large units apart, {merged}"
+        return f"spans in Gluon kernels for Hopper, one for small and one for large units, {merged}"
     return f"spans in one Triton kernel, {merged}"
 
 
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("mainstem doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--model", help="also: what this model's weights, keys and values take, on how many ranks"
+        "--model", help="also show the memory that this model needs, for each number of ranks"
     )
     args = parser.parse_args(argv)
     found = report()
@@ -134,8 +134,8 @@ def describe_model(name: str, device: DeviceFacts) -> Section:
 
 
 def fitting_tokens(size: RankSize, device: DeviceFacts) -> int | None:
-    """Tokens of KV that a card has room for beside a rank's weights, about; None: on a CPU, whose
-    memory all ranks share."""
+    """About how many tokens of KV fit on a card with a rank's weights; None: on a CPU, whose memory
+    all ranks share."""
     if device.kind == "cpu":
         return None
     room = int(device.memory_bytes * GPU_SHARE) - GPU_RESERVE - size.weight_bytes
@@ -216,7 +216,7 @@ def _triton_words(libraries: Section) -> str:
 
 
 def _cache(models: list[ModelRecord], free_bytes: int) -> Section:
-    """Where converted models live, what is there, and how much more fits."""
+    """The folder of converted models, its contents, and the free space."""
     entries = [
         {
             "name": record.name,

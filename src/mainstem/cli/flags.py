@@ -17,14 +17,15 @@ DRAW_FLAGS: dict[str, tuple[type, str, str]] = {  # field of SamplingParams -> t
     "top_k": (int, "K", "draw from the K likeliest tokens; 0: from all"),
     "min_p": (float, "P", "drop tokens below P times the likeliest"),
     "repetition_penalty": (float, "X", "divide logits of tokens that occurred"),
-    "presence_penalty": (float, "X", "lower logits of tokens the answer has"),
+    "presence_penalty": (float, "X", "lower logits of tokens that are in the answer"),
     "frequency_penalty": (float, "X", "the same, once for each occurrence"),
 }
 GREEDY = dict.fromkeys(DRAW_FLAGS, 0.0) | {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Model, memory and scheduling. A flag that is not given leaves the config file's value."""
+    """Add flags for model, memory and scheduling. If a flag is not given, the config file's value
+    is used."""
     engine = parser.add_argument_group("engine")
     engine.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags win")
     store = parser.add_argument_group("KV store")
@@ -70,15 +71,21 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
         help="most tokens of the answer (%(default)s)",
     )  # fmt: skip
     add_draw_flags(group, GREEDY)
-    group.add_argument("--seed", type=int, metavar="N", help="draw the same tokens again")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens")
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; repeatable",
     )
-    group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="do not stop at end tokens, only at --max-tokens"
+    )
 
 
 def add_draw_flags(group: argparse._ArgumentGroup, defaults: Mapping[str, float]) -> None:
-    """How a token is drawn; None where `defaults` has no value."""
+    """Add flags for sampling; a flag is None if `defaults` has no value for it."""
     for name, (kind, metavar, text) in DRAW_FLAGS.items():
         default = defaults.get(name)
         shown = text if default is None else f"{text} ({default:g})"
@@ -87,7 +94,7 @@ def add_draw_flags(group: argparse._ArgumentGroup, defaults: Mapping[str, float]
 
 
 def add_generation_flag(group: argparse._ActionsContainer) -> None:
-    """For commands whose requests may leave open how tokens are drawn."""
+    """For commands whose requests may leave out sampling fields."""
     group.add_argument(
         "--generation-config",
         choices=["auto", "none"],
@@ -98,13 +105,13 @@ def add_generation_flag(group: argparse._ActionsContainer) -> None:
 
 
 def add_parser_flags(parser: argparse.ArgumentParser) -> None:
-    """For commands whose answers have reasoning and tool calls apart from their text."""
+    """For commands whose answers separate reasoning and tool calls from the text."""
     parser.add_argument(
         "--tool-call-parser",
         "--tool-parser",
         choices=[AUTO, NONE, *TOOL_PARSERS],
         default=AUTO,
-        help="how the model writes tool calls; auto: as its chat template says (auto)",
+        help="how the model writes tool calls; auto: found in its chat template (auto)",
     )
     parser.add_argument(
         "--reasoning-parser",

@@ -19,19 +19,19 @@ def endpoint(text: str) -> str:
 
 
 def add_kv_event_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags as a group of their own."""
+    """Add the flags as a separate group."""
     group = parser.add_argument_group("KV events, as vLLM sends them to routers (off)")
     group.add_argument(
         "--kv-events",
         type=endpoint,
         metavar="ADDRESS",
-        help="publish there, like tcp://127.0.0.1:5557; they contain the token ids of prompts",
+        help="publish at an address like tcp://127.0.0.1:5557; events contain token ids of prompts",
     )
     group.add_argument(
         "--kv-events-connect",
         type=endpoint,
         metavar="ADDRESS",
-        help="publish to a subscriber that listens there",
+        help="publish to a subscriber that listens at this address",
     )
     group.add_argument(
         "--kv-events-replay",
@@ -40,7 +40,10 @@ def add_kv_event_flags(parser: argparse.ArgumentParser) -> None:
         help="where subscribers request batches that they missed",
     )
     group.add_argument(
-        "--kv-events-topic", default="", metavar="TEXT", help="what subscribers select by (none)"
+        "--kv-events-topic",
+        default="",
+        metavar="TEXT",
+        help="topic that subscribers can filter by (none)",
     )
 
 

@@ -92,7 +92,8 @@ def run(name: str, command: Command, argv: list[str]) -> int:
         print(f"mainstem {name}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        sys.stderr.close()  # the reader left; Python would complain again at exit
+        # the reader of our output has closed it; Python would report that again at exit
+        sys.stderr.close()
         return 1
     except OSError as error:  # a full disk, a lost mount: a traceback would not help
         print(f"mainstem {name}: {error}", file=sys.stderr)

@@ -73,5 +73,5 @@ def _print_families(is_json: bool) -> None:
         return
     rows = [[f.name, ", ".join(f.architectures), f.notes] for f in FAMILIES]
     print(table(["family", "architectures in config.json", "notes"], rows))
-    print("\nOthers are refused by name; docs/add-a-model.md shows how to add one.")
+    print("\nOther models are refused; docs/add-a-model.md shows how to add one.")
     print(f"\nWeights in 32 or 16 bits, or quantized. {SUPPORTED}.")

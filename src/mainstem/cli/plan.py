@@ -45,7 +45,7 @@ SHARES_SHOWN = 16
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompts:
-    """The rows of a batch file that can be answered, and what reading them took."""
+    """The rows of a batch file that can be answered, and the time it took to read them."""
 
     prompts: Prompts
     max_tokens: Int64s
@@ -121,14 +121,14 @@ class GroupSizes:
     num_members: int
     prefix: int
     computed: int  # tokens that members share, counted once
-    saved: int  # tokens that members share, counted for each time they are not computed again
+    saved: int  # shared tokens, counted once for each time they need not be computed again
     own: int
 
 
 def biggest_groups(plan: Plan, prompts: Prompts, limit: int) -> list[GroupSizes]:
     """The groups with the most prompt tokens, largest first.
 
-    What groups share with each other counts as computed in the first of them.
+    Tokens shared between groups count as computed in the first of these groups.
     """
     lengths = prompts.num_tokens[plan.members]
     shared = plan.node_tokens[plan.member_nodes]
@@ -197,7 +197,7 @@ def _cut_report(cut: Cut, cut_s: float) -> str:
     rows = np.bincount(cut.workers, cut.ends - cut.begins, cut.num_workers).astype(int)
     bundles = np.bincount(cut.workers, minlength=cut.num_workers)
     longest = np.argsort(-cut.share_s, kind="stable").tolist()
-    # the longest ones; the shortest is the last row
+    # show the longest shares, and the shortest as the last row
     shown = longest if len(longest) <= SHARES_SHOWN else [*longest[: SHARES_SHOWN - 1], longest[-1]]
     mean_s = float(cut.share_s.mean()) or 1.0
     shares = cut.share_s / mean_s
@@ -289,7 +289,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "file", metavar="FILE", help="JSON lines, .gz and .zst too; -: standard input"
     )
-    made.add_argument("--model", default="smollm2", help="whose tokenizer reads text (smollm2)")
+    made.add_argument(
+        "--model", default="smollm2", help="model whose tokenizer is used for text (smollm2)"
+    )
     made.add_argument(
         "--chat-template",
         metavar="FILE.jinja",
@@ -302,21 +304,27 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--group-tokens", type=int, default=PlanConfig().group_tokens, metavar="N",
-        help="size above which a group is split where it can be (%(default)s)",
+        help="size above which a group is split if possible (%(default)s)",
     )  # fmt: skip
     made.add_argument(
         "--lru-tokens", type=int, default=450_000, metavar="N",
         help="size of the LRU cache to compare with (%(default)s)",
     )  # fmt: skip
-    made.add_argument("--page-size", type=int, default=16, metavar="N", help="of that cache (16)")
+    made.add_argument(
+        "--page-size", type=int, default=16, metavar="N", help="page size of that cache (16)"
+    )
     made.add_argument(
         "--workers", type=int, metavar="N",
         help="also cut the plan for N workers: shows balance, and saving lost",
     )  # fmt: skip
     made.add_argument("--json", action="store_true", help="print one JSON object")
     made.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the biggest groups")
-    made.add_argument("--emit-order", metavar="OUT", help="write the lines in planned order, - too")
-    made.add_argument("--emit-plan", metavar="OUT", help="write the plan as JSON lines, - too")
+    made.add_argument(
+        "--emit-order", metavar="OUT", help="write the lines in planned order; -: standard output"
+    )
+    made.add_argument(
+        "--emit-plan", metavar="OUT", help="write the plan as JSON lines; -: standard output"
+    )
     made.add_argument("--no-progress", action="store_true", help="show no progress")
     return made
 
@@ -406,5 +414,5 @@ def _report_failures(failures: Sequence[Failure]) -> None:
 
 
 def _multi_level(tree: PrefixTree, plan: Plan, config: PlanConfig) -> Plan:
-    """The multi-level plan to report on, also where a single level was asked for."""
+    """The multi-level plan for the report, even if a single level was asked for."""
     return plan if config.levels > 1 else plan_tree(tree, PlanConfig())

@@ -45,7 +45,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 MIB = 1 << 20
 GIB = 1 << 30
-GRACE_S = 5.0  # after the deadline, for last words to be sent
+GRACE_S = 5.0  # after the deadline, to send the last events
 APPS_FILE = "apps.json"
 BACKLOG = 2048  # connections that wait to be accepted
 
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names that browsers may reach the server by, besides addresses and localhost; *: any "
+        help="host names that browsers may use, besides addresses and localhost; *: any "
         "(without keys: --host and this machine's name; with keys: any)",
     )
     made.add_argument("--api-key-file", type=Path, metavar="FILE", help="lines of name:key")
@@ -115,13 +115,13 @@ def parser() -> argparse.ArgumentParser:
         type=not_negative,
         default=30.0,
         metavar="S",
-        help="time to finish answers (30)",
+        help="time to finish answers at shutdown (30)",
     )
     made.add_argument(
         "--record",
         type=Path,
         metavar="FILE.jsonl",
-        help="keeps each prompt's token ids and time there, for `mainstem bench replay`",
+        help="record each prompt's token ids and time in this file, for `mainstem bench replay`",
     )
     add_generation_flag(made)
     add_parser_flags(made)
@@ -151,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=defaults.pinned_share,
         metavar="X",
-        help="of the device's pages that a key may keep by cache_control (%(default)g)",
+        help="share of the device's pages that a key may pin with cache_control (%(default)g)",
     )
     kept = SessionLimits()
     limits.add_argument(
@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=kept.ttl_s,
         metavar="S",
-        help=f"unused ones are forgotten after S seconds ({kept.ttl_s:g})",
+        help=f"unused sessions are removed after S seconds ({kept.ttl_s:g})",
     )
     limits.add_argument(
         "--max-upload-mib",
@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=defaults.stored_bytes / GIB,
         metavar="N",
-        help="files of a key together, answers of its batches included (%(default)g)",
+        help="all files of a key, including answers of its batches (%(default)g)",
     )
     limits.add_argument(
         "--max-files",
@@ -250,7 +250,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     with _bind(args.host, args.port) as listener:
         set_up_logs(args.log_level)
         if keys is None and not _is_loopback(args.host):
-            log.warning("anybody who reaches this address may use it; see --api-key-file")
+            log.warning("anybody who can reach this address may use it; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
         tokenizer, launch = open_(config, args.log_level, kv_events)
         settings = GatewaySettings(
@@ -295,7 +295,7 @@ def _bind(host: str, port: int) -> socket.socket:
     """A socket that listens; raises ConfigError.
 
     Clients that connect while the model is loaded wait for it, and a second server on the same port
-    fails at once, not after it has loaded its model.
+    fails at once, before it loads its model.
     """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port must be between 0 and 65535, got {port}")
@@ -349,14 +349,14 @@ class Server(uvicorn.Server):
         self._shutdown_s = shutdown_s
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """The first signal lets answers finish, the second does not."""
+        """After the first signal, open answers are finished; the second ends them."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         gateway = self.gateway
         gateway.is_draining = True
-        log.info("going down", extra={"facts": {"open_requests": gateway.engine.num_open}})
-        late = "the server is going down"
+        log.info("shutting down", extra={"facts": {"open_requests": gateway.engine.num_open}})
+        late = "the server is shutting down"
         asyncio.get_running_loop().call_later(self._shutdown_s, gateway.engine.fail_open, late)
         await super().shutdown(sockets)

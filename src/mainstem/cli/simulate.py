@@ -1,9 +1,9 @@
 """`mainstem simulate TRACE`: what a tiered KV store would save on this workload, and what it costs.
 
 Replays a trace through the policy that the engine's store uses. With several policies or sizes
-(comma lists) each combination is one line of the answer and one bar of the plot.
+(comma lists), each combination is one line of the output and one bar of the plot.
 
-With --replicas N it simulates many replicas behind a router instead, which has flags of its own:
+With --replicas N it simulates many replicas behind a router, with other flags:
 `mainstem simulate --replicas 1 --help`.
 """
 
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         type=sizes,
         default=[0.0],
         metavar="GB",
-        help="the device's own memory for pages (0: what is used comes from host memory)",
+        help="device memory for cached pages (0: all hits come from host memory)",
     )
     store.add_argument(
         "--lookahead",
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         type=not_negative,
         default=HEADROOM,
         metavar="X",
-        help=f"share of the host kept free, where there is a disk ({HEADROOM})",
+        help=f"share of host memory kept free, if there is a disk ({HEADROOM})",
     )
     world = made.add_argument_group("service")
     world.add_argument(
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive_count,
         default=prices.num_gpus,
         metavar="N",
-        help="that make the device (1)",
+        help="number of GPUs that make up the device (1)",
     )
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates and device time")
@@ -142,7 +142,7 @@ def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]
     num_sizes = max(map(len, sizes.values()))
     if not {len(given) for given in sizes.values()} <= {1, num_sizes}:
         counted = ", ".join(f"{len(given)} of {flag}" for flag, given in sizes.items())
-        raise ConfigError(f"lists of sizes must be of one length, or have one value: {counted}")
+        raise ConfigError(f"lists of sizes must have the same length, or one value: {counted}")
     rows = zip(*(given * (num_sizes // len(given)) for given in sizes.values()), strict=True)
     rates = ServiceRates(
         args.prefill_tokens_per_s,

@@ -1,8 +1,8 @@
 """`mainstem simulate TRACE --replicas N`: many replicas behind a router, on this workload.
 
-The router is the one that serves. Times of the trace are compressed or stretched so that the
-devices, if they had one memory together, would be busy for --busy of the time. Comma lists give a
-line of the answer for each combination.
+The router is the same as in serving. Times of the trace are scaled so that the devices, if they had
+one common memory, would be busy for --busy of the time. With comma lists, each combination is one
+line of the output.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         type=comma_list(positive_count),
         default=[DEVICE_TOKENS],
         metavar="N",
-        help=f"that each replica holds ({DEVICE_TOKENS})",
+        help=f"tokens that each replica holds ({DEVICE_TOKENS})",
     )
     fleet.add_argument(
         "--shared-gb",
@@ -78,14 +78,14 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=SHARED_GB_PER_S,
         metavar="GB/S",
-        help=f"from it to each replica ({SHARED_GB_PER_S:g})",
+        help=f"GB/s from it to each replica ({SHARED_GB_PER_S:g})",
     )
     fleet.add_argument(
         "--busy",
         type=positive,
         default=0.7,
         metavar="X",
-        help="of the time, were there one memory (0.7)",
+        help="share of the time that devices with one common memory would be busy (0.7)",
     )
     world = made.add_argument_group("service")
     world.add_argument(
@@ -138,8 +138,8 @@ def _configs(args: argparse.Namespace, kv_bytes: float) -> Iterator[FleetConfig]
 def _reports(
     trace: PagedTrace, configs: Sequence[FleetConfig], args: argparse.Namespace
 ) -> Iterator[FleetReport]:
-    """Each with every router, and with every shared tier."""
-    work = 1.0  # pace times replicas: much the same for all of them
+    """Reports for each config, with every router and every shared tier."""
+    work = 1.0  # pace times replicas, which is about the same for all numbers of replicas
     for config in configs:
         reference = find_reference(trace, config, work / config.num_replicas)
         work = reference.pace * config.num_replicas

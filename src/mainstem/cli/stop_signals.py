@@ -11,7 +11,7 @@ class StopSignals:
     """Remembers the first signal; a second one ends the process at once."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        """`numbers`: those to catch; SIGINT and SIGTERM by default."""
+        """`numbers` are the signals to catch; SIGINT and SIGTERM by default."""
         self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
         self.received: int | None = None
 
@@ -20,7 +20,7 @@ class StopSignals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Within this, signals only ask to stop."""
+        """A context in which signals only ask to stop."""
         before = {number: signal.getsignal(number) for number in self._numbers}
         for number in self._numbers:
             signal.signal(number, self._receive)

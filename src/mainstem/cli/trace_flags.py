@@ -14,7 +14,7 @@ from mainstem.simulate.trace_records import Outgrown, ReadOptions, Trace, TraceF
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    """What to read, and how."""
+    """Flags for the trace and how to read it."""
     parser.add_argument("trace", type=Path, metavar="TRACE", help="a trace, plain or gzip")
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument(
@@ -26,7 +26,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--model",
         metavar="NAME",
-        help="whose config.json says so: a folder, a hub id or smollm2; weights are not needed",
+        help="model whose config.json gives it: a folder, a hub id or smollm2; needs no weights",
     )
     parser.add_argument(
         "--dtype",
@@ -44,8 +44,8 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         "--page-tokens",
         type=positive_count,
         metavar="N",
-        help="tokens of a page: mooncake 512, qwen 16, weka 64, others 128; that of its ids, "
-        "where the trace has ids",
+        help="tokens of a page: mooncake 512, qwen 16, weka 64, others 128; if the trace has "
+        "ids, that of its ids",
     )
     group.add_argument(
         "--rate",
@@ -58,13 +58,13 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         "--context-tokens",
         type=positive_count,
         metavar="N",
-        help="leave out what is longer, and the rest of its session (no limit)",
+        help="leave out requests with more tokens, and the rest of their session (no limit)",
     )
     group.add_argument(
         "--overflow",
         choices=[member.value for member in Outgrown],
         default=Outgrown.LEFT_OUT.value,
-        help="sessions, chitchat: what becomes of a session beyond --context-tokens. keep: its "
+        help="sessions, chitchat: what happens to a session beyond --context-tokens. keep: its "
         "first half is dropped and the KV of the rest stays valid; invalidate: the rest is "
         "computed again (leave-out)",
     )
@@ -77,16 +77,19 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
             help=f"tokens of every {what}, for a trace without lengths (servegen)",
         )
     group.add_argument(
-        "--think-times", type=Path, metavar="FILE", help="gaps between turns (the shipped table)"
+        "--think-times",
+        type=Path,
+        metavar="FILE",
+        help="file with the gaps between turns (the shipped table)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of the drawn arrivals (0)")
+    group.add_argument("--seed", type=int, default=0, help="seed of the drawn arrivals (0)")
     parser.add_argument(
-        "--ttl", type=positive, metavar="S", help="drop what is unused for S seconds"
+        "--ttl", type=positive, metavar="S", help="drop pages that were unused for S seconds"
     )
 
 
 def kv_bytes_per_token(args: argparse.Namespace) -> float:
-    """As given, or computed from the named model and printed."""
+    """The given number, or one computed from the model and printed."""
     if args.model is None:
         given: float = args.kv_bytes_per_token
         return given
@@ -98,7 +101,7 @@ def kv_bytes_per_token(args: argparse.Namespace) -> float:
 
 
 def add_rate_flags(group: argparse._ActionsContainer, names: Sequence[str]) -> None:
-    """How fast the device and the ways to it are."""
+    """Flags for the speed of the device and its links."""
     flags = {
         "prefill_tokens_per_s": ("--prefill-rate", "tokens/s"),
         "decode_tokens_per_s": ("--decode-rate", "tokens/s, all requests together"),
@@ -115,7 +118,7 @@ def add_rate_flags(group: argparse._ActionsContainer, names: Sequence[str]) -> N
 
 
 def add_storage_prices(group: argparse._ActionsContainer) -> None:
-    """What storage costs."""
+    """Flags for prices of storage."""
     prices = Prices()
     group.add_argument(
         "--dram-price",
@@ -151,6 +154,6 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
 def warn_if_nothing_is_shared(trace: Trace) -> None:
     if not trace.can_share:
         print(
-            "this trace does not say what is in prompts: nothing in it can be shared",
+            "this trace has no contents of prompts: nothing in it can be shared",
             file=sys.stderr,
         )

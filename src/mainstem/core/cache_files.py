@@ -1,6 +1,6 @@
 """Notes about files elsewhere, in the user's cache folder: a small file for each path.
 
-Nothing depends on them: where one is missing, damaged or cannot be written, the program does
+Nothing depends on them: if a note is missing, damaged or cannot be written, the program works
 without it.
 """
 
@@ -12,7 +12,7 @@ from platform import node
 from mainstem.core.config import cache_dir
 from mainstem.core.files import write_whole
 
-MOST_FILES = 512  # of a kind; the oldest are removed
+MOST_FILES = 512  # files of one kind at most; the oldest are removed
 
 
 def cache_file(kind: str, path: Path) -> Path:

@@ -1,11 +1,11 @@
-"""Settings: frozen sections, from defaults, a TOML file and flags; the later ones win. Their help
-texts (core/settings.py) are written here and nowhere else.
+"""Settings: frozen sections, from defaults, a TOML file and flags; a flag overrides the file.
+Their help texts (core/settings.py) are written here and nowhere else.
 
 The only place that reads the environment:
     MAINSTEM_CACHE   folder for converted models and stores
-    XDG_CACHE_HOME   where that folder lies otherwise
+    XDG_CACHE_HOME   the parent of that folder, if MAINSTEM_CACHE is not set
     MAINSTEM_REMOTE_USERNAME, _PASSWORD, _KEY   secrets of a remote store, see RemoteSecrets
-and writes to it, or hands it on (child_environment):
+The only place that sets variables, here or for child processes (child_environment):
     MIMALLOC_PURGE_DELAY   unless set, see keep_freed_memory
     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   unless set, see rank_environment
 """
@@ -64,7 +64,7 @@ def child_environment() -> dict[str, str]:
     CPU both processes use all cores, and spinning threads take them from the one that serves
     clients.
     """
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     if "OMP_WAIT_POLICY" not in os.environ:
         own["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "1000")
     return os.environ | own
@@ -88,8 +88,8 @@ class RemoteSecrets:
 
     @classmethod
     def read(cls, path: Path | None) -> "RemoteSecrets":
-        """From a TOML file with these names; what it does not have, or all without a file, from the
-        environment."""
+        """Read the secrets from a TOML file with these names. Those that are not in it, or all if
+        there is no file, come from the environment."""
         names = [field.name for field in fields(cls)]
         found = {name: os.environ.get(f"MAINSTEM_REMOTE_{name.upper()}") for name in names}
         if path is None:
@@ -103,7 +103,7 @@ class RemoteSecrets:
         for name, value in table.items():
             if name not in names or not isinstance(value, str) or not value:
                 known = ", ".join(names)
-                raise ConfigError(f"{path}: {name!r} is not a secret with a text. Known: {known}")
+                raise ConfigError(f"{path}: {name!r} is unknown, or is not a text. Known: {known}")
         return cls(**found | table)
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ class RemoteSecrets:
 
 
 class Share(Enum):
-    """What sequences with a common prefix share (the three systems RelayAttention compares)."""
+    """What sequences with a common prefix share (the three systems in RelayAttention)."""
 
     NONE = "none"  # everything computed, stored and read per sequence
     STORAGE = "storage"  # computed and stored once, read per sequence
@@ -119,14 +119,14 @@ class Share(Enum):
 
 
 class DType(Enum):
-    AUTO = "auto"  # the checkpoint's, except where the device is slow at it
+    AUTO = "auto"  # the checkpoint's, unless the device is slow with it
     FP32 = "float32"
     BF16 = "bfloat16"
     FP16 = "float16"
 
 
 class Device(Enum):
-    AUTO = "auto"  # the first GPU where there is one
+    AUTO = "auto"  # the first GPU, or the CPU if there is none
     CPU = "cpu"
     CUDA = "cuda"
 
@@ -153,7 +153,7 @@ class ModelConfig:
     )
     device: Device = field(
         default=Device.AUTO,
-        metadata=about("where to run; auto is the first GPU where there is one"),
+        metadata=about("where to run; auto is the first GPU, or the CPU if there is none"),
     )
     quantize: Quantize = field(
         default=Quantize.NONE,
@@ -222,7 +222,7 @@ class CacheConfig:
     memory_share: float | None = field(
         default=None,
         metadata=about(
-            "share of the memory for weights and pages, where kv_tokens is open; on a CPU, of the "
+            "share of the memory for weights and pages if kv_tokens is not set; on a CPU, of the "
             "memory that is available",
             unset="a cautious one",
             range=SHARE,
@@ -254,7 +254,8 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedConfig:
-    """What goes into a step. Memory and tokens are the limits, unless requests are counted."""
+    """What goes into a step. It is limited by memory and tokens, and by the number of requests if
+    that is set."""
 
     # S_chunk of BatchLLM
     chunk_tokens: int | None = field(
@@ -316,7 +317,7 @@ class SchedConfig:
 class StorePolicy(Enum):
     """Which pages leave the device, host memory and disk first."""
 
-    LOOKAHEAD = "lookahead"  # what the waiting queue will not need (AttentionStore 3.3)
+    LOOKAHEAD = "lookahead"  # pages that no waiting request needs (AttentionStore 3.3)
     LRU = "lru"
     FIFO = "fifo"
 
@@ -324,9 +325,11 @@ class StorePolicy(Enum):
 class Saving(Enum):
     """When filled pages go from the device to host memory and on (AttentionStore 3.2.2)."""
 
-    DECODING = "decoding"  # as they fill, prompts and answers, beside the steps that follow
-    END = "end"  # those of prompts as they fill, those of answers when their sequence ends
-    SYNC = "sync"  # all when their sequence ends, and the next step waits: the paper's baseline
+    DECODING = "decoding"  # all pages as soon as they are full, while the next steps run
+    # pages of prompts as soon as they are full, those of answers when their sequence ends
+    END = "end"
+    # all pages when their sequence ends, and the next step waits: the paper's baseline
+    SYNC = "sync"
 
 
 class Fetch(Enum):
@@ -370,7 +373,7 @@ class StoreConfig:
     remote_gb: float = field(
         default=20.0,
         metadata=about(
-            "most memory of that server, where it does not bound itself",
+            "most memory of that server, if it has no limit of its own",
             range=POSITIVE,
             metavar="GB",
         ),
@@ -378,7 +381,7 @@ class StoreConfig:
     remote_ttl_s: float = field(
         default=86400.0,
         metadata=about(
-            "seconds after which unused pages go from that server",
+            "seconds after which unused pages expire on that server",
             range=POSITIVE,
             metavar="S",
             argument="remote_ttl",
@@ -409,23 +412,23 @@ class StoreConfig:
     save: Saving = field(
         default=Saving.DECODING,
         metadata=about(
-            "save pages of answers as they fill, when a sequence ends, or then with the next step "
-            "waiting for it",
+            "when pages of answers are saved: as they fill, when a sequence ends, or then while "
+            "the next step waits",
             argument="store_save",
         ),
     )
     fetch: Fetch = field(
         default=Fetch.AUTO,
         metadata=about(
-            "load stored pages where that is faster than computing them, always, or never",
+            "load stored pages if that is faster than computing them, always, or never",
             argument="store_fetch",
         ),
     )
-    # auto: as many as are needed for the rest to arrive in time
+    # auto: so that the rest arrives in time
     preload: str = field(
         default="auto",
         metadata=about(
-            "layers that must be there before a prompt starts on its history: auto, all or a "
+            "layers of a history that must be loaded before its prompt starts: auto, all or a "
             "number",
             range=LAYERS,
             metavar="LAYERS",
@@ -493,7 +496,7 @@ def load_config(path: Path) -> EngineConfig:
 
 
 def _check_section(path: Path, name: str, value: object) -> None:
-    """Raise ConfigError unless a file's top-level entry is a section that there is."""
+    """Raise ConfigError unless a file's top-level entry is a known section."""
     sections = [section.name for section in fields(EngineConfig())]
     listed = ", ".join(f"[{section}]" for section in sections)
     if isinstance(value, dict):
@@ -515,7 +518,7 @@ def _check_section(path: Path, name: str, value: object) -> None:
 
 
 def _advice(name: str, section: str) -> str:
-    """What may have been meant by a name that a section of a file does not have."""
+    """What a user probably meant by a name that is not in this section."""
     for row in SETTINGS:
         if name in (row.name, row.argument):
             here = "" if row.section == section else f", in section [{row.section}]"
@@ -525,8 +528,8 @@ def _advice(name: str, section: str) -> str:
 
 
 def with_arguments(config: EngineConfig, values: Mapping[str, object], where: str) -> EngineConfig:
-    """A copy with `values` put in, named as flags and arguments of LLM are; enum members are given
-    by their value."""
+    """A copy with other `values`. Their names are those of flags and of LLM's arguments; enum
+    members are given by value."""
     known = [row.argument for row in SETTINGS]
     for name in values:
         if name not in known:

@@ -3,15 +3,15 @@
 MainstemError
   ConfigError      a setting is out of range or does not fit the others
   InvalidRequest   the caller's fault: 4xx at the server, an error row in a batch
-    MissingPackage   a field that an optional package is needed for
+    MissingPackage   a field of the request needs an optional package that is not installed
     TooManyForms     forms of answers in use hold too much memory: 429 at the server
-  UnsupportedModel a checkpoint whose mathematics this engine does not have
+  UnsupportedModel a checkpoint with an architecture that this engine does not have
   ModelNotFound    a model argument that leads to no model
-  OutOfPages       load: the scheduler catches it and waits
+  OutOfPages       too few free pages: the scheduler catches it and waits
   StoreError       a folder of saved pages that cannot be used: in use, or of another format
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
   AnswerFailed     steps failed on a request whenever it was tried; others are answered
-  EngineLost       every step fails, or a rank is gone: nothing can be answered any more
+  EngineLost       every step fails, or a rank has ended: nothing can be answered any more
   ForkedProcess    an engine was called in a child of the process that loaded it
 """
 
@@ -40,11 +40,12 @@ class MissingPackage(InvalidRequest):
 
 
 class TooManyForms(InvalidRequest):
-    """Forms of the caller's answers use all the memory they may; some is freed as answers end."""
+    """The forms of the caller's answers use all the memory that is allowed; ending answers free
+    some."""
 
 
 class UnsupportedModel(MainstemError):
-    """A checkpoint whose mathematics this engine does not have."""
+    """A checkpoint with an architecture, or a variant of one, that this engine does not have."""
 
 
 class ModelNotFound(MainstemError):
@@ -67,8 +68,7 @@ class OutOfDeviceMemory(MainstemError):
 class AnswerFailed(MainstemError):
     """Steps failed on a request whenever it was tried; the message names the error.
 
-    `results` has every answer of the call that it ends, those that failed with `error` as their
-    finish reason.
+    `results` has every answer of the call. The answers that failed have the finish reason `error`.
     """
 
     def __init__(self, message: str, results: Sequence[object] = ()) -> None:
@@ -77,8 +77,8 @@ class AnswerFailed(MainstemError):
 
 
 class EngineLost(MainstemError):
-    """Nothing can be answered any more: every step fails, its cause is the last failure, or a rank
-    of a model that is split over several is gone."""
+    """Nothing can be answered any more: every step fails (`__cause__` is the last failure), or one
+    of the ranks of a model has ended."""
 
 
 class ForkedProcess(MainstemError):

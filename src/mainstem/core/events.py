@@ -36,7 +36,8 @@ class SequenceResumed:
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
-    """Pages ran out: a sequence gave its own back and will start again where its cache ends."""
+    """Pages ran out: a sequence gave its pages back, and will start again after those that are
+    still cached."""
 
     request_id: RequestId
     index: int
@@ -113,7 +114,7 @@ class PagesPrefetched:
 
 @dataclass(frozen=True, slots=True)
 class PagesLost:
-    """A tier does not have what it should: `checksum`, `truncated`, `missing`, `tokens`, `read`.
+    """A tier lost or damaged pages: `checksum`, `truncated`, `missing`, `tokens`, `read`.
     The pages are computed again when wanted."""
 
     num_pages: int
@@ -123,9 +124,9 @@ class PagesLost:
 
 @dataclass(frozen=True, slots=True)
 class StoreOpened:
-    """A disk store was opened with `num_pages`; `found` says what was wrong with it, and `lost` how
-    many pages that cost, by reason, where it is known: `index`, `emptied`, `missing`, `truncated`.
-    Delivered to later subscribers, too: it happens before an engine has listeners."""
+    """A disk store was opened with `num_pages`; `found` says what was wrong with it. `lost` says
+    how many pages were lost, if known, by reason: `index`, `emptied`, `missing`, `truncated`. Later
+    subscribers get this event, too, because it happens before an engine has listeners."""
 
     folder: str
     num_pages: int
@@ -134,7 +135,7 @@ class StoreOpened:
 
     @property
     def words(self) -> str | None:
-        """A sentence for people; None: nothing was wrong."""
+        """A sentence to show to users; None: nothing was wrong."""
         if self.found is None:
             return None
         num_lost = sum(self.lost.values())
@@ -154,8 +155,8 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One forward pass. `key_tokens_read` counts keys read, `key_tokens_seen` those that would be
-    read if every sequence read its own context."""
+    """One forward pass. `key_tokens_read` counts the keys that were read, `key_tokens_seen` those
+    that would be read if every sequence read its whole context by itself."""
 
     num_tokens: int
     num_prompt_tokens: int
@@ -177,7 +178,7 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepsResized:
-    """Steps have at most `num_tokens` from here on: fewer after one that did not fit the device,
+    """From now on steps have at most `num_tokens`: fewer after a step that did not fit the device,
     more again after many that did."""
 
     num_tokens: int
@@ -207,10 +208,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """Pages can be found in `tier` (`device`, `host`, `disk`) from here on.
+    """From now on pages can be found in `tier` (`device`, `host`, `disk`).
 
-    A page has a parent, the page before it, or none if it is the first of a prompt. Of pages that
-    an earlier process left on disk neither parent nor tokens are known: None and empty.
+    A page has a parent, the page before it, or none if it is the first of a prompt. For pages that
+    an earlier process left on disk, parent and tokens are not known: None and empty.
     """
 
     tier: str

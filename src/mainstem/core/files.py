@@ -1,6 +1,6 @@
-"""Files that are replaced as a whole, and files that may be gzip.
+"""Files that are replaced atomically, and files that may be gzip.
 
-state.json                  the old contents, then the new ones; never a part of either
+state.json                  the old contents, then the new ones; always complete
 state.json.1f2e3d4c.fresh   the new contents while they are written
 """
 
@@ -23,7 +23,7 @@ UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)  # gzip data ma
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends, synced to the disk.
+    """A new file that replaces `path` when the block ends, synced to the disk.
 
     A kill at any moment leaves the old file or the new one, and perhaps a leftover for
     `remove_leftovers`. If the block raises, `path` is unchanged. `mode` is subject to the umask.
@@ -42,13 +42,14 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file that only its owner may read."""
+    """Replace a file; only its owner may read the new one."""
     with replacing(path, PRIVATE) as file:
         file.write(data)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what a kill within `replacing` left beside `path`; nothing may be replacing it now."""
+    """Remove what a process that was killed within `replacing` left beside `path`. No other process
+    may be replacing it now."""
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*{FRESH}"):
         leftover.unlink(missing_ok=True)
 

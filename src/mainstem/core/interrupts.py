@@ -1,12 +1,13 @@
-"""Ctrl-C between two changes, never inside one.
+"""Ctrl-C is raised between two changes of the engine's state, never inside one.
 
     with guarded_interrupts():       once, around a call on the main thread: LLM.generate, a command
         with held_interrupts():      around each change of the engine's state
             ...                      Ctrl-C that comes here waits
                                      and is raised here
 
-Only the guard touches the process's signal handler; a change counts up and down. Python runs signal
-handlers on the main thread, so on other threads, and without a guard, there is nothing to hold.
+Only the guard touches the process's signal handler; a change only increments and decrements a
+counter. Python runs signal handlers on the main thread, so on other threads, and without a guard,
+nothing happens.
 """
 
 import signal
@@ -22,7 +23,7 @@ class _Changes(local, ContextDecorator):
     """Changes in progress on this thread: threads do not see each other's."""
 
     depth = 0
-    held: Callable[[], object] | None = None  # the first interrupt that came meanwhile
+    held: Callable[[], object] | None = None  # the first interrupt that came during the change
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -39,7 +40,8 @@ _changes = _Changes()
 
 def held_interrupts() -> _Changes:
     """Code in this context, or in a function with this decorator, runs to its end; an interrupt
-    that comes meanwhile is raised then. Not for long work: a person waits for Ctrl-C.
+    that comes during it is raised afterwards. Not for long work: the user waits for Ctrl-C to take
+    effect.
     """
     return _changes
 
@@ -52,7 +54,7 @@ class _Guard:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _changes.depth == 0:
-            _changes.held = None  # one that `__exit__` was about to raise: this one replaces it
+            _changes.held = None  # replaces an interrupt that `__exit__` was about to raise
             self._handler(number, frame)
         elif _changes.held is None:
             _changes.held = lambda: self._handler(number, frame)

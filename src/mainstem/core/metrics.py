@@ -31,14 +31,14 @@ class Counters:
     requests: int = 0
     sequences_finished: int = 0
     prompt_tokens: int = 0  # of admitted sequences
-    cached_tokens: int = 0  # of these, found in cached pages
+    cached_tokens: int = 0  # of the prompt tokens, found in cached pages
     computed_tokens: int = 0  # tokens that went through the model in prefill
     decoded_tokens: int = 0  # tokens that went through the model one by one
     recomputed_tokens: int = 0  # after preemptions
     generated_tokens: int = 0  # of finished answers
     key_tokens_read: int = 0
     key_tokens_seen: int = 0
-    key_tokens_saved: int = 0  # not read again because readers share a span
+    key_tokens_saved: int = 0  # keys that were not read again, because readers share a span
     preemptions: int = 0
     evicted_pages: int = 0  # from the device
     # tiers below the device, by name: host, disk
@@ -84,8 +84,8 @@ class Counters:
 
     @property
     def dram_share(self) -> float:
-        """Of the pages that were loaded from lower tiers, the share that host memory had when the
-        load began; 0.0 where none was loaded."""
+        """Of the pages that were loaded from lower tiers, the share that was in host memory when
+        the load began; 0.0 if none was loaded."""
         loaded = sum(self.loaded_pages.values())
         return self.loaded_pages["host"] / loaded if loaded else 0.0
 

@@ -75,9 +75,8 @@ class Plan:
 
     Nodes are in preorder: node 0 is the root, which has no tokens and is its own parent; every
     other node comes after its parent. `node_tokens` is a node's depth: the tokens from the start of
-    the prompt to the end of the node. A member's prompt is the first
-    `node_tokens[member_nodes[i]]` tokens, shared, and the rest, its own. The prefix of group g is
-    `group_nodes[g]`.
+    the prompt to the end of the node. The first `node_tokens[member_nodes[i]]` tokens of member i's
+    prompt are shared, the rest are its own. The prefix of group g is `group_nodes[g]`.
     """
 
     members: Int64s  # [prompts] prompt indices in the order to run
@@ -88,7 +87,7 @@ class Plan:
     node_tokens: Int64s  # [nodes]
     node_begins: Int64s  # [nodes] first member
     node_ends: Int64s  # [nodes] one past the last member
-    node_is_span: Bools  # [nodes] read as a span of its own, not only computed once
+    node_is_span: Bools  # [nodes] whether attention reads it as a span
 
     @property
     def num_groups(self) -> int:
@@ -100,7 +99,8 @@ class Plan:
         return self.node_tokens - self.node_tokens[self.node_parents]
 
     def check(self, prompts: Prompts) -> None:
-        """Raise if this is not a plan for `prompts`: each once, and every share really shared."""
+        """Raise if this is not a plan for `prompts`: each prompt occurs once, and every node is
+        really shared."""
         count, num_nodes = len(prompts), len(self.node_tokens)
         assert np.array_equal(np.sort(self.members), np.arange(count)), "each prompt exactly once"
         assert self.group_starts[0] == 0, "the first group starts at the first member"
@@ -128,7 +128,7 @@ class Plan:
             tokens = int(self.node_tokens[node])
             prefix = prompts[first][:tokens]
             for other in others:
-                assert np.array_equal(prefix, prompts[other][:tokens]), "a share is not shared"
+                assert np.array_equal(prefix, prompts[other][:tokens]), "prompts of a node differ"
 
     def to_lines(self) -> Iterator[str]:
         """The plan as JSON lines: a head, one line a node, one line a group. Made to be diffed."""

@@ -1,4 +1,4 @@
-"""Lists of lists as arrays: where each begins, and places within each."""
+"""Lists of lists as arrays: where each list begins, and the index within each."""
 
 import numpy as np
 from numpy.typing import NDArray

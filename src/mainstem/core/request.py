@@ -1,4 +1,4 @@
-"""Requests and their outputs; token ids only, text is made in `text`."""
+"""Requests and their outputs, as token ids only; `text` turns them into text."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_NEXT_IDS = 4096
 MAX_INT = 2**31 - 1
 
-# field of SamplingParams: least and largest value; whole numbers if the least value is one
+# field of SamplingParams: least and largest value; if the least value is an int, only whole numbers
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_N),
     "temperature": (0.0, 100.0),
@@ -58,7 +58,7 @@ def _check_int(field_name: str, value: int, low: int, high: int) -> None:
     _check_range(field_name, value, low, high)
 
 
-# the default of SamplingParams' arguments of vLLM
+# the default of vLLM's arguments of SamplingParams
 _NEUTRAL = (None, False, None, None, None, None, None, True)
 
 
@@ -67,7 +67,7 @@ class AnswerForm(Protocol):
 
     @property
     def form(self) -> str:
-        """As text/grammar.py writes it."""
+        """The form as text, in the format of text/grammar.py."""
         ...
 
 
@@ -88,7 +88,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    stop: str | Sequence[str] = ()  # None is the same as none
+    stop: str | Sequence[str] = ()  # None means no stop strings
     stop_token_ids: Sequence[int] = ()
     max_tokens: int | None = 16  # None: up to the context window
     min_tokens: int = 0
@@ -99,7 +99,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: AnswerForm | None = None  # ... or this, which `grammar` is made from
-    # vLLM's, accepted only with values that change nothing (core/vllm_names.py)
+    # arguments of vLLM, accepted only with values that change nothing (core/vllm_names.py)
     best_of: InitVar[object] = None
     use_beam_search: InitVar[object] = False
     guided_decoding: InitVar[object] = None
@@ -142,7 +142,7 @@ class SamplingParams:
 
     def _refuse(self, others: Sequence[object]) -> None:
         for (name, rule), value in zip(SAMPLING_ARGUMENTS.items(), others, strict=True):
-            is_all = name == "best_of" and value == self.n  # the best n of n are all
+            is_all = name == "best_of" and value == self.n  # the best n of n are all answers
             if not rule.takes(value) and not is_all:
                 raise InvalidRequest(name, f"{value!r} is not supported: {rule.instead}")
 
@@ -214,14 +214,14 @@ class TokenMask(Protocol):
     """Which tokens may come next in one answer; keeps its progress."""
 
     def allowed(self, output_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """What may follow `output_ids`, which begin with those of the last call. Token t is bit
-        t % 8 of byte t // 8; tokens beyond the end may not follow. Never raises.
+        """The tokens that may follow `output_ids`, which begin with those of the last call. Token t
+        is bit t % 8 of byte t // 8; tokens past the last byte are not allowed. Never raises.
         """
         ...
 
     @property
     def fault(self) -> str | None:
-        """Why the answer cannot go on after the last call; None: it can, or is complete."""
+        """Why the answer cannot continue after the last call; None: it can, or it is complete."""
         ...
 
 
@@ -243,13 +243,13 @@ class Overflow(Enum):
 
     @property
     def moves_kv(self) -> bool:
-        """Whether what stays keeps its KV, which then belongs to the session."""
+        """Whether the kept tokens keep their KV, which only the session can use afterwards."""
         return self in (Overflow.KV, Overflow.IMPORTANT)
 
 
-# From the pages [pages, page_size] of token ids that a truncation is about to drop, the numbers of
-# those to keep, at most as many as the second argument. The same tokens must give the same result,
-# since later turns of a conversation call it again.
+# Gets the pages [pages, page_size] of token ids that a truncation is about to drop, and a limit.
+# Returns the numbers of the pages to keep, at most as many as the limit. The same tokens must give
+# the same result, since later turns of a conversation call it again.
 ChooseKept = Callable[[NDArray[np.int32], int], Sequence[int]]
 
 
@@ -268,7 +268,7 @@ class FinishReason(Enum):
 
 
 def id_array(given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-    """A prompt's ids as an array of its own, not to be written; raises InvalidRequest."""
+    """A read-only copy of a prompt's ids as an array; raises InvalidRequest."""
     try:
         found = np.asarray(given)
     except (ValueError, OverflowError, TypeError):  # lists of different lengths, for instance
@@ -301,11 +301,12 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A prompt whose end is scored: nothing is needed of the tokens before `first`, so that they
-    may come from the cache."""
+    """Asks for logprobs at the end of a prompt. The tokens before `first` may come from the
+    cache."""
 
-    first: int  # the first place in the prompt whose logprob is wanted; the prompt's length: none
-    next_ids: tuple[int, ...] = ()  # then, the logprob of each of these as the next token
+    # the first place in the prompt whose logprob is wanted; the prompt's length if none is
+    first: int
+    next_ids: tuple[int, ...] = ()  # tokens whose logprob after the prompt is wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,9 +326,10 @@ class Request:
     keep_tokens: int = 0  # leading tokens (the system prompt) that no truncation may drop
     delivery: Delivery = Delivery.EACH_STEP
     plan_place: int | None = None  # its place in the announced order of a known workload
-    expected_tokens: int | None = None  # length of the answer, as far as the caller can tell
+    expected_tokens: int | None = None  # length of the answer, if the caller knows it
     rendering: Rendering = Rendering()
-    scoring: Scoring | None = None  # what is wanted besides one token that is ignored
+    # logprobs that are wanted; the answer is one token, which is ignored
+    scoring: Scoring | None = None
 
     def __post_init__(self) -> None:
         ids = id_array(self.prompt_ids)
@@ -376,7 +378,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one place: the token that is there and the likeliest ones."""
+    """Log-probabilities at one place: of the token there, and of the likeliest tokens."""
 
     token_id: int
     logprob: float
@@ -388,7 +390,7 @@ class TokenLogprobs:
         assert not math.isnan(self.logprob)
 
     def ranked(self) -> dict[int, tuple[float, int]]:
-        """Token -> its logprob and rank: the token that is there, then the likeliest ones."""
+        """Token -> its logprob and rank: first the token at this place, then the likeliest ones."""
         places = {self.token_id: (self.logprob, self.rank)}
         pairs = zip(self.top_ids, self.top_logprobs, strict=True)
         for rank, (token_id, logprob) in enumerate(pairs, start=1):
@@ -404,10 +406,10 @@ class Output:
     index: int  # which of the n answers
     token_ids: tuple[int, ...]  # new ones; an end token is included
     logprobs: tuple[TokenLogprobs, ...] = ()
-    # once, with the first token of the first answer; with Scoring, what that asked for
+    # given once, with the first token of the first answer; with Scoring, the logprobs it asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
-    fault: str | None = None  # what failed, where that ended it (FinishReason.ERROR) ...
-    is_form_fault: bool = False  # ... and whether that was the parser of its form: no step failed
+    fault: str | None = None  # the error that ended it (FinishReason.ERROR) ...
+    is_form_fault: bool = False  # ... and whether the parser of its form failed, rather than a step

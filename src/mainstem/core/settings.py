@@ -45,9 +45,9 @@ LAYERS = Range("auto, all or a number", lambda value: value in ("auto", "all") o
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The description of a setting besides its name, type and default."""
+    """The description of a setting, without its name, type and default."""
 
-    help: str  # a sentence that ends where its default is shown
+    help: str  # the default is appended to it
     unset: str  # what happens if it is None
     range: Range | None
     metavar: str | None  # in `--help`; None: by its type
@@ -81,7 +81,7 @@ class Setting:
 
     @property
     def argument(self) -> str:
-        """Its name as an argument of LLM, and in parsed flags."""
+        """Its name as an argument of LLM and as an attribute of parsed flags."""
         return self.about.argument or self.name
 
     @property
@@ -90,7 +90,7 @@ class Setting:
 
     @property
     def metavar(self) -> str | None:
-        """What stands for its value in `--help`; None: its name."""
+        """The placeholder for its value in `--help`; None: its name."""
         return self.about.metavar or {int: "N", float: "X"}.get(self.kind)
 
     @property
@@ -102,7 +102,7 @@ class Setting:
 
     @property
     def shown_default(self) -> str:
-        """As a config file has it, or what None means."""
+        """The default as it is written in a config file; for None, what None means."""
         if self.default is None:
             return self.about.unset
         if isinstance(self.default, bool):

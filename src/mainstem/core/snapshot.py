@@ -1,4 +1,4 @@
-"""A look at the engine at one moment, for people and dashboards."""
+"""The state of the engine at one moment, for people and dashboards."""
 
 from dataclasses import dataclass
 
@@ -30,10 +30,10 @@ class EngineSnapshot:
     num_pages: int
     page_size: int
     num_held_pages: int  # by running sequences
-    num_cached_pages: int  # findable by key, held or not
+    num_cached_pages: int  # that can be found by key, whether a sequence holds them or not
     stems: tuple[StemView, ...]  # shared by two sequences or more, parents first
-    num_host_pages: int = 0  # in host memory, on the device as well or not
+    num_host_pages: int = 0  # in host memory, including those that are also on the device
     num_disk_pages: int = 0
     stored_page_bytes: int = 0  # of a page in host memory or on disk
-    num_copies: int = 0  # loads and saves under way
+    num_copies: int = 0  # loads and saves in progress
     prompts: tuple[PromptView, ...] = ()

@@ -1,11 +1,11 @@
 """A Step: the work of one forward pass, as plain arrays.
 
-The scheduler makes it, the runner runs it, neither sees the other. Everything is numpy and owned
-by the holder of the Step; a Step can be sent to another process as it is.
+The scheduler makes it and the runner runs it; neither sees the other. All fields are numpy arrays
+that belong to the Step, so a Step can be sent to another process as it is.
 
     packed tokens   | seq a: 1 decode | seq b: 512 of a prompt  | seq c: 1 decode | ...
     seq_starts      0                 1                         513              514
-    sample_rows     ^ 0                                   (none: the prompt goes on) ^ 513
+    sample_rows     ^ 0                                   (none: not its last chunk) ^ 513
 """
 
 from dataclasses import dataclass, field
@@ -43,12 +43,13 @@ class Spans:
 
     Span i joins the tokens `query_rows[query_starts[i]:query_starts[i+1]]` (indices into the packed
     tokens) with the first `key_tokens[i]` slots of `page_ids[page_starts[i]:page_starts[i+1]]`.
-    A plain span shows every key to every query. A causal span holds the last queries of its own
-    run: of n queries the j-th sees the keys up to and including number `key_tokens - n + j`.
-    A token's answer is the log-sum-exp merge over all spans it lies in, one at least.
+    In a plain span every query sees every key. In a causal span the n queries are the last n tokens
+    of its keys: query j sees the keys up to and including number `key_tokens - n + j`. A token's
+    attention output is the log-sum-exp merge over all spans it is in, at least one.
 
-    In layers with a window a token sees its last keys only. `kernels/attention/window.py` makes the
-    spans of such layers from a step's: their `first_keys` say where each query's keys begin.
+    In layers with a window, a token sees only the last keys before it.
+    `kernels/attention/window.py` makes the spans of such layers from those of the step;
+    `first_keys` says where each query's keys begin.
     """
 
     query_starts: Int32s
@@ -57,9 +58,9 @@ class Spans:
     page_ids: Int32s
     key_tokens: Int32s
     is_causal: Bools
-    key_positions: Int32s  # [spans] position of each span's first key, the same in its sequences
-    # as query_rows: the first key, counted in its span, that this query sees; None: all see the
-    # first one
+    # [spans] position of each span's first key, which is the same in all its sequences
+    key_positions: Int32s
+    # for each of query_rows, the first key of the span that this query sees; None: 0 for all
     first_keys: Int32s | None = None
 
     def __len__(self) -> int:
@@ -70,15 +71,15 @@ class Spans:
 class SampleBatch:
     """How to turn logits into tokens, one entry per sample row.
 
-    `noise_keys` are hashes of (seed, output index): with a token's id such a key gives the noise
-    that the token's score gets in a draw, so that a sample depends on its request alone. For rows
-    in `special_rows` the runner keeps what it needs (settings, token counts) by sequence slot, from
+    `noise_keys` are hashes of (seed, output index). Such a key and a token's id give the noise that
+    is added to the token's score, so that a sample depends on its request alone. For rows in
+    `special_rows` the runner keeps what it needs (settings, token counts) by sequence slot, from
     the `started` records of this step or an earlier one.
     """
 
     temperature: Float32s
     top_p: Float32s
-    top_k: Int32s  # vocab size where there is no limit
+    top_k: Int32s  # vocab size if there is no limit
     min_p: Float32s
     noise_keys: Int64s
     num_logprobs: Int32s  # top tokens wanted, 0 where `wants_logprobs` is false
@@ -92,22 +93,23 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class StartedSequence:
-    """A sequence that enters a slot and needs logits edited; replaces what the slot held before."""
+    """A sequence that enters a slot and whose logits must be edited. Replaces the record of the
+    slot's last sequence."""
 
     seq_slot: int
     sampling: SamplingParams
     prompt_ids: Int32s
     output_ids: Int32s  # not empty after a preemption
-    stop_ids: tuple[int, ...]  # barred while fewer than min_tokens are out
+    stop_ids: tuple[int, ...]  # not allowed before min_tokens output tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PageWeighing:
-    """Of some tokens of a step, how much attention they pay to each page of their sequence."""
+    """Asks how much attention some tokens of a step pay to each page of their sequence."""
 
     first_row: int  # packed tokens [first_row, first_row + num_rows), neighbours in one sequence
     num_rows: int
-    page_ids: Int32s  # of the sequence, from its first token up to these
+    page_ids: Int32s  # pages of the sequence, from its first token up to these rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +117,9 @@ class Step:
     """The work of one forward pass."""
 
     step_id: StepId
-    seq_slots: Int32s  # [seqs] which sequence each stretch of tokens belongs to
+    seq_slots: Int32s  # [seqs] the sequence of each run of packed tokens
     seq_starts: Int32s  # [seqs + 1] prefix sums over the packed tokens
-    token_ids: Int32s  # [tokens]; undefined where carried
+    token_ids: Int32s  # [tokens]; undefined for tokens in `carry_to`
     carry_to: Int32s  # packed tokens whose id is a sample of the previous step ...
     carry_from: Int32s  # ... and which sample row that was
     positions: Int32s  # [tokens] rotary positions
@@ -132,15 +134,16 @@ class Step:
     num_prompt_logprobs: Int32s  # top tokens wanted for each of these rows
     started: tuple[StartedSequence, ...]
     num_decodes: int = 0  # the leading sequences that are past their prompt, one token each
-    # slots whose K and V are copied, in each layer after the writes and before any read: the part
-    # of a page that a sequence shares with another one; never both a source and a target
+    # slots whose K and V are copied: the part of a page that a sequence shares with another one.
+    # Done in each layer after the writes and before any read. No slot is both a source and a target
     copy_from: Int64s = field(default_factory=_no_slots)
     copy_to: Int64s = field(default_factory=_no_slots)
-    # loads of pages this step reads: each layer waits until that layer of them is loaded
+    # loads of pages that this step reads: each layer waits until the same layer of these pages is
+    # loaded
     load_ids: Int32s = field(default_factory=_no_rows)
     # pages whose K is rotated by `move_by` positions and written, with V, to another page, after a
-    # truncation. In each layer after the writes, before the copies and before any read;
-    # a page may be the source of several moves, never both source and target
+    # truncation. Done in each layer after the writes, before the copies and before any read. A page
+    # may be the source of several moves, but no page is both source and target
     move_from: Int32s = field(default_factory=_no_rows)
     move_to: Int32s = field(default_factory=_no_rows)
     move_by: Int32s = field(default_factory=_no_rows)
@@ -151,9 +154,9 @@ class Step:
         return len(self.token_ids)
 
     def hidden_rows(self) -> tuple[Int32s, Int32s]:
-        """Packed tokens whose last hidden state is needed, each once: those that are sampled after,
-        then those that only prompt logprobs need; and the place of each prompt logprob row among
-        these."""
+        """Packed tokens whose last hidden state is needed, each once: first those after which a
+        token is sampled, then those that only prompt logprobs need. Also returns the index of each
+        prompt logprob row in this list."""
         samples = self.sample_rows
         if len(self.prompt_logprob_rows) == 0:
             return samples, self.prompt_logprob_rows
@@ -174,8 +177,8 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs]  # by sample row, where wanted
     prompt_logprobs: tuple[TokenLogprobs, ...]  # by prompt_logprob row
     device_s: float | None = None  # how long the device ran it, if known
-    # by weighing: of each page, the attention weights summed over its keys, the rows, all heads
-    # and all layers
+    # for each weighing and page: attention weights, summed over the page's keys, the rows, all
+    # heads and all layers
     page_masses: tuple[Float32s, ...] = ()
 
 
@@ -187,7 +190,7 @@ class InFlight(Protocol):
         ...
 
     def has_ended(self) -> bool:
-        """Whether `wait` would not block."""
+        """Whether `wait` returns at once."""
         ...
 
 
@@ -196,7 +199,7 @@ class Runner(Protocol):
 
     @property
     def can_overlap(self) -> bool:
-        """Whether launching before the previous wait gains anything."""
+        """Whether it helps to launch a step before waiting for the previous one."""
         ...
 
     def launch(self, step: Step) -> InFlight:

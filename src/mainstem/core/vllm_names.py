@@ -1,5 +1,5 @@
-"""Arguments of scripts that were written for vLLM: accepted where they mean the same here, else
-refused by name with what to use instead; never silently ignored.
+"""Arguments of scripts that were written for vLLM. An argument that means the same here is
+accepted. Any other is refused, with its name and what to use instead; none is silently ignored.
 
 Arguments of the same name and meaning (`max_model_len`, `gpu_memory_utilization`, `seed`) are plain
 settings and not listed here.
@@ -27,7 +27,7 @@ class OnlyAt:
 _ONE_ENGINE = "an engine is split by tensor_parallel only; leave it out"
 _FIXED_MEMORY = "pages and weights share one budget: gpu_memory_utilization or kv_tokens sets it"
 
-# vLLM's name of an argument of LLM -> ours, which means the same
+# vLLM's name of an argument of LLM -> our name for the same
 SAME_MEANING = {
     "max_num_batched_tokens": "chunk_tokens",
     "block_size": "page_size",
@@ -76,7 +76,7 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "task": OnlyAt(("auto", "generate", None), "only models that generate text are supported"),
 }
 
-# in the order of SamplingParams' own declarations
+# in the order in which vLLM's SamplingParams declares them
 SAMPLING_ARGUMENTS: dict[str, OnlyAt] = {
     "best_of": OnlyAt(
         (None,), "ask for n answers with logprobs=0 and keep the best by cumulative_logprob"
@@ -96,7 +96,8 @@ _DTYPES = {"half": "float16", "float": "float32"}
 
 
 def own_arguments(given: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a call of LLM by our names: those `given` by them, and `others`.
+    """The settings of a call of LLM under our names: those in `given`, which have our names, and
+    `others`.
 
     Raises ConfigError for arguments without a meaning here, or given twice.
     """

@@ -24,7 +24,8 @@ from mainstem.runner.ranks.load import load_model
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
 
-DETERMINISTIC_CHUNK_TOKENS = 1024  # each token has a Partial for every few hundred keys
+# limited, since each token needs memory for a Partial per few hundred keys
+DETERMINISTIC_CHUNK_TOKENS = 1024
 
 log = logging.getLogger("mainstem.engine")
 
@@ -73,7 +74,7 @@ def build_random_engine(
 
 @contextmanager
 def closed_on_error(runner: Runner) -> Iterator[None]:
-    """A runner has processes and device memory that nobody else would give back."""
+    """Close the runner if the block raises: it holds processes and device memory."""
     try:
         yield
     except BaseException:
@@ -82,7 +83,7 @@ def closed_on_error(runner: Runner) -> Iterator[None]:
 
 
 def with_chunk(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """With a step size from the cost model, where the config has none and the device is a GPU."""
+    """The config, with a step size from the cost model if it has none and the device is a GPU."""
     name = device_name(config.model)
     if config.sched.chunk_tokens is not None or name == CPU:
         return config

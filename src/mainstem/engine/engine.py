@@ -46,11 +46,12 @@ class Engine:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a fork of the process that made the engine: threads are not here."""
+        """Whether this is a fork of the process that made the engine; a fork does not have its
+        threads."""
         return getpid() != self._owner
 
     def check_process(self) -> None:
-        """Raise ForkedProcess where a call would wait for threads that are not here."""
+        """Raise ForkedProcess in a fork, where a call would wait for threads that do not exist."""
         if self.is_forked:
             raise ForkedProcess(self._owner, getpid())
 
@@ -60,7 +61,7 @@ class Engine:
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of a step."""
+        """The most tokens that a step may have."""
         return self._scheduler.step_tokens
 
     @property
@@ -73,7 +74,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """The most tokens of prompt and answer together."""
         return self._scheduler.max_model_len
 
     @held_interrupts()
@@ -95,7 +96,7 @@ class Engine:
 
     @held_interrupts()
     def stop(self, request_id: RequestId, index: int) -> None:
-        """End one answer where the caller has read it to."""
+        """End one answer at the place up to which the caller has read it."""
         self._scheduler.stop(request_id, index)
 
     def step(self) -> list[Output]:
@@ -103,9 +104,9 @@ class Engine:
 
         After a failed step its sequences restart and the cache is cleared. Sequences that fail
         again are tried alone; a request that fails alone, while others do not, ends with the error
-        in its last Output. Raises EngineLost when step after step fails, whatever is in it, or when
-        a process that the model is split over is gone. An interrupt is passed on: all sequences
-        wait again, and outputs come with the next step.
+        in its last Output. Raises EngineLost if every step fails, whatever is in it, or if a rank
+        has ended. After an interrupt, which is raised again, all sequences wait, and outputs come
+        with the next step.
         """
         self.check_process()
         if self._is_torn:  # another interrupt came before recovery was complete
@@ -170,7 +171,8 @@ class Engine:
         self._num_failures = self._num_blamed = 0
 
     def _drop_steps(self) -> None:
-        """Pages are given back only when no step can write to them any more."""
+        """Wait for the steps in flight: pages may be given back only when no step can write to
+        them."""
         self._runner.drain()
         self._in_flight = None
 
@@ -183,7 +185,8 @@ class Engine:
 
     @held_interrupts()
     def _fail(self, error: Exception, step: Step | None) -> None:
-        """A step failed, or could not be made (None): drop it, and go on with everything else."""
+        """Drop a step that failed or could not be made (None), and continue with everything
+        else."""
         self._drop_steps()
         if isinstance(error, EngineLost):
             raise error
@@ -270,4 +273,4 @@ class _Launched:
     step: Step
     handle: InFlight
     began_s: float
-    launch_s: float  # the host's part in it; 0 where launching is running
+    launch_s: float  # host time of the launch; 0 if launching runs the step

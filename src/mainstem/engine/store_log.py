@@ -1,6 +1,7 @@
 """Log messages about the store: a full disk, lost pages.
 
-Lines go to the logger `mainstem.store`: on standard error, unless the process has logs of its own.
+Lines go to the logger `mainstem.store`: on standard error, unless the process has configured
+logging.
 """
 
 import logging
@@ -16,7 +17,7 @@ log = logging.getLogger("mainstem.store")
 
 
 class StoreLog:
-    """Logs each kind of trouble when it first comes, then once a minute with what came since.
+    """Logs each kind of problem when it first occurs, then once a minute with what happened since.
 
     Answers stay right: what is not stored is computed again.
     """
@@ -40,7 +41,7 @@ class StoreLog:
             log.warning(event.words, extra={"facts": facts})
 
     def _skipped(self, event: SavesSkipped) -> None:
-        if event.tier != "host":  # which is skipped whenever it is busy, and that is no trouble
+        if event.tier != "host":  # host saves are skipped whenever it is busy: not a problem
             self._note("pages are not stored", event)
 
     def _lost(self, event: PagesLost) -> None:

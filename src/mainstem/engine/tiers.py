@@ -18,7 +18,7 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.transfer import connect
 from mainstem.sched.fetching import Fetching, StepTimes
 
-PROMPT_TOKENS = 512  # of the step that gives the cost of a prompt token
+PROMPT_TOKENS = 512  # size of the step from which the cost of a prompt token is computed
 
 
 def make_tiers(

@@ -1,4 +1,4 @@
-"""Tensors in, tensors out. The span attention kernel and what belongs to it are usable alone:
+"""Kernels: tensors in, tensors out. Span attention can be used without the rest of Mainstem:
 
     from mainstem.kernels import AttentionLimits, SpanAttention
 

@@ -4,8 +4,8 @@ from mainstem.core.errors import MainstemError
 
 
 class LayoutError(MainstemError, ValueError):
-    """A tensor or a plan that this kernel does not support; the message names what."""
+    """A tensor or plan that this kernel does not support; the message says what is wrong."""
 
 
 class PlanTooLarge(MainstemError):
-    """A step that does not fit the buffers made for it; the message names which limit."""
+    """A step that does not fit the buffers made for it; the message names the limit."""

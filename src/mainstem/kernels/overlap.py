@@ -7,9 +7,9 @@ kernel to end. Before that it touches nothing that the previous kernel may read 
     b (norm)    |      let in: waits ... runs ... ends
     c           |           let in: waits for b only ... runs
 
-A kernel lets the next one in before it waits itself, so `c` may start while `a` still runs, though
-it waits for `b` alone. `a` has ended by then, because `b` does not end before `a`: in every such
-kernel all programs wait, or at least one that always runs.
+A kernel lets the next one in before it waits itself, so `c` may start while `a` still runs,
+although it waits only for `b`. When `b` has ended, `a` has ended too, because in every such kernel
+all programs wait for the previous kernel, or at least one program that always runs does.
 """
 
 from functools import cache

@@ -1,1 +1,1 @@
-"""Which pages are held, and on which tier. No tensors outside kv/bytes."""
+"""Which pages are kept, and on which tier. Only kv/bytes uses tensors."""

@@ -2,8 +2,9 @@
 
     take ---> save: device -> slot ---> `poll_saves`        load: slot -> device
 
-A copy moves many pages at once, layer by layer, so that a step can follow a load. After a copy
-fails, the tier waits until nothing moves: then its pages and slots can be reused.
+A copy moves many pages at once, layer by layer, so that a step can start on the first layers while
+the rest is loaded. After a copy fails, the tier waits until all copies have ended: then its pages
+and slots can be reused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -112,11 +113,11 @@ class HostTier:
             return None
 
     def forget(self, load_id: LoadId) -> None:
-        """A load is done, or given up."""
+        """Forget a load that is done or cancelled."""
         self._copier.forget(load_id)
 
     def num_layers_done(self, transfer: Transfer) -> int | None:
-        """None: the copy failed, and nothing moves any more."""
+        """Layers that are complete. None: the copy failed, and all copies have ended."""
         try:
             return transfer.num_layers_done()
         except Exception as error:
@@ -147,7 +148,8 @@ class HostTier:
         return np.array([slots[key] for key in keys], np.int32)
 
     def _rest(self, error: Exception) -> None:
-        """A copy failed: wait until nothing moves, so that its pages and slots can be reused."""
+        """A copy failed: wait until all copies have ended, so that its pages and slots can be
+        reused."""
         log.warning("a copy of pages failed", exc_info=error)
         with suppress(Exception):  # if the device is lost, the next step raises
             self._copier.drain()

@@ -48,7 +48,7 @@ class PrefixIndex:
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
-        # the page before each, which is not its parent where a chain begins or branches
+        # the page before each page; its parent is another key where a chain begins or branches
         self._previous_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
@@ -113,7 +113,7 @@ class PrefixIndex:
         return self._is_indexed
 
     def named(self, pages: Int32s) -> dict[PageKey, int]:
-        """Those of `pages` that are full and READY, by key and in order."""
+        """The full and READY ones of `pages`, by key and in order."""
         found: dict[PageKey, int] = {}
         key_of = self._key_of
         for page in pages[self._is_ready[pages] & ~self._is_tail[pages]].tolist():
@@ -269,12 +269,12 @@ class PrefixIndex:
         return self._remove(dropped)
 
     def touch(self, pages: Int32s) -> None:
-        """Pages were just used: they are evicted last."""
+        """Mark pages as just used: they are evicted last."""
         self._clock += 1
         self._rank[pages] = self._ranking.used(self._rank[pages], self._clock)
 
     def retire(self, pages: Int32s) -> None:
-        """Pages that no request will ask for: they are evicted first."""
+        """Mark pages that no request will ask for: they are evicted first."""
         self._rank[pages] = 0
 
     @property
@@ -286,9 +286,9 @@ class PrefixIndex:
         """Free up to `count` idle pages, the smallest rank first; returns how many.
 
         On a tie the deepest page goes first. Look-ahead and LRU touch a chain as a whole, so there
-        a prefix is never evicted before the pages after it; FIFO may do so. `awaited` chains are
-        given soonest first; their pages go after those that no request waits for, the last chain's
-        first. Pinned pages go last.
+        a prefix is never evicted before the pages after it; FIFO may do so. `awaited` are the
+        chains that requests wait for, soonest first: their pages are evicted after all others,
+        those of the last chain first. Pinned pages are evicted last of all.
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):

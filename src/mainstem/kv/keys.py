@@ -4,8 +4,8 @@ root  = H(format, model identity, page size, salt)
 key_0 = H(root,  tokens of page 0)
 key_1 = H(key_0, tokens of page 1)      so equal keys mean equal whole prefixes
 
-A chain may branch: from some page on a mark is mixed in. Pages that were moved by a truncation do
-not hold what their tokens and positions would give, so they get names of their own.
+A chain may branch: a mark is mixed into the keys from some page on. Pages that a truncation moved
+hold other values than their tokens and positions would give, so they get other names.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class PageChain:
     token_ids: Int32s
     keys: tuple[PageKey, ...]
     branches: tuple[tuple[int, PageKey], ...] = ()  # page number, the key before it
-    public_tokens: int = 0  # leading tokens that are found with any salt, the last page's included
+    public_tokens: int = 0  # leading tokens that requests with any salt find, even on the last page
 
     @classmethod
     def of(
@@ -110,7 +110,8 @@ class PageChain:
         ]
 
     def next_names(self, last: PageName | None, token_ids: Int32s) -> list[PageName]:
-        """The names of pages that follow `last`, or its own full ones, and hold `token_ids`."""
+        """The names of pages that hold `token_ids` and follow `last`; None: they follow the chain's
+        full pages."""
         depth = len(self.keys) if last is None else last.depth + 1
         if last is None:
             parent, previous = self.parent(depth), self.keys[-1] if self.keys else None

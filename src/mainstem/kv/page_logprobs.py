@@ -33,7 +33,7 @@ class PageLogprobs:
 
     def keep(self, pages: Int32s, found: Sequence[TokenLogprobs | None]) -> None:
         """`found` are those of the tokens in these pages, in order, each with at least one
-        alternative; None stands for the first token of a prompt, which nothing predicts."""
+        alternative; None stands for the first token of a prompt, which has no logprob."""
         if self._records is None:
             self._records = np.zeros((len(self._num_known), self._page_size), _RECORD)
         rows = [(0.0, 0, 0.0, 0, 0) if each is None else _row(each) for each in found]

@@ -1,4 +1,5 @@
-"""Which stored pages stay, move and leave (AttentionStore 3.3). Decides; others move the bytes.
+"""Which stored pages stay, move and leave (AttentionStore 3.3). The policy decides; other classes
+move the bytes.
 
     saved --admit--> tier 0 --write--> tier 1 --write--> tier 2 ... --drop--> gone
                       |  ^--load--------'|
@@ -7,11 +8,11 @@
 
 Tiers are numbered, the fastest first; tier 0 is host memory, and all pages pass through it. The
 engine's store and `mainstem simulate` drive the same object. It holds names and numbers only, so it
-needs neither bytes nor a clock of its own. Every decision is returned as `Moves` and already
+needs neither bytes nor a clock. Every decision is returned as `Moves` and already
 recorded here. If a move fails, the caller reports the page with `drop`.
 
-A `Ranking` (kv/ranking.py) orders evictions, the same in all tiers. If it sees the queue, pages
-that requests wait for are evicted last, those of the queue's tail first.
+A `Ranking` (kv/ranking.py) orders evictions, the same in all tiers. If the ranking sees the queue,
+pages that requests wait for are evicted after all others, those of the queue's tail first.
 
 Pages of one chain leave from its tail, because a prefix without its tail is still useful. A page
 that is worth less than every page of a tier goes to the next tier, or is refused.
@@ -34,7 +35,7 @@ NOWHERE = 1 << 10  # the tier of a page that is in none
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
 WAITED_FOR = 1 << 100  # worth of a queued page is this less its `when`: above every rank
 UNWAITED = 1 << 90  # above every rank, below pages that requests wait for
-RETURNS_KNOWN = 0.25  # share of the host: after this many returning pages their mean counts
+RETURNS_KNOWN = 0.25  # returning pages that fill this share of the host replace the mean
 SPARE_ITEMS = 4096  # fewer outdated heap items are not cleaned up
 
 
@@ -47,7 +48,7 @@ class Moves(Generic[K]):
     """
 
     load: list[K] = field(default_factory=list)  # copy to host; the lower tier keeps its copy
-    write: list[K] = field(default_factory=list)  # write to a lower tier, free where it leaves
+    write: list[K] = field(default_factory=list)  # write to a lower tier, then free the old place
     free: list[K] = field(default_factory=list)  # free in one tier; another one has it
     drop: list[K] = field(default_factory=list)  # evicted from every tier, or refused on arrival
     # copies freed in this call, whose bytes still exist
@@ -57,7 +58,7 @@ class Moves(Generic[K]):
         return bool(self.load or self.write or self.free or self.drop)
 
     def settled(self) -> "Moves[K]":
-        """The same moves, reduced to one per page: where it ended up."""
+        """The same moves, reduced to one per page: to its final place."""
         if self.free or self.drop or len(set(self.write)) < len(self.write):
             gone = set(self.drop)
             written = dict.fromkeys(key for key in self.write if key not in gone)
@@ -68,7 +69,7 @@ class Moves(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """How many pages each tier holds, fastest first, and the rule by which pages leave."""
+    """How many pages each tier holds, fastest first, and the rule by which pages are evicted."""
 
     tier_pages: tuple[int, ...]
     kind: PolicyKind = PolicyKind.LOOKAHEAD
@@ -94,7 +95,8 @@ class PolicyConfig:
         return int(self.host_pages * self.headroom)
 
     def window_length(self, chain_pages: float) -> int:
-        """Requests worth knowing ahead: (C_mem + C_disk) / S_kv, `chain_pages` a mean."""
+        """Requests worth knowing ahead: (C_mem + C_disk) / S_kv. `chain_pages` is the mean length
+        of a chain."""
         return max(1, round(sum(self.tier_pages) / max(chain_pages, 1.0)))
 
 
@@ -205,7 +207,7 @@ class TierPolicy(Generic[K]):
         self._clean()
 
     def dismiss(self, ticket: Hashable) -> None:
-        """The request left the queue: it was served or given up."""
+        """The request left the queue: it was served or cancelled."""
         self._file_all(self._window.leave(ticket))
         self._clean()
 
@@ -269,7 +271,7 @@ class TierPolicy(Generic[K]):
         for key, entry in entries:
             if not entry.top or self._entries.get(key) is not entry:
                 continue
-            entry.is_exempt = True  # it must not be evicted for itself
+            entry.is_exempt = True  # making room for a page must not evict the page itself
             is_welcome = self._make_room(HOST, entry.rank, moves, self._headroom_pages)
             entry.is_exempt = False
             if is_welcome:
@@ -288,8 +290,8 @@ class TierPolicy(Generic[K]):
 
     @property
     def _is_lively(self) -> bool:
-        """Whether LRU in the host finds more than leaving the host as it is, which finds the host's
-        share of all stored pages."""
+        """Whether LRU would find more pages in the host than leaving the host unchanged. The latter
+        finds the host's share of all stored pages."""
         return self._soon * len(self._entries) > self.config.host_pages
 
     def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
@@ -301,7 +303,7 @@ class TierPolicy(Generic[K]):
         return self.admit(keys, now)
 
     def recover(self, tier: int, keys: Iterable[K], now: float) -> Moves[K]:
-        """Pages that were found in a tier, least recently used first."""
+        """Record pages that were found in a tier at the start, least recently used first."""
         moves: Moves[K] = Moves()
         for key in keys:
             entry = self._entries.get(key)
@@ -320,7 +322,7 @@ class TierPolicy(Generic[K]):
         return moves.settled()
 
     def back_up(self, tier: int, keys: Sequence[K]) -> Moves[K]:
-        """Copy host pages to a lower tier too, unless newer pages would be evicted for it.
+        """Copy host pages to a lower tier too, unless that would evict newer pages.
 
         The copies are listed in `write`; the host keeps its own.
         """
@@ -404,9 +406,8 @@ class TierPolicy(Generic[K]):
         return self.choose_victims(HOST, max(0, short))
 
     def expire(self, now: float) -> list[K]:
-        """Drop pages that were not used for the TTL; returns them.
-
-        Pages that requests wait for, too: the TTL is a promise to the users who own the data.
+        """Drop pages that were not used for the TTL, even those that requests wait for; returns
+        them. The TTL is a promise to the users who own the data.
         """
         ttl_s = self.config.ttl_s
         gone: list[K] = []
@@ -427,7 +428,7 @@ class TierPolicy(Generic[K]):
             if key in self._entries:
                 self._remove(key)
         if not self._entries:
-            self._soon = 0.0  # all pages to come are new
+            self._soon = 0.0  # the store is empty: no page can return soon
 
     def drop_from(self, tier: int, keys: Iterable[K]) -> None:
         """Remove pages from one tier; copies in other tiers stay."""
@@ -463,7 +464,7 @@ class TierPolicy(Generic[K]):
             heappush(self._heaps[entry.top], (rank, key))
 
     def _file(self, key: K, entry: _Entry) -> None:
-        """Put an item of the page's present worth into the heap of the tier it may leave."""
+        """Put the page, with its present worth, into the heap of the tier that may evict it."""
         if entry.is_exempt or not entry.places:
             return
         when = self._next_use.get(key)
@@ -511,7 +512,7 @@ class TierPolicy(Generic[K]):
 
     def _make_room(self, tier: int, worth: int, moves: Moves[K], spared: int = 0) -> bool:
         """Make room for a page of `worth` and leave `spared` places free: evict copies first, then
-        pages worth less. False if all are worth more."""
+        pages of less worth. False: all pages are worth more."""
         if self._counts[tier] + spared < self._pages[tier]:
             return True
         if self._copies[tier]:
@@ -526,8 +527,8 @@ class TierPolicy(Generic[K]):
         moves.free.append(key)
 
     def _push_out(self, tier: int, worth: int | None, moves: Moves[K]) -> bool:
-        """Evict the page of least worth from a tier, to a lower one if it is worth a place there;
-        False if none is worth less than `worth`."""
+        """Evict the page of least worth from a tier, and write it to a lower one if it is worth a
+        place there. False: no page is worth less than `worth`."""
         key = self._pop(tier, worth)
         if key is None:
             return False
@@ -575,7 +576,7 @@ class TierPolicy(Generic[K]):
             entry.top = NOWHERE
 
     def _settle_at_top(self, key: K, entry: _Entry) -> None:
-        """A page may be evicted from its fastest tier from now on, or prefetched from it."""
+        """From now on, the page may be evicted from its fastest tier or prefetched from it."""
         self._file(key, entry)
         if entry.top and self._window.is_near(key):
             self._want(key)

@@ -36,13 +36,13 @@ class PagePool:
         return pages
 
     def share(self, pages: Int32s) -> None:
-        """One more holder for each of `pages`, which must be held already."""
+        """Add a holder to each of `pages`, which must be held already."""
         before = self.holders[pages]
         assert before.all(), "a free page cannot be shared"
         self.holders[pages] = before + 1
 
     def give_back(self, pages: Int32s) -> None:
-        """One holder less for each of `pages` (no page twice); without holders a page is free."""
+        """Remove a holder from each of `pages` (no page twice); a page without holders is free."""
         left = self.holders[pages] - 1
         assert (left >= 0).all(), "a page was given back more often than it was lent"
         self.holders[pages] = left

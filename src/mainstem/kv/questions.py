@@ -12,7 +12,7 @@ from mainstem.core.ids import PageKey
 from mainstem.kv.tier import LowerTier
 
 MAX_ASKED = 4096  # pages of one question
-SURE = 1.5  # wait for an answer if there is time for this many round trips
+SURE = 1.5  # a request waits for an answer only if it has time for this many round trips
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class _Question:
 
 
 class Questions:
-    """Open questions, by the last page that each asks for."""
+    """Open questions. The key of a question is the last page that it asks for."""
 
     def __init__(self, tiers: Sequence[LowerTier]) -> None:
         self._tiers = tiers

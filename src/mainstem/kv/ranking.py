@@ -1,6 +1,6 @@
 """In which order pages leave a tier: the smallest rank goes first.
 
-A ranking says what a use does to a page's rank. `TierPolicy` calls it for single pages, the index
+A ranking computes a page's new rank at each use. `TierPolicy` calls it for single pages, the index
 of the device for arrays of pages, so `used` takes and returns numbers or arrays of them.
 """
 
@@ -54,14 +54,15 @@ class Fifo:
 
 
 class Lookahead(Lru):
-    """First the least recently used page that no request waits for; then the queue's tail
-    (AttentionStore 3.3)."""
+    """Pages that no request waits for go first, least recently used first; then those that the
+    queue's tail waits for (AttentionStore 3.3)."""
 
     sees_queue = True
 
 
 class Belady(Lookahead):
-    """As lookahead, without headroom: the upper bound for what is known of the queue."""
+    """Like lookahead, without headroom: the best possible hit rate with this knowledge of the
+    queue."""
 
     has_headroom = False
 

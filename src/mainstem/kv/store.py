@@ -1,4 +1,4 @@
-"""KVStore: the only way to pages, on the device and in the tiers below it."""
+"""KVStore: all access to pages, on the device and in the tiers below it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,10 +39,10 @@ class Match:
     """How much of a chain of keys the store has."""
 
     pages: Int32s  # the leading READY pages
-    outcome: Lookup  # of the first page after them; READY when none is left
+    outcome: Lookup  # of the first page after them; READY if there is none
     awaited: PageKey | None = None  # LOADING: the deepest page that is being filled
-    similar_page: int | None = None  # MISS: a READY page that begins like the missing one ...
-    similar_tokens: int = 0  # ... and for how many tokens
+    similar_page: int | None = None  # MISS: a READY page with the same first tokens ...
+    similar_tokens: int = 0  # ... and how many of them are the same
     stored: Stored = NOTHING_STORED  # MISS: pages after these that `load` can load
     loads: Int32s | None = None  # loads of the last `pages` that a step must wait for
 
@@ -99,7 +99,7 @@ class KVStore:
         return len(self._index)
 
     def num_available(self) -> int:
-        """Pages that `take` could lend now without touching pinned ones."""
+        """Pages that `take` could lend now without evicting pinned ones."""
         return self.num_takeable() - self._index.num_idle_pinned()
 
     def num_takeable(self) -> int:
@@ -154,7 +154,7 @@ class KVStore:
         if match.loads is not None:
             if not stored.num_pages:
                 return match
-            # a sequence that starts now would compute pages that can be loaded
+            # do not start yet: the sequence would compute pages that can be loaded
             loading = self._index.loading(match.pages)
             return Match(match.pages[: loading[0]], Lookup.LOADING, keys[loading[-1]])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
@@ -187,7 +187,7 @@ class KVStore:
         return self._index.is_ready(key)
 
     def find(self, keys: Sequence[PageKey]) -> Match:
-        """How many of these pages, the leading ones, are indexed; they may be of any chains."""
+        """How many leading pages of this list are indexed; they may be of any chains."""
         pages, num_ready = self._index.match(keys)
         if num_ready == len(pages):
             return Match(pages, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
@@ -232,9 +232,10 @@ class KVStore:
         self._pool.give_back(pages)
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
-        """Announce what `pages` are about to hold, the chain's full pages from number `first` on:
-        others find them LOADING and wait. What comes after a page that somebody else fills gets no
-        name before `name`: if that one never comes, nobody would find it."""
+        """Name `pages`, which are about to hold the chain's full pages from number `first` on:
+        other sequences find them LOADING and wait. If another sequence fills a page of the chain,
+        the pages after it are named only later, by `name`: if that page is never filled, they could
+        not be found."""
         keys = chain.keys[first : first + len(pages)]
         self._index.reserve(chain, first, pages[: self._index.num_nameable(keys)])
 
@@ -244,7 +245,7 @@ class KVStore:
         self._index.reserve_tail(chain, page)
 
     def commit_tail(self, page: int) -> None:
-        """The launched step fills such a page with its last tokens."""
+        """The launched step fills the page of a `reserve_tail`."""
         self._index.commit(np.array([page], np.int32))
 
     def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
@@ -252,7 +253,7 @@ class KVStore:
         self._index.keep_logprobs(chain, found)
 
     def known_logprobs(self, match: Match, num_top: int) -> list[TokenLogprobs | None]:
-        """Logprobs of the first tokens of a match, as many as are kept with its pages."""
+        """Logprobs of the first tokens of a match, as far as they are kept with its pages."""
         kept, found = self._index.logprobs, list[TokenLogprobs | None]()
         if num_top > MAX_TOP:
             return found
@@ -311,7 +312,7 @@ class KVStore:
             self._traffic.saving = saving
 
     def stored(self, keys: Sequence[PageKey]) -> Stored:
-        """How many of these pages, the leading ones, lower tiers have."""
+        """How many leading pages of this list lower tiers have."""
         return NOTHING_STORED if self._traffic is None else self._traffic.find(keys)
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
@@ -354,7 +355,7 @@ class KVStore:
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
         """Check copies in progress; returns keys that a request may wait for. A step that is made
-        now runs in `lead_s` at the earliest."""
+        now starts at the earliest in `lead_s` seconds."""
         return [] if self._traffic is None else self._traffic.poll(lead_s)
 
     def expect(self, place: int, chain: PageChain) -> None:
@@ -386,7 +387,8 @@ class KVStore:
             self._traffic.tiers.close()
 
     def reclaim(self) -> None:
-        """Free all pages: no sequence holds or fills one any more, however the last ones ended."""
+        """Free all pages. The caller makes sure that no sequence holds or fills one, whatever
+        happened before."""
         num_copies = np.zeros(self.num_pages, np.int32)
         if self._traffic is not None:
             num_copies = self._traffic.num_copies
@@ -395,7 +397,7 @@ class KVStore:
 
     @contextmanager
     def distrust(self) -> Iterator[None]:
-        """A step failed: save nothing while sequences give their pages back, and then forget all
+        """After a failed step: save nothing while sequences give their pages back, then forget all
         device pages without holders."""
         if self._traffic is None:
             yield

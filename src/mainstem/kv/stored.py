@@ -14,7 +14,7 @@ class Entry:
 
     key: PageKey
     token_ids: bytes
-    parent: PageKey | None  # the page before it
+    parent: PageKey | None  # of the page before it
     taken: int = 0  # tiers where it has a place, a bit each ...
     full: int = 0  # ... and those of them that have its bytes
     holds: int = 0  # copies that use its places
@@ -31,7 +31,7 @@ class Load:
     keys: Sequence[PageKey]
     pages: Int32s
     entries: list[Entry]
-    start_layers: int  # enough for a prompt to start on
+    start_layers: int  # a prompt may start when this many layers are loaded
     began_s: float
     num_below: dict[str, int]  # pages that are read, by tier
     transfer: Transfer | None = None  # None: still being read
@@ -47,7 +47,7 @@ class Arrivals:
     failed: list[Load] = field(default_factory=list)
     startable: list[Load] = field(default_factory=list)  # loaded in time for a step
     saved: list[Int32s] = field(default_factory=list)  # device pages that were copied
-    answered: list[PageKey] = field(default_factory=list)  # or no longer waited for
+    answered: list[PageKey] = field(default_factory=list)  # or overdue
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Stored:
     """The pages after a chain's device pages that lower tiers have."""
 
     num_pages: int = 0
-    below: tuple[int, ...] = ()  # of these, not in host memory: by the tier that they are read from
+    below: tuple[int, ...] = ()  # how many of these must be read from each lower tier
 
     @property
     def num_below(self) -> int:

@@ -1,6 +1,6 @@
-"""What a tier is: a place for pages, with a way to it.
+"""The protocol of a tier: a store of pages, and the link to it.
 
-    host memory    the first: its other side is the device (kv/host.py)
+    host memory    the fastest; copies to and from the device (kv/host.py)
     disk           kv/bytes/disk.py
     a server       kv/bytes/remote.py; other processes put pages there, too
 
@@ -55,7 +55,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The leading pages of a question that a shared tier has."""
+    """Which of the pages in a question, counted from the first, a shared tier has."""
 
     asked: PageKey  # the last of them
     keys: Sequence[PageKey]
@@ -86,7 +86,7 @@ class Tier(Protocol):
 
     @property
     def link(self) -> Link:
-        """The way up from here, and its rate as last seen."""
+        """The link to the next faster tier, with its latest rate."""
         ...
 
     def take(self, key: PageKey) -> bool:
@@ -147,7 +147,7 @@ class LowerTier(Tier, Protocol):
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
         """Read pages into their buffers, which belong to the tier until `poll` returns the outcome.
-        After `limit_s` no request needs them: a tier may give them up then."""
+        After `limit_s` no request needs them, and a tier may skip them."""
         ...
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
@@ -160,7 +160,7 @@ class LowerTier(Tier, Protocol):
         ...
 
     def end_soon(self) -> None:
-        """`close` will be called: a slow shared tier may give up its writes."""
+        """`close` will be called: a slow shared tier may skip its remaining writes."""
         ...
 
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:

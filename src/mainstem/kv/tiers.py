@@ -73,10 +73,11 @@ class LowerTiers:
         self._entries: dict[PageKey, Entry] = {}
         self._loads: list[Load] = []
         self._arrivals = Arrivals()  # not returned by `poll` yet
-        # if a tier cannot keep up, the oldest are forgotten: they have left host memory
+        # if a tier cannot keep up, the oldest entries are dropped: their pages have left host
+        # memory
         self._to_back_up = [deque[PageKey](maxlen=host.num_places) for _ in self._tiers]
         self._shared = [(number, tier) for number, tier in self._below if tier.is_shared]
-        self._untold = {tier.name for _, tier in self._shared}  # tiers without page events
+        self._shared_names = {tier.name for _, tier in self._shared}  # shared tiers: no events
         self._in_shared = sum(1 << number for number, _ in self._shared)
         self.questions = Questions([tier for _, tier in self._shared])
         self._used: set[PageKey] = set()  # not reported to lower tiers yet
@@ -93,7 +94,7 @@ class LowerTiers:
         return self._host.num_layers
 
     def num_pages(self, name: str) -> int:
-        """Pages in a tier; 0 where there is no such tier."""
+        """Pages in a tier; 0 if there is no such tier."""
         numbers = [n for n, tier in enumerate(self._tiers) if tier.name == name]
         return self._policy.num_pages(numbers[0]) if numbers else 0
 
@@ -119,7 +120,7 @@ class LowerTiers:
         return entry.holds > 0 or bool(entry.full & ~self._in_shared)
 
     def find(self, keys: Iterable[PageKey]) -> Stored:
-        """How many of `keys`, the leading ones, could be loaded."""
+        """How many leading pages of `keys` could be loaded."""
         num_pages, below = 0, list[int]()
         entries = self._entries
         for key in keys:
@@ -170,7 +171,8 @@ class LowerTiers:
         return self.questions.ask(keys[self.find(keys).num_pages :]) if self._shared else None
 
     def _take_answer(self, number: int, answer: Answer) -> None:
-        """Add pages that other processes put into a tier, or this one before it lost the tier."""
+        """Add pages that a shared tier has: written by other processes, or by this one before it
+        lost the connection."""
         if self.questions.note_answer(answer.asked):
             self._arrivals.answered.append(answer.asked)
         bit = 1 << number
@@ -212,7 +214,7 @@ class LowerTiers:
         return min(count, self._host.num_free)
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` pages can be saved, or waiting would not free more slots."""
+        """Whether to save now: `count` pages fit, or waiting would not free more slots."""
         if self._host.num_free >= count:
             return True
         is_writing = any(tier.num_writes_pending for _, tier in self._below)
@@ -240,7 +242,7 @@ class LowerTiers:
             if entry is None:
                 entry = Entry(key, token_ids[index], after[index])
             elif not self._policy.places(key) & ~entry.taken:
-                continue  # a shared tier has it, and it belongs in no other
+                continue  # a shared tier has the page, and the policy wants it in no other tier
             if key not in self._policy or not self._host.take(key):
                 self._policy.drop([key])
                 self._settle(entry)
@@ -260,7 +262,7 @@ class LowerTiers:
             self._give_up_save(entries)
             return NO_PAGES
         for entry in entries:
-            if self._policy.places(entry.key) != IN_HOST:  # worth less than all in host memory
+            if self._policy.places(entry.key) != IN_HOST:  # all there are worth more
                 self._place(entry)
         for number, _ in self._below:
             self._to_back_up[number].extend(entry.key for entry in entries)
@@ -287,9 +289,9 @@ class LowerTiers:
         start_layers: int,
         limit_s: float = READ_LIMIT_S,
     ) -> Load | None:
-        """Start loading stored pages to the device: the leading ones that have slots to read into.
-        None: there are none, or the copy failed. A tier may give up reads that take longer than
-        `limit_s`."""
+        """Start loading stored pages to the device: as many leading ones as have slots to read
+        into. None: there are none, or the copy failed. A tier may cancel reads that take longer
+        than `limit_s`."""
         entries = [self._entries[key] for key in keys]
         if entries[0].skips_load:
             entries[0].skips_load = False
@@ -318,7 +320,7 @@ class LowerTiers:
         return load
 
     def is_crowded(self, num_pages: int) -> bool:
-        """Whether loads in progress use the slots that `num_pages` would be read into."""
+        """Whether loads in progress use the slots that `num_pages` pages would need."""
         return self.is_reading and self._host.num_free < num_pages
 
     def _num_with_slots(self, entries: Sequence[Entry]) -> int:
@@ -331,7 +333,8 @@ class LowerTiers:
         return len(entries)
 
     def run_length(self, keys: Sequence[PageKey], most_read: int) -> int:
-        """Leading pages that are loaded together: all in host memory, or some that are read."""
+        """How many leading pages are loaded together: all that are in host memory, or a piece that
+        must be read first."""
         first = self._entries.get(keys[0])
         in_host = 0 if first is None else first.full & IN_HOST
         limit = len(keys) if in_host else min(len(keys), most_read)
@@ -350,7 +353,7 @@ class LowerTiers:
             if entry is None or not entry.full:
                 return False
             wanted = token_ids[index * width : (index + 1) * width]
-            if not entry.token_ids:  # a shared tier goes by the name, which stands for the tokens
+            if not entry.token_ids:  # from a shared tier: the name alone guarantees the tokens
                 entry.token_ids = wanted
             if entry.token_ids != wanted:
                 slowest = self._tiers[entry.full.bit_length() - 1]
@@ -363,8 +366,8 @@ class LowerTiers:
     # --- what came to an end --------------------------------------------------------------------
 
     def poll(self, lead_s: float = 0.0) -> Arrivals:
-        """Collect what has ended, and start what can go on. A step that is made now reads pages in
-        `lead_s` at the earliest."""
+        """Collect copies that have ended, and start those that are ready. A step that is made now
+        reads pages at the earliest in `lead_s` seconds."""
         self._poll_below()
         self._poll_saves()
         left_s = lead_s
@@ -390,7 +393,7 @@ class LowerTiers:
         return len(keys)
 
     def flush(self) -> None:
-        """Return when every saved page is where it belongs, in all tiers."""
+        """Return when every saved page is in all the tiers where the policy wants it."""
         self._host.flush()
         while any(self._to_back_up[n] or tier.num_writes_pending for n, tier in self._below):
             for _, tier in self._below:
@@ -446,7 +449,7 @@ class LowerTiers:
             entry.taken |= bit
             entry.full |= bit
         entries = [self._entries[page.key] for page in found]
-        self._tell_stored(tier.name, entries)
+        self._publish_stored(tier.name, entries)
         moves = self._policy.recover(number, [page.key for page in fresh], monotonic())
         num_old = len(found) - len(fresh)
         if moves.drop or num_old:
@@ -457,7 +460,7 @@ class LowerTiers:
             self._bus.publish(opened)
 
     def _settle(self, entry: Entry) -> None:
-        """Free the places that the policy does not list; if a copy uses the page, later."""
+        """Free the places that the policy does not list, or do so later if a copy uses the page."""
         if entry.holds:
             return
         extra = entry.taken & ~self._policy.places(entry.key)
@@ -472,7 +475,7 @@ class LowerTiers:
             if places >> number & 1:
                 tier.delete(entry.key)
                 if entry.full >> number & 1:
-                    self._tell_removed(tier.name, entry)
+                    self._publish_removed(tier.name, entry)
         entry.taken &= ~places
         entry.full &= ~places
 
@@ -484,7 +487,8 @@ class LowerTiers:
 
     def _lose(self, entry: Entry, tier: Tier, reason: str) -> None:
         """A tier lost or damaged a page: it is a miss from now on."""
-        is_gone = reason == "missing" and tier.name in self._untold  # a server evicts by itself
+        # a server evicts on its own
+        is_gone = reason == "missing" and tier.name in self._shared_names
         lost = PagesEvicted(1, "room", tier.name) if is_gone else PagesLost(1, tier.name, reason)
         self._bus.publish(lost)
         self._policy.drop([entry.key])
@@ -495,14 +499,14 @@ class LowerTiers:
     def _carry_out(self, moves: Moves[PageKey], reason: str) -> None:
         """Do what the policy decided."""
         if moves.drop:
-            self._tell_dropped(moves.drop, reason)
+            self._publish_dropped(moves.drop, reason)
         for keys in (moves.drop, moves.free):
             for key in keys:
                 if (entry := self._entries.get(key)) is not None:
                     self._settle(entry)
         if moves.load:
             self._prefetch(moves.load)
-        # last: writes may evict pages that are to be read, which now have a hold
+        # writes come last: they may evict pages that are to be read, which are held by now
         for key in moves.write:
             if (entry := self._entries.get(key)) is not None:
                 self._place(entry)
@@ -515,22 +519,22 @@ class LowerTiers:
         self._read(entries[:num_free])
         self._policy.drop_from(HOST, [entry.key for entry in entries[num_free:]])
 
-    def _tell_dropped(self, keys: Sequence[PageKey], reason: str) -> None:
+    def _publish_dropped(self, keys: Sequence[PageKey], reason: str) -> None:
         stored = [entry for key in keys if (entry := self._entries.get(key)) is not None]
         slowest = [max(entry.full.bit_length() - 1, HOST) for entry in stored]
         for number, tier in reversed(list(enumerate(self._tiers))):
             if count := slowest.count(number):
                 self._bus.publish(PagesEvicted(count, reason, tier.name))
 
-    def _tell_stored(self, tier: str, entries: Sequence[Entry]) -> None:
-        if entries and tier not in self._untold and self._bus.has_listeners(PagesStored):
+    def _publish_stored(self, tier: str, entries: Sequence[Entry]) -> None:
+        if entries and tier not in self._shared_names and self._bus.has_listeners(PagesStored):
             keys = [entry.key for entry in entries]
             token_ids = [b"" if entry.is_recovered else entry.token_ids for entry in entries]
             parents = [entry.parent for entry in entries]
             self._bus.publish(PagesStored(tier, keys, parents, token_ids))
 
-    def _tell_removed(self, tier: str, entry: Entry) -> None:
-        if tier not in self._untold and self._bus.has_listeners(PagesRemoved):
+    def _publish_removed(self, tier: str, entry: Entry) -> None:
+        if tier not in self._shared_names and self._bus.has_listeners(PagesRemoved):
             self._bus.publish(PagesRemoved(tier, [entry.key]))
 
     def _place(self, entry: Entry) -> None:
@@ -626,7 +630,7 @@ class LowerTiers:
         entry = self._entries[done.key]  # a page with a copy in progress is not forgotten
         if done.problem is None:
             entry.full |= 1 << number
-            self._tell_stored(self._tiers[number].name, [entry])
+            self._publish_stored(self._tiers[number].name, [entry])
             self._release(entry)
             return True
         entry.taken &= ~(1 << number)
@@ -646,7 +650,7 @@ class LowerTiers:
         entry.full |= IN_HOST
         if done.token_ids is not None:
             entry.token_ids = done.token_ids
-        self._tell_stored("host", [entry])
+        self._publish_stored("host", [entry])
         if self._policy.places(entry.key) & ~entry.taken:  # it moves on to another tier
             self._place(entry)
         self._release(entry)
@@ -661,7 +665,7 @@ class LowerTiers:
                 self._give_up_save(entries)
                 continue
             num_saved += len(entries)
-            self._tell_stored("host", entries)
+            self._publish_stored("host", entries)
             for entry in entries:
                 entry.full |= IN_HOST
                 self._release(entry)
@@ -669,8 +673,8 @@ class LowerTiers:
             self._bus.publish(PagesSaved(num_saved, "host"))
 
     def _poll_load(self, load: Load, left_s: float) -> float:
-        """`left_s` is how long its copy may take before a step reads it. Loads are copied one after
-        the other, so this returns what is left for the next one."""
+        """Check a load. `left_s` is the time until a step reads it. Loads are copied one after the
+        other, so this returns the time that is left for the next one."""
         self._advance(load)
         num_done: int | None = 0
         if load.transfer is not None:
@@ -684,7 +688,7 @@ class LowerTiers:
         if num_done == self.num_layers:
             self._arrivals.loaded.append(load)
             self._end(load, load.transfer.seconds())
-            self._tell_loaded(load)
+            self._publish_loaded(load)
             return left_s
         layer_s = self._host.link.pass_s(len(load.pages) * self.page_bytes) / self.num_layers
         if not load.is_startable and num_done + left_s / layer_s >= load.start_layers:
@@ -715,7 +719,7 @@ class LowerTiers:
         for entry in load.entries:
             self._release(entry)
 
-    def _tell_loaded(self, load: Load) -> None:
+    def _publish_loaded(self, load: Load) -> None:
         seconds = perf_counter() - load.began_s
         num_from_host = len(load.pages) - sum(load.num_below.values())
         for tier, count in (("host", num_from_host), *load.num_below.items()):
@@ -723,7 +727,7 @@ class LowerTiers:
                 self._bus.publish(PagesLoaded(count, tier, seconds))
 
     def prefetch(self) -> None:
-        """Read pages that waiting requests will need next into host memory, from tiers with little
+        """Read the pages that waiting requests need next into host memory, from tiers with little
         queued work."""
         if not self._below or self.is_reading or not self._policy.num_queued:
             return
@@ -740,7 +744,7 @@ class LowerTiers:
     def _expire(self, now_s: float) -> None:
         gone = self._policy.expire(now_s)
         if gone:
-            self._tell_dropped(gone, "ttl")
+            self._publish_dropped(gone, "ttl")
             for key in gone:
                 self._settle(self._entries[key])
 

@@ -4,7 +4,7 @@
     note_filled: pages of answers, whose steps have run -^
     load: pages taken, named, LOADING ---> copied: READY        or failed: no names
 
-A copy holds its pages, so they are neither lent nor evicted meanwhile.
+A copy holds its pages, so they are neither lent nor evicted until it ends.
 """
 
 from collections import OrderedDict
@@ -28,7 +28,7 @@ from mainstem.kv.transfer import LoadId
 
 WRITE_BUFFER = 2  # at most 1/2 of the device pages may be under a save
 SAVE_PIECE = 64  # postponed saves are tried again when this many slots are free
-READ_PIECE = 32  # pages read from a lower tier together go on to the device together
+READ_PIECE = 32  # pages read from a lower tier, then copied to the device, at a time
 
 
 class Traffic:
@@ -55,7 +55,7 @@ class Traffic:
         self._load_of: dict[int, Load] = {}  # by device page
         self._loads: dict[LoadId, Load] = {}
         self._news: list[PageKey] = []  # keys that the next `poll` returns
-        # by page: to be saved when the write buffer has room, the first to be put off first
+        # pages to save when the write buffer has room, in the order in which they were postponed
         self._postponed: OrderedDict[int, PageKey] = OrderedDict()
         self._max_saving = max(1, pool.num_pages // WRITE_BUFFER)
 
@@ -102,7 +102,8 @@ class Traffic:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Save nothing meanwhile, nor later the pages of launched steps."""
+        """Inside this context nothing is saved; the pages of steps that were launched before are
+        never saved."""
         self._committed.clear()
         self._filling.clear()
         self._is_filling[:] = True
@@ -136,10 +137,10 @@ class Traffic:
         for key, page in wanted:
             num_gone += self._postponed.get(page, key) != key
             self._postponed[page] = key
-        self._tell_gone(num_gone)
+        self._report_gone(num_gone)
 
     def _save_postponed(self) -> None:
-        """There is room again: save as many as it is for, if they are still on the device."""
+        """Save as many postponed pages as there is room for, if they are still on the device."""
         room, num_gone = self._save_room(len(self._postponed)), 0
         chosen: list[int] = []
         while self._postponed and len(chosen) < room:
@@ -149,10 +150,10 @@ class Traffic:
             still = [page for key, page in named if some[page] == key]
             num_gone += count - len(still)
             chosen += still
-        self._tell_gone(num_gone)
+        self._report_gone(num_gone)
         self.save(np.array(chosen, np.int32))
 
-    def _tell_gone(self, num_pages: int) -> None:
+    def _report_gone(self, num_pages: int) -> None:
         """Pages left the device before they could be saved."""
         if num_pages:
             self._bus.publish(SavesSkipped(num_pages, "host", "write buffer full"))
@@ -173,7 +174,7 @@ class Traffic:
     # --- up -------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[PageKey]) -> Stored:
-        """How many of `keys`, the leading ones, lower tiers have."""
+        """How many leading pages of `keys` lower tiers have."""
         return self.tiers.find(keys)
 
     def load(
@@ -199,8 +200,8 @@ class Traffic:
         return chain.keys[first + place - 1] if place else None
 
     def startable(self, pages: Sequence[int]) -> Int32s | None:
-        """The loads that a step must wait for to read `pages`, all LOADING; None: it is too early,
-        or another sequence computes them."""
+        """The loads that a step must wait for before it reads `pages`, which are all LOADING. None:
+        it is too early, or another sequence computes them."""
         loads: dict[LoadId, None] = {}
         for page in pages:
             load = self._load_of.get(page)

@@ -8,9 +8,9 @@ from mainstem.core.step import Int32s
 LoadId = NewType("LoadId", int)  # a load that a Step may name, so that its layers wait for it
 
 LEARNING = 0.3  # weight of the latest copy in a link's rate
-FADE_S = 1.0  # of work on a shared link, after which earlier work counts half
-GUESS_S = 0.05  # of work: the weight of its first rate
-FORGET_LATE_S = 30.0  # after which a distant link that was too slow is tried again
+FADE_S = 1.0  # seconds of work on a shared link after which earlier work has half the weight
+GUESS_S = 0.05  # the first rate has the weight of this many seconds of work
+FORGET_LATE_S = 30.0  # a distant link that was too slow is tried again after this time
 
 
 class Transfer(Protocol):
@@ -44,7 +44,7 @@ class PageCopier(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in its slot; slots may lie further apart."""
+        """Bytes of a page in its slot; the distance between slots may be larger."""
         ...
 
     def slot(self, slot: int) -> memoryview:
@@ -61,7 +61,7 @@ class PageCopier(Protocol):
         ...
 
     def forget(self, load_id: LoadId) -> None:
-        """A load is done or given up: no step launched from now on names it."""
+        """Forget a load that is done or cancelled: no step launched from now on names it."""
         ...
 
     def drain(self) -> None:
@@ -76,7 +76,7 @@ class PageCopier(Protocol):
 class Link:
     """One direction between two tiers: what is queued, and the latest rate."""
 
-    round_trip_s = 0.0  # until a question is answered
+    round_trip_s = 0.0  # 0 until the first question is answered
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -107,7 +107,8 @@ class Link:
 
 
 class SharedLink(Link):
-    """A link with parallel copies: its rate is that of all together, while it is busy.
+    """A link with parallel copies. Its rate is that of all copies together, over the time in which
+    it is busy.
 
         copy a   |-----|
         copy b    |-------|               |--
@@ -115,9 +116,9 @@ class SharedLink(Link):
         busy     |------------|           |--
 
     Bytes and busy seconds are summed, and both decay with later work. Copies that began together
-    end together, so the progress of those under way, at most `most_under_way`, is estimated from
-    the rate. An overdue copy is expected to take as long again: a link that hangs looks slower and
-    slower.
+    end together, so the progress of those in flight (at most `most_under_way` bytes) is estimated
+    from the rate. An overdue copy is expected to take as long again, so the expected rate of a link
+    that hangs falls and falls.
     """
 
     def __init__(self, bytes_per_s: float, most_under_way: float = float("inf")) -> None:
@@ -150,7 +151,7 @@ class SharedLink(Link):
         kept = FADE_S / (FADE_S + more_s)
         self._busy_s = kept * self._busy_s + more_s
         self._passed_bytes = kept * self._passed_bytes + num_bytes
-        # in a burst an unknown part of the queue has been copied
+        # several copies end at once: how much of the others is done is not known
         least = self._passed_bytes / self._busy_s
         under_way = min(self._queued_bytes, self._most_under_way)
         is_known = self._busy_s >= 0.9 * FADE_S
@@ -174,7 +175,8 @@ class SharedLink(Link):
 class DistantLink(SharedLink):
     """A link with a round trip before the first byte, which is measured separately from the rate.
 
-    A copy that was given up as too slow halves the rate; after a while the first rate counts again.
+    If a copy is abandoned as too slow, the rate is halved; after a while the first rate is used
+    again.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -189,8 +191,8 @@ class DistantLink(SharedLink):
         return self.round_trip_s + super().pass_s(num_bytes)
 
     def note_round_trip(self, seconds: float) -> None:
-        """A short question was answered in `seconds`. A quicker answer than before counts fully:
-        many causes make an answer late, none makes it early."""
+        """A short question was answered in `seconds`. A quicker answer than before replaces the
+        estimate: an answer may be late for many reasons, but never early."""
         weight = 1.0 if seconds < self.round_trip_s or not self.round_trip_s else LEARNING
         self.round_trip_s += weight * (seconds - self.round_trip_s)
 

@@ -69,7 +69,8 @@ class QueueWindow(Generic[K]):
         return changed
 
     def leave(self, ticket: Hashable) -> Sequence[K]:
-        """Take a request out, started or given up; returns its keys, or none if it was not in."""
+        """Remove a request that was started or cancelled; returns its keys, or none if it was not
+        queued."""
         if ticket not in self._chains:
             return ()
         place, keys = self._chains.pop(ticket)
@@ -83,12 +84,12 @@ class QueueWindow(Generic[K]):
         return keys
 
     def take_news(self) -> list[K]:
-        """Keys that became near since the last call and still are, soonest first."""
+        """Keys that became near since the last call and are still near, soonest first."""
         news, self._news = self._news, {}
         return list(news)
 
     def _add(self, key: K, when: int) -> bool:
-        """File one use; returns whether it is the next one."""
+        """Add one use of a page; returns whether it is the page's next use."""
         first = self.next_use.get(key)
         if first is None:
             self.next_use[key] = when
@@ -123,7 +124,8 @@ class QueueWindow(Generic[K]):
             when += 1
 
     def _advance(self) -> None:
-        """Let requests become near while there is room for a page; the last may overshoot."""
+        """Add requests to the near ones while the host has room for a page; the last request may
+        need more than fits."""
         while self._num_near < len(self._places) and len(self._near) < self._near_pages:
             self._approach(self._chains[self._tickets[self._num_near]][1])
             self._num_near += 1

@@ -1,10 +1,10 @@
-"""A decoder's block as every backend runs it, and what it is given from outside.
+"""A decoder's block as every backend runs it, and the interfaces it needs: attention and gate.
 
     normed    what attention reads: a norm of x, or x itself
-    qkv       one product; queries and keys normed where the family does
+    qkv       one product; some families then norm queries and keys
     mixed     Attention.run: rotate, append K and V to pages, attend
     x         += what attention adds: a product, perhaps with a norm after it
-    x         += what the MLP adds, which reads a norm of this x, or, in parallel, of x before
+    x         += what the MLP adds; it reads a norm of this x or, if parallel, of x before attention
 
 models/cpu and models/gpu compile it from a recipe (spec.py) and tensors (tensors.py).
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mainstem.models.shard import Shard
 
-# the name in torch 2.13, which warns about the older one
+# the new name since torch 2.13, which warns about the old one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -63,16 +63,17 @@ class ProcessGroup:
     """Ranks that are processes, over torch.distributed.
 
     NCCL runs on the current stream and can be captured. gloo runs on the host: tensors on a card
-    are copied there and back, which is for checks, not for speed.
+    are copied to the host and back. This is for checks; it is slow.
 
-    is_deterministic: a sum is in the order of ranks, whatever the shape, so that a row does not
-    depend on its neighbours. It moves ranks / 2 times the bytes. For two ranks order has no effect.
+    With is_deterministic, sums are in the order of ranks, whatever the shape, so that a row does
+    not depend on other rows. This moves ranks / 2 times as many bytes. For two ranks the order has
+    no effect.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, is_deterministic: bool = False
     ) -> None:
-        """None: the default group, which the process has joined already."""
+        """`group` None: the default group, which the process has joined already."""
         self._group = group
         self.shard = Shard(dist.get_rank(group), dist.get_world_size(group))
         self.is_capturable = dist.get_backend(group) == "nccl"

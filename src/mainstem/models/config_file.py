@@ -1,8 +1,8 @@
 """A checkpoint's config.json, read field by field.
 
 A Config remembers which fields a family has read. A field that was not read is accepted if it is
-known to be harmless or has a value that changes nothing. Otherwise it is refused by name: an
-unknown field may change the model's output.
+known to be harmless or has a value that changes nothing. Otherwise the model is refused, with the
+field's name: an unknown field may change the model's output.
 """
 
 import json
@@ -19,9 +19,8 @@ _DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
 
 
 class Config:
-    """The fields of a config.json; UnsupportedModel names one that is missing or of a wrong kind.
-
-    A field that is null counts as missing.
+    """The fields of a config.json. UnsupportedModel names a field that is missing or has a wrong
+    type. A null field counts as missing.
     """
 
     def __init__(self, table: Mapping[str, object]) -> None:
@@ -30,7 +29,7 @@ class Config:
 
     @property
     def asked(self) -> frozenset[str]:
-        """Names that were read, whether the file has them or not."""
+        """Names of all fields that were read, even if the file does not have them."""
         return frozenset(self._asked)
 
     def unread(self) -> dict[str, object]:
@@ -38,7 +37,7 @@ class Config:
         return {name: value for name, value in self._table.items() if name not in self._asked}
 
     def get(self, name: str) -> object:
-        """The value as it stands, None where there is none."""
+        """The value as it is; None if there is none."""
         self._asked.add(name)
         return self._table.get(name)
 
@@ -89,7 +88,7 @@ class Config:
         return tuple(self._table)
 
     def items(self, name: str) -> list[object] | None:
-        """A list of anything, None where there is none."""
+        """A list of anything; None if there is none."""
         values = self.get(name)
         if values is not None and not isinstance(values, list):
             raise UnsupportedModel(f"config field {name}={values!r} must be a list")
@@ -104,7 +103,7 @@ class Config:
         return tuple(values)
 
     def table(self, name: str) -> "Config":
-        """An object inside, empty where there is none."""
+        """A nested object; empty if there is none."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise UnsupportedModel(f"{name}={value!r} is not an object")
@@ -127,7 +126,7 @@ class Config:
         return self._table.get(name) is not None
 
     def merged(self, other: "Config") -> "Config":
-        """These fields and those of `other`, which win where they are not null."""
+        """These fields and those of `other`; a field of `other` overrides unless it is null."""
         said = {name: value for name, value in other._table.items() if value is not None}
         return Config({**self._table, **said})
 
@@ -186,7 +185,7 @@ def check_unread(config: Config, architecture: str, ignored: Collection[str]) ->
     if refused := sorted(known.intersection(ignored) - set(unknown)):
         raise UnsupportedModel(
             f"ignore_config_fields: {', '.join(refused)} cannot be ignored: answers depend on it. "
-            "Only unknown fields can be"
+            "Only unknown fields can be ignored"
         )
     return tuple(sorted(unknown))
 
@@ -216,7 +215,7 @@ _HARMLESS = words_of((
     "model_type model_name name version model_version transformers_version unsloth_version",
     "unsloth_fixed base_model base_model_name_or_path tokenizer_class transformers.js_config",
     "is_llama_config license language tags library_name auto_map",
-    # lengths beside max_position_embeddings
+    # other names for lengths; max_position_embeddings is used
     "model_max_length max_sequence_length max_seq_len max_seq_length seq_length",
     "tokenizer_model_max_length tokenizer_padding_side",
     # training
@@ -225,7 +224,7 @@ _HARMLESS = words_of((
     "emb_dropout_prob resid_dropout embd_dropout residual_dropout embedding_dropout dropout",
     "dropout_rate layerdrop neftune_noise_alpha gradient_checkpointing use_bfloat16 bf16 fp16 fp32",
     "loss_type ignore_index router_aux_loss_coef router_jitter_noise output_router_logits",
-    # how it is run; and Qwen's windows, which other families do not have
+    # how it is run; and `max_window_layers`, which only Qwen uses
     "max_window_layers use_cache output_attentions output_hidden_states return_dict",
     "return_dict_in_generate torchscript chunk_size_feed_forward attn_implementation",
     "use_flash_attn use_flash_attention use_flash_attention_2 flash_attention cache_implementation",
@@ -245,8 +244,8 @@ _HARMLESS = words_of((
     "output_logits generation_config",
 ))  # fmt: skip
 
-# fields that change a model's mathematics, and the values at which they do not; a family that
-# supports other values reads the field itself
+# fields that change a model's output, and the values with which they do not; a family that supports
+# other values reads the field itself
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1,),

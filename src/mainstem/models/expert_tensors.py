@@ -1,9 +1,9 @@
 """The tensors of a mixture of experts, in one form for every backend and every checkpoint.
 
-Experts are most of a model's memory, so a layer is allocated once where it is used and filled
-expert by expert: loading holds the layer and one expert, never two copies of the layer. Quantized
-experts stay packed; the shared one is a product like others. A rank has some columns of every
-expert (models/shard.py); `size` is the number of its columns.
+Experts are most of a model's memory, so a layer is allocated once, on its device, and filled expert
+by expert: loading never needs two copies of a layer. Quantized experts stay packed; the shared
+expert is read like any other product. A rank has some columns of every expert (models/shard.py);
+`size` is the number of its columns.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,12 @@ class ExpertTensors:
     gate_up: Weight  # [experts, 2 * size, hidden]
     gate_up_bias: Tensor | None  # [experts, 2 * size]
     down: Weight  # [experts, hidden, size]
-    down_bias: Tensor | None  # [experts, hidden]; of ranks the first has it
+    down_bias: Tensor | None  # [experts, hidden]; only rank 0 has it
     shared_gate_up: Weight | None = None  # [2 * shared_size, hidden]
     shared_down: Weight | None = None  # [hidden, shared_size]
     shared_gate: Tensor | None = None  # [1, hidden]
-    is_unpacked: bool = False  # quantized in the checkpoint, but not in a way that can be stacked
+    # quantized in the checkpoint, but dequantized because it cannot be stacked
+    is_unpacked: bool = False
 
 
 _WHOLE = Cut()
@@ -46,8 +47,8 @@ def read_experts(
     names: Names,
     cut: Cut = _WHOLE,
 ) -> ExpertTensors:
-    """Take a layer's experts from `source`; `prefix` is the layer's, with its dot. `spec` is that
-    of the whole model, `cut` says which part of it to read."""
+    """Take a layer's experts from `source`; `prefix` is the layer's, with its dot. `spec` describes
+    the whole model, `cut` says which part of it to read."""
     return _Reader(source, spec, hidden_size, prefix, names, cut).read()
 
 
@@ -120,7 +121,8 @@ class _Reader:
         return whole
 
     def _stackable(self, *weights: Weight) -> Weight:
-        """Likewise; act-order is dequantized, since each expert would need its own order."""
+        """Like `_joined`; weights in act-order are dequantized, since each expert would need its
+        own order."""
         whole = on_top(weights, self._source.dtype)
         if isinstance(whole, PackedWeight) and whole.order is not None:
             whole = whole.dense(self._source.dtype)
@@ -165,7 +167,7 @@ class _Reader:
             target.copy_(self._take(name, *target.shape))
 
     def _read_interleaved(self) -> tuple[Weight, Weight]:
-        """Packed ones lie as [experts, out, in], others as [experts, in, out]."""
+        """Packed tensors are [experts, out, in], plain ones [experts, in, out]."""
         names, size, hidden = self._names, self._spec.size, self._hidden
         experts, count = self._spec.num_experts, length(self._columns)
         gate_up, down = self._stack(), self._stack()
@@ -194,7 +196,7 @@ class _Reader:
 
     @property
     def _in_turns(self) -> slice:
-        """The rank's columns where gate and up alternate."""
+        """The rank's columns of a tensor in which gate and up alternate."""
         return slice(2 * self._columns.start, 2 * self._columns.stop)
 
     def _one_packed(

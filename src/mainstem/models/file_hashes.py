@@ -1,10 +1,10 @@
 """SHA-256 of whole files, remembered until the file changes.
 
 file ---> stamp: size, times, inode
-            | the embedded model's manifest is younger than the file: its SHA-256
-            | a note with this stamp in the user's cache folder: its SHA-256
+            | the embedded model's manifest is newer than the file: the SHA-256 in it
+            | a note with this stamp is in the user's cache folder: the SHA-256 in it
             v otherwise
-          read every byte, note it down
+          read every byte, and keep the hash as a note
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from mainstem.core.config import cache_dir
 
 KIND = "hashes"  # the folder of the notes
 MANIFEST = "manifest.json"  # of an embedded model, written after all its files
-TICK_NS = 2_000_000_000  # a change this soon after another may leave the times as they are
+TICK_NS = 2_000_000_000  # two changes within this time may leave the same mtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Stamp:
 
 
 def file_sha256(path: Path) -> bytes:
-    """The hash of a file's bytes; OSError where it cannot be read."""
+    """The hash of a file's bytes; raises OSError if it cannot be read."""
     stamp = Stamp.of(path)
     known = _from_manifest(path, stamp) or _noted(path, stamp)
     if known is not None:
@@ -85,7 +85,7 @@ def _noted(path: Path, stamp: Stamp) -> bytes | None:
 
 
 def _note(path: Path, stamp: Stamp, digest: bytes) -> None:
-    """Remember a hash, where the cache folder can be written."""
+    """Remember a hash, if the cache folder can be written."""
     note: dict[str, object] = {
         "path": str(path.resolve()),
         "stamp": asdict(stamp),

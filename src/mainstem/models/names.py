@@ -1,4 +1,4 @@
-"""Where a family's checkpoints keep their tensors; the defaults are Llama's.
+"""Names of the tensors in a family's checkpoints; the defaults are Llama's.
 
 Names of products and norms are without ".weight" and ".bias". Inside a layer they follow the
 layer's prefix.
@@ -16,7 +16,7 @@ class QkvOrder(Enum):
 
 
 class ExpertLayout(Enum):
-    """How the experts of a layer lie in the checkpoint."""
+    """The layout of a layer's experts in the checkpoint."""
 
     SEPARATE = "separate"  # gate, up and down of each expert are tensors of their own, [out, in]
     INTERLEAVED = "interleaved"  # two tensors [experts, in, out]; gate and up alternate (gpt-oss)
@@ -28,7 +28,7 @@ class Names:
     layer: str = "model.layers.{}"
     final_norm: str = "model.norm"
     head: str = "lm_head"
-    # norms of a layer; those that a family does not have are not read
+    # norms of a layer; only those that the family has are read
     attention_norm: str = "input_layernorm"  # before attention
     mlp_norm: str = "post_attention_layernorm"  # before the MLP
     after_attention_norm: str = "post_attention_layernorm"
@@ -55,19 +55,20 @@ class Names:
     )
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
-    # tensors that follow from the config (old Llama checkpoints carry the rotary frequencies), or
-    # belong to parts that are left out: endings and beginnings of their names
+    # endings and beginnings of the names of tensors that are not needed: they follow from the
+    # config (old Llama checkpoints hold the rotary frequencies), or belong to parts that are left
+    # out
     ignored_endings: tuple[str, ...] = ("rotary_emb.inv_freq",)
     ignored_beginnings: tuple[str, ...] = ()
-    # beginnings that names have in some checkpoints, and what stands for them above
+    # prefixes of names in some checkpoints, and what they are replaced with
     renamed_beginnings: tuple[tuple[str, str], ...] = ()
 
     def is_ignored(self, found: str) -> bool:
-        """Whether a tensor of this name in the checkpoint is not needed."""
+        """Whether the tensor with this name is not needed."""
         return found.endswith(self.ignored_endings) or found.startswith(self.ignored_beginnings)
 
     def canonical(self, found: str) -> str:
-        """The name by which families refer to a tensor of the checkpoint."""
+        """The name that families use for a tensor of the checkpoint."""
         for beginning, meant in self.renamed_beginnings:
             if found.startswith(beginning):
                 return meant + found.removeprefix(beginning)

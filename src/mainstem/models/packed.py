@@ -1,4 +1,4 @@
-"""Weights that stay quantized: what a checkpoint's formats have in common once they are read.
+"""Weights that stay quantized: one form for the formats of all checkpoints.
 
     kind    values                                   a number is
     INT4    two columns in a byte, the even one low  (value - zero) * scale
@@ -33,25 +33,26 @@ __all__ = [
 MXFP4_GROUP = 32
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_BIAS = 127
-_DENSE_ROWS = 1024  # that are dequantized at once: what lies between is small beside the answer
+_DENSE_ROWS = 1024  # rows dequantized at once, so that intermediate tensors are small
 _SCALE_DTYPES = {PackedKind.FP8: torch.float32, PackedKind.MXFP4: torch.uint8}
 
 
 class OrderedColumns(UnsupportedModel):
-    """A part was asked for that a packed weight in act-order cannot have."""
+    """Some columns were asked for of a packed weight in act-order, which cannot be cut by
+    columns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [.., out, in] that stays quantized; sizes that are no multiples are rounded up."""
+    """A weight [.., out, in] that stays quantized. Numbers of groups and blocks are rounded up."""
 
     kind: PackedKind
     values: Tensor  # INT4, MXFP4: uint8 [.., out, in / 2]; INT8: uint8, FP8: e4m3, [.., out, in]
     # [.., out / block_rows, in / group]; INT4, INT8: compute dtype; FP8: fp32; MXFP4: uint8 (e8m0)
     scales: Tensor
     zeros: Tensor | None  # INT4, INT8: uint8, like the scales; None: symmetric around the middle
-    group: int  # columns that share a scale; all of them, per channel
-    block_rows: int = 1  # rows that share one
+    group: int  # columns that share a scale; if per channel, all columns
+    block_rows: int = 1  # rows that share a scale
     order: Tensor | None = None  # int32 [in]: column c of this weight is column order[c] of x
 
     def __post_init__(self) -> None:
@@ -88,12 +89,13 @@ class PackedWeight:
         return self.values.device
 
     def expert(self, index: int) -> "PackedWeight":
-        """[out, in], one of the leading axis."""
+        """One expert, [out, in]."""
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, values=self.values[index], scales=self.scales[index], zeros=zeros)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[.., out, in], each number rounded once, columns as x has them."""
+        """The weight dequantized, [.., out, in]: each number is rounded once, columns are in the
+        order of x."""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         if self.values.dim() > 2:
             for index in range(len(out)):
@@ -109,7 +111,7 @@ class PackedWeight:
         return out
 
     def rows(self, part: slice) -> "PackedWeight":
-        """These of the rows."""
+        """Some rows."""
         first, end, step = part.indices(self.shape[-2])
         assert step == 1
         if first % self.block_rows or (end % self.block_rows and end != self.shape[-2]):
@@ -123,7 +125,7 @@ class PackedWeight:
         )
 
     def rows_at(self, index: Tensor) -> "PackedWeight":
-        """The rows of these numbers, in this order."""
+        """The rows with these numbers, in this order."""
         whole = self._by_row()
         return replace(
             whole,
@@ -133,10 +135,8 @@ class PackedWeight:
         )
 
     def columns(self, part: slice) -> "PackedWeight":
-        """These of the columns; cuts inside a group make groups smaller.
-
-        Raises OrderedColumns where they are not in the order of x: a part of x is then no whole
-        groups."""
+        """Some columns; a cut inside a group makes the groups smaller. Raises OrderedColumns for a
+        weight in act-order, whose groups are not consecutive columns of x."""
         first, end, step = part.indices(self.shape[-1])
         assert step == 1
         if self.order is not None:
@@ -160,14 +160,14 @@ class PackedWeight:
         )
 
     def compact(self) -> "PackedWeight":
-        """The same in memory of its own: a part keeps the whole alive otherwise."""
+        """A copy: a part would otherwise keep the memory of the whole weight."""
         zeros = None if self.zeros is None else _compact(self.zeros)
         return replace(
             self, values=_compact(self.values), scales=_compact(self.scales), zeros=zeros
         )
 
     def scaled_rows(self, factors: Tensor) -> "PackedWeight":
-        """Each row times its factor [out], in the scales."""
+        """Multiply each row by its factor [out], by changing the scales."""
         if self.kind is PackedKind.MXFP4:
             raise UnsupportedModel("rows of MXFP4 cannot be scaled: its scales are powers of two")
         whole = self._by_row()
@@ -181,14 +181,14 @@ class PackedWeight:
         return self.values[..., first // per_value : end // per_value]
 
     def _by_row(self) -> "PackedWeight":
-        """The same with scales of each row."""
+        """The same weight with separate scales for each row."""
         if self.block_rows == 1:
             return self
         scales = self.scales.repeat_interleave(self.block_rows, dim=-2)
         return replace(self, scales=scales[..., : self.shape[-2], :], block_rows=1)
 
     def _numbers(self) -> Tensor:
-        """[out, in] fp32, columns as they lie here."""
+        """The values [out, in] in fp32, columns in stored order."""
         if self.kind is PackedKind.MXFP4:
             magnitudes = torch.tensor(_MXFP4_VALUES, device=self.device)
             table = torch.cat((magnitudes, -magnitudes))
@@ -203,7 +203,7 @@ class PackedWeight:
         return found.mul_(self._spread(self.scales).float())
 
     def _spread(self, per_group: Tensor) -> Tensor:
-        """[out, in] from one number for each group."""
+        """Expand one number per group to [out, in]."""
         out, width = self.shape
         wide = per_group.repeat_interleave(self.group, dim=1)[:, :width]
         return wide.repeat_interleave(self.block_rows, dim=0)[:out]
@@ -219,8 +219,8 @@ def as_tensor(weight: Weight) -> Tensor:
 
 
 class PackedStack:
-    """Weights [out, in] put one after another into one [count, out, in], which is made when the
-    first is known. Where the first is no packed one, all are plain."""
+    """Stacks weights [out, in] into one [count, out, in], which is allocated when the first is
+    known. If the first is not packed, all are plain."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self._count = count
@@ -261,7 +261,8 @@ class PackedStack:
 
 
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Weights on top of each other; None where they differ in what all rows have in common."""
+    """Weights stacked by rows, still packed; None if they differ in kind, groups or order of
+    columns."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -283,7 +284,7 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
 
 
 def on_top(weights: Sequence[Weight], dtype: torch.dtype) -> Weight:
-    """Weights on top of each other, packed if they can be; otherwise a tensor of `dtype`."""
+    """Weights stacked by rows: packed if possible, otherwise a tensor of `dtype`."""
     if len(weights) == 1:
         return weights[0]
     packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
@@ -318,7 +319,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _cat_rows(parts: list[Tensor]) -> Tensor:
-    """torch cannot join fp8 everywhere, bytes it can."""
+    """Concatenate rows as bytes, since torch cannot concatenate fp8 on every device."""
     joined = torch.cat([part.view(torch.uint8) for part in parts], dim=-2)
     return joined.view(parts[0].dtype)
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings: frequencies, and the turns they make."""
+"""Rotary embeddings: frequencies and rotations."""
 
 import math
 
@@ -21,7 +21,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
         return kept * plain + (1.0 - kept) * plain / rope.factor
     if rope.scaling is RopeScaling.LONGROPE:
         return plain / torch.tensor(rope.divisors)
-    # llama3: waves longer than the original context are stretched, short ones are not
+    # llama3: wavelengths above the original context are stretched, short ones are not
     turns = rope.original_positions * plain / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
     smooth = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
@@ -46,22 +46,22 @@ def _yarn_ramp(rope: RopeSpec) -> Tensor:
 
 
 def turns_by(rope: RopeSpec, distances: Tensor) -> Tensor:
-    """[distances, rotary_dim / 2] complex64: what moves a rotated key by these distances."""
+    """[distances, rotary_dim / 2] complex64: the factors that move a rotated key by these
+    distances."""
     angles = distances.double()[:, None] * inverse_frequencies(rope).double()
     return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)
 
 
 def rotary_table(rope: RopeSpec, num_positions: int) -> Tensor:
-    """[positions, rotary_dim / 2] complex64: the turn of each pair of dims at each position."""
+    """[positions, rotary_dim / 2] complex64: the rotation of each pair of dims at each position."""
     angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope)
     return torch.complex(angles.cos(), angles.sin())
 
 
 def adjacent_pairs(head_dim: int, rotary_dim: int) -> Tensor:
-    """Order of a head's dims in which the two of a rotary pair (i, i + half) lie side by side.
-
-    Applied to the rows of the query and key weights it leaves every dot product as it was, and
-    makes the rotation one complex multiplication in place.
+    """Order of a head's dims in which the two dims of a rotary pair (i, i + half) are adjacent. If
+    it is applied to the rows of the query and key weights, dot products stay the same, and the
+    rotation is one complex multiplication in place.
     """
     half = rotary_dim // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half, rotary_dim)), dim=1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Where a rank's rows of a product lie in the checkpoint's tensors."""
+"""Where a rank's rows of a product are in the checkpoint's tensors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,7 +32,7 @@ def qkv_rows(spec: ModelSpec, cut: Cut, names: Sequence[str]) -> list[Rows]:
 
 
 def first_rows(mlp: MlpSpec, columns: slice, names: Sequence[str]) -> list[Rows]:
-    """Gate and up, from two tensors or one; up alone where there is no gate."""
+    """Gate and up, from two tensors or one; only up if there is no gate."""
     if not mlp.is_gated or len(names) == 2:
         return [Rows(name, mlp.size, columns) for name in names]
     both = (columns, _moved(columns, mlp.size))
@@ -45,7 +45,8 @@ def times(part: slice, size: int) -> slice:
 
 
 def _in_groups(queries: slice, keys: slice, group: int) -> list[slice]:
-    """Places of heads where each KV head has `group` queries, a key and a value, in this order."""
+    """Places of heads in a tensor that has, for each KV head, `group` queries, a key and a value,
+    in this order."""
     places, ends = [], []
     for kv_head in range(keys.start, keys.stop):
         first = max(queries.start, kv_head * group)

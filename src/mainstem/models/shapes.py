@@ -1,6 +1,6 @@
-"""Shapes of well-known models: what speed depends on when the weights are random.
+"""Shapes of well-known models, for measuring speed with random weights.
 
-Each is read by its family from what the model's own config.json says.
+Each is read by its family from the fields of the model's own config.json.
 """
 
 from collections.abc import Mapping
@@ -89,14 +89,14 @@ _CONFIGS: dict[str, dict[str, object]] = {
             "truncate": False, "original_max_position_embeddings": 4096,
         },
     ),
-    # its positions, 2,048, are a few short of the workloads'
+    # the model has 2,048 positions; the workloads need a few more
     "phi-2": {
         "architectures": ["PhiForCausalLM"], "hidden_size": 2560, "intermediate_size": 10240,
         "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 51_200,
         "max_position_embeddings": 4096, "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5,
         "hidden_act": "gelu_new", "dtype": "bfloat16",
     },
-    "falcon-40b": {  # likewise
+    "falcon-40b": {  # more positions, as above
         "architectures": ["FalconForCausalLM"], "hidden_size": 8192, "num_hidden_layers": 60,
         "num_attention_heads": 128, "num_kv_heads": 8, "vocab_size": 65_024, "alibi": False,
         "max_position_embeddings": 4096, "new_decoder_architecture": True, "bias": False,

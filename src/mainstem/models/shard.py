@@ -2,7 +2,7 @@
 
     split over ranks      query heads with their KV heads, columns of MLPs and of every expert,
                           rows of the vocabulary
-    kept by every rank    norms, routers, KV heads that are fewer than ranks
+    kept by every rank    norms, routers, and KV heads if there are fewer than ranks
 
 Each expert is cut like an MLP, instead of giving whole experts to ranks: a step's tokens then load
 all ranks equally, and a lone token reads 1 / ranks of its experts on each rank.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mainstem.core.errors import ConfigError
 from mainstem.models.spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
 
-MOST_RANKS = 64  # that `shards_that_divide` tries
+MOST_RANKS = 64  # the most that `shards_that_divide` tries
 _UNIT = 16  # unequal parts of an MLP, and parts of the vocabulary, are multiples of this
 _EQUAL_UNIT = 8  # equal parts are multiples of this, which kernels need
 
@@ -39,7 +39,7 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where the parts of a rank lie in the model's tensors."""
+    """Which parts of the model's tensors a rank has."""
 
     shard: Shard = WHOLE
     group: int = 1  # columns of a quantized weight that share a scale; kept whole if possible
@@ -132,7 +132,7 @@ def _obstacle(spec: ModelSpec, of: int) -> str | None:
     for mlp in {layer.mlp for layer in spec.layers}:
         for size in _sizes(mlp):
             if not cut.can_cut(size):
-                return f"an MLP of {size} columns has no {max(_UNIT, cut.group)} for each"
+                return f"an MLP of {size} columns has fewer than {max(_UNIT, cut.group)} for each"
     return None
 
 

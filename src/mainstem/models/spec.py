@@ -33,11 +33,12 @@ class NormSpec:
     eps: float
     has_bias: bool = False
     gain_offset: float = 0.0  # added to the gains of the checkpoint (Gemma: 1)
-    is_rounded_once: bool = False  # 16 bits: gains are multiplied before rounding (OLMo 2, gpt-oss)
+    # 16-bit models: multiplied by the gain before rounding (OLMo 2, gpt-oss)
+    is_rounded_once: bool = False
 
 
 class NormPlace(Enum):
-    """Where a layer's norms stand around attention and MLP."""
+    """Whether a layer's norms are before or after attention and MLP."""
 
     BEFORE = "before"  # Llama and most others
     AFTER = "after"  # OLMo 2: the outputs of attention and MLP are normed, not their inputs
@@ -60,8 +61,8 @@ class QkNorm(Enum):
 
 class Activation(Enum):
     SILU = "silu"
-    GELU = "gelu"  # by the error function
-    GELU_TANH = "gelu_tanh"  # by its approximation with tanh
+    GELU = "gelu"  # with the error function
+    GELU_TANH = "gelu_tanh"  # approximated with tanh
     RELU = "relu"
     RELU_SQUARED = "relu2"
     CLAMPED_SILU = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), both held to +-7
@@ -71,8 +72,8 @@ class RopeScaling(Enum):
     NONE = "default"
     LINEAR = "linear"  # all frequencies divided by `factor`
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, smooth in between
-    YARN = "yarn"  # likewise by dims, and all scores scaled
-    LONGROPE = "longrope"  # each frequency divided by a number of its own (`divisors`)
+    YARN = "yarn"  # like llama3, but by dims, and all scores are scaled
+    LONGROPE = "longrope"  # each frequency is divided by its own number (`divisors`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,12 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_positions: int = 0
-    beta_fast: float = 32.0  # yarn: turns in the original context above which a dim is kept ...
-    beta_slow: float = 1.0  # ... and below which it is divided
+    beta_fast: float = 32.0  # yarn: dims with more turns in the original context are kept ...
+    beta_slow: float = 1.0  # ... and those with fewer turns are divided
     has_whole_bounds: bool = True  # yarn: these dims are rounded to whole numbers
-    score_factor: float = 1.0  # yarn, longrope: query and key are multiplied by it each
-    divisors: tuple[float, ...] = ()  # longrope: one for each pair of dims, in use
-    long_divisors: tuple[float, ...] = ()  # ... in use where contexts exceed original_positions
+    score_factor: float = 1.0  # yarn, longrope: both query and key are multiplied by it
+    divisors: tuple[float, ...] = ()  # longrope: one for each pair of dims, for short contexts
+    long_divisors: tuple[float, ...] = ()  # ... and if contexts exceed original_positions
 
     def at_context(self, num_tokens: int) -> "RopeSpec":
         """The frequencies of an engine whose contexts have up to `num_tokens`.
@@ -106,18 +107,18 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How a layer's tokens look at each other; layers of one kind share one of these."""
+    """How the tokens of a layer attend to each other; equal layers share one of these."""
 
     rope: RopeSpec | None  # None: this layer does not see positions
-    scale: float  # factor of the scores, the rope's score factor included
+    scale: float  # factor of the scores, including the rope's score factor
     window: int | None = None  # keys that a token sees, its own included; None: all
     softcap: float | None = None  # scores become cap * tanh(score / cap)
-    has_sinks: bool = False  # each head has a learned score that takes weight and gives no value
+    has_sinks: bool = False  # each head has a learned score in the softmax that has no value
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) where there is no gate."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
     size: int
     activation: Activation
@@ -133,10 +134,10 @@ class ExpertsSpec:
     top_k: int
     size: int  # of each
     activation: Activation
-    is_normalized: bool = True  # the weights of the chosen ones are made to sum up to 1
+    is_normalized: bool = True  # the weights of the chosen experts are scaled to a sum of 1
     has_bias: bool = False  # of router and experts
     shared_size: int | None = None  # of a gated MLP that every token also goes through
-    has_shared_gate: bool = False  # which is then weighted by sigmoid(gate(x))
+    has_shared_gate: bool = False  # its output is multiplied by sigmoid(gate(x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder: sizes, layers, and what all layers have in common."""
+    """A decoder: sizes, layers, and settings common to all layers."""
 
     architecture: str
     vocab_size: int
@@ -178,7 +179,7 @@ class ModelSpec:
     has_tied_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    quantized: QuantizedSpec | None = None  # weights that the checkpoint has packed
+    quantized: QuantizedSpec | None = None  # how the checkpoint's weights are quantized
     ignored_fields: tuple[str, ...] = ()  # unknown fields of the file that the user chose to ignore
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
     vocab_rows: int | None = None  # of embedding and head, on a rank that has a part; None: all
@@ -229,8 +230,8 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def kv_elements_in_windows(self, context: int) -> int:
-        """Numbers of a token's K and V, on average, that no query reads any more at the end of a
-        context of `context` tokens: pages hold all layers, windowed ones too."""
+        """How many of a token's K and V elements, on average, no query reads any more at the end of
+        a context of `context` tokens. They stay in memory, since a page holds all layers."""
         per_layer = 2 * self.num_kv_heads * self.head_dim
         windows = [layer.attention.window for layer in self.layers]
         unread = sum(max(0, context - window) for window in windows if window is not None)
@@ -251,7 +252,7 @@ class ModelSpec:
 
     @property
     def num_expert_params(self) -> int:
-        """Of `num_layer_params`, those of the experts that a token is sent to."""
+        """The part of `num_layer_params` in the experts that a token uses."""
         mlps = (layer.mlp for layer in self.layers)
         return sum(
             3 * self.hidden_size * mlp.top_k * mlp.size
@@ -261,7 +262,7 @@ class ModelSpec:
 
     @property
     def num_idle_params(self) -> int:
-        """Weights of the experts that one token does not go through."""
+        """Weights of the experts that a token does not use."""
         return sum(
             3 * self.hidden_size * (layer.mlp.num_experts - layer.mlp.top_k) * layer.mlp.size
             for layer in self.layers
@@ -269,7 +270,8 @@ class ModelSpec:
         )
 
     def bytes_per_param(self, element_bytes: int) -> float:
-        """Of the layers' products, experts included, computed in elements of `element_bytes`."""
+        """Mean bytes per weight of the layers' products, including experts; plain weights have
+        `element_bytes`."""
         if self.quantized is None:
             return float(element_bytes)
         names, prefix = self.names, self.names.layer.format(0) + "."
@@ -284,7 +286,7 @@ class ModelSpec:
     @property
     def moved_bytes_per_param(self) -> float:
         """Bytes per weight that a large step moves: 4-bit weights are read, written in 16 bits and
-        read again. Those of experts are read as they are."""
+        read again; those of experts are only read."""
         packing = None if self.quantized is None else self.quantized.packing
         if packing is None or packing.kind.columns_per_value == 1:
             return 2.0
@@ -297,8 +299,8 @@ class ModelSpec:
         return self.num_layer_params + self.num_idle_params + ends
 
     def at_context(self, num_tokens: int) -> "ModelSpec":
-        """The recipe for contexts of up to `num_tokens`: frequencies chosen by length are fixed,
-        and windows that no context exceeds are dropped."""
+        """The recipe for contexts of up to `num_tokens`: frequencies that depend on the length are
+        fixed, and windows that are never exceeded are dropped."""
         kinds = {
             kind: replace(
                 kind,
@@ -319,7 +321,7 @@ def _num_mlp_params(mlp: MlpSpec | ExpertsSpec, hidden_size: int) -> int:
 
 
 def same_layers(attention: AttentionSpec, mlp: MlpSpec, count: int) -> tuple[LayerSpec, ...]:
-    """Layers that are all alike."""
+    """Layers that are all the same."""
     return (LayerSpec(attention, mlp),) * count
 
 

@@ -43,13 +43,13 @@ class Product:
         return as_tensor(self.weight)
 
     def unpacked(self, dtype: torch.dtype) -> "Product":
-        """The same with its weight as a tensor."""
+        """The same product, with its weight dequantized."""
         if isinstance(self.weight, Tensor):
             return self
         return Product(self.weight.dense(dtype), self.bias)
 
     def rows_at(self, index: Tensor) -> "Product":
-        """The rows of these numbers, in this order."""
+        """The rows with these numbers, in this order."""
         weight, bias, index = self.weight, self.bias, index.to(self.weight.device)
         return Product(
             weight[index] if isinstance(weight, Tensor) else weight.rows_at(index),
@@ -59,7 +59,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class NormTensors:
-    gain: Tensor  # fp32 where it is multiplied before rounding
+    gain: Tensor  # fp32 if it is applied before rounding
     bias: Tensor | None = None
 
 
@@ -90,13 +90,13 @@ class EndTensors:
     """Tensors after the layers."""
 
     norm: NormTensors
-    head: Product  # its weight is the embedding where they are tied
+    head: Product  # its weight is the embedding if they are tied
 
 
 class TensorReader:
     """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`.
 
-    With a shard: the rank's part. Then only small tensors that all ranks have are read whole.
+    With a shard, reads only the rank's part; only small tensors that all ranks have are read whole.
     `part` is the recipe of what is read.
     """
 
@@ -105,7 +105,7 @@ class TensorReader:
         self._spec = spec
         self._cut = Cut.of(spec, shard)
         self._names = spec.names
-        self._unpacked: list[str] = []  # products that could not stay as they are
+        self._unpacked: list[str] = []  # products that could not stay packed
         self.part = part_of(spec, shard)
 
     def embedding(self) -> Tensor:
@@ -118,7 +118,7 @@ class TensorReader:
         place, mlp = spec.norm_place, spec.layers[index].mlp
         has_before = place is not NormPlace.AFTER
         has_after = place is not NormPlace.BEFORE
-        # in parallel both read one norm
+        # in a parallel block, attention and MLP read the same norm
         has_mlp_norm = has_before and spec.residual is not Residual.PARALLEL
         q_norm, k_norm = self._qk_norms(prefix)
         sinks = None
@@ -146,8 +146,8 @@ class TensorReader:
         )
 
     def ends(self, embedding: Tensor) -> EndTensors:
-        """Last norm and head. Raises UnsupportedModel naming tensors that the whole checkpoint
-        lacks, or that were not expected."""
+        """Last norm and head. Raises UnsupportedModel, which names tensors that are missing in the
+        whole checkpoint, or not expected."""
         spec, names, source = self._spec, self._names, self._source
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:
@@ -214,7 +214,7 @@ class TensorReader:
         return gains[0], gains[1]
 
     def _product(self, rows: Sequence[Rows], width: int, has_bias: bool) -> Product:
-        """A product of these rows, stacked."""
+        """A product made by stacking these rows."""
         weights = [take_weight(self._source, r.name, r.whole, width, at=(r.part,)) for r in rows]
         weight = on_top(weights, self._source.dtype)
         if isinstance(weight, Tensor) and not all(isinstance(part, Tensor) for part in weights):
@@ -277,8 +277,9 @@ def _scaled(product: Product, factors: Tensor) -> Product:
 
 
 def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:
-    """Factors for each row of queries, keys and values. A rope's score factor belongs to the dims
-    it rotates, but is part of the scale of all: the other dims of the queries are divided by it."""
+    """Factors for each row of queries, keys and values. A rope's score factor applies only to the
+    dims it rotates, but it is part of the scale of all dims. So the other dims of the queries are
+    divided by it."""
     heads = torch.ones(spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     heads[: spec.num_heads, rope.rotary_dim :] = rope.score_factor**-2
     return heads.reshape(-1)

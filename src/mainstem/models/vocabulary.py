@@ -18,8 +18,8 @@ class VocabularyPart:
         self._first = ranks.shard.rank * spec.vocab_rows
 
     def embed(self, token_ids: Tensor, embedding: Tensor, out: Tensor) -> Tensor:
-        """[tokens, hidden] of any tokens, into `out`: each rank looks up its own, and the sum is
-        exact since all other ranks have zeros."""
+        """Write the embeddings of any tokens, [tokens, hidden], to `out`: each rank looks up its
+        own tokens, and the ranks are summed. The sum is exact, since all other ranks have zeros."""
         at = token_ids - self._first
         is_elsewhere = (at < 0) | (at >= self._num_rows)
         torch.index_select(embedding, 0, at.masked_fill_(is_elsewhere, 0), out=out)

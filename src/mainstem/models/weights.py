@@ -28,7 +28,7 @@ from mainstem.models.quantized.read import read_packed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MOST_HASHERS = 4  # threads, of one core each, and no more than half of the cores
+MOST_HASHERS = 4  # threads; each uses one core, and together at most half of the cores
 
 _CPU = torch.device("cpu")
 _USUAL_NAMES = Names()
@@ -42,8 +42,8 @@ _TORCH_DTYPES = {
 def compute_dtype(wanted: DType, checkpoint: DType) -> torch.dtype:
     """The dtype to compute in on this CPU.
 
-    AUTO takes the checkpoint's, but fp32 where the CPU has no 16-bit matrix instructions: torch
-    then falls back to scalar loops that are 100 to 300 times slower than fp32.
+    AUTO takes the checkpoint's, but fp32 if the CPU has no 16-bit matrix instructions: torch would
+    then use scalar loops that are 100 to 300 times slower than fp32.
     """
     dtype = _TORCH_DTYPES[checkpoint if wanted is DType.AUTO else wanted]
     if wanted is DType.AUTO and dtype != torch.float32 and not has_fast_matmul(dtype):
@@ -90,8 +90,8 @@ class WeightSource(Protocol):
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """The tensor in the compute dtype, on the device.
 
-        `shape` is that of the whole tensor. `at` names the part wanted, a slice for each of its
-        first axes; a tensor may be taken part by part.
+        `shape` is that of the whole tensor. `at` is the wanted part: a slice for each of its first
+        axes. A tensor may be taken part by part.
         """
         ...
 
@@ -99,7 +99,7 @@ class WeightSource(Protocol):
         self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()
     ) -> PackedWeight | None:
         """A product's weight [.., out, in] that is quantized, by the product's name (without
-        ".weight"); None where the source has it as a plain tensor, or not at all."""
+        ".weight"); None if the source has a plain tensor, or none."""
         ...
 
     def drop(self, name: str) -> None:
@@ -107,7 +107,7 @@ class WeightSource(Protocol):
         ...
 
     def finish(self) -> None:
-        """Raise UnsupportedModel naming what is missing or was not expected."""
+        """Raise UnsupportedModel, which names tensors that are missing or unexpected."""
         ...
 
 
@@ -143,8 +143,8 @@ class Checkpoint:
         ignored = () if quantized is None else quantized.ignored_endings
         self._missing: set[str] = set()
         self._taken: set[str] = set()
-        self._maybe_biases: set[str] = set()  # of packed products; some tools add zeros
-        self._open = {}  # canonical name -> file, and the name in it
+        self._maybe_biases: set[str] = set()  # of packed products; some tools add biases of zeros
+        self._open = {}  # canonical name -> file, and the tensor's name in the file
         for file in weight_files(folder):
             try:
                 handle = safe_open(file, framework="pt")
@@ -159,7 +159,8 @@ class Checkpoint:
         return self._dtype
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor in the compute dtype; a missing one is noted, and returned empty."""
+        """The tensor in the compute dtype. A missing one is recorded for `finish`, and returned
+        uninitialised."""
         wanted = tuple(shape)
         if name not in self._open:
             self._missing.add(name)
@@ -211,7 +212,7 @@ class Checkpoint:
         self._open.pop(name, None)
 
     def finish(self) -> None:
-        """Raise UnsupportedModel naming what is missing or was not expected."""
+        """Raise UnsupportedModel, which names tensors that are missing or unexpected."""
         for name in (self._maybe_biases & self._open.keys()) - self._taken:
             if not self.take(name, self.shape_of(name) or ()).any():
                 continue
@@ -247,7 +248,7 @@ def checkpoint_digest(folder: Path) -> bytes:
 
 
 class WeightDigest:
-    """Hashes config and weights of a folder on threads of its own, while the weights are loaded.
+    """Hashes config and weights of a folder on separate threads, while the weights are loaded.
 
     Every byte counts: if a tensor were left out, a changed model could read pages of the old model.
     Hashes of files are remembered (file_hashes.py).
@@ -271,7 +272,7 @@ class WeightDigest:
             digest.update(f"{file.name}:{stamp.size}:".encode() + found)
             is_same = now == stamp
             if not is_same and now.of_contents == stamp.of_contents:
-                # ctime alone: a new link, or a tool that set mtime back
+                # only ctime changed: a new link, or a tool that set mtime back
                 is_same = file_sha256(file) == found
             if not is_same:
                 raise UnsupportedModel(
@@ -286,7 +287,7 @@ class WeightDigest:
                 file = self._todo.get_nowait()
                 try:
                     self._hashes[file].set_result(file_sha256(file))
-                except Exception as error:  # goes to the caller of `wait`
+                except Exception as error:  # raised in the caller of `wait`
                     self._hashes[file].set_exception(error)
 
 
@@ -328,7 +329,7 @@ class RandomWeights:
         return random_packed(packing, part_shape(tuple(shape), at), self._dtype, self._generator)
 
     def drop(self, name: str) -> None:
-        """Nothing is there to be dropped."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Nothing can be missing or left."""
+        """Do nothing: nothing can be missing."""

@@ -1,5 +1,4 @@
-"""Bytes, FLOPs and seconds of attention over a span; decides which shared runs are worth a span of
-their own.
+"""Bytes, FLOPs and seconds of attention over a span; decides which shared runs become spans.
 
 A decode step reads, for each KV head of a key, `2 * head_dim` elements (K and V) and does `4 *
 head_dim` FLOPs per query head. A span that many sequences share is read once instead of once per
@@ -25,12 +24,12 @@ Ints = NDArray[np.int32] | NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Rates of one device, as measured (not from a datasheet)."""
+    """Rates of one device, as measured."""
 
     name: str
     bytes_per_s: float  # reading device memory
     flops_per_s: float  # sustained, in the model's dtype
-    launch_s: float  # an empty launch, begin to end
+    launch_s: float  # an empty launch, from begin to end
     unit_s: float  # fixed cost of a unit of attention: one KV head of a row tile
     parallel_units: int  # units that run in parallel
     tile_rows: int  # query heads x members that one unit takes
@@ -39,8 +38,9 @@ class Card:
 
 H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264, 64, 5e-6)
 GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 10e-6, 1, 1 << 30, 0.0)
-# Cards that were not calibrated here: bytes/s and dense 16-bit FLOP/s of the datasheet, and SMs.
-# Long copies reach about 9/10 of the former, long products 2/3 of the latter.
+# Cards that were not calibrated here: bytes/s and dense 16-bit FLOP/s from the datasheet, and
+# number of SMs. Long copies reach about 9/10 of these bytes/s, long products about 2/3 of these
+# FLOP/s.
 DATASHEETS = {
     "H200": (4.8e12, 989e12, 132),
     "H100": (3.35e12, 989e12, 132),
@@ -96,7 +96,7 @@ def _read_cards(path: Path) -> dict[str, Card]:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: not a file of `mainstem calibrate` ({error}); remove it or calibrate again"
+            f"{path}: not a file of `mainstem calibrate` ({error}); remove it, then calibrate again"
         ) from error
 
 
@@ -121,14 +121,13 @@ class Heads:
 
     @property
     def partial_bytes(self) -> int:
-        """A query token's Partial, written and read again; in fp32, though Hopper packs it."""
+        """A query token's Partial, written and read again; counted as fp32, although Hopper packs
+        it."""
         return 2 * 4 * self.heads * (self.head_dim + 1)
 
 
 def shared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
-    """Seconds of a run of `tokens` keys that `members` query tokens read together, as a span of its
-    own.
-    """
+    """Seconds of a run of `tokens` keys that `members` query tokens read together, as one span."""
     count, keys = members.astype(np.float64), tokens.astype(np.float64)
     read_s = keys * model.key_bytes / card.bytes_per_s
     compute_s = count * keys * model.pair_flops / card.flops_per_s
@@ -146,8 +145,8 @@ def unshared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
 
 
 def worth_sharing(card: Card, model: Heads, members: Ints, tokens: Ints) -> Bools:
-    """Which shared runs of a step become spans of their own: those that are faster that way, if
-    together they save more than merging costs. Vectorised over runs.
+    """Which shared runs of a step become spans: those that are faster that way, if together they
+    save more than merging costs. Vectorised over runs.
     """
     gain_s = unshared_s(card, model, members, tokens) - shared_s(card, model, members, tokens)
     has_company: Bools = members >= np.int32(2)
@@ -199,7 +198,8 @@ class ModelSize:
     bytes_per_param: float = 2.0
     elementwise_bytes_per_token: float = 5.6e6  # norms, rope, activations: read and written
     pair_flops: float = 0.0  # of one query token against one key token, over all layers
-    num_idle_params: float = 0.0  # in experts that one token does not use; a step reads them all
+    # in experts that a token does not use; a step still reads them all
+    num_idle_params: float = 0.0
 
 
 LLAMA_8B = ModelSize(
@@ -226,10 +226,10 @@ def step_s(
 
 @dataclass(frozen=True, slots=True)
 class TokenCosts:
-    """Seconds of a long job by its tokens, where steps are full."""
+    """Seconds per token of a long job, in which all steps are full."""
 
     prompt_s: float  # a prompt token that is computed
-    pair_s: float  # such a token against one key before it
+    pair_s: float  # attention of such a token to one earlier key
     output_s: float  # a generated token
     key_s: float  # reading one key for it
 
@@ -246,8 +246,8 @@ def token_costs(card: Card = H200, model: ModelSize = LLAMA_8B, batch: int = 256
 
 
 def full_speed_tokens(card: Card, bytes_per_param: float = 2.0) -> int:
-    """S_chunk: the step size, a power of two, from which moving the weights is at most a twentieth
-    of what the products take. In fp8 both halve, so it holds there too.
+    """S_chunk: the smallest step size, a power of two, at which reading the weights takes at most a
+    twentieth of the time of the products. In fp8 both times are halved, so the size is the same.
     """
     tokens_per_read = card.flops_per_s / card.bytes_per_s * bytes_per_param / 2  # 2 FLOPs a weight
     return 1 << (int(20 * tokens_per_read) - 1).bit_length()

@@ -29,13 +29,14 @@ from mainstem.plan.cost import TokenCosts, token_costs
 from mainstem.plan.order import shared_with_next
 
 BUNDLES_PER_SHARE = 16
-# tried in this order: the largest prefix, as a share of a group, that may be computed again between
-# groups; and the part of a range within which the cheapest place to split is looked for
+# pairs that are tried in this order. First: the largest prefix, as a share of a group, that may be
+# computed again between groups. Second: the part of a range in which the cheapest place to split it
+# is searched
 WAYS_TO_CUT = ((0.05, 0.03), (0.5, 0.03), (0.5, 0.2), (1.0, 0.03))
-BUNDLE_LEEWAY = 0.5  # the same for a bundle
-BALANCE = 1.05  # longest share over mean; up to this no further group is split
+BUNDLE_LEEWAY = 0.5  # the second number for bundles
+BALANCE = 1.05  # longest share over mean; if it is at most this, no more groups are split
 LIMITS_TRIED = 8
-MOST_EXCHANGED = 64  # ranges; with more, small ranges balance the shares anyway
+MOST_EXCHANGED = 64  # with more ranges than this, small ones balance the shares anyway
 
 Range = tuple[int, int]
 Dealt = Int64s  # [ranges, 3] worker, begin and end, in the order of the line
@@ -45,7 +46,7 @@ Dealt = Int64s  # [ranges, 3] worker, begin and end, in the order of the line
 class Cut:
     """Bundles of a plan, by worker and then in the plan's order; each member is in one of them.
 
-    Seconds are estimates. A bundle's are what it adds to those before it in its share.
+    Seconds are estimates. Those of a bundle are what it adds to the bundles before it in its share.
     """
 
     begins: Int64s  # [bundles] first member, a place in `Plan.members`
@@ -54,10 +55,10 @@ class Cut:
     seconds: Float64s  # [bundles]
     share_s: Float64s  # [workers]
     whole_s: float  # of the plan uncut
-    dearest_s: float  # of the most expensive row, alone
+    dearest_s: float  # of the most expensive row by itself
     prompt_tokens: int
-    computed_tokens: int  # of these, those that the plan computes
-    repeated_tokens: int  # those that are computed again because of the cut
+    computed_tokens: int  # prompt tokens that the plan computes
+    repeated_tokens: int  # prompt tokens that are computed again because of the cut
 
     @property
     def num_workers(self) -> int:
@@ -134,11 +135,12 @@ class _Line:
         return len(self.shared)
 
     def seconds(self, begin: int, end: int) -> float:
-        """Of a range of which nothing is cached."""
+        """Seconds of a range if nothing of it is cached."""
         return float(self.sums[end] - self.sums[begin] + self.path_s[begin])
 
     def fit(self, begin: int, end: int, room_s: float, leeway: float) -> int:
-        """Where to cut a range so that its first part takes at most `room_s`; `begin`: nowhere.
+        """Where to cut a range so that its first part takes at most `room_s`; `begin` if not even
+        one row fits.
 
         Among the last cuts that fit, the one with the smallest prefix to compute again.
         """
@@ -180,7 +182,8 @@ def _deal_all(line: _Line, plan: Plan, num_workers: int) -> Dealt:
 def _deals(
     line: _Line, ranges: list[Range], num_workers: int, least_s: float, leeway: float
 ) -> Iterator[Dealt]:
-    """Assignments to try: split only ranges above a share; balanced; then under falling limits."""
+    """Assignments to try: first only ranges that exceed a share are split; then ranges are
+    exchanged for balance; then ranges are split under lower and lower limits."""
     parts = _parted(line, ranges, least_s)
     found = _deal_under(math.inf, line, parts, num_workers, leeway)
     assert found is not None, "without a limit everything fits"
@@ -226,9 +229,9 @@ def _evened(line: _Line, dealt: Dealt, num_workers: int) -> Dealt:
 
 
 def _whole_groups(line: _Line, plan: Plan, grain_s: float, cheap_cut: float) -> list[Range]:
-    """Ranges of whole groups: neighbours together up to `grain_s`, larger ones alone.
-
-    They begin where little is shared with the range before, so that any worker can take them.
+    """Ranges of whole groups. Neighbours are joined up to `grain_s`; a larger group is a range by
+    itself. Ranges begin where little is shared with the range before, so that any worker can take
+    them.
     """
     starts, ends = plan.group_starts[:-1], plan.group_starts[1:]
     least_s = np.maximum(grain_s, line.sums[ends] - line.sums[starts])
@@ -264,9 +267,8 @@ def _parted(line: _Line, ranges: list[Range], most_s: float) -> list[Range]:
 def _deal_under(
     limit_s: float, line: _Line, ranges: list[Range], num_workers: int, leeway: float
 ) -> Dealt | None:
-    """Longest first, each to the worker with least; what exceeds the limit goes to the next one.
-
-    None where a row does not fit.
+    """Assign ranges longest first, each to the worker with the least work; what exceeds the limit
+    goes to the next worker. None: a row does not fit.
     """
     queue = [(-line.seconds(begin, end), begin, end) for begin, end in ranges]
     heapify(queue)
@@ -330,7 +332,8 @@ def _share_s(line: _Line, dealt: Dealt, num_workers: int) -> Float64s:
 
 
 def _costs(line: _Line, dealt: Dealt) -> tuple[Float64s, int]:
-    """[ranges] what each adds to those before it in its share, and all tokens computed again."""
+    """[ranges] seconds that each adds to those before it in its share; and the number of tokens
+    that are computed again."""
     workers, begins, ends = dealt.T
     known = _known_tokens(line, workers, begins, ends)
     path = np.zeros(len(begins))
@@ -350,8 +353,9 @@ def _known_tokens(line: _Line, workers: Int64s, begins: Int64s, ends: Int64s) ->
     known = np.zeros(count)
     if not count:
         return known
-    least = [np.minimum.reduceat(line.shared, begins)]  # from range k to the one after it
-    while 2 << (len(least) - 1) <= count:  # of 2, 4, 8 ... ranges
+    # least[0][k]: within range k, and between it and the next one
+    least = [np.minimum.reduceat(line.shared, begins)]
+    while 2 << (len(least) - 1) <= count:  # least[j][k]: over 2**j ranges
         half = 1 << (len(least) - 1)
         least.append(np.minimum(least[-1][:-half], least[-1][half:]))
     by_worker = np.argsort(workers, kind="stable")

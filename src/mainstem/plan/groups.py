@@ -1,12 +1,12 @@
-"""Which shared prefixes become groups and spans: many levels, or the paper's single one.
+"""Which shared prefixes become groups and spans: on many levels, or on one as in the paper.
 
 A Draft says which prompts form a group and under which node; `order.py` sorts the groups and makes
 the Draft a Plan. Three ways to draft:
 
-    multi_level            every shared node is computed once; the decision left is what to schedule
-                           as a unit and which nodes to read as spans
-    first_level            the paper's starting point: a group per child of the root
-    first_level_enlarged   BatchLLM Algorithm 1: children of the root made longer where that pays
+    multi_level            every shared node is computed once; what remains to decide is what to
+                           schedule as a unit and which nodes to read as spans
+    first_level            where the paper starts: a group per child of the root
+    first_level_enlarged   BatchLLM Algorithm 1: children of the root, made longer if that pays
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from mainstem.plan.prefix_tree import PrefixTree
 
 
 class SpanChoice(Protocol):
-    """Says for many shared runs at once which deserve a span of their own in attention."""
+    """Chooses which of many shared runs attention reads as spans."""
 
     def __call__(self, run_tokens: Int64s, num_members: Int64s) -> Bools:
         """`run_tokens` counts from the end of the span above, or from the start of the prompt."""
@@ -30,7 +30,7 @@ class SpanChoice(Protocol):
 class LongRuns:
     """The choice without a cost model: every run of at least `min_tokens`."""
 
-    min_tokens: int = 32  # two pages of 16; shorter runs lie in the members' own first pages
+    min_tokens: int = 32  # two pages of 16; shorter runs are read with the members' own tokens
 
     def __call__(self, run_tokens: Int64s, num_members: Int64s) -> Bools:
         return (run_tokens >= self.min_tokens) & (num_members > 1)
@@ -72,13 +72,13 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     is_trunk = ~is_under_span | may_split
     is_trunk &= ~_is_within(tree, ~is_trunk)  # nodes within a group are not trunk
 
-    # label a position by itself (hanging alone), by its trunk node or by its branch
+    # label of a position: itself (a group of one), its trunk node, or its branch
     labels = num_nodes + np.arange(count)
     labels = np.where(is_under_span[tree.prompt_nodes], tree.prompt_nodes, labels)
     branches = np.flatnonzero(is_trunk[tree.node_parents] & ~is_trunk)
     branch_of = np.searchsorted(tree.node_begins[branches], np.arange(count), side="right") - 1
     in_branch = ~is_trunk[tree.prompt_nodes]
-    has_spans = spans_within[branches] > 0  # always, where no span lies above
+    has_spans = spans_within[branches] > 0  # always true if no span is above
     branch_labels = np.where(has_spans, branches, tree.node_parents[branches])
     labels[in_branch] = branch_labels[branch_of[in_branch]]
 
@@ -101,11 +101,10 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
 
 
 def _is_better_split(tree: PrefixTree, spans_within: Int64s, group_tokens: int) -> Bools:
-    """[nodes] whether a node's branches make better groups than all that share the node.
-
-    True if it is too large for one group, or if sharing below it saves more than the node itself
-    and is not all on one branch: 26 documents that happen to begin with the same words are split,
-    the turns of one conversation are not.
+    """[nodes] whether to make a group of each branch of a node instead of one group of all that
+    share the node. True if the node is too large for one group, or if sharing below it saves more
+    than the node itself and is spread over several branches. For example, 26 documents that happen
+    to begin with the same words are split; the turns of one conversation are not.
     """
     members = tree.node_ends - tree.node_begins
     saved = np.concatenate([[0], np.cumsum((members - 1) * tree.node_runs)])
@@ -131,7 +130,8 @@ def _is_within(tree: PrefixTree, is_top: Bools) -> Bools:
 
 
 def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
-    """The nodes to read as spans: the topmost worthy ones, repeated for `levels` levels.
+    """The nodes to read as spans: on each path, the topmost node that `worth` accepts; then the
+    next one below it, for up to `levels` levels.
 
     Runs are counted from the span above, so that a chain of short nodes can still make a long span.
     """
@@ -162,7 +162,7 @@ def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
 
 
 def first_level(tree: PrefixTree) -> Draft:
-    """One group per child of the root; deeper sharing is given up."""
+    """One group per child of the root; deeper sharing is not used."""
     nodes = np.arange(len(tree.node_tokens))
     owners = np.where(tree.node_parents == 0, nodes, tree.node_parents)
     return _single_level(tree, owners)
@@ -172,8 +172,8 @@ def first_level_enlarged(tree: PrefixTree) -> Draft:
     """One group per first-level prefix after BatchLLM Algorithm 1 (section 4.2), as printed.
 
     A prefix node u that hangs on c, a child of D, is forked up to D if
-    (leaves(u) - 1) * tokens(u) > tokens(c). Sub-problems come first, so levels are worked off from
-    the deepest; what a fork decides at one level depends on nothing else at that level.
+    (leaves(u) - 1) * tokens(u) > tokens(c). Sub-problems come first, so levels are processed from
+    the deepest up; a fork depends on nothing else at its level.
     """
     levels = tree.node_levels
     by_level = np.argsort(levels, kind="stable")
@@ -195,7 +195,7 @@ def first_level_enlarged(tree: PrefixTree) -> Draft:
 
 
 def _single_level(tree: PrefixTree, owners: Int64s) -> Draft:
-    """Groups by the owner of each prompt's deepest node, on a tree of their own, one level deep.
+    """Groups by the owner of each prompt's deepest node, on a new tree with one level.
 
     `owners` points from a node to itself or to a node nearer to its owner.
     """
@@ -207,7 +207,7 @@ def _single_level(tree: PrefixTree, owners: Int64s) -> Draft:
     count = len(tree.order)
     labels = owners[tree.prompt_nodes]
     labels = np.where(labels == 0, len(owners) + np.arange(count), labels)
-    order = np.argsort(labels, kind="stable")  # a forked group need not be one range of the tree
+    order = np.argsort(labels, kind="stable")  # a forked group may be several ranges of the tree
     found, firsts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
     is_alone = found >= len(owners)
     num_nodes = 1 + int(np.count_nonzero(~is_alone))

@@ -24,15 +24,16 @@ from mainstem.core.plan import Bools, Float64s, Int32s, Int64s, Plan
 from mainstem.plan.groups import Draft
 from mainstem.plan.prefix_tree import PrefixTree
 
-LEAST_NEW_TOKENS = 16  # of a prompt whose prefix may be cached or not
+LEAST_NEW_TOKENS = 16  # assumed for a prompt if it is not known what is cached of it
 
 
 class OutputEstimate:
     """The expected tokens of an answer: max_tokens at first, then what finished answers show.
 
     A template is a number the caller gives to prompts of one kind (see `templates_of`). The mean of
-    a template is shrunk towards the mean of the job, and that towards max_tokens, as if each had
-    been observed `trust` times, so a rare template follows the others. Never above max_tokens.
+    a template is shrunk towards the mean of the job, and the mean of the job towards max_tokens, as
+    if each had been observed `trust` times. So a rare template follows the others. Never above
+    max_tokens.
     """
 
     def __init__(self, trust: float = 4.0) -> None:
@@ -64,7 +65,8 @@ class OutputEstimate:
 
 
 def templates_of(tree: PrefixTree) -> Int64s:
-    """[prompts] a template number per prompt, by prompt index: its first shared node, 0 without."""
+    """[prompts] a template number per prompt, by prompt index: its first shared node; 0 if it
+    shares nothing."""
     tops = np.flatnonzero((tree.node_parents == 0) & (np.arange(len(tree.node_parents)) > 0))
     above = np.searchsorted(tops, tree.prompt_nodes, side="right")
     templates = np.empty(len(tree.order), dtype=np.int64)
@@ -86,7 +88,7 @@ def lay_out(draft: Draft, prompt_tokens: Int64s, expected_tokens: Float64s) -> P
 def reorder(plan: Plan, prompt_tokens: Int64s, expected_tokens: Float64s, num_started: int) -> Plan:
     """The same groups ordered by newer expectations; the first `num_started` stay where they are.
 
-    A trunk node of which a group has started stays in front with it.
+    If a group of a trunk node has started, the trunk node stays in front, too.
     """
     draft = _draft_of(plan)
     ties = np.full(plan.num_groups, len(plan.members), dtype=np.int64)
@@ -143,7 +145,8 @@ def _arrange(
     units = _with_trunks(draft, trunk_nodes, groups)
     num_groups = len(draft.group_nodes)
 
-    # the first member of a unit: after the siblings before it, from where its trunk begins
+    # the first member of a unit: its trunk's first member, plus the members of the siblings before
+    # it
     by_rank = np.lexsort((units.ties, -units.ratios, units.trunks))
     sizes, trunks = units.sizes[by_rank], units.trunks[by_rank]
     before = np.cumsum(sizes) - sizes
@@ -247,7 +250,7 @@ def _add_ancestors(values: Int64s, parents: Int64s) -> None:
 
 
 def _renumber(draft: Draft, places: Int64s, group_begins: Int64s, trunk_begins: Int64s) -> Plan:
-    """The Plan whose members stand at `places`: groups in order, nodes in preorder again."""
+    """The Plan with its members at `places`: groups in order, nodes in preorder again."""
     count = len(places)
     sizes = draft.node_ends - draft.node_begins
     inner = np.flatnonzero(~draft.node_is_trunk)
@@ -287,8 +290,8 @@ def shared_with_next(plan: Plan) -> Int32s:
 
 
 def new_tokens(lengths: Int64s, shared_with_next: Int32s | None) -> Int64s:
-    """[prompts] tokens of each that are not shared with the one before it; where that is unknown,
-    the least that may remain to compute."""
+    """[prompts] tokens of each that it does not share with the one before it; if that is unknown,
+    LEAST_NEW_TOKENS."""
     if shared_with_next is None:
         return np.minimum(lengths, LEAST_NEW_TOKENS)
     new = lengths.copy()

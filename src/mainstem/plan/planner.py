@@ -16,10 +16,10 @@ class PlanConfig:
     """How prompts are grouped, and whether groups are put in another order."""
 
     levels: int = 4  # spans on one path; 1: the paper's single level by Algorithm 1
-    group_tokens: int = 65_536  # different tokens of a group; larger ones are split where possible
+    group_tokens: int = 65_536  # distinct tokens of a group; larger groups are split if possible
     worth_span: SpanChoice = field(default_factory=LongRuns)
     reorders: bool = (
-        True  # by R_group (plan/order.py); False: a group goes where its first prompt is
+        True  # groups by R_group (plan/order.py); False: in the order of their first prompts
     )
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ def plan_tree(
     max_tokens: Int64s | None = None,
     estimate: OutputEstimate | None = None,
 ) -> Plan:
-    """As `plan_prompts`, from a tree that was built already."""
+    """Like `plan_prompts`, for a tree that exists already."""
     config = config or PlanConfig()
     limits = np.ones(len(tree.order), dtype=np.int64) if max_tokens is None else max_tokens
     expected = (estimate or OutputEstimate()).expect(templates_of(tree), limits)

@@ -1,20 +1,21 @@
 """All prompts -> the compact tree of their shared prefixes.
 
-Python looks at no single token. Prompts are refined in rounds, as in quicksort, on classes of
-prompts that agree in their first d tokens:
+All work on tokens is vectorised. As in quicksort, each round refines classes of prompts that agree
+in their first d tokens:
 
     one leader per class, drawn at random         leader   a b c d e f g
     every other member is compared with it,       member   a b c x ...     agrees in 3 tokens
     from token d on, in wide vector strips        member   a b c x ...     agrees in 3 tokens
                                                   member   a b c d e q     agrees in 5 tokens
 
-Where members leave the leader (3, 5) its path has nodes. Members that leave it at the same place
-with the same token are the classes of the next round. A token is compared once per prompt in total,
-and a random leader makes the number of rounds logarithmic, so the work is linear in the tokens.
+The leader's path has a node wherever members leave it (here at 3 and 5). Members that leave it at
+the same place with the same token form a class of the next round. A token is compared once per
+prompt in total, and a random leader makes the number of rounds logarithmic, so the work is linear
+in the tokens.
 
 Sorting a class by (where it left the leader, the token there) puts it in lexicographic order: a
-member that leaves to a smaller token comes before the leader, further away the earlier it leaves.
-So the result does not depend on which leaders were drawn.
+member that leaves with a smaller token comes before the leader, and the earlier it leaves, the
+further before. So the result does not depend on which leaders were drawn.
 """
 
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from mainstem.core.plan import Int32s, Int64s, Prompts
 
-FIRST_STRIP_TOKENS = 16  # most pairs of unrelated prompts differ at once
-STRIP_GROWTH = 16  # prompts that agree that far mostly agree for long
+FIRST_STRIP_TOKENS = 16  # most pairs of unrelated prompts differ within this many tokens
+STRIP_GROWTH = 16  # prompts that agree in a whole strip usually agree in many more tokens
 WIDEST_STRIP_TOKENS = 1024
 TILE_TOKENS = 1 << 17  # of one comparison, so that its operands stay in the cache
 NO_TOKEN = -(1 << 40)  # what follows the last token; sorts before every int32
@@ -62,7 +63,7 @@ class PrefixTree:
     def subtree_ends(self) -> Int64s:
         """[nodes] one past the last node of the subtree: it is `v:subtree_ends[v]`."""
         ends = np.searchsorted(self.node_begins, self.node_ends, side="left")
-        # an empty batch has a root whose range is empty
+        # if there are no prompts, the root's range is empty
         return np.maximum(ends, np.arange(1, len(ends) + 1))
 
     @property
@@ -104,7 +105,8 @@ class _Rows:
     is_leader: np.ndarray[tuple[int], np.dtype[np.bool_]]
     matched: Int64s  # tokens in common with the leader
     next_tokens: Int64s  # the token after that, or NO_TOKEN
-    slots: Int64s  # class_of * stride + place; place rises to `top` at the leader, then on
+    # class_of * stride + place; members before the leader have places below `top`, later ones above
+    slots: Int64s
     top: int
     stride: int
 
@@ -202,9 +204,9 @@ def _extend_matches(
 
 
 def _strips(token_ids: Int32s, windows: Int32s, begins: Int64s) -> Int32s:
-    """[begins, width] the tokens from each begin on; past the end of all, the last one repeats.
-
-    `windows[i]` is the strip that begins at token i; copying whole strips is what makes this fast.
+    """[begins, width] the tokens from each begin on; after the last token of all, that token is
+    repeated. `windows[i]` is the strip that begins at token i. Copying whole strips makes this
+    fast.
     """
     last = len(windows) - 1
     strips = windows[np.minimum(begins, last)]
@@ -228,8 +230,8 @@ def _nodes_on_leader_paths(
 ) -> tuple[_Classes, Int64s]:
     """The nodes where members leave their leaders, and the deepest of them for every row.
 
-    A node is named by class * stride + tokens while it is looked up. Node numbers go on from
-    `num_nodes`, except that the root, which exists already, is found again as node 0.
+    During the lookup a node's key is class * stride + tokens. New nodes get numbers from
+    `num_nodes` on; only the root, which exists already, is found again as node 0.
     """
     stride = rows.stride
     names = rows.class_of * stride + rows.matched
@@ -261,7 +263,8 @@ def _nodes_on_leader_paths(
 
 
 def _next_classes(rows: _Rows, row_nodes: Int64s) -> _Classes:
-    """Rows that left their leader at the same place with the same token, two or more."""
+    """The next classes: two or more rows that left their leader at the same place with the same
+    token."""
     is_new = np.ones(len(rows.slots), dtype=np.bool_)
     is_new[1:] = (np.diff(rows.slots) != 0) | (np.diff(rows.next_tokens) != 0)
     firsts = np.flatnonzero(is_new)

@@ -24,8 +24,8 @@ class Savings:
 class LruCache:
     """The prefix cache to compare with: whole pages, least recently used evicted first.
 
-    Prompts arrive in input order, one at a time, each leaving `output_tokens` after its prompt.
-    Of the pages of one prompt the last is evicted first. Real engines run many prompts at once and
+    Prompts arrive in input order, one at a time; each adds its `output_tokens` after its prompt. Of
+    the pages of one prompt, the last is evicted first. Real engines run many prompts at once and
     find less than this.
     """
 
@@ -41,7 +41,7 @@ class LruCache:
 
 
 def compare(tree: PrefixTree, plan: Plan, cache: LruCache) -> Savings:
-    """What each way of sharing saves; `plan` stands for multi_level."""
+    """What each way of sharing saves; `plan` is used for multi_level."""
     total = int(tree.prompt_tokens.sum())
     return Savings(
         first_level=_ratio(_draft_tokens(tree, first_level(tree)), total),
@@ -53,9 +53,8 @@ def compare(tree: PrefixTree, plan: Plan, cache: LruCache) -> Savings:
 
 
 def processed_tokens(plan: Plan, total_tokens: int, page_size: int = 1) -> int:
-    """What a plan computes of prompts with `total_tokens`: every node once, and the rest.
-
-    With a page_size, what an engine computes that shares whole pages only.
+    """Tokens that a plan computes of prompts with `total_tokens`: every node once, and all tokens
+    outside nodes. With a page_size: tokens that an engine computes if it shares only whole pages.
     """
     tokens = plan.node_tokens // page_size * page_size
     shared = int(tokens[plan.member_nodes].sum())
@@ -74,10 +73,10 @@ def _ratio(processed: int, total: int) -> float:
 def lru_hit_tokens(tree: PrefixTree, cache: LruCache) -> int:
     """Prompt tokens found in the cache when all prompts arrive in input order.
 
-    A prompt passes through whole nodes, so the pages of a node always have one and the same last
-    use. Time being the number of the prompt, the cache holds what was last used after a horizon
-    that only ever moves forward, and of the prompt at the horizon the first pages that still fit.
-    So a prompt costs a step per node on its path, however many pages it has.
+    A prompt passes through whole nodes, so all pages of a node have the same last use. Time is the
+    number of the prompt. The cache holds the pages that were last used after a horizon, which only
+    moves forward, and as many first pages of the prompt at the horizon as fit. So a prompt costs
+    one step per node on its path, not one per page.
     """
     pages = tree.node_tokens // cache.page_size
     node_pages = (pages - pages[tree.node_parents]).tolist()
@@ -90,7 +89,7 @@ def lru_hit_tokens(tree: PrefixTree, cache: LruCache) -> int:
 
     capacity = cache.capacity_tokens // cache.page_size
     last_use = [-1] * len(parents)
-    used_at = [0] * count  # pages by the prompt that used them last
+    used_at = [0] * count  # by node: the prompt that used its pages last
     horizon, newer = -1, 0  # pages used after the horizon; those of prompt -1 do not exist
     hit_pages, room = 0, capacity  # room: what is left for pages used at the horizon
     for now in range(count):
@@ -111,7 +110,7 @@ def lru_hit_tokens(tree: PrefixTree, cache: LruCache) -> int:
             last_use[node] = now
             node = parents[node]
         if at_horizon:
-            # the cache was full to the horizon before this prompt touched anything
+            # the cache was full, up to the horizon, before this prompt used anything
             hit_pages += min(at_horizon, room)
         used_at[now] = brought
         newer += brought

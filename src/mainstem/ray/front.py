@@ -76,7 +76,7 @@ class FrontSettings:
 
 
 class ReplicaLost(MainstemError):
-    """A replica is gone, or accepts no requests; the message says why."""
+    """A replica has died, or accepts no requests; the message says why."""
 
 
 class ReplicaFailed(MainstemError):

@@ -191,7 +191,7 @@ def _scope(call: HttpCall) -> dict[str, Any]:
 
 
 def open_gateway(settings: ReplicaSettings, config: EngineConfig) -> Gateway:
-    """Load the model in a process of its own; raises ConfigError."""
+    """Load the model in a separate process; raises ConfigError."""
     model = config.model
     folder = resolve_model(model.model)
     tokenizer = Tokenizer.load(folder, model.chat_template, model.allow_special_tokens)

@@ -3,7 +3,7 @@
     serve run mainstem.ray.serve_app:app replicas=2
     serve deploy serve.yaml               # import_path: mainstem.ray.serve_app:app, args: {...}
 
-Each replica is a deployment of its own with one actor, so that the router, not Ray Serve, chooses
+Each replica is a separate deployment with one actor, so that the router, not Ray Serve, chooses
 the replica. Ray Serve restarts actors that died, on any machine with free resources. docs/scale.md
 has the arguments and a picture. Ray is an extra: pip install 'mainstem[ray]'.
 """

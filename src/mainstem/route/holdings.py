@@ -1,11 +1,11 @@
-"""What each replica probably holds: a guess from what was sent there, with a bound for each.
+"""What each replica probably holds: a guess from what was sent to it, with a size limit for each.
 
     who_holds   page -> replicas, as the bits of a number      one lookup serves all replicas
     in_order[i] the pages of replica i in order of use         at most `pages_per_replica`
 
-The least recently used page goes first, of a chain its tail. A replica evicts as it likes and does
-not tell. The same bound and the same order of eviction keep the guess close; where it is wrong, a
-prompt is computed that was thought to be there, or the other way round.
+The least recently used page is dropped first; of a chain, its tail. A replica evicts pages without
+reporting it. The same limit and the same eviction order keep the guess close. If it is wrong, a
+prompt is computed that was thought to be cached, or the other way round.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ PageHash = int  # of all tokens or text up to a page's end
 
 
 class Holdings:
-    """The leading pages of prompts, by replica. Never more than the bounds of all together."""
+    """The leading pages of prompts, by replica. Memory is limited by the sum of all bounds."""
 
     def __init__(self, num_replicas: int, pages_per_replica: int) -> None:
         self._most = [pages_per_replica] * num_replicas
@@ -34,7 +34,7 @@ class Holdings:
     def num_leading(self, keys: Sequence[PageHash]) -> Int64s:
         """[replicas] how many of the first pages of a prompt each one holds."""
         found = np.zeros(len(self._in_order), dtype=np.int64)
-        who_holds, holders = self._who_holds, -1  # all bits: everybody
+        who_holds, holders = self._who_holds, -1  # all bits set: every replica
         for depth, key in enumerate(keys):
             left = holders & who_holds.get(key, 0)
             if left != holders:
@@ -48,7 +48,7 @@ class Holdings:
         return found
 
     def note(self, replica: int, keys: Sequence[PageHash]) -> None:
-        """A prompt was sent to a replica, which will hold it."""
+        """Record that a prompt was sent to a replica, which will hold it."""
         who_holds, in_order, bit = self._who_holds, self._in_order[replica], 1 << replica
         for key in reversed(keys):  # the head is the most recently used
             if key in in_order:
@@ -59,18 +59,18 @@ class Holdings:
         self._shrink(replica)
 
     def bound(self, replica: int, num_pages: int) -> None:
-        """A replica holds no more than this."""
+        """Set how many pages a replica can hold."""
         self._most[replica] = num_pages
         self._shrink(replica)
 
     def forget(self, replica: int) -> None:
-        """A replica has lost what it held."""
+        """Record that a replica has lost all its pages."""
         for key in self._in_order[replica]:
             self._drop(key, 1 << replica)
         self._in_order[replica].clear()
 
     def remove(self, replica: int, keys: Sequence[PageHash]) -> None:
-        """A replica does not hold these."""
+        """Record that a replica does not hold these pages."""
         in_order = self._in_order[replica]
         for key in keys:
             if key in in_order:

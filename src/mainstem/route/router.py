@@ -1,23 +1,23 @@
 """The router of many replicas: prefix-affine, with bounded loads.
 
-A request goes where it costs least: where the work that is open already and what would have to be
-computed of its prompt are least together. So a prompt goes to the replica that holds most of it,
-until waiting there costs more than computing it elsewhere; that replica then holds it, too.
+A request goes to the replica with the lowest cost: its open work plus the tokens of the prompt that
+it would have to compute. So a prompt goes to the replica that holds most of it, until waiting there
+costs more than computing the prompt elsewhere; the other replica then holds it, too.
 
     cost[i] = open work + NEW_COST * new tokens of the prompt + recent work / SPREAD      (tokens)
 
 - Work is counted in prompt tokens; a token of an answer costs as much as `output_cost` of them.
-- Bounded load: a replica is not asked if its open work would exceed LOAD_BOUND times the mean and
-  FREE_REQUESTS requests like this one. The least loaded replica is always below, so no queue grows
-  alone. What a replica holds counts under any load: affinity is never switched off.
-- Recent work, which fades, decides between replicas that are equal otherwise: new prompts spread
-  over all memories, not over the first idle one.
-- A session stays at its replica as long as that is up and below the bound. One that must stay is
-  answered there or, as long as that replica is down or refuses it, nowhere.
-- Only a request that was answered teaches: where its session is, what its replica holds. Until then
-  its pages are counted as coming, so that requests which share them meet.
-- Draining replicas get nothing else. One that was down holds what it held, unless it is said to
-  have lost it (`forget`).
+- Bounded load: a replica is not chosen if its open work would exceed both LOAD_BOUND times the mean
+and FREE_REQUESTS requests like this one. The least loaded replica is always below this bound, so no
+single queue grows. What a replica holds counts under any load: affinity is never switched off.
+- Recent work, which decays, decides between replicas with otherwise equal costs: new prompts are
+spread over all replicas instead of going to the first idle one.
+- A session stays at its replica as long as that is up and below the bound. A session that must stay
+can be answered only there: while its replica is down or refuses it, it fails.
+- The router learns where a session is, and what a replica holds, only when a request is answered.
+Until then its pages count as coming, so that requests that share them go to the same replica.
+- A draining replica gets no requests. A replica that was down is assumed to hold its pages, unless
+`forget` is called.
 
 Memory is bounded: pages of each replica, held and coming, sessions, and what is open.
 """
@@ -36,10 +36,10 @@ from mainstem.route.holdings import Holdings, PageHash
 
 LOAD_BOUND = 1.25
 FREE_REQUESTS = 2.0
-NEW_COST = 6.0  # computing again what another replica holds delays everybody who comes after
+NEW_COST = 6.0  # above 1: computing again what another replica holds delays all later requests
 SPREAD = 64.0
-RECENT_REQUESTS = 64.0  # of each replica: how many requests recent work goes back
-FIRST_OUTPUT_TOKENS = 256.0  # of an answer, until some have ended
+RECENT_REQUESTS = 64.0  # recent work of a replica covers about this many requests
+FIRST_OUTPUT_TOKENS = 256.0  # assumed length of an answer, until some have ended
 OUTPUT_MEMORY = 0.01  # weight of one more answer in the mean length
 
 Floats = NDArray[np.float64]
@@ -53,7 +53,7 @@ class RouterKind(Enum):
 
 class ReplicaState(Enum):
     UP = "up"
-    DRAINING = "draining"  # answers what it has, gets nothing new
+    DRAINING = "draining"  # finishes its requests, gets no new ones
     DOWN = "down"
 
 
@@ -82,18 +82,18 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What a router may know of a request."""
+    """What the router knows about a request."""
 
     pages: Sequence[PageHash]  # of the prompt's leading pages, chained
     prompt_tokens: int
     session: Hashable | None = None
     app: str | None = None
-    must_stay: bool = False  # only the session's replica has what it goes on from
+    must_stay: bool = False  # only the session's replica has the conversation that it continues
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request at its replica."""
+    """A request that was sent to a replica."""
 
     replica: int
     request: RouteRequest
@@ -106,8 +106,8 @@ class Ticket:
 class Router:
     """Chooses replicas and counts their work. One thread uses it.
 
-    Each ticket of `choose` is handed back once, to `finish`; if its replica answers, to `learn`
-    before.
+    Each ticket of `choose` is given to `finish` exactly once; if its replica answers, it is given
+    to `learn` before.
     """
 
     def __init__(self, num_replicas: int, config: RouterConfig | None = None) -> None:
@@ -137,22 +137,22 @@ class Router:
         return self._states[replica]
 
     def set_state(self, replica: int, state: ReplicaState) -> None:
-        """A replica that is down or draining may still hold its pages."""
+        """Set the state of a replica. One that is down or draining may still hold its pages."""
         self._states[replica] = state
 
     def forget(self, replica: int) -> None:
-        """A replica has been started again: it has lost its pages."""
+        """Record that a replica was restarted: it has lost its pages."""
         self._holdings.forget(replica)
         self._recent[replica] = 0.0
 
     def place_app(self, app: str, replicas: Sequence[int]) -> None:
-        """An app is on these replicas only."""
+        """Record that an app is on these replicas only."""
         if not replicas or not all(0 <= replica < self.num_replicas for replica in replicas):
             raise ConfigError(f"app {app}: there are replicas 0 to {self.num_replicas - 1}")
         self._apps[app] = frozenset(replicas)
 
     def set_capacity(self, replica: int, num_tokens: int) -> None:
-        """A replica holds this many tokens; `pages_per_replica` remains the most."""
+        """Record how many tokens a replica can hold; `pages_per_replica` stays the upper limit."""
         num_pages = max(1, num_tokens // self._config.page_tokens)
         self._holdings.bound(replica, min(num_pages, self._config.pages_per_replica))
 
@@ -170,14 +170,13 @@ class Router:
     # --- requests -------------------------------------------------------------------------------
 
     def choose(self, request: RouteRequest, excluded: frozenset[int] = frozenset()) -> Ticket:
-        """The replica for a request, whose work counts as open from here on.
-
-        Those in `excluded` have failed it already. Raises NoReplica.
+        """The replica for a request, whose work counts as open from now on. Replicas in `excluded`
+        have failed to answer it already. Raises NoReplica.
         """
         home = self._sessions.get(request.session) if request.must_stay else None
         if home is not None:
             if home in excluded or self._states[home] is ReplicaState.DOWN:
-                raise NoReplica(f"replica {home}, which has what it goes on from, cannot answer")
+                raise NoReplica(f"replica {home}, which has its conversation, cannot answer")
             return self._open_at(home, request, 0)
         able = self._able(request, excluded)
         match self._config.kind:
@@ -190,7 +189,7 @@ class Router:
         return self._open_at(replica, request, held_tokens)
 
     def learn(self, ticket: Ticket) -> None:
-        """A replica answers a request: it will hold the prompt, and its session is there."""
+        """Record that a replica answers a request: it will hold the prompt and the session."""
         replica, request = ticket.replica, ticket.request
         ticket.is_learned = True
         self._recent *= self._fading
@@ -202,19 +201,19 @@ class Router:
             self.settle(request.session, replica)
 
     def start(self, ticket: Ticket) -> None:
-        """The first token came: its prompt is no longer work to do."""
+        """Record the first token: the prompt is no longer open work."""
         self._open[ticket.replica] -= ticket.prompt_work
         ticket.prompt_work = 0.0
 
     def finish(self, ticket: Ticket, output_tokens: int | None) -> None:
-        """An answer has ended; None: it failed, which says nothing of its length."""
+        """Record the end of an answer and its length; None: it failed, so its length is unknown."""
         replica = ticket.replica
         if not ticket.is_learned:
             self._coming.remove(replica, ticket.request.pages)
         self._open[replica] -= ticket.prompt_work + ticket.output_work
         self._num_open[replica] -= 1
         if not self._num_open[replica]:
-            self._open[replica] = 0.0  # without what rounding has left
+            self._open[replica] = 0.0  # removes rounding errors
         if output_tokens is not None:
             self._output_tokens += OUTPUT_MEMORY * (output_tokens - self._output_tokens)
 
@@ -223,7 +222,7 @@ class Router:
         return self._sessions.get(session)
 
     def settle(self, session: Hashable, replica: int) -> None:
-        """A session is at this replica from now on."""
+        """Record that a session is at this replica from now on."""
         self._sessions[session] = replica
         self._sessions.move_to_end(session)
         if len(self._sessions) > self._config.max_sessions:
@@ -282,11 +281,13 @@ class Router:
         return ticket
 
     def check(self) -> None:
-        """Raise if a bound is exceeded or work is counted that nobody has."""
+        """Raise if a bound is exceeded, or if open work is counted without a request."""
         self._holdings.check()
         self._coming.check()
         assert len(self._sessions) <= self._config.max_sessions, "more sessions than the bound"
         for replica, count in enumerate(self._num_open):
             assert count >= 0, "a ticket was handed back twice"
-            assert count or not self._open[replica], "work is open that nobody has"
-            assert count or not self._coming.num_pages(replica), "pages come that nobody sent"
+            assert count or not self._open[replica], "open work without a request"
+            assert count or not self._coming.num_pages(replica), (
+                "pages are coming without a request"
+            )

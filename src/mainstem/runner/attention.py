@@ -19,7 +19,7 @@ from mainstem.runner.pages import DevicePages
 
 
 class CpuAttention:
-    """What the layers of a decoder have: pages, rotations, sinks."""
+    """What attention needs in the layers of a decoder: pages, rotations, sinks."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The rotation of a step's tokens, and of pages that move."""
+    """The rotations of a step's tokens, and of pages that move."""
 
     tokens: Tensor  # [tokens, 1, rotary_dim / 2]
     moves: Tensor | None  # [moves, 1, 1, rotary_dim / 2]
@@ -99,7 +99,7 @@ class AttentionPlan:
         return cpu.plan(spans, tokens, self._shape, kind.scale, kind.softcap)
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
-        """As Attention.run of the decoder."""
+        """See Attention.run in models/block.py."""
         tokens, kind = len(qkv), self._layers.kinds[layer]
         heads = qkv.view(tokens, -1, self._head_dim)
         turns = None if kind.rope is None else self._turns[kind.rope]
@@ -118,7 +118,7 @@ class AttentionPlan:
         return self._spans[kind].run(q, pages.slots(layer), sinks).view(tokens, -1)
 
     def _run_wanted(self, q: Tensor, slots: Tensor, sinks: Tensor | None) -> Tensor:
-        """Returns all rows; only the wanted ones are computed."""
+        """Compute only the wanted rows; the result has all rows."""
         out = q.new_empty(len(q), self._num_heads * self._head_dim)
         if self._wanted_spans is not None:
             assert self._wanted is not None
@@ -127,7 +127,7 @@ class AttentionPlan:
         return out
 
     def _rotate(self, x: Tensor, turns: Tensor) -> None:
-        """In place; the two dims of a pair are adjacent, so a pair is a complex number."""
+        """Rotate in place; the two dims of a pair are adjacent, so a pair is a complex number."""
         part = x if self._rotary_dim == self._head_dim else x[..., : self._rotary_dim]
         if x.dtype == torch.float32:
             torch.view_as_complex(part.view(self._pairs)).mul_(turns)
@@ -144,10 +144,9 @@ def _turns(layers: CpuAttention, rope: RopeSpec, inputs: Inputs) -> _Turns:
 
 
 def narrow_spans(spans: Spans, rows: NDArray[np.int64], num_tokens: int) -> Spans | None:
-    """The same spans seen by the tokens `rows` alone, which are then numbered from 0.
-
-    None if they are not spans any more: rows out of order, or a causal span that would keep a query
-    and lose a later one.
+    """The same spans with only the tokens `rows` as queries, numbered from 0. None if the result
+    would not be valid spans: rows are out of order, or a causal span would keep a query and lose a
+    later one.
     """
     if (np.diff(rows) <= 0).any():
         return None

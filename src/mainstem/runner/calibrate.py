@@ -1,22 +1,30 @@
-"""Measures the rates of the present device for the cost model (`mainstem calibrate`).
+"""Measures the rates of the present device for the cost model (`mainstem calibrate`), and what the
+planner of attention needs to know of it.
 
 Attention is timed through the same code the engine runs, on Llama-8B's heads (CPU: SmolLM2's).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu
+from mainstem.kernels.attention.pace import Pace, Paces, save_paces
+from mainstem.kernels.attention.tuning import TUNED_CARD, built_in_tiles
 from mainstem.plan.cost import GENERIC_CPU, H200, Card, Heads
+
+if TYPE_CHECKING:
+    from mainstem.kernels import SpanAttention
 
 NUM_TIMED = 15
 PAGE_SIZE = 16
-UNIT_KEYS = 64  # of the short spans whose number is varied
+UNIT_KEYS = 64  # keys of the short spans whose number is varied
 GPU_HEADS = Heads(heads=32, kv_heads=8, head_dim=128)
 CPU_HEADS = Heads(heads=9, kv_heads=3, head_dim=64, element_bytes=4)
 Seconds = Callable[[Callable[[], object]], float]
@@ -58,7 +66,7 @@ def present_device() -> Probe:
 
 
 def measure(probe: Probe) -> Card:
-    """Five numbers; the last three are differences of attention calls."""
+    """Measure the five rates; the last three are differences between attention calls."""
     bytes_per_s, flops_per_s = _copy_rate(probe), _product_rate(probe)
     launch_s = _attention_s(probe, _spans_of([range(1)], key_tokens=1))
     few, many = 1, 1 + 4 * max(probe.parallel_units // probe.heads.kv_heads, 8)
@@ -75,6 +83,33 @@ def measure(probe: Probe) -> Card:
     )  # fmt: skip
 
 
+def measure_paces(probe: Probe) -> Paces:
+    """The attention planner's record of each head_dim, by times of steps; none on a CPU, where
+    attention is planned without one.
+    """
+    if probe.device.type == "cpu":
+        return {}
+    from mainstem.kernels.attention.ops import HEAD_DIMS  # noqa: PLC0415  # needs Triton
+    from mainstem.runner.calibrate_pace import fit_pace  # noqa: PLC0415
+
+    def pace_of(head_dim: int) -> Pace:
+        sized = replace(probe, heads=replace(probe.heads, head_dim=head_dim))
+        shape = _make_attention(sized, num_tokens=1, num_pages=1).shape
+        return fit_pace(lambda spans: 1e6 * _attention_s(sized, spans, can_cut=False), shape)
+
+    return {head_dim: pace_of(head_dim) for head_dim in HEAD_DIMS}
+
+
+def is_tuned(probe: Probe) -> bool:
+    """Whether the planner has a tuned record of this card, so that it uses no fitted one."""
+    return probe.name == TUNED_CARD
+
+
+def keep_paces(probe: Probe, paces: Paces) -> Path:
+    """Save what was fitted, for the planner of attention; returns the file."""
+    return save_paces(probe.name, paces)
+
+
 def _copy_rate(probe: Probe) -> float:
     source = torch.ones(probe.copy_elements, device=probe.device)
     target = torch.empty_like(source)
@@ -88,13 +123,13 @@ def _product_rate(probe: Probe) -> float:
 
 
 def _groups(probe: Probe, count: int) -> Spans:
-    """Spans of one unit's tokens each, over a few keys."""
+    """Spans that have the tokens of one unit each, over a few keys."""
     rows = probe.rows
     return _spans_of([range(group * rows, (group + 1) * rows) for group in range(count)])
 
 
 def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans:
-    """A span over `key_tokens` keys of its own for each run of tokens."""
+    """One span for each run of tokens, each over `key_tokens` other keys."""
     num_spans, num_pages = len(token_rows), -(-key_tokens // PAGE_SIZE)
     sizes = [len(rows) for rows in token_rows]
     return Spans(
@@ -110,7 +145,20 @@ def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans
     )
 
 
-def _attention_s(probe: Probe, spans: Spans) -> float:
+def _make_attention(probe: Probe, num_tokens: int, num_pages: int) -> "SpanAttention":
+    """Planned by the built-in record: an earlier calibration does not change the next one."""
+    from mainstem.kernels import AttentionLimits, SpanAttention  # noqa: PLC0415  # needs Triton
+
+    heads = probe.heads
+    return SpanAttention(
+        heads=heads.heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim, page_size=PAGE_SIZE,
+        dtype=probe.dtype, device=probe.device,
+        limits=AttentionLimits(max_tokens=num_tokens, max_pages=num_pages),
+        tiles=built_in_tiles(probe.device, probe.dtype, heads.head_dim, can_split=True),
+    )  # fmt: skip
+
+
+def _attention_s(probe: Probe, spans: Spans, can_cut: bool = True) -> float:
     heads, num_tokens = probe.heads, int(spans.query_rows.max()) + 1
     num_pages = int(spans.page_ids.max()) + 1
     q = torch.randn(num_tokens, heads.heads, heads.head_dim, device=probe.device, dtype=probe.dtype)
@@ -119,7 +167,7 @@ def _attention_s(probe: Probe, spans: Spans) -> float:
         shape = cpu.PageShape(heads.heads, heads.kv_heads, num_pages, PAGE_SIZE)
         plan = cpu.plan(spans, num_tokens, shape, heads.head_dim**-0.5)
         return probe.seconds(lambda: plan.run(q, kv))
-    from mainstem.kernels import AttentionLimits, SpanAttention  # noqa: PLC0415  # needs Triton
+    from mainstem.kernels.attention.plan import make_plan  # noqa: PLC0415  # needs Triton
 
     k_pages, v_pages = (
         torch.randn(
@@ -128,12 +176,9 @@ def _attention_s(probe: Probe, spans: Spans) -> float:
         )
         for _ in range(2)
     )  # fmt: skip
-    attention = SpanAttention(
-        heads=heads.heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim, page_size=PAGE_SIZE,
-        dtype=probe.dtype, device=probe.device,
-        limits=AttentionLimits(max_tokens=num_tokens, max_pages=len(spans.page_ids)),
-    )  # fmt: skip
-    launches = attention.plan(spans)
+    attention = _make_attention(probe, num_tokens, len(spans.page_ids))
+    planned = make_plan(spans, replace(attention.shape, can_cut=can_cut))
+    launches = attention.send(planned)
     out = attention.run(q, k_pages, v_pages, launches=launches)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -142,7 +187,7 @@ def _attention_s(probe: Probe, spans: Spans) -> float:
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
-    """The best of many: other work on the machine can only add time."""
+    """The shortest of many calls: other work on the machine can only add time."""
     call()
     took_s = []
     for _ in range(NUM_TIMED):

@@ -1,4 +1,4 @@
-"""Rows between pinned host memory and a GPU, by the card's copy engines.
+"""Copies of rows between pinned host memory and a GPU, by the card's copy engines.
 
 torch copies contiguous tensors only. All layers of a page, or a few layers of many slots, are
 strided rows; the driver copies them in one call and uses no multiprocessor for it.
@@ -51,7 +51,7 @@ class Rows:
         )  # fmt: skip
 
     def to_device(self, host: int, device: int, rows: int, stream: int) -> None:
-        """Addresses of the first row on either side."""
+        """Copy to the device; the arguments are the addresses of the first row on both sides."""
         copy = self._to_device
         copy.src_host, copy.dst_device, copy.height = host, device, rows
         self._run(copy, stream)

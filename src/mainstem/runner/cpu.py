@@ -66,10 +66,10 @@ class CpuRunner:
             return Finished(self._run(step))
 
     def drain(self) -> None:
-        """Nothing to wait for: `launch` runs the step."""
+        """Do nothing: `launch` runs the step."""
 
     def check(self) -> None:
-        """Nothing to check: there is no other process."""
+        """Do nothing: there is no other process."""
 
     def close(self) -> None:
         """Drop the references; the last one frees the memory."""
@@ -93,8 +93,8 @@ class CpuRunner:
         )
 
     def _forward(self, step: Step) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states of the sampled rows, then of the rows with prompt logprobs; and the masses
-        of pages that the step weighs."""
+        """Return hidden states of the sampled rows, then of the rows with prompt logprobs; and the
+        attention masses of pages (step.weighings)."""
         gate = self._gate_for(step)
         if self._single is not None and self._single.can_run(step):
             return self._single.run(step, make_token_ids(step, self._previous), gate), []
@@ -118,7 +118,8 @@ class CpuRunner:
     def _sample(self, hidden: Tensor, step: Step) -> tuple[Tensor, dict[int, TokenLogprobs]]:
         logits = self._decoder.logits(hidden)
         wanted = np.flatnonzero(step.sampling.wants_logprobs)
-        # the sampler edits in place, and logprobs are of the model's own distribution
+        # copy the logits first: the sampler edits them in place, and logprobs are those before
+        # edits
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None
         token_ids = self.sampler.sample(logits, step)
         if raw is None:

@@ -15,7 +15,7 @@ from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
 
 _MAX_AUTO_TOKENS = 262_144
-_KV_SHARE = 0.4  # of the memory the weights leave, at most
+_KV_SHARE = 0.4  # of the memory that the weights leave, at most
 _PACKED_SHARE = 0.15  # likewise, for the second copy of the weights
 
 
@@ -24,8 +24,8 @@ def load_cpu_runner(
 ) -> tuple[CpuRunner, RunnerFacts]:
     """Load weights and allocate pages, as many as the rank with the least memory can have.
 
-    Without `cache.kv_tokens` weights and pages take `cache.memory_share` of the memory that is
-    available; without that either, pages take 40 % of what the weights leave, and no more than
+    If `cache.kv_tokens` is not set, weights and pages take `cache.memory_share` of the available
+    memory. If that is not set either, pages take 40 % of what the weights leave, but at most
     262,144 tokens. Sets torch's thread count for the process when `model.threads` does.
     """
     model, cache = config.model, config.cache
@@ -57,8 +57,8 @@ def load_cpu_runner(
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:
-    """Bytes for a rank's pages where no number of tokens was asked for; the weights are loaded
-    already. Ranks share the memory."""
+    """Bytes for a rank's pages if `kv_tokens` is not set. The weights are loaded already, and all
+    ranks share the memory."""
     left = available_bytes()
     if cache.memory_share is None:
         return min(int(left * _KV_SHARE) // num_ranks, _MAX_AUTO_TOKENS * kv_bytes)

@@ -1,7 +1,7 @@
 """Edits of logits that belong to a sequence: bias, barred stop tokens, penalties.
 
-A sequence's token ids stay on the device, one row each. Sampled ids are appended there, so the host
-need not know them:
+A sequence's token ids stay on the device, one row each. Sampled ids are appended there, without a
+copy to the host:
 
     ids [rows, width]   | prompt ids, each once | output ids in order | unused |
                         0                  num_prompt            num_ids
@@ -19,7 +19,7 @@ from mainstem.core.request import SamplingParams
 from mainstem.core.step import Int32s, Int64s, StartedSequence
 from mainstem.runner.uploads import Uploads
 
-_PROMPT = 1 << 24  # counts a token as seen in the prompt; output counts stay below
+_PROMPT = 1 << 24  # added if the token is in the prompt; output counts stay below
 _COUNTED_ROWS = 32  # sequences whose tokens are counted at once, each over the vocabulary
 _FIRST_ROWS, _FIRST_WIDTH = 8, 256
 
@@ -30,7 +30,7 @@ class _Sequence:
     stop_ids: Int64s
     bias_ids: Int64s
     num_output: int
-    row: int | None = None  # of the ids, where there are penalties
+    row: int | None = None  # row of `ids`; None: no penalties
     num_prompt: int = 0
     num_ids: int = 0
 
@@ -40,7 +40,7 @@ class _Sequence:
 
 
 class LogitEdits:
-    """By sequence slot. `apply` before a step's tokens are chosen, `append` after."""
+    """Edits by sequence slot. Call `apply` before a step's tokens are chosen, `append` after."""
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
@@ -52,7 +52,7 @@ class LogitEdits:
         self._minus_infinity = torch.tensor(float("-inf"), device=device)
 
     def start(self, started: StartedSequence) -> None:
-        """A sequence enters a slot; forget what was there."""
+        """Begin a sequence in a slot, and forget the slot's last one."""
         old = self._sequences.pop(started.seq_slot, None)
         if old is not None and old.row is not None:
             self._free_rows.append(old.row)
@@ -82,7 +82,7 @@ class LogitEdits:
             values = [list((seq.sampling.logit_bias or {}).values()) for _, seq in biased]
             bias = self._uploads.send(np.concatenate(values).astype(np.float32))
             logits.index_put_(where, logits[where] + bias)
-        vocab_size = logits.shape[1]  # a tokenizer may know end tokens that the model does not have
+        vocab_size = logits.shape[1]  # a tokenizer may have end tokens that the model does not have
         barred = [
             (row, seq.stop_ids[seq.stop_ids < vocab_size]) for row, seq in pairs if seq.bars_stops
         ]
@@ -108,7 +108,8 @@ class LogitEdits:
             self._ids.index_put_((targets, columns), said)
 
     def _penalise(self, logits: Tensor, penalised: list[tuple[int, _Sequence]]) -> None:
-        """An id that occurs twice in a row is edited twice, with the same result."""
+        """Apply penalties. An id that occurs twice in a row is written twice, with the same
+        value."""
         table = np.array(
             [(row, seq.row, seq.num_prompt, seq.num_ids) for row, seq in penalised], np.int64
         )
@@ -118,7 +119,7 @@ class LogitEdits:
         ids = self._ids[:, :width].index_select(0, columns[1]).long()
         place = torch.arange(width, device=self._device)
         is_there = place < num_ids
-        ids = torch.where(is_there, ids, ids[:, :1])  # the rest repeats the first and adds nothing
+        ids = torch.where(is_there, ids, ids[:, :1])  # the rest repeats the first id and counts 0
         said = self._count(ids, torch.where(place < num_prompt, _PROMPT, 1) * is_there, logits)
         times = (said % _PROMPT).float()
         settings = [

@@ -14,16 +14,16 @@ class RunnerFacts:
     vocab_size: int
     max_model_len: int
     identity: bytes  # weights, dtype, quantization and page layout: part of every PageKey
-    num_params: int  # of the products in the layers that one token goes through
+    num_params: int  # weights of the layers that one token uses
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: DType  # computed in
-    num_idle_params: int = 0  # in experts that a token does not go through
-    bytes_per_param: float = 2.0  # of both
+    dtype: DType  # the compute dtype
+    num_idle_params: int = 0  # weights of experts that a token does not use
+    bytes_per_param: float = 2.0  # mean over all these weights
     device_name: str = "cpu"
     max_step_tokens: int | None = None  # what the buffers hold; None: any number
-    max_span_levels: int | None = None  # shared spans above one another that fit the buffers
+    max_span_levels: int | None = None  # most shared spans of one sequence that fit the buffers
     span_align_tokens: int | None = None  # where spans may begin in a sequence; None: at any page
 
     def on_device(

@@ -12,5 +12,5 @@ class Loads(Protocol):
     """Knows the loads in progress."""
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """A gate that lets a layer run when these loads have that layer."""
+        """A gate that lets each layer run as soon as these loads have loaded that layer."""
         ...

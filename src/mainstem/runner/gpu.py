@@ -1,4 +1,5 @@
-"""GpuRunner: a Step in, a StepResult out, on a GPU; launched steps run while the host goes on.
+"""GpuRunner: a Step in, a StepResult out, on a GPU; launched steps run while the host does other
+work.
 
     launch   plan attention, send the arrays, queue forward pass, sampling and the copy back
     wait     until the copy back is done
@@ -36,7 +37,7 @@ from mainstem.runner.weighing import WeighingAttention
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
-_NUM_RESULTS = 3  # steps whose ids may be in a copy to the host
+_NUM_RESULTS = 3  # host buffers for sampled ids, used in turn: more than there are steps in flight
 
 
 class GpuStep:
@@ -143,7 +144,7 @@ class GpuRunner:
                 torch.cuda.synchronize(self._device)
 
     def check(self) -> None:
-        """Nothing to check: a step raises if the device is lost."""
+        """Do nothing: a step raises if the device is lost."""
 
     def close(self) -> None:
         """Wait for running steps and drop the references."""
@@ -161,7 +162,7 @@ class GpuRunner:
             gate = self._loads.gate(step.load_ids)
         size = None if self._graphs is None else self._graphs.size_for(step)
         launches = self._attention.plan(step.spans, step.positions)
-        begin = self._mark()  # after planning, which an idle device waits for
+        begin = self._mark()  # after planning: the device may be idle while the host plans
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
         hidden, masses = self._forward(step, inputs, size, launches, gate)
         ids, logprobs = self._sample_hidden(hidden, step)
@@ -202,8 +203,8 @@ class GpuRunner:
     def _forward(
         self, step: Step, inputs: GpuInputs, size: int | None, launches: Launches, gate: Gate
     ) -> tuple[Tensor, list[Tensor]]:
-        """At least the needed rows of the last layer; and the masses of pages that the step weighs,
-        in a copy to the host."""
+        """Return the last layer's output, at least for the rows that are needed, and the attention
+        masses of pages (step.weighings), which are being copied to the host."""
         decoder = self._decoder
         if size is None:
             self._attention.bind(inputs, launches)
@@ -266,7 +267,8 @@ class GpuRunner:
         wanted = np.flatnonzero(step.sampling.wants_logprobs)
         raw = None
         if len(wanted):
-            # the sampler edits in place, and logprobs are of the model's own distribution
+            # copy the logits first: the sampler edits them in place, and logprobs are those before
+            # edits
             rows = self._uploads.send(wanted)
             raw = wide[rows]
         ids = self.sampler.sample(wide, step)

@@ -10,6 +10,7 @@ from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention, partial_bytes
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
 from mainstem.kernels.attention.window import clip_spans
+from mainstem.kernels.dense.head_norms import HeadNorms
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.rotate import rerotate
@@ -66,13 +67,14 @@ class LayerSpans:
             for window, softcap, scale in dict.fromkeys(scores)
         }
         self._layers = [self._kinds[kind] for kind in scores]
-        self._lse: Tensor | None = None  # which sinks need
+        self._lse: Tensor | None = None  # log-sum-exps, which sinks need
         if any(layer.attention.has_sinks for layer in spec.layers):
             self._lse = torch.zeros((limits.max_tokens, heads), device=settings.device)
 
     @property
     def kinds_of_steps(self) -> tuple[Launches, ...]:
-        """See SpanAttention; a launch that one kind of layer needs is made in all that have it."""
+        """See SpanAttention. A launch that one kind of layer needs is made for all kinds that have
+        it."""
         return max((kind.kinds_of_steps for kind in self._kinds.values()), key=len)
 
     def plan(self, spans: Spans, positions: Int32s) -> Launches:
@@ -100,13 +102,13 @@ class LayerSpans:
         sinks: Tensor | None,
         launches: Launches,
     ) -> None:
-        """As SpanAttention.run, in a layer."""
+        """SpanAttention.run for this layer."""
         lse = None if sinks is None or self._lse is None else self._lse[: len(q)]
         self._layers[layer].run(q, *pages, out=out, lse=lse, sinks=sinks, launches=launches)
 
 
 class GpuAttention:
-    """Rotates, appends and attends; what the decoder calls per layer."""
+    """Norms heads, rotates, appends and attends; what the decoder calls per layer."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class GpuAttention:
         pages: GpuPages,
         spans: LayerSpans,
         space: Workspace,
+        head_norms: Sequence[HeadNorms | None],
         sinks: Sequence[Tensor | None],
     ) -> None:
         self._pages = pages
@@ -125,6 +128,7 @@ class GpuAttention:
         tables = {rope: inverse_frequencies(rope).to(device) for rope in spec.ropes}
         ropes = [layer.attention.rope for layer in spec.layers]
         self._frequencies = [None if rope is None else tables[rope] for rope in ropes]
+        self._head_norms = head_norms
         self._sinks = sinks
         self._inputs: GpuInputs | None = None
         self._launches = ALL_LAUNCHES
@@ -143,7 +147,7 @@ class GpuAttention:
         self._inputs, self._launches = inputs, launches
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
-        """As Attention.run of the decoder."""
+        """See Attention.run in models/block.py."""
         assert self._inputs is not None
         inputs, tokens, heads = self._inputs, len(qkv), self._num_heads
         parts = qkv.view(tokens, -1, self._head_dim)
@@ -151,7 +155,10 @@ class GpuAttention:
         k, v = parts[:, heads : heads + self._num_kv_heads], parts[:, heads + self._num_kv_heads :]
         k_pages, v_pages = self._pages.keys(layer), self._pages.values(layer)
         frequencies = self._frequencies[layer]
-        rope_append(q, k, v, k_pages, v_pages, inputs.positions, inputs.write_slots, frequencies)
+        rope_append(
+            q, k, v, k_pages, v_pages, inputs.positions, inputs.write_slots, frequencies,
+            self._head_norms[layer],
+        )  # fmt: skip
         if inputs.moves is not None:
             rerotate(k_pages, v_pages, *inputs.moves, frequencies)
         if inputs.copies is not None:

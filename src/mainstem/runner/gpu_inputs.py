@@ -12,13 +12,14 @@ from mainstem.kernels.memory.upload import move_words
 from mainstem.runner.uploads import Uploads
 
 _ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from
-_NUM_STAGING = 3  # steps that may be in a copy to the device
+_NUM_STAGING = 3  # steps whose arrays may be on their way to the device
 FEW_ROWS = 1024
 FINE_ROWS, COARSE_ROWS = 16, 64
 
 
 def padded_size(rows: int) -> int:
-    """The number of rows to compute: there are few sizes, all tried before the first step."""
+    """The number of rows to compute. There are only a few sizes, and all are run before the first
+    step."""
     grain = FINE_ROWS if rows <= FEW_ROWS else COARSE_ROWS
     return -(-rows // grain) * grain
 
@@ -58,7 +59,7 @@ class InputBuffers:
         self._next = 0
 
     def send(self, step: Step, previous: Tensor, num_padded: int) -> GpuInputs:
-        """`previous` are the samples of the step before, which carried tokens are taken from."""
+        """`previous` are the samples of the step before; carried tokens are taken from them."""
         index = self._next
         self._next = (index + 1) % _NUM_STAGING
         if self._copied:
@@ -82,7 +83,7 @@ class InputBuffers:
         )
 
     def views(self, num_padded: int) -> GpuInputs:
-        """The buffers as they are: what a CUDA graph of this size reads."""
+        """The buffers without a copy: a CUDA graph of this size reads them."""
         token_ids, positions, slots = self._ints[:3, :num_padded]
         return GpuInputs(token_ids, positions, slots, None, None, None)
 
@@ -106,7 +107,7 @@ class InputBuffers:
             return None
         padded = min(padded_size(len(rows)), self._max_tokens)
         ints[3, : len(rows)] = rows
-        ints[3, len(rows) : padded] = 0  # any row: its result is not used
+        ints[3, len(rows) : padded] = 0  # any row would do: its result is not used
         return padded
 
     def _copies(self, step: Step) -> tuple[Tensor, Tensor] | None:

@@ -19,10 +19,10 @@ from mainstem.runner.origin import Origin, context_of, make_facts
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
 DEFAULT_TOKENS = 2048  # in a step, unless the config says otherwise
-DETERMINISTIC_KEYS = 512  # between the cuts of a span, the same for every batch
+DETERMINISTIC_KEYS = 512  # a span is cut at multiples of this many keys, in every batch
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
-_SAMPLING_ROWS = 1024  # whose logits may be held in fp32, with copies
+_SAMPLING_ROWS = 1024  # rows whose logits may be held in fp32, with copies
 # Each level costs one Partial per token, 8 or 16 KB with 32 heads of 128. There is room for all
 # levels of decodes, and for fewer levels of a step full of prompts, which gain less by sharing.
 _MAX_SPAN_LEVELS = 8
@@ -35,7 +35,8 @@ def load_gpu_runner(
     origin: Origin, config: EngineConfig, device: torch.device, ranks: Collectives = ALONE
 ) -> tuple[GpuRunner, RunnerFacts]:
     """Load weights and allocate pages; without `cache.kv_tokens` weights and pages together take
-    `cache.memory_share` of the card (0.9). Ranks have as many pages as the one with least memory.
+    `cache.memory_share` of the card (0.9). All ranks have as many pages as the rank with the least
+    memory.
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
@@ -66,7 +67,7 @@ def load_gpu_runner(
     if device.type == "cuda":
         cache.check_fits(num_pages * page_bytes, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
-    attention = GpuAttention(part, pages, spans, space, decoder.sinks)
+    attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
     runner = GpuRunner(decoder, pages, attention, max_tokens, device)
     sizes = GRAPH_SIZES if ranks.is_capturable else ()
     runner.warm_up(tuple(size for size in sizes if size <= max_tokens))
@@ -80,7 +81,8 @@ def load_gpu_runner(
 
 
 def _limits(max_tokens: int, deterministic_context: int | None) -> AttentionLimits:
-    """For steps of `max_tokens`; if deterministic, Partials per token grow with the context."""
+    """Sizes of attention's buffers for steps of `max_tokens`. If deterministic, the number of
+    Partials per token grows with the context."""
     deep = (_MAX_SPAN_LEVELS + 1) * min(max_tokens, _DEEP_TOKENS)
     partials = max((_PROMPT_LEVELS + 1) * max_tokens, deep)
     if deterministic_context is not None:

@@ -1,6 +1,6 @@
 """Device pages on a GPU: [layer][K or V][pages, kv_heads, page_size, head_dim].
 
-One allocation: the parts of a page lie at equal distances, so a copy engine takes them as rows.
+One allocation: the parts of a page are at equal distances, so a copy engine can copy them as rows.
 """
 
 import torch

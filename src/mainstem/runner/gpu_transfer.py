@@ -1,17 +1,16 @@
-"""Copies of pages between a GPU and a pinned slab, on streams of their own.
+"""Copies of pages between a GPU and a pinned slab, on separate streams.
 
     compute  | step n            | step n+1: layer 0 | layer 1 | ...
                                    ^ waits for event 0   ^ event 1
     loads    | session a | session b: layers 0-7 | 8-15 | ...
     saves    | pages of step n-1 |
 
-A load moves a few layers of many slots at a time, which are rows in the slab. The copy engines move
-them into one of two staging buffers; a short kernel spreads them over the pages while the next rows
-arrive. A save copies all layers of a page at once, since no step waits for it: these are rows on
-the device, which the engines read in place.
-Host-to-device and device-to-host copies do not slow each other down, and only the spreading uses
-multiprocessors. A save starts when its step is known to have ended, so it needs no event of the
-compute stream.
+A load moves a few layers of many slots at a time: rows in the slab. The copy engines move these
+rows into one of two staging buffers; a short kernel copies them on to the pages while the next rows
+arrive. A save copies all layers of a page at once, since no step waits for it: rows on the device,
+which the engines read in place. Host-to-device and device-to-host copies do not slow each other
+down, and only the spreading uses multiprocessors. A save starts when its step has ended, so it
+needs no event of the compute stream.
 """
 
 from collections.abc import Iterator
@@ -57,7 +56,7 @@ class GpuTransfer:
 
 
 class GpuGate:
-    """Makes the compute stream wait, layer by layer; the host goes on."""
+    """Makes the compute stream wait, layer by layer; the host does not wait."""
 
     def __init__(self, transfers: list[GpuTransfer]) -> None:
         self._transfers = transfers
@@ -73,7 +72,7 @@ class _Staging:
     """Two buffers on the device: one is filled while the other is emptied."""
 
     def __init__(self, page_bytes: int, device: torch.device) -> None:
-        """`page_bytes` are the bytes of a page that are moved at once."""
+        """`page_bytes` is the number of bytes of a page that are moved at once."""
         self.pages = max(1, STAGING_BYTES // page_bytes)
         self._buffers = [
             torch.empty(self.pages * page_bytes, dtype=torch.uint8, device=device) for _ in range(2)
@@ -137,7 +136,7 @@ class GpuCopier:
     def save(self, pages: Int32s, slots: Int32s) -> GpuTransfer:
         distance = self._pages.all[0, 0].nbytes  # from K to V, from V to the next layer's K
         at_once, pitch = 2 * self._num_layers, distance
-        if distance > MAX_PITCH:  # copied one by one then
+        if distance > MAX_PITCH:  # then rows are copied one by one
             at_once, pitch = 1, self._half_bytes
         rows = Rows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=pitch)
         stream = self._saves_stream
@@ -183,7 +182,7 @@ class GpuCopier:
         self._loads.pop(load_id, None)
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """A gate for these loads; forgotten ones have ended."""
+        """A gate for these loads; those that were forgotten have ended."""
         known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
         return GpuGate([transfer for transfer in known if transfer is not None])
 
@@ -208,7 +207,7 @@ class GpuCopier:
         return -(-self._num_layers // LAYERS_AT_ONCE)
 
     def _groups(self) -> Iterator[tuple[int, int]]:
-        """First layer and number of layers."""
+        """Groups of layers: first layer and number of layers."""
         for first in range(0, self._num_layers, LAYERS_AT_ONCE):
             yield first, min(LAYERS_AT_ONCE, self._num_layers - first)
 

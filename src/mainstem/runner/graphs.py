@@ -1,7 +1,7 @@
-"""CUDA graphs of small steps, some per padded size, in pieces of a few layers.
+"""CUDA graphs of small steps, several per padded size, in pieces of a few layers.
 
 A step with loads in progress waits between the pieces, as it would between the layers. Small steps
-also have graphs without those attention launches that decodes often do not need.
+also have graphs that leave out attention launches which decodes often do not need.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ from mainstem.runner.gates import LAYERS_AT_ONCE
 
 # A larger step keeps the device busy for longer than its launches take.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 1025, 64))
-# Saving launches is worth a few microseconds a layer, too little for larger steps.
+# Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.
 MOST_TOKENS_OF_FEWER = 256
 
 
@@ -34,7 +34,7 @@ class StepGraphs:
         kinds: tuple[Launches, ...],
         pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
     ) -> None:
-        """The first of the kinds works for any step. `pieces_of(size, launches)` returns the
+        """The first of the `kinds` works for any step. `pieces_of(size, launches)` returns the
         pieces in order, of LAYERS_AT_ONCE layers each.
         """
         self._sizes = sizes
@@ -46,13 +46,14 @@ class StepGraphs:
                 self._graphs[size, launches] = self._capture(pieces_of(size, launches))
 
     def _capture(self, pieces: Sequence[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
-        for piece in pieces:  # compiles and chooses algorithms, which a capture must not
+        # compiles kernels and chooses algorithms, which is not allowed during a capture
+        for piece in pieces:
             piece()
         torch.cuda.synchronize()
         graphs = []
         for piece in pieces:
             graph = torch.cuda.CUDAGraph()
-            # thread_local: NCCL's watchdog may query its events meanwhile
+            # thread_local: NCCL's watchdog thread may query its events during the capture
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 piece()
             self._pool = graph.pool()

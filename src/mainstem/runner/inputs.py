@@ -11,19 +11,20 @@ from mainstem.core.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arrays of a Step as the decoder takes them."""
+    """The arrays of a Step as tensors for the decoder."""
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
     write_slots: Tensor  # [tokens]
     copies: tuple[Tensor, Tensor] | None  # slots to copy from and to
     moves: tuple[Tensor, Tensor, Tensor] | None  # pages to move from and to, positions to move by
-    hidden_rows: Tensor | None  # packed tokens to carry to the end: samples, then prompt logprobs;
+    # packed tokens whose last hidden state is needed: samples, then prompt logprobs;
+    hidden_rows: Tensor | None
     # None: all of them in order, as in a step of decodes
 
 
 def make_token_ids(step: Step, previous: Tensor) -> Tensor:
-    """`previous` are the samples of the step before, which carried tokens are taken from."""
+    """`previous` are the samples of the step before; carried tokens are taken from them."""
     token_ids = torch.from_numpy(step.token_ids).long()
     if len(step.carry_to):
         source = torch.from_numpy(step.carry_from).long()

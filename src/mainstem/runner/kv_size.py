@@ -1,4 +1,4 @@
-"""What keys and values take, from a model's config.json alone: no weights, no torch."""
+"""The memory that keys and values take, from a model's config.json alone: no weights, no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,15 @@ class KvSize:
     bytes_per_token: int
     dtype: DType
     max_positions: int
-    # share of bytes_per_token that is in windowed layers and unused at the end of the longest
-    # context: a page holds all layers, so keys that have left a window are kept with the others
+    # share of bytes_per_token that no query reads any more at the end of the longest context. A
+    # page holds all layers, so keys that have left a layer's window stay in memory
     unread_bytes_per_token: int
-    weights: str  # how the checkpoint has them: a dtype, or a quantized format in words
+    # the form of the weights in the checkpoint: a dtype, or a quantized format in words
+    weights: str
 
 
 def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
-    """As the engine keeps them: in the checkpoint's dtype, unless another is named.
+    """The size of K and V in the checkpoint's dtype, or in the given one.
 
     Raises UnsupportedModel for a model that the engine cannot run.
     """

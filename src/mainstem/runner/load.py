@@ -46,6 +46,6 @@ def choose_device(model: ModelConfig) -> torch.device:
 
 
 def device_name(model: ModelConfig) -> str:
-    """The card's name, or CPU; as choose_device chooses."""
+    """The name of the device that `choose_device` chooses: the card's, or CPU."""
     device = choose_device(model)
     return CPU if device.type == "cpu" else torch.cuda.get_device_name(device)

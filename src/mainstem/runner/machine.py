@@ -38,7 +38,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """The libraries the data plane stands on."""
+    """The libraries that the data plane uses."""
 
     version: str
     num_threads: int
@@ -71,7 +71,7 @@ def describe_cpu() -> DeviceFacts:
 
 
 def describe_torch() -> TorchFacts:
-    """Versions and threads, as they are in this process now."""
+    """Versions and threads of this process."""
     try:
         triton_version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -105,14 +105,15 @@ def _describe_cuda(index: int) -> DeviceFacts:
 
 
 def _num_cores() -> int:
-    """Cores this process may run on, which a container or taskset can lower."""
+    """Cores that this process may run on; a container or taskset can lower their number."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _read_cpuinfo() -> dict[str, str]:
-    """The lines `name : value` of the first core, names in lower case; psutil has no features."""
+    """The lines `name : value` of the first core, with names in lower case (psutil does not report
+    features)."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}

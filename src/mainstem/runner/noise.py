@@ -2,8 +2,8 @@
 `kernels/sampling/noise.py`.
 
 A draw takes the token with the largest  score - log(E):  score is its logit over the temperature,
-E its own exponential random number (Gumbel-max). Each token brings its own noise, so scores that
-are off by at most d change the token with a probability of at most 2 d, however large the
+E its own exponential random number (Gumbel-max). Each token has its own noise. So if scores are
+wrong by at most d, the chosen token changes with a probability of at most 2 d, however large the
 vocabulary is.
 """
 
@@ -18,9 +18,9 @@ UInt32s = NDArray[np.uint32]
 
 _MIX_1, _MIX_2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)  # lowbias32, github.com/skeeto
 _LOG_2 = 0.6931471805599453
-_EXPONENT_STEPS = 2**23  # of a float32, whose bits are then its log2, nearly, from 127 for 1.0
+_EXPONENT_STEPS = 2**23  # a float32's bits divided by this are nearly its log2, plus 127
 _BOUND_BASE = _LOG_2 * (127 + 32)
-_SLACK = 1e-3  # of sums in float32
+_SLACK = 1e-3  # for rounding of sums in float32
 _FEW = 1024  # up to this many tokens logarithms are cheap
 
 
@@ -72,11 +72,11 @@ def gumbel(bits: UInt32s) -> NDArray[np.float64]:
 
 
 def _pick_from_top(scores: Float32s, bits: UInt32s, bound: Float32s) -> int:
-    """As `pick`, of one row. Few tokens come near the winner, so `bound` is filled with upper
-    bounds of the noisy scores, and exact scores are computed from the top."""
+    """Like `pick`, for one row. Few tokens come near the winner, so `bound` is filled with upper
+    bounds of the noisy scores, and exact scores are computed in descending order of the bounds."""
     _fill_bounds(scores, bits, bound)
     best, best_place = -np.inf, 0
-    while float(bound.max()) + _BOUND_BASE > best - _SLACK:  # false of NaN
+    while float(bound.max()) + _BOUND_BASE > best - _SLACK:  # false for NaN
         place = int(bound.argmax())
         exact = float(scores[place]) + float(gumbel(bits[place : place + 1])[0])
         if exact > best or (exact == best and place < best_place):
@@ -86,8 +86,8 @@ def _pick_from_top(scores: Float32s, bits: UInt32s, bound: Float32s) -> int:
 
 
 def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
-    """Upper bounds of score - log(E), with _BOUND_BASE added, without a logarithm: E is at least v,
-    and log2 is at least the straight line between powers of two, which a float's bits give."""
+    """Upper bounds of score - log(E), minus _BOUND_BASE, without a logarithm: E is at least v, and
+    log2 is at least the straight line between powers of two, which a float's bits give."""
     bound[:] = bits
     bound[:] = bound.view(np.int32)
     bound *= np.float32(-_LOG_2 / _EXPONENT_STEPS)
@@ -95,7 +95,7 @@ def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
 
 
 def _key(mixed: UInt32s, keys: Int64s, out: UInt32s, spare: UInt32s) -> None:
-    """One more round of mixing, with one half of the key before it and the other in its middle."""
+    """One more round of mixing: one half of the key is mixed in before it, the other inside it."""
     np.bitwise_xor(mixed, keys.astype(np.uint32), out=out)
     out ^= np.right_shift(out, 16, out=spare)
     out *= _MIX_1

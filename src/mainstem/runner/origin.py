@@ -39,7 +39,7 @@ class FolderOrigin:
     weights: WeightDigest
 
     def digest(self) -> bytes:
-        """Covers fields that the user chose to ignore: a later version that knows them computes
+        """Includes the names of ignored fields: a later version that knows these fields computes
         other pages from the same config.json."""
         digest = hashlib.sha256(self.weights.wait())
         if self.spec.ignored_fields:
@@ -134,10 +134,10 @@ def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
 def _identity(
     origin: Origin, context: int, dtype: torch.dtype, model: ModelConfig, layout: bytes
 ) -> bytes:
-    """Equal for two loads exactly when one may read the pages of the other."""
+    """Two loads have the same identity exactly if one may read the pages of the other."""
     digest = hashlib.sha256(origin.digest())
     digest.update(f"{dtype}:{model.quantize.value}:".encode() + layout)
-    if model.deterministic:  # pages of other settings differ in their last bits
+    if model.deterministic:  # pages made without it differ in their last bits
         digest.update(b":deterministic")
     ropes = origin.spec.at_context(context).ropes
     if ropes != origin.spec.ropes:  # LongRoPE rotates keys differently in long contexts

@@ -1,4 +1,4 @@
-"""The pages of a CPU: K and V of every layer, head by head.
+"""Pages on a CPU: K and V of every layer, head by head.
 
     [layer][K or V][kv_heads, pages, page_size, head_dim]
 
@@ -33,11 +33,11 @@ class DevicePages:
         return self.all_slots.nbytes // self.num_pages
 
     def slots(self, layer: int) -> Tensor:
-        """[2, kv_heads, pages * page_size, head_dim] as it lies in memory, K first."""
+        """[2, kv_heads, pages * page_size, head_dim], K first; the order in memory."""
         return self._layers[layer]
 
     def joint(self, layer: int) -> Tensor:
-        """The same seen page by page: [2, pages, kv_heads, page_size, head_dim]."""
+        """The same as a view page by page: [2, pages, kv_heads, page_size, head_dim]."""
         both, kv_heads, _, dim = self._layers[layer].shape
         shape = (both, kv_heads, self.num_pages, self.page_size, dim)
         return self._layers[layer].view(shape).transpose(1, 2)
@@ -49,7 +49,7 @@ class DevicePages:
         return self.joint(layer)[1]
 
     def write_rows(self, slots: Tensor) -> Tensor:
-        """Where the rows of a layer's new K and V go, for `append`; the same for all layers.
+        """The rows that `append` writes a layer's new K and V to; the same for all layers.
 
         `slots` [tokens] are page * page_size + offset.
         """
@@ -58,7 +58,7 @@ class DevicePages:
         return (slots[:, None] + heads).reshape(-1)
 
     def copy(self, layer: int, source_rows: Tensor, target_rows: Tensor) -> None:
-        """Copy K and V of some slots; rows as `write_rows` gives them."""
+        """Copy K and V of some slots, given as rows of `write_rows`."""
         flat = self._rows[layer]
         flat.index_copy_(0, target_rows, flat.index_select(0, source_rows))
 

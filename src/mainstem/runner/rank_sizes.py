@@ -10,12 +10,12 @@ from mainstem.models.quantized.packing import Layout
 from mainstem.models.shard import Shard, part_of, shards_that_divide
 from mainstem.models.spec import ModelSpec
 
-MOST_RANKS = 16  # that are listed
+MOST_RANKS = 16  # numbers of ranks above this are not listed
 
 
 @dataclass(frozen=True, slots=True)
 class RankSize:
-    """Sizes of the largest rank. Norms, biases and zero points, which are small, do not count."""
+    """Sizes of the largest rank, without norms, biases and zero points, which are small."""
 
     num_ranks: int
     weight_bytes: int
@@ -23,10 +23,9 @@ class RankSize:
 
 
 def rank_sizes(folder: Path, dtype: DType = DType.AUTO) -> tuple[RankSize, ...]:
-    """For each number of ranks that divides the model, one included.
-
-    In the checkpoint's dtype, unless another is named. Raises UnsupportedModel for a model that the
-    engine cannot run.
+    """The sizes for each number of ranks that divides the model, starting with one; in the
+    checkpoint's dtype, or in the given one. Raises UnsupportedModel for a model that the engine
+    cannot run.
     """
     spec = read_spec(folder)
     kept = spec.dtype if dtype is DType.AUTO else dtype
@@ -50,7 +49,7 @@ def _weight_bytes(spec: ModelSpec, element_bytes: int) -> int:
     if quantized is None or not quantized.packings:
         return plain * element_bytes
     packed = spec.num_layer_params + spec.num_idle_params
-    if quantized.layout is Layout.MXFP4:  # of experts alone
+    if quantized.layout is Layout.MXFP4:  # only experts are quantized
         packed = spec.num_expert_params + spec.num_idle_params
     packing = quantized.packing or quantized.packings[0]
     return (plain - packed) * element_bytes + round(packed * packing.bytes_per_param)

@@ -29,12 +29,12 @@ from mainstem.runner.edits import LogitEdits
 from mainstem.runner.noise import bits_of, draw, pick
 from mainstem.runner.uploads import Uploads
 
-_CANDIDATES = 1024  # sorted first; a row whose top_p needs more is sorted whole
-_LOGPROB_ROWS = 128  # whose log-probabilities over the whole vocabulary are held at once
+_CANDIDATES = 1024  # tokens that are sorted first; if top_p needs more, the whole row is sorted
+_LOGPROB_ROWS = 128  # rows whose log-probabilities over the whole vocabulary are held at once
 
 
 class Sampler:
-    """Turns logits into tokens on one device; remembers, by sequence slot, what edits need.
+    """Turns logits into tokens on one device; keeps, by sequence slot, what edits of logits need.
 
     On a GPU nothing here waits for the device: settings are sent through pinned memory, sampled
     ids stay on the device.
@@ -46,7 +46,7 @@ class Sampler:
         self._edits = LogitEdits(self._uploads)
 
     def start(self, started: StartedSequence) -> None:
-        """A sequence enters a slot; forget what was there."""
+        """Begin a sequence in a slot, and forget the slot's last one."""
         self._edits.start(started)
 
     def sample(self, logits: Tensor, step: Step) -> Tensor:
@@ -103,7 +103,7 @@ class Sampler:
 
 
 def _apply_masks(logits: Tensor, batch: SampleBatch, uploads: Uploads) -> None:
-    """Bar, in place, the tokens that grammars do not allow."""
+    """Exclude, in place, the tokens that grammars do not allow."""
     rows = uploads.send(batch.mask_rows.astype(np.int64))
     bits = torch.arange(8, dtype=torch.uint8, device=uploads.device)
     is_allowed = uploads.send(batch.masks)[:, :, None] >> bits & 1
@@ -164,14 +164,14 @@ def choose(logits: Tensor, choice: Choice) -> Tensor:
 
 
 def _draw_any(logits: Tensor, choice: Choice) -> Tensor:
-    """No top_k, no top_p: nothing is sorted."""
+    """Draw without top_k and top_p: nothing is sorted."""
     columns = (choice.temperature, choice.min_p.float(), choice.keys)
     return torch.from_numpy(draw(logits.numpy(), *(column.numpy() for column in columns)))
 
 
 def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
     """Sort the likeliest tokens and cut; rows that need more of them are sorted whole."""
-    # one more than top_k shows whether others have the score of its last one
+    # one more than top_k, to see whether other tokens have the same score as the last one
     count = min(scores.shape[1], num_candidates, int(choice.top_k.max()) + 1)
     best, ids = torch.topk(scores, count, dim=1, sorted=True)
     weights = _weights(best, choice.min_p)
@@ -185,7 +185,7 @@ def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
     else:
         total = _weights(scores, choice.min_p).sum(dim=1, keepdim=True)
         total = torch.where(has_all[:, None], reached[:, -1:], total)
-        # a top_k between the candidates and the vocabulary has no known total either
+        # if top_k is above the number of candidates, their total is not known either
         is_short = ~has_all & (
             (reached[:, -1] < choice.top_p * total[:, 0]) | (choice.top_k < scores.shape[1])
         )
@@ -205,10 +205,12 @@ def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
 def _draw_kept(
     scores: Float32s, best: Float32s, ids: Int64s, is_kept: Bools, choice: Choice
 ) -> Int64s:
-    """Draw one token per row of `ids`, the likeliest first, with scores `best`. Only the first of
-    them are kept; on a tie with the last one kept, the lowest ids are kept."""
+    """Draw one token per row of `ids`, which are sorted by score `best`, likeliest first. Only the
+    tokens in `is_kept`, a prefix of each row, take part; on a tie with the last of them, the lowest
+    ids do."""
     (rows, count), vocab = best.shape, scores.shape[1]
-    num_kept = np.maximum(np.count_nonzero(is_kept, axis=1), 1)  # none is kept if logits are inf
+    # is_kept is all false if logits are inf
+    num_kept = np.maximum(np.count_nonzero(is_kept, axis=1), 1)
     every, width = np.arange(rows), num_kept.max()
     last, after = best[every, num_kept - 1], best[every, np.minimum(num_kept, count - 1)]
     for row in np.flatnonzero((last == after) & (num_kept < vocab)):
@@ -230,7 +232,8 @@ def _weights(scores: Tensor, min_p: Tensor) -> Tensor:
 
 
 class LogprobRows:
-    """Log-probabilities in a copy to the host; call `resolve` when the copy is complete."""
+    """Log-probabilities that are being copied to the host; call `resolve` when the copy is
+    complete."""
 
     def __init__(self, values: Tensor, ints: Tensor, counts: Int32s) -> None:
         self._values = values  # chosen, top ...
@@ -256,7 +259,8 @@ class LogprobRows:
 def start_logprobs(logits: Tensor, token_ids: Tensor, counts: Int32s) -> LogprobRows:
     """Log-probabilities of the model's own distribution, before temperature and penalties.
 
-    logits [rows, vocab]; of row i the token `token_ids[i]` and the `counts[i]` likeliest ones.
+    logits [rows, vocab]; for row i, of the token `token_ids[i]` and of the `counts[i]` likeliest
+    ones.
     """
     num_top = max(1, int(counts.max(initial=0)))
     starts = range(0, max(len(logits), 1), _LOGPROB_ROWS)

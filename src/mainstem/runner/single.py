@@ -1,4 +1,4 @@
-"""A step of one token of a lone conversation: all buffers and views are prepared beforehand.
+"""A step with one token of one sequence: all buffers and views are prepared beforehand.
 
 At batch 1 the weights are read at memory speed and the rest is the cost of calling torch. So the
 pass uses few calls over fixed buffers: a norm is a factor of the next product, and a product is
@@ -9,9 +9,9 @@ added to the residual in place:
 Dot products, the write of K and V and attention over few keys go through numpy views of the same
 memory, which costs half of torch's call; many keys go through torch's fused kernel, which uses all
 cores. Neighbouring pages are read in place, and the views of all layers are made in one call;
-other pages are gathered layer by layer. On a rank of several (models/shard.py) a product is summed
-over ranks before it is added to x. All other steps go through Decoder.forward, which computes the
-same.
+other pages are gathered layer by layer. With several ranks (models/shard.py) a product is summed
+over all ranks before it is added to x. All other steps go through Decoder.forward, which computes
+the same.
 """
 
 import math
@@ -53,7 +53,7 @@ class _Weights:
 
 
 class SingleTokenPass:
-    """Runs steps of one token of one sequence; `make` says whether a model can have it."""
+    """Runs steps of one token of one sequence, for the models that `make` accepts."""
 
     def __init__(
         self, decoder: Decoder, layers: list[_Weights], pages: DevicePages, turns: Tensor
@@ -77,7 +77,7 @@ class SingleTokenPass:
         self._new_kv = self._qkv[heads * dim :].view(2, kv_heads, dim).numpy()
         self._gate_up = torch.empty(len(layers[0].gate_up))
         self._gate, self._up = self._gate_up.chunk(2)
-        # rows of zeros that `_threaded` adds write only zeros after x
+        # `_threaded` may add rows of zeros, which only write zeros after x
         self._padded_x = torch.zeros(max(max(len(w.out), len(w.down)) for w in layers))
         self._x = self._padded_x[: spec.hidden_size].view(1, -1)
         ranks = decoder.ranks
@@ -97,7 +97,8 @@ class SingleTokenPass:
         spec = decoder.spec
         layers = [_weights(layer) for layer in decoder.layers]
         is_plain = decoder.dtype == torch.float32 and spec.rotary_dim == spec.head_dim
-        is_plain &= not spec.has_out_bias  # which one rank has: all run the same calls
+        # only one rank has that bias, and all ranks must make the same calls
+        is_plain &= not spec.has_out_bias
         if not is_plain or len(set(spec.layers)) > 1 or any(layer is None for layer in layers):
             return None
         attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
@@ -238,14 +239,14 @@ def _only_sums(tail: Norm) -> bool:
 
 def _adder(ranks: Collectives, hidden_size: int) -> AddProduct:
     def add(x: Tensor, weight: Tensor, vector: Tensor) -> Tensor:
-        answer = torch.mv(weight, vector)[:hidden_size]  # ranks differ in the rows below
+        answer = torch.mv(weight, vector)[:hidden_size]  # the rows after these differ between ranks
         return x[:hidden_size].add_(ranks.sum_(answer))
 
     return add
 
 
 def _threaded(weight: Tensor) -> Tensor:
-    """The matrix, with rows of zeros added if all cores then work on it and that is faster.
+    """The matrix, with rows of zeros added if that makes all cores work on it and is faster.
 
     One core reads at a little more than half of the memory's speed, so reading up to three quarters
     more is a gain.

@@ -1,10 +1,10 @@
 """A slab of host memory: equal slots of one page each, aligned for files and devices.
 
-    slot  [layers][K or V][kv_heads, page_size, head_dim]  + nothing, up to the next 4 KiB
+    slot  [layers][K or V][kv_heads, page_size, head_dim]  + padding to the next 4 KiB
 
-The order does not depend on how a device keeps its pages, so a page saved by one can be loaded by
-another that computes the same. Under tensor parallelism a slot is the parts of all ranks, one after
-the other, in memory that they share; each sees its own.
+The order does not depend on how a device stores its pages, so a page saved by one device can be
+loaded by another that computes the same. Under tensor parallelism a slot holds the parts of all
+ranks, one after the other, in memory that they share.
 """
 
 import mmap
@@ -34,7 +34,7 @@ WHOLE = SlabPart(Shard(), -1)  # all of it, in memory of this process
 class HostSlab:
     """Owns the memory; `pages` is [slots, layers, 2, kv_heads, page_size, head_dim].
 
-    A GPU copies to and from pinned memory by itself.
+    Pinned memory lets a GPU copy without the CPU.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class HostSlab:
         self.page_bytes = num_elements * dtype.itemsize
         whole_bytes = part.shard.of * self.page_bytes
         self.num_slots = num_slots = count_slots(host_bytes, whole_bytes)
-        self.slot_bytes = slot_bytes(whole_bytes)  # from one to the next
-        # costs nothing until it is written
+        self.slot_bytes = slot_bytes(whole_bytes)  # distance between slots
+        # takes no memory until it is written
         memory = mmap.mmap(part.fd, num_slots * self.slot_bytes)
         with suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = memoryview(memory)
         words = torch.frombuffer(memory, dtype=torch.uint8)
         self._start = words.data_ptr()
-        self._first = part.shard.rank * self.page_bytes  # byte of each slot
+        self._first = part.shard.rank * self.page_bytes  # this rank's first byte in each slot
         self.address = self._start + self._first
         self._is_pinned = is_pinned
         if is_pinned:  # torch rounds pinned memory up to powers of two
@@ -86,7 +86,7 @@ class HostSlab:
 
 def _check(result: object) -> None:
     if int(result) != 0:  # type: ignore[call-overload]
-        raise ConfigError(f"host memory for pages cannot be pinned: {result}; take less (host_gb)")
+        raise ConfigError(f"host memory for pages cannot be pinned: {result}; lower host_gb")
 
 
 def slot_bytes(page_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Copies of pages between a CPU's page tensors and a slab, on threads of their own.
+"""Copies of pages between a CPU's page tensors and a slab, on separate threads.
 
 Loads and saves have a thread each, so a save never delays a load. On a GPU the same contracts hold
 with streams instead of threads (`gpu_transfer.py`).
@@ -51,7 +51,7 @@ class CpuTransfer:
                 self._changed.notify_all()
 
     def num_layers_done(self) -> int:
-        """Raises the copy's error: only a bug makes a copy of memory fail."""
+        """Layers that are done; raises if the copy failed, which only a bug can cause."""
         if self._error is not None:
             raise self._error
         return self._num_done
@@ -70,7 +70,7 @@ class CpuTransfer:
 
 
 class CpuGate:
-    """Holds each layer of a step until its loads have that layer."""
+    """Delays each layer of a step until its loads have loaded that layer."""
 
     def __init__(self, transfers: list[CpuTransfer]) -> None:
         self._transfers = transfers
@@ -84,7 +84,7 @@ class CpuCopier:
     """PageCopier over the page tensors of a CPU."""
 
     def __init__(self, pages: DevicePages, host_bytes: int, part: SlabPart = WHOLE) -> None:
-        """A slab of `host_bytes`, at least two slots of it."""
+        """Allocates a slab of `host_bytes`, but at least two slots."""
         self._layers = [pages.joint(layer) for layer in range(pages.num_layers)]
         _, _, kv_heads, page_size, dim = self._layers[0].shape
         shape = (len(self._layers), 2, kv_heads, page_size, dim)
@@ -131,7 +131,7 @@ class CpuCopier:
         self._loads.pop(load_id, None)
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """A gate for these loads; forgotten ones have ended."""
+        """A gate for these loads; those that were forgotten have ended."""
         known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
         return CpuGate([transfer for transfer in known if transfer is not None])
 

@@ -1,4 +1,5 @@
-"""Attention of a step that weighs pages: as planned, then the weights of a few rows."""
+"""Attention of a step that weighs pages: the planned attention, then the attention weights of a few
+rows."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -22,7 +23,8 @@ class KeyPages(Protocol):
 
 
 class WeighingAttention:
-    """Runs a step's attention, and sums up over the layers what `Step.weighings` ask for."""
+    """Runs a step's attention, and sums the attention that `Step.weighings` ask for over all
+    layers."""
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class WeighingAttention:
         self._masses = [torch.zeros(len(ids), device=device) for ids in self._page_ids]
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
-        """As Attention.run of the decoder."""
+        """See Attention.run in models/block.py."""
         mixed = self._attention.run(layer, qkv)
         queries = qkv.view(self._shape)[:, : self._num_heads]  # rotated, in place
         kind, keys = self._kinds[layer], self._pages.keys(layer)

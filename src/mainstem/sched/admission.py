@@ -12,20 +12,21 @@ A = TypeVar("A", Int32s, Float32s)
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What running sequences are expected to take and give back; those that are expected to end
-    first come first."""
+    """The pages that running sequences are expected to take and to give back. Sequences are in the
+    order in which they are expected to end."""
 
     remaining: Int32s  # [running] output tokens to come
-    own_pages: Float32s  # [running] pages freed when it ends; of shared pages its part
+    own_pages: Float32s  # [running] pages freed when it ends, and its part of shared ones
 
     @classmethod
     def of(cls, remaining: Int32s, own_pages: Float32s) -> "Outlook":
-        """From sequences in any order."""
+        """The outlook of sequences given in any order."""
         order = np.argsort(remaining)
         return cls(remaining[order], own_pages[order])
 
     def joined_by(self, new_pages: int, expected: int) -> "Outlook":
-        """With one more sequence that takes `new_pages` now and produces `expected` tokens."""
+        """The outlook with one more sequence, which takes `new_pages` now and produces `expected`
+        tokens."""
         place = int(self.remaining.searchsorted(np.int32(expected)))
         return Outlook(
             _inserted(self.remaining, place, expected),
@@ -43,7 +44,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Starts a sequence if, by the outlook, memory will last until the next one ends, and so on.
+    """Starts a sequence if the outlook says that the running ones will not run out of pages.
 
     Every running sequence grows by a token a step and gives its own pages back when it ends. Just
     before the k-th ends, the others have grown by the same number of tokens and those before it
@@ -58,15 +59,16 @@ class Admission:
     page_size: int
 
     def may_start(self, new_pages: int, expected: int, available: int, outlook: Outlook) -> bool:
-        """A candidate takes `new_pages` now and is expected to produce `expected` tokens."""
+        """Whether a sequence may start that takes `new_pages` now and is expected to produce
+        `expected` tokens."""
         if len(outlook.remaining) == 0:
-            return new_pages <= available  # alone it may always try
+            return new_pages <= available  # nothing else runs: the forecast is not needed
         then = outlook.joined_by(new_pages, expected)
         return new_pages + then.peak_need(self.page_size) <= available
 
 
 def _inserted(values: A, place: int, value: int) -> A:
-    """As numpy.insert, which takes five times as long."""
+    """Like numpy.insert, which takes five times as long."""
     longer = np.empty(len(values) + 1, values.dtype)
     longer[:place] = values[:place]
     longer[place] = value

@@ -1,4 +1,4 @@
-"""Join the arrays of one Step from what each sequence does in it."""
+"""Builds the arrays of one Step from the work of each sequence in it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """The first tokens of a page that a starting sequence has in common with another page."""
+    """Copies the first tokens of page `source` to page `target`: a sequence that starts shares only
+    these tokens with the page, not all of it."""
 
     source: int
     target: int
@@ -75,7 +76,7 @@ def build_step(
     carry_to = table.pending[decodes].nonzero()[0].astype(np.int32)
     carry_from = table.sample_row[decodes[carry_to]]
 
-    # decodes and chunks that reach the end of what is known are followed by a new token
+    # a token is sampled after every decode, and after the last chunk of a prompt
     samples = table.total[slots] == num_before + counts
     sample_slots = slots[samples]
     copy_from, copy_to = _copy_slots(batch.copies, spans.page_size)
@@ -112,10 +113,10 @@ def build_step(
 
 
 def _packed(batch: StepWork, table: SeqTable) -> tuple[Int32s, Int32s, Int32s]:
-    """Slots and their numbers of tokens, decodes first, and all these tokens."""
+    """Slots, the number of tokens of each, and all token ids; decodes first."""
     slots, token_ids = batch.decodes, table.last_token[batch.decodes]
     counts = np.ones(len(slots), np.int32)
-    if not batch.chunks:  # decodes alone are one token each, and a lone one waits for the host
+    if not batch.chunks:  # kept short: the device waits for this with one sequence
         return slots, counts, token_ids
     chunk_slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
     chunk_lens = np.array([len(chunk.token_ids) for chunk in batch.chunks], np.int32)
@@ -155,7 +156,8 @@ def _move_rows(moves: list[PageMove]) -> Int32s:
 def _weighings(
     batch: StepWork, table: SeqTable, chunk_starts: Int32s, page_size: int
 ) -> Iterator[PageWeighing]:
-    """Of chunks with tokens whose attention is wanted, in the order of the chunks."""
+    """One record for each chunk that has tokens whose attention is wanted, in the order of the
+    chunks."""
     for chunk, start in zip(batch.chunks, chunk_starts.tolist(), strict=False):
         weighing = table.sequence(chunk.slot).weighing
         num_before, end = chunk.num_before, chunk.num_before + len(chunk.token_ids)

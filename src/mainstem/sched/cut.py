@@ -14,7 +14,7 @@ class Cut:
     """The pages of a prompt that are kept: some at its head, and all from `rest` on."""
 
     head: tuple[int, ...]  # page numbers in the prompt, in order: the sink, then the chosen ones
-    sink_pages: int  # how many of them keep their place
+    sink_pages: int  # how many of them are the sink, and keep their place
     rest: int
 
     @property
@@ -23,7 +23,7 @@ class Cut:
         return len(self.head) == self.rest
 
     def token_ids(self, prompt_ids: Int32s, page_size: int) -> Int32s:
-        """The prompt without what is dropped."""
+        """The tokens that are kept."""
         pages = prompt_ids[: self.rest * page_size].reshape(-1, page_size)
         head = pages[list(self.head)].reshape(-1)
         return np.concatenate([head, prompt_ids[self.rest * page_size :]])
@@ -42,13 +42,13 @@ class Cut:
         return place if self.head[place : place + 1] == (number,) else None
 
     def without(self, numbers: Collection[int]) -> "Cut":
-        """The cut that drops the kept pages `numbers`, too; there is one at least."""
+        """The cut that also drops the kept pages `numbers`, at least one."""
         end = max(len(self.head), max(numbers) + 1)
         kept = (self.place_before(number) for number in range(end) if number not in numbers)
         return Cut(tuple(kept), self.sink_pages, self.place_before(end))
 
     def without_oldest(self, num_pages: int) -> "Cut":
-        """The cut that drops the first `num_pages` after the sink, too."""
+        """The cut that also drops the first `num_pages` after the sink."""
         return self.without(range(self.sink_pages, self.sink_pages + num_pages))
 
 
@@ -56,5 +56,5 @@ WHOLE = Cut(head=(), sink_pages=0, rest=0)
 
 
 def sink_only(sink_pages: int) -> Cut:
-    """Nothing is dropped yet, and the first pages never will be."""
+    """A cut that drops nothing, with a sink of this many pages."""
     return Cut(tuple(range(sink_pages)), sink_pages, sink_pages)

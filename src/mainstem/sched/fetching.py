@@ -10,14 +10,19 @@ from mainstem.kv.stored import Stored
 from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.transfer import Link
 
-BUSY_S = 0.03  # of work on a link, beyond what it does until the next step looks at it
-LEARNING = 0.3  # weight of the latest step in what steps are known to take
+BUSY_S = 0.03  # a link is busy if its queued work outlasts the next step by this much
+LEARNING = 0.3  # weight of the latest step in the running means
 SURPRISE = 2.0  # a step longer than twice its expectation is an outlier
-CAUTION = 0.8  # of a step that runs, so much is counted on: a step that waits holds up everybody
-MIN_LIMIT_S = 0.1  # that reading stored pages may take, however quickly they are computed
-ANSWER_SHARE = 0.05  # of what a prompt takes to compute, it may wait to hear what others have
-ALWAYS_PATIENCE_S = 1.0  # the same where stored pages are always loaded
-HELD_UP = 4.0  # at most this many waiting sequences count: others may take the other way
+# a step is assumed to take at least this part of its expected time: if the next step started before
+# its loads were done, all sequences would wait
+CAUTION = 0.8
+MIN_LIMIT_S = 0.1  # reads of stored pages are never limited to less
+# a prompt waits for a shared tier's answer at most this part of the time that computing it takes
+ANSWER_SHARE = 0.05
+ALWAYS_PATIENCE_S = 1.0  # the longest such wait if stored pages are always loaded
+# waiting sequences that count as delayed, at most: the others may load instead of compute, or the
+# reverse
+HELD_UP = 4.0
 
 
 class StepTimes:
@@ -30,7 +35,7 @@ class StepTimes:
     def __init__(self, token_s: float, floor_s: float = 0.0) -> None:
         self.token_s = token_s
         self.floor_s = floor_s
-        self.interval_s = 0.0  # between the ends of the latest two
+        self.interval_s = 0.0  # between the ends of the latest two steps
 
     def expect_s(self, prompt_tokens: int) -> float:
         """Expected seconds of a step with `prompt_tokens` tokens of prompts."""
@@ -63,8 +68,8 @@ class Fetching:
     steps: StepTimes
 
     def is_worth_it(self, stored: Stored, tokens_ahead: int, num_waiting: int) -> bool:
-        """Whether loading ends before computing would, after `tokens_ahead` other tokens. How much
-        longer the `num_waiting` sequences wait in either case counts as well."""
+        """Whether loading ends before computing would; the device has `tokens_ahead` other tokens
+        to compute first. The delay of the `num_waiting` sequences counts as well."""
         if not stored.num_pages:
             return False
         if self.config.fetch is not Fetch.AUTO:
@@ -74,7 +79,7 @@ class Fetching:
         passes = list(self._passes(stored))
         slowest_s = max(pass_s for _, pass_s in passes)
         num_held_up = min(num_waiting, HELD_UP, compute_s / slowest_s)
-        # from below through host memory: the slower way decides, the other adds its own part
+        # pages from lower tiers pass two links: the slower one decides, the other adds its own part
         queue_s = max(link.expect_s(0) + num_held_up * pass_s for link, pass_s in passes)
         load_s = queue_s + sum(pass_s for _, pass_s in passes)
         return load_s < tokens_ahead * token_s + (1 + num_held_up) * compute_s
@@ -87,8 +92,8 @@ class Fetching:
         return ANSWER_SHARE * num_tokens * self.steps.token_s
 
     def limit_s(self, stored: Stored) -> float:
-        """Seconds after which a load is given up where a tier can do that: computing it would have
-        taken no longer."""
+        """Seconds after which a load is cancelled, if the tier can do that: computing the pages
+        would have taken no longer."""
         if self.config.fetch is Fetch.ALWAYS:
             return READ_LIMIT_S
         return max(MIN_LIMIT_S, stored.num_pages * self.page_size * self.steps.token_s)
@@ -103,8 +108,8 @@ class Fetching:
         return stored.num_pages > 0 and self.config.fetch is not Fetch.NEVER
 
     def is_busy(self, stored: Stored) -> bool:
-        """Whether the links have enough work until the next step. A load begun later can still go
-        to a more urgent sequence, and does not delay the present step."""
+        """Whether the links have enough work until the next step. If so, no load is started now: a
+        later load can go to a more urgent sequence, and does not delay this step."""
         if stored.num_below and self.tiers.is_crowded(stored.num_below):
             return True
         enough_s = BUSY_S + self.steps.interval_s
@@ -113,9 +118,9 @@ class Fetching:
     def start_layers(self, stored: Stored, new_tokens: int) -> int:
         """Layers that must be loaded before a prompt of `new_tokens` starts on a history.
 
-        Layer k is loaded after k + 1 parts of the load and needed after k parts of the prompt; the
-        last layer decides. This is AttentionStore's read buffer, S_buf = B (T_load L_hist -
-        T_pref L_new) (3.2.1), in layers.
+        Layer k is loaded when k + 1 layers' worth of the load is done, and needed when k layers of
+        the prompt are computed; the last layer decides. This is AttentionStore's read buffer, S_buf
+        = B (T_load L_hist - T_pref L_new) (3.2.1), in layers.
         """
         num_layers = self.tiers.num_layers
         if self.config.preload == "all":
@@ -129,14 +134,14 @@ class Fetching:
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
 
     def lead_s(self, prompt_tokens: int, ran_s: float) -> float:
-        """Seconds that a step of `prompt_tokens`, which has run for `ran_s`, will still take: the
-        next one begins no earlier, and may rely on loads that end by then."""
+        """Seconds that a step with `prompt_tokens`, which has run for `ran_s`, will still take. The
+        next step begins no earlier, and may rely on loads that end by then."""
         if self.config.preload != "auto":
             return 0.0
         return max(0.0, CAUTION * self.steps.expect_s(prompt_tokens) - ran_s)
 
     def _passes(self, stored: Stored) -> Iterator[tuple[Link, float]]:
-        """The links on the way of what is stored, and the seconds it takes on each."""
+        """The links that stored pages must pass, and the seconds on each."""
         host, *below = self.tiers.links
         yield host, host.pass_s(stored.num_pages * self.tiers.page_bytes)
         for link, num_pages in zip(below, stored.below, strict=False):

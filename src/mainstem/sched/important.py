@@ -1,16 +1,16 @@
-"""Truncation by attention: the pages go that the last tokens of a conversation attend to least.
+"""Truncation by attention: drops the pages that the last tokens of a conversation attend to least.
 
     before    | sink |       candidates       | recent tokens        |   what the last cut left
     weighed   | sink |       candidates       | ... | last 64 tokens |   what is read once more
-    cut       the candidates with the least attention go, as many as a cut drops
+    cut       the candidates with the least attention are dropped, as many as a plain cut would drop
 
-The last tokens are read once more, by a sequence of their own that answers nothing: on top of the
-pages that are there, and at positions inside the window. If the conversation is too long for that,
-the tokens before the last ones are left out; they are recent, so they are kept anyway.
+An extra sequence, which gives no answer, reads the last tokens once more, on top of the cached
+pages and at positions inside the window. If the conversation is too long for that, the tokens
+before the last ones are left out; they are recent, so they are kept anyway.
 
-Which pages a cut has dropped cannot be seen from the prompt. It is remembered, by session and by
-the tokens that a plain cut would have dropped, so that a later turn is cut alike. If it was
-forgotten (after a restart, or after MAX_CHOICES others), that cut counts as a plain one.
+Which pages a cut has dropped cannot be seen from the prompt. The choice is remembered, by session
+and by the tokens that a plain cut would have dropped, so that a later turn is cut in the same way.
+If it was forgotten (after a restart, or after MAX_CHOICES others), a plain cut is assumed.
 """
 
 from collections import OrderedDict
@@ -25,28 +25,28 @@ from mainstem.core.request import Delivery, Overflow, Request, SamplingParams
 from mainstem.core.step import Float32s, Int32s
 from mainstem.sched.cut import Cut
 
-QUERY_TOKENS = 64  # whose attention counts ...
+QUERY_TOKENS = 64  # last tokens, whose attention decides ...
 QUERY_SHARE = 6  # ... but at most 1/6 of the window without the sink
 MAX_CHOICES = 1024  # each has up to 8 bytes for every page of the window
 
 
 @dataclass(slots=True, eq=False)
 class Weighing:
-    """A cut to be made when attention to the candidates is known."""
+    """A cut that waits until attention to the candidates is known."""
 
     name: bytes  # of the cut
     before: Cut  # what earlier cuts have left
-    earlier: tuple[Cut, ...]  # these cuts
-    num_pages: int  # the candidates end here, counted in what is left
+    earlier: tuple[Cut, ...]  # the earlier cuts
+    num_pages: int  # pages of `before` up to the end of the candidates
     num_dropped: int  # pages to drop
     num_queries: int
-    prompt_ids: Int32s  # what is read
+    prompt_ids: Int32s  # the tokens that are read
     given: Request
     masses: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # by page so far
 
     @property
     def key(self) -> PageKey:
-        """What answers wait for."""
+        """The key that the waiting answers are parked on."""
         return PageKey(b"cut" + self.name)
 
     @property
@@ -55,7 +55,7 @@ class Weighing:
         return len(self.prompt_ids) - self.num_queries
 
     def request(self) -> Request:
-        """Reads and answers nothing, but for one token that is ignored."""
+        """The request of the sequence that reads. It answers one token, which is ignored."""
         given = self.given
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         return Request(
@@ -71,17 +71,18 @@ class Weighing:
         )
 
     def restart(self) -> None:
-        """The sequence that reads begins anew."""
+        """Forget what was read: the sequence that reads starts again."""
         self.masses = np.zeros(0, np.float32)
 
     def add(self, masses: Float32s) -> None:
-        """Take in what some of the queries see; later ones see more pages."""
+        """Add the attention of some queries; later queries see more pages."""
         total = masses.copy()
         total[: len(self.masses)] += self.masses
         self.masses = total
 
     def choose(self) -> Cut:
-        """The cut without the candidates that were attended to least; of equals, the oldest go."""
+        """The cut without the candidates that got the least attention. On a tie, the oldest are
+        dropped."""
         sink = self.before.sink_pages
         order = np.argsort(self.masses[sink : self.num_pages], kind="stable")
         return self.before.without(set((sink + order[: self.num_dropped]).tolist()))
@@ -94,8 +95,8 @@ class Choices:
         self._cuts: OrderedDict[bytes, Cut] = OrderedDict()
 
     def find(self, name: bytes, num_pages: int) -> Cut | None:
-        """The cut of this name; None if it is not known, or a prompt of `num_pages` is too short
-        for it, because the conversation was taken up again at an earlier place."""
+        """The cut of this name; None if it is not known, or if the prompt's `num_pages` are too few
+        for it, because the user went back to an earlier turn."""
         cut = self._cuts.get(name)
         if cut is None or cut.rest > num_pages:
             return None
@@ -111,8 +112,8 @@ class Choices:
 
 
 def cut_names(request: Request, sink_pages: int, step: int, page_size: int) -> Iterator[bytes]:
-    """Names of the first cut of a conversation, of the second, and so on: each from the session
-    and the tokens that are gone if every cut drops the oldest `step` pages."""
+    """The name of each cut of a conversation, first to last. It is made from the session and from
+    the tokens that plain cuts, which drop the oldest `step` pages each, would have dropped."""
     digest = sha256(b"important")
     for part in (str(request.session).encode(), request.salt, b"%d %d" % (sink_pages, step)):
         digest.update(len(part).to_bytes(8, "little"))
@@ -127,8 +128,8 @@ def cut_names(request: Request, sink_pages: int, step: int, page_size: int) -> I
 def weigh(
     name: bytes, given: Request, cuts: tuple[Cut, ...], step: int, window: int, page_size: int
 ) -> Weighing | None:
-    """How to find the cut after `cuts`, which begin with the one that drops nothing; None where
-    there is nothing to choose from: a step drops every page that is not recent."""
+    """How to find the cut after `cuts`, the first of which drops nothing. None if there is nothing
+    to choose from, because a step drops every page that is not recent."""
     before = cuts[-1]
     left = before.token_ids(given.prompt_ids, page_size)
     num_free = window - before.sink_pages * page_size

@@ -21,8 +21,8 @@ from mainstem.sched.truncation import Truncation, TruncationRules, Truncator
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A request as it will run: what is left of its prompt, and one sequence per answer. Where
-    the cut must be found first, the sequence that does comes before them."""
+    """A request as it will run: what is left of its prompt, and one sequence per answer. If the cut
+    must be found first, the sequence that finds it comes before the others."""
 
     request: Request
     truncation: Truncation | None
@@ -40,7 +40,7 @@ class Intake:
         window: int,
         rules: TruncationRules,
     ) -> None:
-        """`window`: most tokens of prompt and answer together."""
+        """`window` is the limit for the tokens of prompt and answer together."""
         self._store = store
         self._vocab_size = vocab_size
         self._window = window
@@ -83,7 +83,7 @@ class Intake:
         return Taken(request, truncation, [*reader, *answers])
 
     def settle(self, weighing: Weighing, answers: Iterable[Sequence]) -> None:
-        """Pages are weighed: give the answers that wait for it their cut."""
+        """Pages are weighed: give the answers that waited for this their cut."""
         self._truncator.settle(weighing)
         request, truncation = self._truncator.fit(weighing.given)
         chain, origins = self._names(weighing.given, request, truncation)
@@ -114,7 +114,8 @@ class Intake:
             raise InvalidRequest("response_format", fault)
 
     def _arrive(self, request: Request, index: int) -> tuple[int, int]:
-        """Seed and arrival number of an answer; a given seed makes it depend on nothing else."""
+        """Seed and arrival number of an answer. With a given seed, the answer depends on nothing
+        else."""
         arrival, seed = next(self._arrivals), request.sampling.seed
         if seed is None:
             seed = _mix(_mix(self._seed, -1), arrival)  # no answer has index -1

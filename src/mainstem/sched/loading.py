@@ -36,14 +36,14 @@ class Candidate:
     logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, where they are wanted
 
     def pages_to_find(self, page_size: int) -> range:
-        """Pages after the cached ones that may come from elsewhere, by number."""
+        """Page numbers after the cached ones that may be loaded from lower tiers."""
         end = self.sequence.num_reusable(self.num_known) // page_size
         return range(len(self.match.pages), end)
 
     @property
     def may_fetch(self) -> bool:
-        """False if pages loaded for it were evicted again, since others want the room: computing
-        is better than evicting each other for ever."""
+        """False if pages that were loaded for it have been evicted again. It then computes them, so
+        that sequences do not evict each other's pages for ever."""
         return len(self.match.pages) > self.sequence.num_pages_then
 
 
@@ -59,10 +59,11 @@ class Loader:
     ) -> None:
         """`fetching` decides between loading and computing; None: nothing is loaded."""
         self.fetching = fetching
-        self._last_end_s = 0.0  # end of the latest step that is known to have ended
+        self._last_end_s = 0.0  # end of the latest step that has ended
         self._last_start_s = 0.0  # when the latest step was made
-        self._put_off: dict[Sequence, Candidate] = {}  # by the last step, because a link was busy
-        self._starts: dict[StepId, float] = {}  # start times of steps not known to have ended
+        # not loaded in the last step, because a link was busy
+        self._put_off: dict[Sequence, Candidate] = {}
+        self._starts: dict[StepId, float] = {}  # start times of steps that may still run
         self._running = running
         self._queue = queue
         self._lengths = lengths
@@ -112,8 +113,8 @@ class Loader:
         return Candidate(sequence, num_known, chain, match, logprobs)
 
     def _are_coming(self, ready: tuple[PageKey, ...], num_tokens: int) -> bool:
-        """Whether another sequence computes the logprobs of the page after the first `num_tokens`,
-        which is READY."""
+        """Whether another sequence computes the logprobs of the page after the first `num_tokens`;
+        its K and V are READY."""
         place = num_tokens // self._page_size
         if place == len(ready):
             return False
@@ -162,7 +163,8 @@ class Loader:
                 if must_wait:
                     self._put_off[sequence] = found
                     if not match.stored.num_below:
-                        return  # nobody comes up but from host memory
+                        # the link from host memory is busy, and every load passes through it
+                        return
                 elif self.load(found, tokens_ahead) is not None:
                     num_tokens -= match.stored.num_pages * self._page_size
                     pages_ahead -= match.stored.num_pages
@@ -172,13 +174,13 @@ class Loader:
                     self._queue.move_up(sequence)
                 elif not (is_asking or (found.may_fetch and self.fetching.is_open(match.stored))):
                     sequence.num_to_compute = num_tokens
-            elif sequence.has_fetched:  # what was loaded for it is available, and must stay
+            elif sequence.has_fetched:  # its loaded pages count as available, and must stay
                 pages_ahead += sequence.num_loaded_pages - (-num_tokens // self._page_size)
             tokens_ahead += num_tokens
 
     def _ask(self, found: Candidate) -> PageKey | None:
-        """Ask other processes, once, for what nobody here has of a sequence; returns what the
-        answer goes by while it is to come."""
+        """Ask shared tiers, once, for the pages of a sequence that are not stored here; returns the
+        key of the answer while it is awaited."""
         sequence, chain = found.sequence, found.chain
         if chain is None or self.fetching is None or not self.fetching.may_ask:
             return None
@@ -191,8 +193,8 @@ class Loader:
         return sequence.asked
 
     def awaited_answer(self, found: Candidate) -> PageKey | None:
-        """An answer that a sequence waits for before it starts, since it is expected in no time;
-        None: it starts, and if the answer comes later it is of use to others."""
+        """The answer that a sequence waits for before it starts, because it is expected very soon.
+        None: the sequence starts, and a later answer helps other sequences."""
         asked = self._ask(found)
         if asked is None or self.fetching is None:
             return None
@@ -201,18 +203,19 @@ class Loader:
         return asked if self._store.awaits(asked, self.fetching.patience_s(num_tokens)) else None
 
     def _fits(self, sequence: Sequence, num_pages: int, available: int, work: PromptWork) -> bool:
-        """Whether a sequence that takes `num_pages` could start, with those before it."""
+        """Whether a sequence that takes `num_pages` could start, together with those before it in
+        the queue."""
         expected = self._lengths.expect(sequence) - len(sequence.output_ids)
         if work.outlook is None:
             work.outlook = self._running.outlook()
         return self._admission.may_start(num_pages, expected, available, work.outlook)
 
     def note_start(self, step_id: StepId) -> None:
-        """A step is made, and runs as soon as the one before it has ended."""
+        """Record that a step is made; it runs as soon as the one before it has ended."""
         self._last_start_s = self._starts[step_id] = perf_counter()
 
     def note_end(self, step: Step, device_s: float) -> None:
-        """A step has ended, perhaps a while ago, and the one in flight runs."""
+        """Record that a step has ended, perhaps a while ago; the one in flight runs now."""
         now_s = perf_counter()
         began_s = max(self._starts.get(step.step_id, now_s), self._last_end_s)
         self._starts = {i: at_s for i, at_s in self._starts.items() if i > step.step_id}
@@ -232,7 +235,7 @@ class Loader:
         return self.fetching.lead_s(prompt_tokens, perf_counter() - began_s)
 
     def must_wait(self, found: Candidate, tokens_ahead: int) -> bool:
-        """Whether loading is better for a sequence, but its link is still busy."""
+        """Whether a sequence should wait: loading is better for it, but its link is busy."""
         fetching, stored = self.fetching, found.match.stored
         if fetching is None or not stored.num_pages or not found.may_fetch:
             return False
@@ -261,14 +264,14 @@ class Loader:
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
         layers = fetching.start_layers(stored, max(found.num_known - num_there, 1))
-        if match.similar_page is not None:  # still needed if nothing can be loaded
+        if match.similar_page is not None:  # needed if nothing can be loaded
             kept = np.append(kept, np.int32(match.similar_page))
         awaited: PageKey | None = None
         try:
             limit_s = fetching.limit_s(stored)
             for run in runs:
                 awaited = self._store.load(replace(run, limit_s=limit_s), kept, layers) or awaited
-        except OutOfPages:  # the pages it has itself were counted on
+        except OutOfPages:  # pages that the sequence itself holds had been counted as available
             pass
         if awaited is not None:
             sequence.has_fetched, sequence.num_pages_then = True, len(match.pages)

@@ -9,9 +9,9 @@ UNSEEN = 256  # tokens; a request's limit is often far above the real length
 
 
 class OutputLengths:
-    """How long answers are: a mean over the last `memory` answers or so, UNSEEN before the first.
+    """How long answers are: a mean over about the last `memory` answers; UNSEEN before the first.
 
-    A sequence that outgrew its expectation is expected to go on for as long as it has.
+    A sequence that is longer than expected is expected to double its length.
     """
 
     def __init__(self, memory: int = 256) -> None:
@@ -24,7 +24,8 @@ class OutputLengths:
         self._mean += (num_output - self._mean) / self._count
 
     def expect(self, sequence: Sequence) -> int:
-        """Output tokens of a sequence that is about to start, those it has already included."""
+        """Expected output tokens of a sequence that is about to start, including those it already
+        has."""
         likely = sequence.expected_output
         if likely is None:
             likely = round(self._mean) if self._count else UNSEEN
@@ -59,8 +60,8 @@ class PlannedOrder:
         self._last_started = max(self._last_started, plan_place)
 
     def tokens_wanted(self, plan_place: int) -> int | None:
-        """Leading tokens of the prompt at `plan_place` that prompts not yet started share; None:
-        all, for other answers to it."""
+        """Leading tokens of the prompt at `plan_place` that prompts which have not started share.
+        None: all tokens, because other answers to it have not started."""
         between = self._shared_with_next[plan_place : self._last_started + 1]
         return int(between.min()) if len(between) else None
 

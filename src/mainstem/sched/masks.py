@@ -17,7 +17,7 @@ def allowed_tokens(mask: TokenMask, output_ids: Int32s, vocab_size: int) -> Byte
 
 
 def form_fault(mask: TokenMask, output_ids: Int32s, vocab_size: int) -> str | None:
-    """Why an answer cannot go on in its form, if it cannot."""
+    """Why an answer cannot continue in its form; None: it can."""
     is_stuck = not allowed_tokens(mask, output_ids, vocab_size).any()
     if mask.fault is None and is_stuck:
         return "the model has no token that its form allows next"

@@ -1,7 +1,7 @@
 """Where the KV of a truncated prompt is found, and under which names it is kept.
 
-Pages kept through a truncation depend on tokens that are gone. The sink keeps its usual names,
-since it has not changed; pages after it get other names, by session and cut.
+Pages that a truncation keeps depend on tokens that it dropped. The sink keeps its usual names,
+since it has not changed; the names of pages after it include the session and the cut.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from mainstem.sched.truncation import Truncation
 
 @dataclass(frozen=True, slots=True)
 class MovablePages:
-    """READY pages with the keys that a sequence needs, at other positions."""
+    """READY pages that hold what a sequence needs, but at other positions."""
 
     pages: Int32s
     distances: list[int]  # by how many positions each moves
@@ -29,7 +29,8 @@ class MovablePages:
     loads: Int32s | None = None  # loads that a step must wait for
 
     def lease(self, store: KVStore, num_new: int) -> int:
-        """Lease the first pages, but leave `num_new` others available; returns their number."""
+        """Lease the first pages, as long as `num_new` pages stay available; returns how many were
+        leased."""
         store.lease(self.pages)
         count = len(self.pages)
         while count and store.num_takeable() < num_new:
@@ -45,7 +46,7 @@ class Origins:
     """The names under which earlier turns of a conversation stored the kept pages."""
 
     def __init__(self, whole: PageChain, request: Request, truncation: Truncation) -> None:
-        """`whole` names the pages of the prompt before it was cut, `request` brought it."""
+        """`whole` names the pages of the request's prompt before it was cut."""
         self._whole = whole
         self._request = request
         self._truncation = truncation
@@ -54,10 +55,11 @@ class Origins:
     def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> MovablePages:
         """Where to move the kept pages `numbers` from, up to the first that is not on the device.
 
-        `filled_pages` are targets of copies and moves of this step: they cannot be moved on.
+        `filled_pages` are targets of copies and moves of this step: they cannot be a source in it.
         """
         if numbers.start < self._truncation.cut.sink_pages:
-            return NOTHING_MOVABLE  # the sink is computed, and so is all that follows
+            # the sink is not cached: it is computed, and so are all pages after it
+            return NOTHING_MOVABLE
         keys: list[PageKey] = []
         distances: list[int] = []
         for number in numbers:
@@ -105,7 +107,7 @@ class Origins:
     def _sources(self, number: int) -> Iterator[tuple[PageChain, int]]:
         """Chains and page numbers under which the kept page `number` may be found.
 
-        The whole prompt's comes first: keys that were never moved are rounded once.
+        The chain of the whole prompt comes first: keys that were never moved are rounded only once.
         """
         if not self._earlier:
             cuts = self._truncation.cuts_before
@@ -130,7 +132,7 @@ def truncated_chain(
     whole: PageChain, request: Request, cut: Cut, token_ids: Int32s | None = None
 ) -> PageChain:
     """The sink keeps its usual names; pages after it are named by the session and this cut. The
-    tokens are what the cut leaves, or `token_ids` that begin like it."""
+    chain's tokens are those the cut keeps, or `token_ids`, which begin with them."""
     digest = sha256(b"truncated")
     parts = (
         str(request.session).encode(),

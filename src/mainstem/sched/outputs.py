@@ -37,12 +37,12 @@ class OutputMaker:
             )
         return outputs
 
-    def has_untold(self, slot: SeqSlot) -> bool:
-        """Whether known tokens were not delivered yet."""
+    def has_undelivered(self, slot: SeqSlot) -> bool:
+        """Whether there are tokens that were not delivered yet."""
         return self._table.sequence(slot).num_delivered < self._table.num_read_back(slot)
 
     def drop_unread(self, slot: SeqSlot) -> None:
-        """Forget logprobs of a token that was not read back."""
+        """Forget the logprobs of a token that was not read back."""
         sequence = self._table.sequence(slot)
         del sequence.logprobs[self._table.num_read_back(slot) - sequence.num_delivered :]
 
@@ -59,8 +59,8 @@ class OutputMaker:
         return output
 
     def keep_logprobs(self, step: Step, result: StepResult) -> list[Sequence]:
-        """Store a step's logprobs with their sequences until they are delivered. Returns those
-        whose prompts are complete with it, and of use to others."""
+        """Store a step's logprobs with their sequences until they are delivered. Returns the
+        sequences whose prompt logprobs are now complete and useful to other sequences."""
         table = self._table
         for row, logprobs in result.logprobs.items():
             slot = int(step.sample_slots[row])

@@ -6,12 +6,14 @@ from mainstem.core.step import Int32s, StartedSequence
 from mainstem.sched.admission import Outlook
 from mainstem.sched.batching import Chunk, PageCopy, PageMove
 
-LOOK_UP_PAGES = 8192  # looked up in a step for sequences that do not start; later steps continue
+# most pages looked up in one step for sequences that do not start; later steps continue
+LOOK_UP_PAGES = 8192
 
 
 @dataclass(slots=True)
 class PromptWork:
-    """Chunks for a budget of tokens, and what sequences that start bring into the step."""
+    """Prompt chunks within a budget of tokens, and the copies, moves and loads of sequences that
+    start."""
 
     budget: int  # tokens left
     chunks: list[Chunk] = field(default_factory=list)
@@ -41,5 +43,5 @@ class PromptWork:
 
     @property
     def filled_pages(self) -> list[int]:
-        """Pages that get their content by copies and moves of this step."""
+        """Pages that copies and moves of this step fill."""
         return [copy.target for copy in self.copies] + [move.target for move in self.moves]

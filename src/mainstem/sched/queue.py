@@ -8,7 +8,7 @@ from mainstem.core.ids import PageKey
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 
 OVERTAKEN = 64  # a sequence that arrived this many places earlier is not overtaken
-LOOK_AHEAD = 64  # waiting sequences whose pages the device gives up last
+LOOK_AHEAD = 64  # waiting sequences whose pages the device evicts last
 LIGHT = 4  # a loaded prompt overtakes only if at most 1/4 of its tokens are computed
 
 _Entry = tuple[int, int, int, int, Sequence]  # rank, priority, turn, arrival
@@ -19,8 +19,9 @@ class WaitingQueue:
 
     A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
     were aborted while they waited are dropped when they reach the head. Suspects go first: nothing
-    else can run while they are tried. Only while a request is at fault and it is not yet known
-    whether other steps succeed do suspects go last: others can show that steps still succeed.
+    else can run while they are tried. There is one exception: if a request is at fault and no other
+    step has succeeded since, suspects go last, because other sequences can show that steps still
+    succeed.
 
     A sequence whose history is loaded overtakes some of those that compute theirs: it delays them
     only by its few new tokens, and would otherwise wait for all of theirs.
@@ -77,14 +78,14 @@ class WaitingQueue:
         return self._heap[0][-1] if self._heap and not self._heap[0][-1].is_at_fault else None
 
     def first(self, count: int) -> list[Sequence]:
-        """Approximately the next `count` sequences to start, certainly with the head."""
+        """About the next `count` sequences to start; the head is always among them."""
         near = sorted(self._heap[: 2 * count])[:count]
         found = [entry[-1] for entry in near]
         return [seq for seq in found if seq.state is not SeqState.DONE and not seq.is_at_fault]
 
     def awaited(self, most_pages: int) -> list[tuple[PageKey, ...]]:
-        """The pages of prompts that wait, about `most_pages` at most, in about the order they
-        start; parked ones, whose pages are on their way, first."""
+        """The page chains of waiting prompts, roughly in the order they start and up to about
+        `most_pages`. Parked ones come first: their pages are being loaded or computed."""
         parked = [seq for waiting in self._parked.values() for seq in waiting]
         parked = [seq for seq in parked if seq.state is not SeqState.DONE]
         coming = sorted(parked, key=urgency)[:LOOK_AHEAD] + self.first(LOOK_AHEAD)
@@ -101,7 +102,8 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[-1]
 
     def park(self, sequence: Sequence, awaited: PageKey) -> None:
-        """Park a sequence until `awaited` is ready, or will never be."""
+        """Park a sequence until `awaited` is ready, or until it is certain that it never will
+        be."""
         self._parked[awaited].append(sequence)
         self._num_parked += 1
 

@@ -21,7 +21,8 @@ MAX_DOUBT_STEPS = 32  # successful steps after which a single failure counts as 
 
 
 class Retry:
-    """Knows which sequences steps failed with. While any is in doubt, steps do not overlap."""
+    """Knows which sequences were part of failed steps. While any is in doubt, steps do not
+    overlap."""
 
     def __init__(
         self,
@@ -30,14 +31,14 @@ class Retry:
         running: RunningSet,
         end: Callable[[RequestId, str], None],
     ) -> None:
-        """`sequences` are those that have not ended; `end` ends a request, saying what failed."""
+        """`sequences` returns those that have not ended; `end` ends a request with an error."""
         self._sequences = sequences
         self._queue = queue
         self._running = running
         self._end = end
-        self._doubted: set[Sequence] = set()  # steps failed with them since they got a token
+        self._doubted: set[Sequence] = set()  # a step failed with them and they got no token since
         self._num_good_steps = 0  # since one failed
-        # requests a step failed with alone, and the error: they end when another step succeeds
+        # requests that failed alone, and the error; they end when another step succeeds
         self._at_fault: dict[RequestId, str] = {}
 
     @property
@@ -46,11 +47,12 @@ class Retry:
 
     @property
     def is_all_at_fault(self) -> bool:
-        """Whether steps failed with each request alone that there is."""
+        """Whether every request there is has failed alone."""
         return self._sequences.keys() <= self._at_fault.keys()
 
     def part_of(self, step: Step | None) -> list[Sequence]:
-        """The sequences of a failed step, or those it may have had if it could not be made."""
+        """The sequences of a failed step. If the step could not be made: those that it might have
+        had."""
         table, tried, head = self._running.table, self._running.suspect, self._queue.head()
         if step is None and tried is not None:
             return [tried]
@@ -59,8 +61,8 @@ class Retry:
         return running if step is not None or head is None else [*running, head]
 
     def blame(self, sequences: list[Sequence], fault: str) -> bool:
-        """A step failed with these; returns whether one request is to blame. Call `line_up` when
-        they wait again."""
+        """Record that a step failed with these sequences; returns whether one request is to blame.
+        Call `line_up` when they wait again."""
         self._num_good_steps = 0
         for sequence in sequences:
             sequence.num_faults += 1
@@ -83,8 +85,8 @@ class Retry:
         return head is not None and head.is_suspect and self._running.suspect is None
 
     def note_good(self, slots: Int32s) -> None:
-        """A step succeeded, and these sequences got past the place of their failures. A sequence
-        that failed once and has waited long since is cleared, too."""
+        """Record that a step succeeded, and that these sequences got past the token where they
+        failed. A sequence that failed once and has waited long since then is cleared, too."""
         self._end_at_fault()
         self._num_good_steps += 1
         was_chance = self._num_good_steps >= MAX_DOUBT_STEPS

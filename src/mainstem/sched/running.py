@@ -18,14 +18,15 @@ from mainstem.sched.table import SeqTable
 class RunningSet:
     """The sequences that hold a slot, and through it pages.
 
-    A sequence that ends while a step in flight uses it is not in `slots` any more, but keeps slot
+    A sequence that ends while a step in flight uses its slot leaves `slots` at once, but keeps slot
     and pages until that step commits.
     """
 
     def __init__(
         self, store: KVStore, queue: WaitingQueue, order: PlannedOrder, vocab_size: int
     ) -> None:
-        """Sequences parked in `queue` on a page that will never come are unparked."""
+        """If a page will never be filled, the sequences in `queue` that wait for it are
+        unparked."""
         self.store = store
         self.page_size = store.page_size
         self.table = SeqTable(vocab_size)
@@ -89,10 +90,10 @@ class RunningSet:
         return StepId(int(self.table.last_step.max()))
 
     def name_filled(self, slots: Int32s) -> None:
-        """Tokens of these slots were read back: answers that have filled a page by that name it, so
-        that the tiers below get it. Where they get it at the end, or there are none, pages are
-        named when a sequence leaves. Of the last token only the id is known, K and V are not
-        computed."""
+        """Tokens of these slots were read back: name the pages that answers have filled by now, so
+        that they are saved to lower tiers. If pages are saved only at the end, or there are no
+        lower tiers, they are named when the sequence leaves. The last token is not in a page yet:
+        its id is known, but its K and V are not computed."""
         if not self.store.saves_while_decoding:
             return
         table, page_size = self.table, self.page_size
@@ -114,7 +115,7 @@ class RunningSet:
             last = sequence.last_name
             before = chain.keys[-1:] if last is None else (last.key,)
             if before and not self.store.is_ready(before[0]):
-                # another page had that name, and is gone or was never filled: name all again
+                # the page that had this name was evicted or never filled: name all pages again
                 names += chain.names()
                 rows.append(chain.token_ids[: len(chain.keys) * page_size])
                 pages.append(table.page_table[slot, : len(chain.keys)])
@@ -133,7 +134,7 @@ class RunningSet:
             self.store.name(np.concatenate(pages), names, tokens)
 
     def victim(self) -> SeqSlot:
-        """The running sequence to preempt: the least urgent, of equals the last to arrive."""
+        """The running sequence to preempt: the least urgent; on a tie, the last to arrive."""
         priority = self.table.priority[self.slots]
         least = self.slots[priority == priority.max()]
         return SeqSlot(int(least[self.table.arrival[least].argmax()]))
@@ -161,7 +162,7 @@ class RunningSet:
         return int(np.maximum(table.prefill_end[slots] - table.computed[slots], 0).sum())
 
     def outlook(self) -> Outlook:
-        """How much longer each is expected to run, and the pages it then gives back."""
+        """How long each sequence is expected to run, and the pages that it will give back."""
         in_tree, part = self.tree.shares(self.slots)
         return Outlook.of(
             remaining=self.table.expect_remaining(self.slots, at_least=self.page_size),
@@ -182,7 +183,7 @@ class RunningSet:
             self._queue.unpark(store.abort(pages))
             num_known = len(chain.token_ids) + len(table.output_ids(slot))
             num_full = min(int(table.computed[slot]), num_known - 1) // self.page_size
-            if num_full >= len(chain.keys):  # some of the prompt's may have no name yet, either
+            if num_full >= len(chain.keys):  # some pages of the prompt may have no name yet
                 self._name([slot], [num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:

@@ -3,8 +3,9 @@
     submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
                  ^---------'  preempted           new sequences while pages and tokens last
 
-One step may be in flight while the next is made: samples not read back are carried on the device.
-A sequence that ends while it is part of a step in flight keeps slot and pages until that commits.
+One step may be in flight while the next is made; its samples stay on the device for the next step.
+A sequence that ends while it is part of a step in flight keeps slot and pages until that step
+commits.
 """
 
 from collections.abc import Callable, Iterable
@@ -72,14 +73,14 @@ class Scheduler:
         truncation: TruncationRules = DEFAULT_RULES,
         span_align_tokens: int | None = None,
     ) -> None:
-        """`max_step_tokens` is what the runner's buffers hold; None: any number. `fetching` decides
-        what is loaded from tiers below the device; None: nothing."""
+        """`max_step_tokens` is the size of the runner's buffers; None: no limit. `fetching` decides
+        what is loaded from tiers below the device; None: nothing is loaded."""
         self._config = config
         self._size = StepSize(config.chunk_tokens, max_step_tokens)
         self._store = store
         self._page_size = store.page_size
         self._bus = bus
-        # a sequence must fit into the pages when it is alone
+        # a sequence must fit into all pages together
         self.max_model_len = min(max_model_len, store.num_pages * store.page_size)
         self._intake = Intake(config, store, vocab_size, self.max_model_len, truncation)
         self._queue = WaitingQueue()
@@ -104,10 +105,11 @@ class Scheduler:
         self._sequences: dict[RequestId, list[Sequence]] = {}
         self._step_ids = count()
         self._in_flight: Step | None = None
-        # pages that are copied or moved, leased until that step commits
+        # pages that a step copies or moves, leased until it commits
         self._copy_sources: list[tuple[StepId, Int32s]] = []
         self._outputs: list[Output] = []  # not taken yet
-        self._untold: set[RequestId] = set()  # ended, with the last Output among these
+        # requests that ended, whose last Output is among these
+        self._undelivered: set[RequestId] = set()
         self._retry = Retry(self._sequences, self._queue, self._running, self._end_with_fault)
         self._host_s = 0.0
 
@@ -115,7 +117,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest if it can never run."""
-        if request.request_id in self._sequences or request.request_id in self._untold:
+        if request.request_id in self._sequences or request.request_id in self._undelivered:
             raise InvalidRequest("request_id", f"{request.request_id!r} is already running")
         if request.plan_place is not None and not 0 <= request.plan_place < len(self._order):
             raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
@@ -151,12 +153,12 @@ class Scheduler:
             if sequence.index == index:
                 self._end_early(sequence, FinishReason.STOP)
         left = self._sequences.get(request_id, ())
-        if all(sequence.weighing is not None for sequence in left):  # for nobody
+        if all(sequence.weighing is not None for sequence in left):  # no answer needs them
             self.abort(request_id)
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of a step; fewer after one that did not fit the device."""
+        """The most tokens a step may have; fewer after a step that ran out of device memory."""
         return self._size.tokens
 
     @property
@@ -210,7 +212,7 @@ class Scheduler:
         self, step: Step, result: StepResult, device_s: float = 0.0, launch_s: float = 0.0
     ) -> None:
         """Take in a step's tokens; `take_outputs` then has the new outputs. `launch_s` is the host
-        time of launching it. After an error, `recover` continues from wherever this got to."""
+        time of launching it. After an error, `recover` completes what was left undone."""
         begin = perf_counter() - launch_s
         table = self._table
         if self._in_flight is step:
@@ -243,7 +245,7 @@ class Scheduler:
         self._host_s = 0.0
 
     def _ends(self, slots: Int32s) -> tuple[Bools, list[_End]]:
-        """Which of these are done with the last token read back, and how each of them ends."""
+        """Which of these slots end with the token that was just read back, and how."""
         table = self._table
         is_stop = table.is_stop(slots, table.last_token[slots])
         is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
@@ -260,19 +262,18 @@ class Scheduler:
         return is_done, ends
 
     def recover(self) -> None:
-        """A step failed, or was interrupted: forget what it may have left in pages.
+        """After a failed or interrupted step: forget what it may have written to pages.
 
         Every sequence goes back to the queue with the tokens that are known of it, and the cache is
         emptied; the next step tries again. A commit that had begun is completed: tokens it read are
-        delivered, and sequences that they complete end. Slots and pages are not given back one by
-        one, since that may be what was interrupted: all are free afterwards, and all sequences
-        wait.
+        delivered, and sequences that they complete end. All slots and pages are freed at once, and
+        all sequences wait: giving them back one by one may be what was interrupted.
         """
         table = self._table
         self._in_flight = None
         with self._store.distrust():
             ran = self._in_state(SeqState.RUNNING)
-            # a sequence without a slot was about to wait, and its known tokens are saved already
+            # a sequence without a slot was about to wait: its tokens are saved already
             slots = np.array([s.slot for s in ran if s.slot is not None], np.int32)
             table.total[slots] -= table.pending[slots]
             table.pending[slots] = 0
@@ -282,7 +283,7 @@ class Scheduler:
             for slot, reason, fault in ends:
                 self._tell_end(slot, reason, fault)
             for slot in slots[~is_done].tolist():
-                if table.is_streaming[slot] and self._output_maker.has_untold(slot):
+                if table.is_streaming[slot] and self._output_maker.has_undelivered(slot):
                     self._outputs.append(self._output_maker.deliver(slot, None))
                 self._write_down(table.sequence(slot), slot)
             preempted = [
@@ -297,8 +298,8 @@ class Scheduler:
                 self._wait_again(sequence, num_pages)
 
     def fail(self, step: Step | None, fault: str) -> bool:
-        """A step failed, or could not be made (None): recover, and look for the cause (see Retry).
-        Returns whether one request is to blame."""
+        """Recover from a step that failed, or could not be made (None), and look for the cause (see
+        Retry). Returns whether one request is to blame."""
         blamed = self._retry.part_of(step)
         is_certain = self._retry.blame(blamed, fault)
         self.recover()
@@ -312,7 +313,7 @@ class Scheduler:
         return self._retry.is_all_at_fault
 
     def shrink_steps(self) -> bool:
-        """Make steps half as large for a while; False when they are as small as they get."""
+        """Halve the size of steps for a while; False: they cannot be smaller."""
         has_shrunk = self._size.shrink()
         if has_shrunk:
             self._bus.publish(StepsResized(self._size.tokens))
@@ -330,7 +331,7 @@ class Scheduler:
 
     def take_outputs(self) -> list[Output]:
         """The Outputs since the last call."""
-        self._untold.clear()
+        self._undelivered.clear()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -353,14 +354,15 @@ class Scheduler:
         )
 
     def change_store(self, config: StoreConfig) -> None:
-        """Use other settings from now on for what is loaded, when a prompt starts on it, and when
-        pages are saved."""
+        """Change the settings of the store: which pages are loaded, when a prompt may start on
+        them, and when pages are saved."""
         self._store.save_as(config.save)
         if self._loader.fetching is not None:
             self._loader.fetching = replace(self._loader.fetching, config=config)
 
     def pin(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> list[PageKey]:
-        """Pin the cached pages of a prefix; they go only if nothing could run otherwise."""
+        """Pin the cached pages of a prefix: they are evicted only if nothing could run
+        otherwise."""
         if self._config.share is Share.NONE:
             return []
         return self._store.pin(self._store.chain(token_ids, salt, public_tokens))
@@ -370,11 +372,11 @@ class Scheduler:
         self._store.unpin(list(keys))
 
     def clear_cache(self) -> int:
-        """Forget every cached page no sequence holds; returns how many."""
+        """Forget every cached page that no sequence holds; returns how many."""
         return self._store.clear()
 
     def clear_device(self) -> int:
-        """Forget every page on the device no sequence holds, and save none of them."""
+        """Forget every page on the device that no sequence holds, without saving it."""
         before = self._store.num_cached_pages
         with self._store.distrust():
             pass
@@ -391,8 +393,9 @@ class Scheduler:
     # --- what goes into a step ------------------------------------------------------------------
 
     def _make_way(self) -> bool:
-        """Preempt running sequences if a suspect is to be tried. False: while any sequence is in
-        doubt, steps do not overlap, so that it is certain which of them failed."""
+        """Preempt running sequences if a suspect is to be tried alone. False: no step can be made
+        before the one in flight has ended, because steps do not overlap while a sequence is in
+        doubt."""
         self._retry.end_if_nobody_else_is_left()
         if not self._retry.is_in_doubt:
             return True
@@ -474,7 +477,7 @@ class Scheduler:
             self._end_early(sequence, FinishReason.ERROR, fault)
 
     def _take_masses(self, step: Step, result: StepResult) -> None:
-        """Attention to pages that sequences of a step have asked for."""
+        """Record the attention to pages that sequences of a step asked for."""
         for weighed, masses in zip(step.weighings, result.page_masses, strict=True):
             number = int(np.searchsorted(step.seq_starts, weighed.first_row, side="right")) - 1
             slot = SeqSlot(int(step.seq_slots[number]))
@@ -483,8 +486,8 @@ class Scheduler:
                 weighing.add(masses)
 
     def _end_reader(self, reader: Sequence, reason: FinishReason) -> None:
-        """A sequence that weighed pages is done: the answers that wait for it can start. If it
-        did not come to its end, neither do they."""
+        """A sequence that weighed pages has ended: the answers that wait for it can start. If it
+        failed or was stopped, they end as well."""
         request_id, weighing = reader.request.request_id, reader.weighing
         assert weighing is not None
         reader.state = SeqState.DONE
@@ -493,7 +496,7 @@ class Scheduler:
         self._retry.forget(reader)
         if not answers:
             del self._sequences[request_id]
-            self._untold.add(request_id)
+            self._undelivered.add(request_id)
         elif reason is FinishReason.LENGTH:
             self._intake.settle(weighing, answers)
             for answer in answers:
@@ -508,7 +511,7 @@ class Scheduler:
         answers.remove(sequence)
         if not answers:
             del self._sequences[request_id]
-            self._untold.add(request_id)
+            self._undelivered.add(request_id)
         self._retry.forget(sequence)
         self._bus.publish(SequenceFinished(request_id, sequence.index, reason, num_output))
 
@@ -549,8 +552,8 @@ class Scheduler:
         self._store.flush()
 
     def _look_at_reads(self, has_ended: Callable[[], bool]) -> None:
-        """Delay making a step while the device is busy anyway: pages read from disk meanwhile go
-        on to the device at once, and can still be part of the step."""
+        """Delay making a step while the device is busy anyway: pages that arrive from disk in this
+        time are copied to the device at once, and the step can still use them."""
         while self._store.is_reading:
             left_s = self._loader.lead_s(self._in_flight) - MAKE_S
             if left_s <= 0 or has_ended():

@@ -28,7 +28,7 @@ class SeqState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What is known of a sequence apart from its running counters."""
+    """A sequence, apart from its counters while it runs."""
 
     request: Request
     index: int  # which of the request's n answers; READER: none
@@ -39,14 +39,15 @@ class Sequence:
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
     origins: Origins | None = None  # where pages kept through a truncation are
     num_dropped_tokens: int = 0  # of the prompt, by truncation
-    awaited_cut: Weighing | None = None  # until it is made, it cannot start; its length is known
-    weighing: Weighing | None = None  # it reads to find this cut, and answers nothing
-    has_fetched: bool = False  # pages are brought up for it from lower tiers
-    num_loaded_pages: int = 0  # that were brought up ahead of its turn when that was last done
-    num_pages_then: int = -1  # that it had on the device when that was last done; -1: never
-    has_asked: bool = False  # other processes, by way of a tier that they fill, for its pages
-    asked: PageKey | None = None  # what the answer goes by, while it is to come
-    last_name: PageName | None = None  # of the last full page after the chain's; None: none yet
+    # it cannot start before this cut is made; its length is known
+    awaited_cut: Weighing | None = None
+    weighing: Weighing | None = None  # it reads only to find this cut
+    has_fetched: bool = False  # pages were loaded for it from lower tiers
+    num_loaded_pages: int = 0  # loaded for it before its turn
+    num_pages_then: int = -1  # on the device when its last load began; -1: no load yet
+    has_asked: bool = False  # shared tiers were asked for its pages
+    asked: PageKey | None = None  # the key of the answer while it is awaited
+    last_name: PageName | None = None  # of the last full page of the answer; None: none yet
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
@@ -54,14 +55,14 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # not yet delivered
     # of the first answer, where wanted and not yet delivered
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    first_logprob: int = 1  # the place in the prompt from which on they are computed
+    first_logprob: int = 1  # the first place in the prompt for which they are computed
     num_delivered: int = 0  # output tokens the caller has seen
-    # waiting: prompt tokens to compute, once it is decided what is loaded; None: undecided
+    # while waiting: prompt tokens to compute; None: what is loaded is not decided yet
     num_to_compute: int | None = None
     mask: TokenMask | None = None  # where a grammar restricts the answer
-    has_form_fault: bool = False  # it ends because it cannot go on in its form
+    has_form_fault: bool = False  # it ends because it cannot continue in its form
     num_faults: int = 0  # steps that failed with it since it last got a token
-    is_at_fault: bool = False  # a step failed with its request alone: it is not tried again
+    is_at_fault: bool = False  # its request failed alone: it is not tried again
 
     def __post_init__(self) -> None:
         if self.request.grammar is not None:
@@ -69,7 +70,7 @@ class Sequence:
         self.reset_prompt_logprobs()
 
     def reset_prompt_logprobs(self) -> None:
-        """Prompt logprobs that were not delivered are collected from the beginning."""
+        """Start collecting prompt logprobs again, unless they were delivered."""
         if self.num_delivered > 0 or self.index > 0:
             self.prompt_logprobs = None
         elif self.request.scoring is not None:
@@ -79,7 +80,7 @@ class Sequence:
 
     def begin_prompt_logprobs(self, known: Iterable[TokenLogprobs | None]) -> None:
         """Collect prompt logprobs after those of the first tokens, which are `known`."""
-        found = list(known) or [None]  # nothing predicts the first token
+        found = list(known) or [None]  # the first token has no logprob
         self.prompt_logprobs, self.first_logprob = found, len(found)
 
     @property
@@ -92,13 +93,13 @@ class Sequence:
 
     @property
     def has_named_tail(self) -> bool:
-        """Whether others may share the page after its last full one. That page must not grow: it
+        """Whether others may share the page after its last full one. That page must not grow, so it
         ends with the prompt."""
         return self.chain is not None and self.prompt_logprobs is not None and self.max_output == 1
 
     @property
     def is_suspect(self) -> bool:
-        """Whether steps failed with it repeatedly: it is tried alone, to find the cause."""
+        """Whether several steps failed with it: it is tried alone, to find the cause."""
         return self.num_faults >= SUSPECT_FAULTS
 
     @property

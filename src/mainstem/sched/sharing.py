@@ -46,7 +46,8 @@ class SharingTree:
         self.version = version  # changes with every attach and detach
 
     def attach(self, slot: int, pages: Int32s) -> None:
-        """`slot` holds `pages`, from its first on; full pages only, which never change again."""
+        """Record that `slot` holds `pages`, from its first page on. Full pages only: they never
+        change again."""
         self.version += 1
         node = ROOT
         done = 0
@@ -132,7 +133,7 @@ class SharingTree:
         return tuple(found)
 
     def check(self) -> None:
-        """Raise if counts or links are off."""
+        """Raise if counts or links are wrong."""
         for number, stem in enumerate(self._stems):
             if stem is None:
                 continue
@@ -187,7 +188,8 @@ class SharingTree:
         return upper
 
     def _join_only_child(self, number: int) -> None:
-        """A stem with one child and no sequence of its own is held by the same as that child."""
+        """Join a stem with its only child if no sequence ends at the stem: both have the same
+        holders."""
         stem = self._stem(number)
         (child,) = stem.children.values()
         node = self._stem(child)

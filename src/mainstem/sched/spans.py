@@ -1,4 +1,5 @@
-"""A step's attention as spans: shared runs once for all their readers, own tokens separately."""
+"""A step's attention as spans: one for each shared run and all its readers, and one for each
+sequence's own tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from mainstem.core.ragged import ragged_arange, starts_of
 from mainstem.core.step import Bools, Int32s, Spans
 from mainstem.sched.sharing import ROOT, SharingTree
 
-# (readers, tokens) of shared runs -> which are worth a span of their own
+# (readers, tokens) of shared runs -> which of them get a span
 WorthSharing = Callable[[Int32s, Int32s], Bools]
 
 
@@ -19,7 +20,8 @@ def share_all(readers: Int32s, tokens: Int32s) -> Bools:
 
 
 def share_none(readers: Int32s, tokens: Int32s) -> Bools:
-    """No shared reads (RelayAttention's comparison "vLLM-PS": stored once, read by each)."""
+    """No run is read once for all (RelayAttention's comparison "vLLM-PS": stored once, read by each
+    sequence)."""
     return np.zeros(len(readers), np.bool_)
 
 
@@ -49,8 +51,9 @@ class SpanBuilder:
         max_levels: int | None = None,
         align_tokens: int | None = None,
     ) -> None:
-        """`max_levels` limits how many shared spans may lie above one another; the topmost stay.
-        Spans begin at multiples of `align_tokens` in their sequences (a page unless given)."""
+        """`max_levels` limits how many shared spans one sequence may read; those nearest the root
+        are kept. Spans begin at multiples of `align_tokens` in their sequences (a page unless
+        given)."""
         self.page_size = page_size
         self._align_pages = 1 if align_tokens is None else align_tokens // page_size
         self._max_levels = max_levels
@@ -100,10 +103,10 @@ class SpanBuilder:
     def _share(
         self, tree: SharingTree, slots: Int32s, seq_starts: Int32s, num_readable: Int32s
     ) -> _Shared:
-        """Which runs get a span of their own.
+        """Which runs get a span.
 
-        A sequence reads a stem with others once it has computed past it: `num_readable` pages.
-        A run that is not worth a span is read with the runs below it.
+        A sequence reads a stem together with others once it has computed past it (`num_readable`
+        pages). A run without a span is read as part of the runs below it.
         """
         empty = np.empty(0, np.int32)
         own_first = np.zeros(len(slots), np.int32)
@@ -124,7 +127,7 @@ class SpanBuilder:
         if not chosen.any():
             return nothing
         begin = self._aligned(_nearest_chosen_end(tree, unique, chosen))
-        chosen &= begin < ends  # one that is shorter than the alignment has nothing left
+        chosen &= begin < ends  # nothing is left of a run that is shorter than the alignment
         if not chosen.any():
             return nothing
         begin = begin[chosen]
@@ -171,7 +174,7 @@ def _ancestry(tree: SharingTree, slots: Int32s, num_readable: Int32s) -> tuple[I
 
 
 def _nearest_chosen_end(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int32s:
-    """Page index after the nearest ancestor with a span of its own; 0 where there is none.
+    """Page index after the nearest ancestor with a span; 0 if there is none.
 
     `stems` is sorted. An ancestor of a readable stem is readable, so all ancestors are in it.
     """

@@ -1,7 +1,7 @@
 """Prompts in progress continue, and sequences from the queue start.
 
 queue's head --> looked up --> READY or MISS --> may_start --> pages, slot, first chunk
-                     |                              | no: it stays, and none overtakes it
+                     |                              | no: it stays; no other overtakes it
                      '--> LOADING, or to be loaded: parked until its page is there
 """
 
@@ -35,7 +35,7 @@ class Starter:
         bus: EventBus,
         max_seqs: int | None,
     ) -> None:
-        """`max_seqs`: most sequences that run at once; None: as many as memory holds."""
+        """`max_seqs` is the most sequences that run at once; None: as many as fit into memory."""
         self._max_seqs = max_seqs
         self._running = running
         self._queue = queue
@@ -48,7 +48,8 @@ class Starter:
         self._admission = Admission(running.page_size)
 
     def fill(self, work: PromptWork) -> None:
-        """Prompt chunks for the budget: sequences under way, then new ones; by priority."""
+        """Prompt chunks within the budget: first of sequences that have started, then of new ones;
+        by priority."""
         for sequence in self._running.unfinished():
             self._start_waiting(work, before=sequence.request.priority)
             if work.budget <= 0:
@@ -76,8 +77,8 @@ class Starter:
             work.add(self._next_chunk(slot, work.budget))
 
     def _may_join(self, sequence: Sequence) -> bool:
-        """A suspect is alone in its steps. So is the sequence that must show that steps still
-        succeed."""
+        """Whether a sequence may be in the step. A suspect is alone in its steps, and so is the
+        sequence that must show that steps still succeed."""
         if sequence.is_suspect or self._queue.suspects_last:
             return len(self._running) == 0
         return self._running.suspect is None
@@ -94,11 +95,11 @@ class Starter:
         try:
             return self._start_leased(found, work)
         except Exception:
-            self._queue.push(sequence)  # so that `fail` finds it; it may have left the queue
+            self._queue.push(sequence)  # it may have left the queue, and `fail` must find it there
             raise
 
     def _start_leased(self, found: Candidate, work: PromptWork) -> SeqSlot | None:
-        """As _try_start, with the cached pages leased."""
+        """The rest of `_try_start`, once the cached pages are leased."""
         tokens_ahead = self._loader.tokens_ahead()
         if not self._may_start(found, work) or self._loader.must_wait(found, tokens_ahead):
             self._store.release(found.match.pages)
@@ -162,7 +163,7 @@ class Starter:
         return slot
 
     def _lease_similar(self, match: Match, num_new: int) -> bool:
-        """Lease the page to copy from until the step has run; False: there is none, or it was
+        """Lease the page to copy from until the step has run. False: there is none, or it was
         counted as available."""
         if match.similar_page is None:
             return False

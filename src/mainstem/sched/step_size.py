@@ -6,7 +6,7 @@ from mainstem.core.step import Int32s, Int64s
 
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
-GROW_STEPS = 256  # successful steps before larger ones are tried again ...
+GROW_STEPS = 256  # number of successful steps before larger ones are tried again ...
 MAX_GROW_STEPS = 1 << 16  # ... doubled each time that larger ones do not fit
 
 
@@ -15,7 +15,7 @@ class StepSize:
     back slowly, since another process may have used the memory for a while."""
 
     def __init__(self, chunk_tokens: int | None, max_step_tokens: int | None) -> None:
-        """`max_step_tokens` is what the runner's buffers hold; None: any number."""
+        """`max_step_tokens` is the size of the runner's buffers; None: no limit."""
         self._chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
         self._is_bounded = max_step_tokens is not None
         if max_step_tokens is not None:
@@ -32,7 +32,7 @@ class StepSize:
 
     @property
     def is_full(self) -> bool:
-        """Whether it is as large as it was configured."""
+        """Whether the budget is as large as configured."""
         return self._chunk_tokens == self._full_tokens
 
     @property
@@ -41,12 +41,12 @@ class StepSize:
         return max(self._chunk_tokens // 8, 1)
 
     def prompt_tokens(self, num_decodes: int) -> int:
-        """Tokens for prompts beside `num_decodes` decodes."""
+        """Tokens for prompts in a step with `num_decodes` decodes."""
         return max(self._chunk_tokens - num_decodes, self._prompt_part)
 
     def choose(self, decodes: Int32s, last_step: Int64s) -> Int32s:
-        """The slots that decode in this step: all of them, or, where the runner takes fewer tokens,
-        those that waited longest, by each slot's `last_step`."""
+        """The slots that decode in this step: all of them, or, if the runner takes fewer tokens,
+        those that have waited longest (the smallest `last_step`)."""
         most = max(self._chunk_tokens - self._prompt_part, 1)
         if not self._is_bounded or len(decodes) <= most:
             return decodes
@@ -54,10 +54,10 @@ class StepSize:
         return decodes[np.sort(oldest)]
 
     def shrink(self) -> bool:
-        """Make steps half as large from here on; False when they are as small as they get."""
+        """Halve the size of steps from now on; False: they cannot be smaller."""
         if not self._is_bounded or self._chunk_tokens <= SMALLEST_CHUNK_TOKENS:
             return False
-        if self._has_grown:  # too early
+        if self._has_grown:  # steps grew too early
             self._grow_steps = min(2 * self._grow_steps, MAX_GROW_STEPS)
         self._chunk_tokens = max(self._chunk_tokens // 2, SMALLEST_CHUNK_TOKENS)
         self._num_good = 0

@@ -48,7 +48,8 @@ class SeqTable:
         self.stop_ids: Int32s = np.zeros((size, MAX_FAST_STOPS), np.int32)
         self.has_many_stops: Bools = np.zeros(size, np.bool_)
         self.is_alive: Bools = np.zeros(size, np.bool_)
-        self.is_sync: Bools = np.zeros(size, np.bool_)  # must see a sample before its next step
+        # the host must read its sample before its next step
+        self.is_sync: Bools = np.zeros(size, np.bool_)
         self.is_streaming: Bools = np.zeros(size, np.bool_)
         self.num_pages: Int32s = np.zeros(size, np.int32)
         self.temperature: Float32s = np.zeros(size, np.float32)
@@ -65,7 +66,7 @@ class SeqTable:
         ]
         self.page_table: Int32s = np.zeros((size, 16), np.int32)
         self.outputs: Int32s = np.zeros((size, 32), np.int32)
-        # of the last step: settings of slots are kept until one gets another sequence
+        # of the last step; kept until one of its slots gets another sequence
         self._kept_samples: tuple[bytes, SampleBatch] | None = None
         self._grow_slots(initial_slots)
 
@@ -196,7 +197,7 @@ class SeqTable:
         self.sample_row[sample_slots] = np.arange(len(sample_slots), dtype=np.int32)
 
     def append_samples(self, slots: Int32s, token_ids: Int32s) -> None:
-        """Samples were read back: they take the place `total` had kept for them."""
+        """Append samples that were read back; `total` counts them already."""
         if len(slots) == 0:
             return
         column = self.num_read_back(slots)
@@ -226,7 +227,7 @@ class SeqTable:
         return batch
 
     def _settings(self, slots: Int32s) -> SampleBatch:
-        """What does not change from token to token; no masks and no noise keys."""
+        """The settings that do not change from token to token: all but masks and noise keys."""
         temperature = self.temperature[slots]
         special = self.edits_logits[slots].nonzero()[0].astype(np.int32)
         masked = self.has_mask[slots].nonzero()[0].astype(np.int32)
@@ -251,7 +252,7 @@ class SeqTable:
         return np.stack([allowed_tokens(*self._mask(slot)) for slot in slots.tolist()])
 
     def form_fault(self, slot: SeqSlot) -> str | None:
-        """Why a sequence with a grammar cannot go on, if it cannot."""
+        """Why a sequence with a grammar cannot continue; None: it can."""
         return form_fault(*self._mask(slot))
 
     def _mask(self, slot: SeqSlot) -> tuple[TokenMask, Int32s, int]:
@@ -261,7 +262,7 @@ class SeqTable:
         return mask, self.output_ids(slot), self._vocab_size
 
     def _noise_keys(self, slots: Int32s) -> Int64s:
-        """Of the draw of each slot's next output token."""
+        """The noise keys for each slot's next output token."""
         return noise_keys(self.seed[slots], self.total[slots] - self.prompt_len[slots])
 
     def _widen_pages(self, width: int) -> None:

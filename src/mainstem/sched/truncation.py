@@ -8,9 +8,9 @@ remembered between turns: a later turn of the conversation is cut at the same pl
 outgrown the window by one more step, and finds the pages of the turn before.
 
 Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are rotated by
-the distance they move (AttentionStore 3.4). Such pages still depend on tokens that are gone, so
+the distance they move (AttentionStore 3.4). Such pages still depend on dropped tokens, so
 their names include the session and what was dropped: no other request uses them. Under `important`
-the pages that go are not the oldest ones, but chosen by attention (sched/important.py).
+the dropped pages are chosen by attention, not by age (sched/important.py).
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Truncation:
     cut: Cut
     cuts_before: tuple[Cut, ...]
     num_dropped: int
-    # how the cut is found; until then `cut` is only as large as it will be
+    # how the cut is found; until then only the length of `cut` is right
     weighing: Weighing | None = None
 
 
@@ -69,8 +69,9 @@ class Truncator:
 
     def fit(self, request: Request) -> tuple[Request, Truncation | None]:
         """The request with its prompt cut to the window, and the cut (None: it fits uncut).
-        InvalidRequest if its policy, or the pages it wants kept, do not allow a cut. Where pages
-        must be weighed first, give the Weighing to `settle`, and fit the request once more.
+        Raises InvalidRequest if the request's policy, or the pages it wants to keep, do not allow a
+        cut. If pages must be weighed first, give the Weighing to `settle` when that is done, and
+        call `fit` again.
 
         Room is left for the answer, too: for max_tokens, but at most half of what a cut leaves
         besides the sink.
@@ -112,8 +113,8 @@ class Truncator:
         )
 
     def settle(self, weighing: Weighing) -> None:
-        """The pages are weighed: choose, and remember the choice. If another turn has made it
-        meanwhile, that one holds."""
+        """The pages are weighed: choose, and remember the choice. If another turn has made the
+        choice in the meantime, that one is used."""
         num_pages = len(weighing.given.prompt_ids) // self._page_size
         if self._choices.find(weighing.name, num_pages) is None:
             self._choices.keep(weighing.name, weighing.choose())
@@ -121,7 +122,7 @@ class Truncator:
     def _plain_cuts(
         self, request: Request, sink_pages: int, step: int, num_steps: int
     ) -> tuple[Cut, ...]:
-        """The cut after each step, the last ones only."""
+        """The cuts after the last few steps."""
         first = max(1, num_steps - self._window // (step * self._page_size) - 1)
         numbers = range(first, num_steps + 1)
         return tuple(self._cut(request.prompt_ids, sink_pages, each * step) for each in numbers)
@@ -129,8 +130,8 @@ class Truncator:
     def _chosen_cuts(
         self, request: Request, sink_pages: int, step: int, num_steps: int
     ) -> tuple[tuple[Cut, ...], Weighing | None]:
-        """The cut after each step, as it was chosen, and how to choose the last one if it was not.
-        Earlier ones that are not known drop the oldest pages."""
+        """The cut after each step, as it was chosen. If the last one was not chosen yet, also how
+        to choose it. Earlier cuts that are not known drop the oldest pages."""
         if self._rules.choose_kept is not None:
             raise InvalidRequest("overflow", "important cannot be combined with choose_kept")
         num_pages = len(request.prompt_ids) // self._page_size
@@ -144,7 +145,7 @@ class Truncator:
                 if number == num_steps - 1:
                     weighing = weigh(name, request, cuts, step, self._window, self._page_size)
                     if weighing is None:
-                        self._choices.keep(name, cut)  # later turns must not choose anew
+                        self._choices.keep(name, cut)  # later turns must not choose again
             cuts = (*cuts, cut)
         return cuts[1:], weighing
 
@@ -165,7 +166,8 @@ class Truncator:
 
 
 def _too_long(num_prompt: int, window: int, num_fixed: int | None) -> InvalidRequest:
-    """`num_fixed`: leading tokens that leave too little to cut; None: it may not be cut at all."""
+    """The error for a prompt that cannot be cut. `num_fixed` leading tokens must be kept and leave
+    too little; None: no cut is allowed at all."""
     if num_fixed is None:
         return InvalidRequest(
             "prompt", f"{num_prompt} tokens leave no room for an answer in the context of {window}"

@@ -1,4 +1,4 @@
-"""Requests in progress, on the event loop: the news of their answers so far."""
+"""Requests in progress, on the event loop: collects the news of their answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -11,15 +11,15 @@ from mainstem.text.tokenizer import Tokenizer
 
 
 class EngineFault(Exception):
-    """A request ended through no fault of its own: the engine failed, or is shutting down."""
+    """A request ended because the engine failed or is shutting down."""
 
 
 class RequestFault(EngineFault):
-    """Steps failed on this request whenever it was tried; other requests go on."""
+    """Steps failed on this request every time it was tried; other requests continue."""
 
 
 class FormFault(EngineFault):
-    """An answer cannot go on in the form it must have; the request asks too much of its parser."""
+    """An answer cannot continue in its form, because the form is too expensive for the parser."""
 
 
 Fault = EngineFault | InvalidRequest
@@ -36,7 +36,7 @@ class Ticket:
         answering: "Answering",
         reader: AnswerReader,
     ) -> None:
-        self.number = number  # what the engine calls it
+        self.number = number  # its number in messages to the engine
         self.place = place  # among the prompts of its Answering
         self.request = request
         self.answering = answering
@@ -65,8 +65,8 @@ class Ticket:
         )
 
     def hear(self, output: Output, now_s: float) -> TextOutput | None:
-        """Take in news of an answer; None if a stop string has ended it already. A fault is not
-        passed on, since it ends all answers."""
+        """Read news of an answer; None if a stop string has ended it already. The caller handles
+        faults, since they end all answers."""
         news = self._reader.read(output)
         if news is None or news.fault is not None:
             return news
@@ -99,17 +99,17 @@ class Answering:
         self._wake = asyncio.Event()
 
     def accept(self, ticket: Ticket) -> None:
-        """The engine has queued a prompt."""
+        """Record that the engine has queued a prompt."""
         ticket.is_accepted = True
         self._wake.set()
 
     def hear(self, place: int, news: TextOutput) -> None:
-        """The iteration gets this next."""
+        """Add news, which the iteration returns next."""
         self._news.append((place, news))
         self._wake.set()
 
     def fail(self, fault: Fault) -> None:
-        """End it; the iteration raises `fault`."""
+        """End the request; the iteration raises `fault`."""
         self.fault = fault
         self._wake.set()
 
@@ -122,7 +122,8 @@ class Answering:
             await self._wake.wait()
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, TextOutput]]]:
-        """(place of the prompt, news) in order, in batches; raises what ended it early."""
+        """(place of the prompt, news) in order, in batches; raises the error that ended it
+        early."""
         while True:
             if self._news:
                 news, self._news = self._news, []

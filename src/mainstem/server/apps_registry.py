@@ -15,7 +15,7 @@ VERSION = 1  # of the file
 
 
 class AppFile:
-    """Apps that outlive the process, in one file: `{"version": 1, "apps": {name: prompt}}`."""
+    """Keeps apps in a file: `{"version": 1, "apps": {name: prompt}}`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,13 +37,13 @@ class AppFile:
         raise ConfigError(f"cannot read the apps in {self._path} ({wrong}): repair or remove it")
 
     def save(self, apps: Mapping[str, App]) -> None:
-        """All or nothing; raises OSError."""
+        """Replace the file atomically; raises OSError."""
         record = {"version": VERSION, "apps": {name: app.prompt for name, app in apps.items()}}
         write_whole(self._path, json.dumps(record).encode())
 
 
 class AppRegistry:
-    """The apps of a server, by name. Changed by one caller at a time; any thread may look.
+    """The apps of a server, by name. One caller at a time may change it; any thread may read.
 
     Apps added while it runs are kept in a file, if there is one. At the next start, apps given by
     flags replace those of the same name.
@@ -68,15 +68,15 @@ class AppRegistry:
 
     def add(self, app: App) -> None:
         """Add an app, or replace the one of the same name. Raises InvalidRequest if there are too
-        many, OSError if it cannot be saved; then nothing changes."""
+        many, OSError if it cannot be saved; in both cases nothing changes."""
         if app.name not in self._apps and len(self._apps) >= MAX_APPS:
             raise InvalidRequest("name", f"there are {MAX_APPS} apps already")
         self._keep(self._kept | {app.name: app})
         self._apps[app.name] = app
 
     def remove(self, name: str) -> bool:
-        """Whether there was such an app. Its pages go when room is needed. Raises OSError as `add`
-        does."""
+        """Remove an app; returns whether there was one. Its pages are evicted when room is needed.
+        Raises OSError like `add`."""
         if name in self._kept:
             self._keep({other: app for other, app in self._kept.items() if other != name})
         return self._apps.pop(name, None) is not None

@@ -23,11 +23,11 @@ class Tenant:
     is_admin: bool = False
 
     def page_salt(self, cache_salt: bytes) -> bytes:
-        """The salt of a request with its own `cache_salt` of any length; the result is short."""
+        """The salt of a request that has its own `cache_salt`. The result has a fixed length."""
         return sha256(self.salt + cache_salt).digest() if cache_salt else self.salt
 
 
-ANYBODY = Tenant("", b"")  # no keys are set: one tenant without a salt
+ANYBODY = Tenant("", b"")  # used if no keys are set: one tenant without a salt
 ADMIN = Tenant("admin", b"admin", is_admin=True)
 
 
@@ -35,7 +35,7 @@ class KeyRing:
     """The keys of one file. Only digests are kept."""
 
     def __init__(self, keys: dict[str, str]) -> None:
-        """`keys`: tenant's name -> key."""
+        """`keys` maps a tenant's name to its key."""
         self._tenants = [
             (sha256(key.encode()).digest(), Tenant(name, _tenant_salt(key)))
             for name, key in keys.items()
@@ -96,8 +96,8 @@ def bearer_key(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def shown_key(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The key that came with a request: as Bearer, or as `x-api-key`, as Anthropic's clients send
-    it; empty when there is none, or several."""
+    """The key of a request: Bearer, or `x-api-key`, which Anthropic's clients send; empty if there
+    is none, or several."""
     values = [value for name, value in headers if name == b"x-api-key"]
     return bearer_key(headers) or (values[0].strip() if len(values) == 1 else b"")
 
@@ -106,8 +106,8 @@ class Access:
     """Which tenant may use which path.
 
     Open to all: health, readiness and the static page, which holds no secret. `/admin/` needs an
-    admin key and is closed without an admin key file. Everything else needs a tenant's key as soon
-    as there are any; what only shows numbers takes an admin key as well.
+    admin key and is closed without an admin key file. Everything else needs a tenant's key if any
+    keys are set; paths that only show numbers also accept an admin key.
     """
 
     OPEN = frozenset({"/", "/health", "/ready"})
@@ -123,7 +123,7 @@ class Access:
         return [ANYBODY] if self._keys is None else self._keys.tenants
 
     def admit(self, path: str, headers: list[tuple[bytes, bytes]]) -> Tenant | None:
-        """The tenant, or None when the path needs a key that was not shown."""
+        """The tenant; None: the path needs a key, and the request has none that is valid."""
         key = shown_key(headers)
         if path.startswith("/admin/"):
             return self._admin(key)

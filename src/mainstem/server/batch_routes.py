@@ -29,7 +29,7 @@ class BatchRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._arriving: Counter[str] = Counter()  # bytes of uploads in progress, by owner ...
-        self._num_arriving: Counter[str] = Counter()  # ... and how many these are
+        self._num_arriving: Counter[str] = Counter()  # ... and the number of these uploads
 
     def listed(self) -> list[Route]:
         return [
@@ -52,7 +52,7 @@ class BatchRoutes:
         owner, limits = _owner(request), self._gateway.limits
         self._gateway.gate.allow(request.state.tenant)
         if self._gateway.is_draining:
-            raise unavailable("the server is going down")
+            raise unavailable("the server is shutting down")
         async with self._room(owner, expected_bytes(request, limits)):
             with disk_is_needed():
                 made = await self._receive(request)
@@ -60,10 +60,9 @@ class BatchRoutes:
 
     @asynccontextmanager
     async def _room(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
-        """Room for one more file of an owner; raises ApiError 413 where there is none.
-
-        Counted before files are listed: a file completed meanwhile is counted twice rather than not
-        at all. The same holds for the answers of a batch while its files are made.
+        """Reserve room for one more file of an owner; raises ApiError 413 if there is none. Uploads
+        are counted before files are listed, so a file that is completed in between counts twice,
+        which is safe. The same is true for the answers of a batch while its files are made.
         """
         limits = self._gateway.limits
         self._arriving[owner] += num_bytes
@@ -134,7 +133,7 @@ class BatchRoutes:
         body = read_fields(await read_json(request, limits), BatchBody)
         stored = await self._file_of(request, body.input_file_id, 400)
         await self._forget_one(owner)
-        async with self._room(owner, 0):  # its answers will be a file
+        async with self._room(owner, 0):  # its answers will become a file
             batch = self._created(owner, stored, body)
         service.runner.wake()
         return JSONResponse(batch.to_json())
@@ -153,9 +152,8 @@ class BatchRoutes:
             return service.batches.create(owner, body.endpoint, stored.file_id, body.metadata)
 
     async def _forget_one(self, owner: str) -> None:
-        """Make room for one more batch of an owner; raises ApiError 413 where there is none.
-
-        A batch is forgotten before its time only when there is nothing left to fetch of it.
+        """Make room for one more batch of an owner; raises ApiError 413 if there is none. A batch
+        is dropped early only if it has no files left to fetch.
         """
         service, limits = self._service(), self._gateway.limits
         if len(service.batches.listed(owner)) < limits.kept_batches:
@@ -202,7 +200,7 @@ def _owner(request: Request) -> str:
 
 
 def _page(request: Request, items: Sequence[tuple[str, dict[str, object]]]) -> Response:
-    """Items by id, the latest first, from after `after` on, at most `limit`."""
+    """At most `limit` items, latest first, starting after the id `after`."""
     text = request.query_params.get("limit", "20")
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
     if limit < 1:
@@ -210,7 +208,7 @@ def _page(request: Request, items: Sequence[tuple[str, dict[str, object]]]) -> R
     after = request.query_params.get("after")
     ids = [item_id for item_id, _ in items]
     if after is not None and after not in ids:
-        raise ApiError(400, "after: is none of these", "after", "invalid_value")
+        raise ApiError(400, "after: there is no item with this id", "after", "invalid_value")
     start = 0 if after is None else ids.index(after) + 1
     shown = items[start : start + min(limit, MAX_LISTED)]
     return JSONResponse(

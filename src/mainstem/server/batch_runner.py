@@ -1,8 +1,8 @@
 """Runs batches at a lower priority than interactive requests, one per tenant at a time.
 
 Rows are read, planned and written by the parts of `mainstem batch`. No new row starts while many
-interactive requests are open. Answers are appended to a file as they come, and only that file says
-what is done: after a restart or a kill a batch continues where it was.
+interactive requests are open. Answers are appended to a file as they come. Only that file says
+which rows are done, so a batch continues after a restart or a kill.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ Json = dict[str, object]
 
 PRIORITY = 1 << 20  # after interactive requests
 MAX_BATCHES = 8  # at once
-MAX_ROWS = 1024  # open at once, of all batches
+MAX_ROWS = 1024  # rows open at once, of all batches together
 MAX_WAITING = 32  # with more requests waiting, no row is started: the queue is shared with clients
 BUSY_ANSWERS = 8  # with more interactive answers open, no row is started
-LOOK_S = 0.02  # how often the runner checks whether it may go on
-WINDOW_BYTES = 64 << 20  # of rows that are planned together
-MAX_TRIES = 5  # of a row while the engine fails
-RETRY_S = 1.0  # after the engine failed, or the disk; of the disk doubled each time ...
+LOOK_S = 0.02  # how often the runner checks whether it may start a row
+WINDOW_BYTES = 64 << 20  # bytes of rows that are planned together
+MAX_TRIES = 5  # attempts for a row while the engine fails
+RETRY_S = 1.0  # pause after the engine or the disk failed; for the disk doubled each time ...
 MAX_RETRY_S = 60.0  # ... up to this
 
 log = logging.getLogger("mainstem.server")
@@ -88,7 +88,7 @@ class BatchRunner:
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by batch: owner, task
         self._loop: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._num_open = 0  # rows, of all batches
+        self._num_open = 0  # open rows of all batches
         self._seen = engine.snapshot
         self._num_since = 0  # rows started since then
 
@@ -96,14 +96,13 @@ class BatchRunner:
         self._loop = asyncio.ensure_future(self._run())
 
     def wake(self) -> None:
-        """There is a new batch, or room for one."""
+        """Look for batches to start: there is a new one, or one has ended."""
         self._wake.set()
 
     def cancel(self, batch: Batch) -> Batch:
-        """End a batch early; what is answered by then is kept.
-
-        If the disk fails, it stops all the same, and that is saved when the disk works again; only
-        after a kill before then would it continue.
+        """End a batch early; answers so far are kept. If the disk fails, the batch stops as well,
+        and its state is saved when the disk works again. Only if the process is killed before that,
+        the batch continues after a restart.
         """
         if batch.is_ended or batch.status is BatchStatus.CANCELLING:
             return batch
@@ -120,7 +119,7 @@ class BatchRunner:
         return cancelling
 
     async def close(self) -> None:
-        """Stop; a later process continues."""
+        """Stop running batches; a later process continues them."""
         self._is_closing = True
         tasks = [task for _, task in self._running.values()]
         if self._loop is not None:
@@ -143,7 +142,7 @@ class BatchRunner:
             await self._wake.wait()
 
     async def _care_for(self, batch: Batch) -> None:
-        """Work on a batch until it has ended; while the disk fails, retry with growing pauses."""
+        """Work on a batch until it has ended; retry with growing pauses while the disk fails."""
         wait_s = RETRY_S
         try:
             while not self._latest(batch).is_ended:
@@ -159,21 +158,21 @@ class BatchRunner:
             self.wake()
 
     async def _attempt(self, batch: Batch) -> None:
-        """Run a batch to its end, good or bad; raises OSError while the disk fails."""
+        """Run a batch until it has succeeded or failed; raises OSError while the disk fails."""
         try:
             await self._work(batch)
         except asyncio.CancelledError:
             if self._is_closing:
                 raise
             await self._finish(self._latest(batch), BatchStatus.CANCELLED)
-        except Exception as group:  # an error of this batch; the others go on
+        except Exception as group:  # an error of this batch; the others continue
             error = _first(group)
             if (fault := _disk_fault(error)) is not None:
                 raise fault from None
             await self._give_up(self._latest(batch), error)
 
     async def _sleep(self, seconds: float) -> None:
-        """Until then, or until the batch is cancelled."""
+        """Sleep this long, or until the batch is cancelled."""
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
@@ -181,7 +180,7 @@ class BatchRunner:
                 raise
 
     async def _give_up(self, batch: Batch, error: Exception) -> None:
-        """End a batch that cannot go on; what is answered by then is kept, if it can be read."""
+        """End a batch that cannot continue; answers so far are kept if they can be read."""
         log.error("a batch failed", exc_info=error)
         is_known = isinstance(error, FileFault | InvalidRequest)
         failed = replace(batch, fault=str(error) if is_known else "internal error")
@@ -198,15 +197,15 @@ class BatchRunner:
     # --- one batch ------------------------------------------------------------------------------
 
     async def _work(self, batch: Batch) -> None:
-        """From where it was left to its end."""
+        """Answer the rows that are left, and complete the batch."""
         if batch.status is BatchStatus.CANCELLING:
             await self._finish(batch, BatchStatus.CANCELLED)
             return
         tenant = self._tenants.get(batch.owner)
         if tenant is None:
-            raise InvalidRequest("key", "the key that this batch belongs to is gone")
+            raise InvalidRequest("key", "the key that this batch belongs to was removed")
         if await asyncio.to_thread(self._files.find, batch.owner, batch.input_file_id) is None:
-            raise InvalidRequest("input_file_id", "the file is gone")
+            raise InvalidRequest("input_file_id", "the file was removed")
         if batch.status is not BatchStatus.IN_PROGRESS:
             batch = batch.moved(BatchStatus.IN_PROGRESS)
             self._batches.put(batch)
@@ -239,7 +238,7 @@ class BatchRunner:
     # --- what rows need -------------------------------------------------------------------------
 
     def may_start(self) -> bool:
-        """Whether another row may be started."""
+        """Whether another row may start now."""
         snapshot = self._engine.snapshot
         if snapshot is not self._seen:
             self._seen, self._num_since = snapshot, 0
@@ -250,7 +249,7 @@ class BatchRunner:
         return has_room and self._num_open < MAX_ROWS and not is_busy and is_running
 
     def note_row(self, change: int) -> None:
-        """A row was started (1) or has ended (-1)."""
+        """Count a row that was started (1) or has ended (-1)."""
         self._num_open += change
         self._num_since += max(0, change)
 
@@ -276,8 +275,7 @@ class BatchRunner:
         self._batches.note(counted)
 
     async def answer(self, batch: Batch, row: Row, ids: Int32s, salt: bytes) -> Json:
-        """The output line of a row; raises WireError. While the engine is away, it is tried
-        again."""
+        """The output line of a row; raises WireError. Tries again while there is no engine."""
         call = row.call
         if call.url != batch.endpoint:
             message = f"url: is {call.url}, but the batch is for {batch.endpoint}"
@@ -293,7 +291,7 @@ class BatchRunner:
                 rendering=call.rendering(ids, self._engine.tokenizer),
             )
             for _ in range(MAX_TRIES):
-                await self._engine.running()  # for as long as that takes
+                await self._engine.running()  # waits without a limit
                 try:
                     if row.choices:
                         return await self._score(row, request, batch.owner)
@@ -349,7 +347,7 @@ class BatchRunner:
         return self._filler.apps.resolve(call, self._model.names)[1]
 
     def _name(self, row: Row) -> str:
-        """The model's, as the row calls it."""
+        """The model's name, as in the row."""
         return row.call.model or self._model.names[0]
 
 
@@ -368,7 +366,8 @@ class _BatchRun:
         self._count(total=0, completed=done.num_answered, failed=done.num_failed)
 
     async def answer_all(self, source: InputFile, room_bytes: int) -> BatchStatus:
-        """Every row that is left; how it ended: completed, or out of time, or out of room."""
+        """Answer every row that is left; returns how it ended: completed, out of time or out of
+        room."""
         windows = self._runner.reader(self._tenant, source, self._out)
         async with asyncio.TaskGroup() as group:
             while (planned := await asyncio.to_thread(next, windows, None)) is not None:
@@ -378,7 +377,8 @@ class _BatchRun:
                     if self._num_bytes >= room_bytes:
                         return BatchStatus.FAILED
                     self._fail(failure)
-                    await asyncio.sleep(0)  # there may be many thousands
+                    # let other tasks run: there may be many thousands of rows
+                    await asyncio.sleep(0)
                 for index in _in_order(planned):
                     while not self._runner.may_start():
                         await asyncio.sleep(LOOK_S)
@@ -395,7 +395,7 @@ class _BatchRun:
 
     @property
     def _num_bytes(self) -> int:
-        """What is written so far, by earlier processes too."""
+        """Bytes written so far, including those of earlier processes."""
         return os.stat(self._out.name).st_size
 
     async def _answer(self, row: Row, ids: Int32s) -> None:
@@ -425,21 +425,21 @@ def _first(error: Exception) -> Exception:
 
 
 def _disk_fault(error: Exception) -> OSError | None:
-    """The operating system's error behind an error of a file; it may be over when tried again."""
+    """The operating system's error that caused an error of a file; a retry may succeed."""
     is_of_file = isinstance(error, FileFault | InvalidRequest)
     root = error.__context__ if is_of_file else error
     return root if isinstance(root, OSError) else None
 
 
 def _in_order(planned: PlannedWindow) -> Iterator[int]:
-    """Rows of a window, those that share a prefix together."""
+    """Rows of a window in the order to run: those that share a prefix are neighbours."""
     for stretch in planned.stretches(LengthEstimate()):
         yield from stretch.row_indices.tolist()
 
 
 async def _parted(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
-    """As _part. Its thread cannot be stopped: a cancelled caller still waits for it, so that no
-    second thread writes the same files.
+    """`_part` on a thread, which cannot be stopped: a cancelled caller still waits for it, so that
+    no second thread writes the same files.
     """
     parting = asyncio.ensure_future(asyncio.to_thread(_part, files, batch, work))
     try:
@@ -450,7 +450,8 @@ async def _parted(files: FileStore, batch: Batch, work: Path) -> tuple[str | Non
 
 
 def _part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
-    """Ids of the files of answers and of errors; None where there are none. Runs on a thread."""
+    """Write the files of answers and of errors; returns their ids, None for an empty one. Runs on a
+    thread."""
     if not work.exists():
         return None, None
     ids: list[str | None] = []
@@ -460,7 +461,7 @@ def _part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str |
             with work.open("rb") as lines, path.open("wb") as target:
                 for line in lines:
                     if not line.endswith(b"\n"):
-                        break  # torn by a kill
+                        break  # incomplete: the process was killed
                     is_answer = json.loads(line)["response"] is not None
                     if is_answer is is_wanted:
                         target.write(line)

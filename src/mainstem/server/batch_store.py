@@ -1,4 +1,5 @@
-"""Batches as OpenAI describes them, one JSON file each, replaced at once when something changes."""
+"""Batches as in OpenAI's API, one JSON file each, which is replaced atomically when something
+changes."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -10,12 +11,12 @@ from time import time
 from mainstem.core.files import write_whole
 from mainstem.server.file_store import remove_fresh
 
-WINDOW = "24h"  # the only completion window there is
+WINDOW = "24h"  # the only supported completion window
 WINDOW_S = 24 * 3600
 
 
 class BatchStatus(Enum):
-    """validating -> in_progress -> finalizing -> completed; the others are final, too."""
+    """validating -> in_progress -> finalizing -> completed; the other states are final."""
 
     VALIDATING = "validating"  # waiting for its turn
     IN_PROGRESS = "in_progress"
@@ -64,7 +65,7 @@ class Batch:
         return f"{self.batch_id} output", f"{self.batch_id} errors"
 
     def moved(self, status: BatchStatus) -> "Batch":
-        """In another state, from now on."""
+        """The batch in another state, with the present time."""
         return replace(self, status=status, times=self.times | {f"{status.value}_at": int(time())})
 
     def to_json(self) -> dict[str, object]:
@@ -94,7 +95,8 @@ class Batch:
 
 @dataclass(slots=True)
 class BatchStore:
-    """All batches. Kept in memory and on disk; owned by the event loop, whose writes are small."""
+    """All batches, in memory and on disk. The event loop owns it and writes the files itself, since
+    they are small."""
 
     folder: Path
     _batches: dict[str, Batch] = field(default_factory=dict)  # in the order they were made
@@ -125,7 +127,7 @@ class BatchStore:
         self._batches[batch.batch_id] = batch
 
     def note(self, batch: Batch) -> None:
-        """Keep counts in memory only; after a kill they follow from the answers on disk."""
+        """Keep counts in memory only; after a kill they are computed from the answers on disk."""
         self._batches[batch.batch_id] = batch
 
     def find(self, owner: str, batch_id: str) -> Batch | None:
@@ -133,7 +135,7 @@ class BatchStore:
         return batch if batch is not None and batch.owner == owner else None
 
     def listed(self, owner: str) -> list[Batch]:
-        """The latest first."""
+        """The owner's batches, latest first."""
         return [batch for batch in self._batches.values() if batch.owner == owner][::-1]
 
     def opened(self) -> list[Batch]:
@@ -152,7 +154,7 @@ class BatchStore:
         self._batches.pop(batch.batch_id, None)
 
     def work_bytes(self, owner: str) -> int:
-        """What the open batches of an owner have on disk so far."""
+        """Bytes that the open batches of an owner have on disk so far."""
         paths = [self.work_path(batch) for batch in self.opened() if batch.owner == owner]
         return sum(path.stat().st_size for path in paths if path.exists())
 

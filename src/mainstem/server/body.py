@@ -12,7 +12,7 @@ from mainstem.server.limits import ServerLimits
 
 Json = dict[str, object]
 
-INLINE_BYTES = 1 << 16  # more is parsed on another thread
+INLINE_BYTES = 1 << 16  # larger bodies are parsed on another thread
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _OPENING = np.zeros(256, np.int8)
 _OPENING[[ord("["), ord("{")]] = 1
@@ -21,7 +21,7 @@ _OPENING[[ord("]"), ord("}")]] = -1
 
 async def read_json(request: Request, limits: ServerLimits) -> Json:
     """The JSON object a client sent; raises ApiError 400, 408, 413 or 415."""
-    # a browser's page must send the type, see AccessMiddleware; other clients may leave it out
+    # a web page must send the content type, see AccessMiddleware; other clients may leave it out
     unsaid = "unknown" if "origin" in request.headers else "application/json"
     kind = request.headers.get("content-type", unsaid).partition(";")[0].strip()
     if kind.lower() != "application/json":
@@ -66,7 +66,7 @@ def parse_json(data: bytes, max_depth: int) -> Json:
 
 
 def _depth(data: bytes) -> int:
-    """How deep brackets are nested, outside strings; vectorised, since clients choose the size."""
+    """How deep brackets outside strings are nested; vectorised, since clients choose the size."""
     bare = np.frombuffer(_STRINGS.sub(b"", data), np.uint8)
     steps = _OPENING[bare]
     steps = steps[steps != 0]

@@ -28,25 +28,25 @@ RESPONSES_FILE = "responses.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """What a server is made of, beside its engine."""
+    """The settings of a server, apart from its engine."""
 
     config: EngineConfig
-    names: tuple[str, ...]  # of the model, for clients
+    names: tuple[str, ...]  # names of the model for clients
     access: Access
     apps: AppRegistry
-    sampling: Mapping[str, object] = field(default_factory=dict)  # of requests that do not say
+    sampling: Mapping[str, object] = field(default_factory=dict)  # defaults for requests
     limits: ServerLimits = field(default_factory=ServerLimits)
     sessions: SessionLimits = field(default_factory=SessionLimits)
-    parsers: tuple[str, str] = (AUTO, AUTO)  # of tool calls and of reasoning
-    data_dir: Path | None = None  # of files and batches
-    kept_in: Path | None = None  # sessions and responses
+    parsers: tuple[str, str] = (AUTO, AUTO)  # for tool calls and for reasoning
+    data_dir: Path | None = None  # for files and batches
+    kept_in: Path | None = None  # for sessions and responses
     record: Path | None = None
 
 
 def make_gateway(
     settings: GatewaySettings, tokenizer: Tokenizer, launch: Callable[[], Launched]
 ) -> Gateway:
-    """Start the engine, wait for it, and join the rest; raises ConfigError."""
+    """Start the engine, wait for it, and connect the other parts; raises ConfigError."""
     formats = find_formats(tokenizer, *settings.parsers)
     engine = EngineClient(tokenizer, launch)
     name = settings.names[0]
@@ -77,7 +77,7 @@ def make_gateway(
 
 
 def _check_apps(gateway: Gateway) -> None:
-    """Raise ConfigError if the prompt of an app that a flag gives leaves no room for an answer."""
+    """Raise ConfigError if the prompt of a flag's app leaves no room for an answer."""
     for name, app in gateway.apps.given.items():
         try:
             gateway.filler.prefixes(app)

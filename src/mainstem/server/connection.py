@@ -11,10 +11,10 @@ from mainstem.server.limits import ServerLimits
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself waits for headers for ever and accepts any size.
-
-    From the connection, and from the first byte of each later request, the headers must be
-    complete within `header_s` and `header_bytes`; otherwise 408 or 431 and the connection ends.
+    """uvicorn's protocol with limits for headers: uvicorn waits for them for ever and accepts any
+    size. Headers must be complete within `header_s`, counted from the connection or from the first
+    byte of a later request, and within `header_bytes`. Otherwise the reply is 408 or 431 and the
+    connection ends.
     """
 
     limits: ClassVar[ServerLimits] = ServerLimits()
@@ -82,5 +82,5 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def guarded_by(limits: ServerLimits) -> type[GuardedProtocol]:
-    """The protocol with these limits; a class, since uvicorn makes the objects."""
+    """A class of the protocol with these limits; uvicorn makes the objects."""
     return type("GuardedProtocol", (GuardedProtocol,), {"limits": limits})

@@ -1,8 +1,8 @@
 """The front's side of the connection to the engine's process; docs/serve.md has a picture.
 
-Commands of one turn of the event loop go as one message, and reports come once per step. Text is
-made here: the engine knows token ids only. When the engine's process ends, for any reason,
-requests in progress end with an EngineFault and another process is started.
+The commands of one iteration of the event loop are sent as one message, and reports come once per
+step. Tokens become text here: the engine knows only token ids. When the engine's process ends, for
+any reason, requests in progress end with an EngineFault and another process is started.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ from mainstem.server.messages import (
 )
 from mainstem.text.tokenizer import Tokenizer
 
-FIRST_RETRY_S = 0.1  # before an engine that has ended is started again; doubled each time ...
+FIRST_RETRY_S = 0.1  # pause before an engine that has ended is started again; doubled each time ...
 MAX_RETRY_S = 30.0  # ... up to this
 MAX_STARTS = 6  # consecutive starts without a single token; then the state is FAILED
-CLOSE_S = 600.0  # for saving pages at the end
+CLOSE_S = 600.0  # time limit for saving pages at the end
 
 log = logging.getLogger("mainstem.server")
 
@@ -54,7 +54,7 @@ class EngineState(Enum):
     RUNNING = "running"
     RESTARTING = "restarting"
     STOPPING = "stopping"
-    FAILED = "failed"  # it ended repeatedly; it is still restarted now and then
+    FAILED = "failed"  # it ended several times; it is still restarted from time to time
 
 
 class Launched(Protocol):
@@ -79,11 +79,11 @@ class EngineClient:
     """
 
     def __init__(self, tokenizer: Tokenizer, launch: Callable[[], Launched]) -> None:
-        """Starts the first engine and waits for it; raises what that raises."""
+        """Starts the first engine and waits for it; raises its error if that fails."""
         self.tokenizer = tokenizer
         self.bus = EventBus()
         self.state = EngineState.RUNNING
-        self.num_recoveries = 0  # times that the cache was lost
+        self.num_recoveries = 0  # how often the cache was lost
         self.num_restarts = 0
         self.on_tokens: Callable[[int], None] | None = None  # called with the number of new tokens
         self.on_recovered: Callable[[], None] | None = None  # called when the cache was lost
@@ -93,12 +93,13 @@ class EngineClient:
         ready = self._launched.wait_ready()
         self.max_model_len = ready.max_model_len
         self.snapshot: EngineSnapshot = ready.snapshot
-        self.step: StepInProgress | None = None  # that ran when the snapshot was taken
-        self._num_starts = 1  # consecutive starts without a token, this one included so far
+        self.step: StepInProgress | None = None  # the step that ran when the snapshot was taken
+        # consecutive starts without a token, including the present one until its first token
+        self._num_starts = 1
         self._open: dict[int, Ticket] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._numbers = count()
-        self._commands: list[Command] = []  # of this turn of the loop
+        self._commands: list[Command] = []  # of this iteration of the event loop
         self._transport: asyncio.WriteTransport | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._is_running = asyncio.Event()
@@ -107,7 +108,7 @@ class EngineClient:
         self.bus.subscribe(StepFailed, lambda _: self._note_recovery())
 
     async def start(self) -> None:
-        """Begin to talk to the engine, on the running event loop."""
+        """Connect to the engine, on the running event loop."""
         await self._connect()
 
     async def _connect(self) -> None:
@@ -132,9 +133,8 @@ class EngineClient:
         return sum(not ticket.is_accepted for ticket in self._open.values())
 
     async def submit(self, requests: Sequence[Request], owner: str = "") -> Answering:
-        """Queue the prompts of one HTTP request, all or none; `owner` pays for their forms.
-
-        Raises InvalidRequest if one can never run, EngineFault if none can now.
+        """Queue all prompts of one HTTP request, or none. The memory of their forms is charged to
+        `owner`. Raises InvalidRequest if a prompt can never run, EngineFault if there is no engine.
         """
         self._check_running()
         numbers = [next(self._numbers) for _ in requests]
@@ -150,14 +150,15 @@ class EngineClient:
         return answering
 
     def abandon(self, answering: Answering) -> None:
-        """The caller has stopped listening: abort what is not finished."""
+        """Abort answers that are not finished: the caller has stopped reading."""
         for ticket in answering.tickets:
             if self._open.pop(ticket.number, None) is not None:
                 ticket.ended_s = monotonic()
                 self._send(Abort(ticket.number))
 
     def fail_open(self, reason: str) -> None:
-        """End every request in progress with a fault, as when the time to finish is over."""
+        """End every request in progress with a fault, for example when the time for shutting down
+        is over."""
         for ticket in list(self._open.values()):
             self.abandon(ticket.answering)
             ticket.answering.fail(EngineFault(reason))
@@ -212,7 +213,7 @@ class EngineClient:
     # --- reports --------------------------------------------------------------------------------
 
     def _hear(self, message: bytes) -> None:
-        """Hand a report's parts to the requests they belong to."""
+        """Distribute a report to its requests."""
         report = decode_report(message)
         assert isinstance(report, Report)
         now_s = monotonic()
@@ -247,7 +248,7 @@ class EngineClient:
                 self.on_tokens(num_tokens)
 
     def _hear_tokens(self, tokens: list[int], now_s: float) -> int:
-        """One more token of each of many answers: the common case."""
+        """Read one more token for each of many answers: the common case."""
         parts = iter(tokens)
         for number, index, token_id in zip(parts, parts, parts, strict=True):
             if ticket := self._open.get(number):
@@ -257,7 +258,7 @@ class EngineClient:
     def _read(self, ticket: Ticket, output: Output, now_s: float) -> None:
         try:
             news = ticket.hear(output, now_s)
-        except Exception:  # of one request; the others go on
+        except Exception:  # an error of one request; the others continue
             log.exception("an answer could not be read")
             self.abandon(ticket.answering)
             ticket.answering.fail(EngineFault("internal error"))
@@ -278,7 +279,7 @@ class EngineClient:
             del self._open[ticket.number]
 
     def _note_recovery(self) -> None:
-        """The engine continues with an empty cache."""
+        """Record that the engine continues with an empty cache."""
         self.num_recoveries += 1
         if self.on_recovered is not None:
             self.on_recovered()
@@ -286,9 +287,9 @@ class EngineClient:
     # --- its life -------------------------------------------------------------------------------
 
     def _lose(self) -> None:
-        """The connection is closed."""
+        """Handle a closed connection."""
         self._transport = None
-        fault = "the engine's process ended; it is started again, and requests may be repeated"
+        fault = "the engine's process ended and is started again; send the request again"
         for ticket in list(self._open.values()):
             ticket.answering.fail(EngineFault(fault))
         self._open.clear()
@@ -305,7 +306,7 @@ class EngineClient:
             self._restarting = asyncio.ensure_future(self._restart())
 
     async def _restart(self) -> None:
-        """Start another engine; while that fails, retry with growing pauses."""
+        """Start another engine; retry with growing pauses while that fails."""
         how = await asyncio.to_thread(self._launched.end, 10.0)
         log.error("the engine ended", extra={"facts": {"how": how}})
         while not await self._has_closed_within(self._retry_s()):
@@ -313,7 +314,7 @@ class EngineClient:
             if self._num_starts > MAX_STARTS:
                 self.state = EngineState.FAILED
             try:
-                self._launched = self._launch()  # `close` may end it from here on
+                self._launched = self._launch()  # `close` may end it from now on
                 ready = await asyncio.to_thread(self._launched.wait_ready)
                 if await self._has_closed_within(0.0):
                     return
@@ -342,11 +343,11 @@ class EngineClient:
     async def close(self) -> None:
         """Abort open requests, save what must be saved, and end the engine."""
         self._closing.set()
-        self.fail_open("the server is going down")
+        self.fail_open("the server is shutting down")
         if self.state is not EngineState.FAILED:
             self.state = EngineState.STOPPING
         if self._transport is None:
-            self._launched.kill()  # it is gone, or still being made
+            self._launched.kill()  # it has ended, or is still starting
         self._send(Close())
         self._flush()
         if self._restarting is not None:

@@ -1,6 +1,6 @@
 """The engine's side of the connection to the front: commands, steps, reports; all on one thread.
 
-    while the front is there:   take commands --> step --> one report
+    until the front leaves:   take commands --> step --> one report
 
 Commands are read between two steps. A report that the front does not read at once is buffered and
 sent later: a slow front never blocks the engine.
@@ -76,7 +76,7 @@ class Link:
         self._unsent = bytearray()
 
     def receive(self, wait_s: float) -> Iterator[bytes]:
-        """Messages that have come; waits for the first ones if there are none. Raises FrontLeft."""
+        """Messages that have arrived; waits if there are none. Raises FrontLeft."""
         self._poll.register(self._connection, IN_OR_OUT if self._unsent else select.POLLIN)
         self._poll.poll(wait_s * 1e3)
         self._flush()
@@ -92,8 +92,8 @@ class Link:
             yield from self._unframer.push(data)
 
     def send(self, message: object) -> None:
-        """Queue a message; it is sent as the front reads. Raises FrontLeft, also if the front has
-        read nothing for very long."""
+        """Queue a message; it is sent as fast as the front reads. Raises FrontLeft if the front has
+        left, or has read nothing for very long."""
         self._unsent += frame(message)
         self._flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:
@@ -116,7 +116,7 @@ class _Open:
 
     number: int
     num_open: int
-    begun: set[int]  # answers that the front knows of
+    begun: set[int]  # answers that were reported to the front
 
 
 class EngineHost:
@@ -140,15 +140,13 @@ class EngineHost:
         self._report = Report()
         self._snapshot_s = 0.0
         self._was_idle = True
-        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # sent last
-        self._must_probe = False  # a request ended by a fault, which may be the engine's own
+        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # what was sent last
+        self._must_probe = False  # a request failed, perhaps because the engine is broken
         self._is_closing = False
 
     def run(self) -> None:
-        """Serve until the front says so or is gone, then close the engine.
-
-        Raises errors that the engine does not recover from: the process must end, and the front
-        starts another.
+        """Serve until the front sends Close or leaves, then close the engine. Raises errors that
+        the engine does not recover from: then the process must end, and the front starts another.
         """
         try:
             self._probe()
@@ -157,11 +155,11 @@ class EngineHost:
             while not self._is_closing:
                 self._take_commands()
                 self._take_forms()
-                self._note(self._engine.step())  # an idle one takes care of pages being saved
+                self._note(self._engine.step())  # an idle step completes saves of pages
                 if self._kv_events is not None:
                     self._kv_events.flush()
                 if self._must_probe and not self._engine.has_work:
-                    self._send()  # the last reports, while the front is there
+                    self._send()  # the last reports, if the front has not left
                     self._probe()
                 self._look()
                 self._send()
@@ -178,7 +176,7 @@ class EngineHost:
         for kind in get_args(Event):
             if kind is not StepStarted:
                 bus.subscribe(kind, self._note_event)
-        bus.subscribe(StepStarted, self._tell_of_step)
+        bus.subscribe(StepStarted, self._report_step)
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -242,7 +240,7 @@ class EngineHost:
         self._ids[number] = request.request_id
 
     def _refuse(self, number: int, error: Exception) -> None:
-        """A request cannot run; the others go on."""
+        """Report that a request cannot run; the others continue."""
         if not isinstance(error, InvalidRequest):
             log.error("a request could not be queued", exc_info=error)
             error = InvalidRequest("request", "the engine could not queue it")
@@ -259,7 +257,7 @@ class EngineHost:
         engine = self._engine
         match command:
             case Pin(_, name, prefixes, salt, public_tokens):
-                # the old ones first: they may include pages with the same names
+                # unpin the old ones first: they may include the same pages
                 engine.unpin(self._pinned.pop(name, []))
                 arrays = [np.frombuffer(prefix, np.int32) for prefix in prefixes]
                 keys = [key for ids in arrays for key in engine.pin(ids, salt, public_tokens)]
@@ -279,7 +277,7 @@ class EngineHost:
         for output in outputs:
             opened = self._open.get(output.request_id)
             if opened is None:
-                continue  # the probe's
+                continue  # the probe's own request
             is_known = output.index in opened.begun
             if (
                 is_known
@@ -307,18 +305,19 @@ class EngineHost:
                 self._report.admitted.append((opened.number, monotonic()))
         self._report.events.append(pack_event(event))
 
-    def _tell_of_step(self, event: StepStarted) -> None:
-        """A step may take seconds, so report its start if the last report is old or said that the
-        engine is idle."""
+    def _report_step(self, event: StepStarted) -> None:
+        """Report the start of a step, which may take seconds, if the last report is old or said
+        that the engine was idle."""
         now_s = monotonic()
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._was_idle = False
             self._renew_snapshot(now_s, StepInProgress(event.num_tokens, now_s))
-            with suppress(FrontLeft):  # not in the middle of a step: `receive` raises it again
+            # not raised in the middle of a step; `receive` raises it again
+            with suppress(FrontLeft):
                 self._send()
 
     def _look(self) -> None:
-        """Renew the snapshot when it is old or the engine becomes idle."""
+        """Update the snapshot if it is old or the engine becomes idle."""
         now_s = monotonic()
         self._was_idle = not self._engine.has_work
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
@@ -339,8 +338,8 @@ class EngineHost:
     # --- the end --------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """Check that the engine still answers, by a request of one token. If that fails, the fault
-        is the engine's and not that of the requests that failed."""
+        """Check that the engine still answers, by a request of one token. If that fails, the engine
+        is broken, and the requests were not at fault."""
         self._must_probe = False
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         self._engine.submit(Request(PROBE, np.zeros(1, np.int32), sampling))
@@ -353,7 +352,7 @@ class EngineHost:
         raise EngineLost("the engine does not become idle")
 
     def _come_to_rest(self) -> None:
-        """Abort open requests, and let running steps end."""
+        """Abort open requests, and wait for running steps."""
         for request_id in self._ids.values():
             self._engine.abort(request_id)
         for _ in range(MAX_LAST_STEPS):

@@ -1,9 +1,9 @@
-"""The process that the engine lives in, and how the front starts one.
+"""The process of the engine, and how the front starts it.
 
     EngineProcess.start  -- socket pair, Begin -->  python -m mainstem.server.engine_process FD
 
-The two talk over a pair of sockets that no other process has. When one of them ends, in any way,
-the other sees the connection close.
+They communicate over a pair of sockets that no other process has. When one of them ends for any
+reason, the other sees the connection close.
 """
 
 import logging
@@ -54,7 +54,7 @@ class EngineNotMade(MainstemError):
 
 
 class EngineGone(Exception):
-    """The engine's process has ended and has not said why."""
+    """The engine's process has ended without a reason."""
 
 
 # --- in the front --------------------------------------------------------------------------------
@@ -69,11 +69,11 @@ class EngineProcess:
 
     @classmethod
     def start(cls, begin: Begin, module: str = MODULE) -> "EngineProcess":
-        """A process that begins to make its engine."""
+        """Start a process, which begins to make its engine."""
         ours, theirs = socket.socketpair()
         with theirs:
             # In its own session: Ctrl-C goes to the front, which stops the engine when it is ready.
-            # Modules come from where the front has them, and from no other folder (-P).
+            # It imports modules from the same folders as the front, and from no other (-P).
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 env=child_environment(),
@@ -86,7 +86,7 @@ class EngineProcess:
         return cls(ours, process)
 
     def wait_ready(self) -> Ready:
-        """Wait for its engine; raises EngineNotMade, and has ended then."""
+        """Wait for its engine; if it raises EngineNotMade, the process has ended."""
         began_s = monotonic()
         try:
             ready = first_word(self.connection)
@@ -107,7 +107,7 @@ class EngineProcess:
         self.process.kill()
 
     def end(self, within_s: float | None) -> str:
-        """Wait until it ends and return how; killed after `within_s` (None: never)."""
+        """Wait until it ends and return how; it is killed after `within_s` (None: never)."""
         try:
             status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -148,8 +148,9 @@ def _how(status: int) -> str:
 
 
 def main(argv: list[str], make: MakeEngine | None = None) -> int:
-    """Make the engine that the front asks for, and run it until the front is gone."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # the front gets these, too, and stops the engine
+    """Make the engine that the front asks for, and run it until the front leaves."""
+    # ignored: the front gets them, too, and stops the engine
+    for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     with closing(socket.socket(fileno=int(argv[0]))) as connection, ExitStack() as opened:
@@ -174,13 +175,13 @@ def main(argv: list[str], make: MakeEngine | None = None) -> int:
         try:
             EngineHost(engine, connection, grammars, kv_events).run()
         except Exception:
-            log.exception("the engine failed and cannot go on")
+            log.exception("the engine failed and stops")
             return 1
     return 0
 
 
 def make_engine(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
-    """The engine of a model, and what compiles forms for its vocabulary."""
+    """The engine of a model, and the compiler of forms for its vocabulary."""
     from mainstem.engine.build import build_engine  # noqa: PLC0415  # brings torch
 
     folder = Path(begin.folder)

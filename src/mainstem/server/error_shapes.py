@@ -1,4 +1,4 @@
-"""Errors as the API of each path writes them: Anthropic's Messages API has a form of its own."""
+"""Errors in the format of each path's API: Anthropic's Messages API has its own format."""
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
@@ -14,7 +14,7 @@ def is_messages_path(path: str) -> bool:
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """What a client of this path understands."""
+    """The error in the format of this path's API."""
     response = error.response()
     if not is_messages_path(scope["path"]):
         return response
@@ -28,7 +28,7 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 def messages_error(error: ApiError, request_id: str) -> dict[str, object]:
-    """An error in the form of the Messages API."""
+    """An error in the format of the Messages API."""
     told = error.body()["error"]
     assert isinstance(told, dict)
     return error_body(error.status, told["message"], error.code, request_id)

@@ -1,4 +1,4 @@
-"""Errors as clients get them: OpenAI's error object and its HTTP status."""
+"""Errors for clients: OpenAI's error object and an HTTP status."""
 
 import logging
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, object]:
-        """The error object, its message cut to a bounded length and made valid Unicode."""
+        """The error object; its message is cut to a limited length and made valid Unicode."""
         message = self.message
         if len(message) > MAX_MESSAGE_CHARS:
             message = f"{message[:MAX_MESSAGE_CHARS]}..."
@@ -66,26 +66,26 @@ def _clean(text: str) -> str:
 
 
 def from_invalid(error: InvalidRequest) -> ApiError:
-    """The caller's fault, found by the engine."""
+    """The error for a request that the engine refuses."""
     if isinstance(error, TooManyForms):
         return busy(str(error), 5)
     return ApiError(400, str(error), error.field, "invalid_value")
 
 
 def from_wire(error: WireError) -> ApiError:
-    """The caller's fault, found while its fields were read."""
+    """The error for a body with a wrong field."""
     status = 404 if error.code in NOT_FOUND else 400
     return ApiError(status, error.message, error.param, error.code)
 
 
 def busy(message: str, retry_after_s: int) -> ApiError:
-    """Too much at once; the client may try again."""
+    """The error for too many requests; the client may try again."""
     code, kind = "rate_limit_exceeded", "rate_limit_error"
     return ApiError(429, message, code=code, kind=kind, retry_after_s=retry_after_s)
 
 
 def from_fault(fault: EngineFault) -> ApiError:
-    """What ended an answer; the status says whether trying again makes sense."""
+    """The error for a fault that ended an answer; the status says whether to try again."""
     if isinstance(fault, FormFault):
         return ApiError(400, str(fault), "response_format", "form_limit_reached")
     if isinstance(fault, RequestFault):
@@ -94,7 +94,7 @@ def from_fault(fault: EngineFault) -> ApiError:
 
 
 def unavailable(message: str) -> ApiError:
-    """The server cannot answer now."""
+    """The error for a server that cannot answer now."""
     return ApiError(503, message, code="unavailable", kind="server_error", retry_after_s=5)
 
 

@@ -1,9 +1,9 @@
 """Files of clients: uploads, and the answers of batches.
 
-    FOLDER/OWNER/file-ID.data    the bytes, complete before the next line exists
-    FOLDER/OWNER/file-ID.json    what it is; a file exists if this does
+    FOLDER/OWNER/file-ID.data    the bytes, complete before the .json file exists
+    FOLDER/OWNER/file-ID.json    its record; a file exists if this does
 
-Owners and ids are names made here, so no path leads out of the folder.
+Names of owners and ids are made by the server, so no path can lead out of the folder.
 """
 
 import json
@@ -61,9 +61,8 @@ class FileStore:
 
     @contextmanager
     def writing(self, owner: str, name: str | None = None) -> Iterator[tuple[str, Path]]:
-        """The id of a new file, and where its bytes go; without `put` they are removed.
-
-        The same `name` gives the same id; without one it is a new one.
+        """The id of a new file, and the path for its bytes, which are removed unless `put` is
+        called. The same `name` gives the same id; without a name the id is new.
         """
         file_id = f"file-{token_hex(12)}" if name is None else named_id(name)
         path = self._path(owner, file_id, ".data")
@@ -76,7 +75,7 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def put(self, owner: str, file_id: str, filename: str, purpose: str) -> StoredFile:
-        """The bytes of a file are written: from now on it exists."""
+        """Make a file exist, now that its bytes are written."""
         path = self._path(owner, file_id, ".data")
         with path.open("rb") as data:
             os.fsync(data.fileno())
@@ -91,24 +90,24 @@ class FileStore:
         return _read(self._path(owner, file_id, ".json"))
 
     def path(self, owner: str, file_id: str) -> Path:
-        """Where the bytes of an existing file are."""
+        """The path of an existing file's bytes."""
         assert FILE_ID.fullmatch(file_id)
         return self._path(owner, file_id, ".data")
 
     def listed(self, owner: str) -> list[StoredFile]:
-        """The latest first."""
+        """The owner's files, latest first."""
         found = [_read(path) for path in (self._folder / owner).glob("file-*.json")]
         files = [stored for stored in found if stored is not None]
         return sorted(files, key=lambda stored: (stored.created, stored.file_id), reverse=True)
 
     def made_before(self, before_s: float) -> list[tuple[str, StoredFile]]:
-        """The old files of all owners, those whose keys are gone included."""
+        """The old files of all owners, including owners whose keys were removed."""
         owners = [folder.name for folder in self._folder.iterdir() if folder.is_dir()]
         files = [(owner, stored) for owner in owners for stored in self.listed(owner)]
         return [(owner, stored) for owner, stored in files if stored.created < before_s]
 
     def remove(self, owner: str, file_id: str) -> bool:
-        """Whether there was such a file."""
+        """Remove a file; returns whether there was one."""
         if self.find(owner, file_id) is None:
             return False
         path = self._path(owner, file_id, ".json")
@@ -133,13 +132,13 @@ def _read(path: Path) -> StoredFile | None:
 
 
 def remove_fresh(folder: Path) -> None:
-    """Remove what a kill in `write_whole` left in the folders of owners."""
+    """Remove what a process that was killed in `write_whole` left in the folders of owners."""
     for leftover in folder.glob(f"*/*{FRESH}"):
         leftover.unlink(missing_ok=True)
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
-    """Keep other processes out of a folder until the result is released, on any thread."""
+    """Lock a folder against other processes until the result is released, on any thread."""
     lock = FileLock(folder / "lock", timeout=0, thread_local=False)
     try:
         lock.acquire()

@@ -1,7 +1,7 @@
 """Computes the prefixes of apps before the first request, and pins their pages.
 
-An app's prompt is no tenant's secret: its pages are named without a salt, computed once for all
-tenants, and pinned. What follows them in a request is named with the tenant's salt.
+An app's prompt is not a tenant's secret: its pages are named without a salt, computed once for all
+tenants, and pinned. The pages after them in a request are named with the tenant's salt.
 """
 
 import asyncio
@@ -31,11 +31,12 @@ class AppFiller:
         self.apps = apps
         self._filled: dict[str, list[Int32s]] = {}  # prefixes whose pages are kept, by app
         self._ids = unique_ids()
-        self.changing = asyncio.Lock()  # held while an app is changed, filled or forgotten
-        self.num_refills = 0  # under way: not all apps are filled
+        self.changing = asyncio.Lock()  # held while an app is changed, filled or removed
+        self.num_refills = 0  # refills in progress: not all apps are filled
 
     def prefixes(self, app: App) -> list[list[int]]:
-        """What all requests to an app begin with; raises InvalidRequest if there is no room."""
+        """The tokens that all requests to an app begin with; raises InvalidRequest if they leave no
+        room."""
         prefixes = shared_prefixes(self._engine.tokenizer, app)
         for prefix in prefixes:
             if len(prefix) >= self._engine.max_model_len:
@@ -79,7 +80,7 @@ class AppFiller:
         return num_tokens
 
     async def forget(self, name: str) -> None:
-        """An app is gone, or has another prompt: its pages go when room is needed."""
+        """An app was removed or changed: unpin its pages, so that they can be evicted."""
         if self._filled.pop(name, None) is not None:
             await self._engine.pin(name, ())
 
@@ -89,7 +90,8 @@ class AppFiller:
         try:
             for name in self.apps.names:
                 async with self.changing:
-                    if (app := self.apps.find(name)) is not None:  # else removed meanwhile
+                    # None: it was removed in the meantime
+                    if (app := self.apps.find(name)) is not None:
                         await self._try_to_fill(app)
         finally:
             self.num_refills -= 1
@@ -104,7 +106,7 @@ class AppFiller:
     def _filling(self, prefix: Sequence[int]) -> SamplingParams:
         """An answer just long enough to complete the prefix's last page.
 
-        Only full pages are cached; of a page that begins the same way, the beginning is shared.
+        Only full pages are cached; a request then copies the part of the last page that it shares.
         """
         num_missing = -len(prefix) % self._engine.snapshot.page_size
         # K and V of an answer's last token are never computed

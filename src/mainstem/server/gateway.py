@@ -58,11 +58,12 @@ from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.logprobs import token_text
 from mainstem.wire.replies import Echo, Heading, Reply
 
-# more than this would block the event loop for 1 ms: characters to encode, and to look at
+# more work than this would block the event loop for 1 ms: characters to encode, characters to scan
+# ...
 INLINE_CHARS = 1 << 10
 INLINE_KNOWN_CHARS = 1 << 16
-INLINE_IDS = 1 << 10  # and ids to write out
-MAX_WINDOWS = 32  # a conversation may be this many contexts long
+INLINE_IDS = 1 << 10  # ... and ids to write out
+MAX_WINDOWS = 32  # a conversation may be this many times as long as the context
 CLIENT_LEFT = 499  # never sent; for logs and metrics
 
 Written = TypeVar("Written")
@@ -106,8 +107,8 @@ class Gateway:
         self.responses = ResponseStore(limits)
         self.filler = AppFiller(engine, apps)
         self.pins = PrefixPins(engine, limits.pinned_share)
-        self.batches: BatchService | None = None  # where there is a folder for them
-        self.is_ready = False  # the apps are filled
+        self.batches: BatchService | None = None  # None: there is no folder for them
+        self.is_ready = False  # True when the apps are filled
         self.is_draining = False
         formats = model.formats_of(engine.tokenizer)
         self.parser = CallParser(model.sampling, limits.body, lambda: formats)
@@ -121,7 +122,7 @@ class Gateway:
         self._refilling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Be ready when the apps are filled; the engine has been connected."""
+        """Start after the engine is connected; the server is ready when the apps are filled."""
         await asyncio.to_thread(self.engine.tokenizer.prepare)
         await self.filler.fill_all()
         if self.batches is not None:
@@ -148,9 +149,8 @@ class Gateway:
             self.recorder.close()
 
     def open_batches(self, folder: Path) -> None:
-        """Accept files and batches, stored in `folder`; before the server starts.
-
-        Raises ConfigError if another process has the folder.
+        """Accept files and batches, which are stored in `folder`; called before the server starts.
+        Raises ConfigError if another process uses the folder.
         """
         self._folder_lock = lock_folder(folder)
         files, batches = FileStore(folder / "files"), BatchStore(folder / "batches")
@@ -169,9 +169,8 @@ class Gateway:
         self.batches = BatchService(files, batches, runner, pruner)
 
     def keep_sessions(self, file: SessionFile) -> None:
-        """Go on with the sessions of a file and save them there; before the server starts.
-
-        Raises ConfigError if it cannot be read.
+        """Load sessions from a file and save them there; called before the server starts. Raises
+        ConfigError if the file cannot be read.
         """
         self.sessions.restore(file.load())
         self._savers.append(Saver("sessions", self.sessions, file))
@@ -211,14 +210,13 @@ class Gateway:
         reply_id: str,
         make_writer: MakeWriter,
     ) -> Response:
-        """The reply to a call of any API, in the words of its writer; raises WireError or ApiError.
-
-        The tenant's rate has been asked already."""
+        """The reply to a call of any API, in the format of its writer; raises WireError or
+        ApiError. The caller has already counted the request in the tenant's rate."""
         tenant: Tenant = request.state.tenant
         asked_s = monotonic()
         model, app = self.apps.resolve(call, self.model.names)
         if self.is_draining:
-            raise unavailable("the server is going down")
+            raise unavailable("the server is shutting down")
         heading = Heading(reply_id, model, int(time()), self._fingerprint)
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, call.num_answers))
@@ -268,7 +266,7 @@ class Gateway:
         turn: Turn | None,
         salt: bytes,
     ) -> list[list[int]]:
-        """Ids of the prompts; what takes long is done on another thread. Raises ApiError."""
+        """Ids of the prompts; long ones are encoded on another thread. Raises ApiError."""
         tokenizer, session = self.engine.tokenizer, None if turn is None else turn.session
         most = self._most_tokens(call)
 
@@ -292,15 +290,15 @@ class Gateway:
             raise from_invalid(error) from None
 
     def _kept(self, call: Call, prompts: list[list[int]], app: App | None) -> list[list[int]]:
-        """Prompts cut to the last tokens that the call wants."""
+        """Prompts cut to the number of last tokens that the call asks for."""
         if call.kept_prompt_tokens is not None and app is not None:
-            message = "truncate_prompt_tokens: would cut the app's prompt off; use context_overflow"
+            message = "truncate_prompt_tokens: would cut off the app's prompt; use context_overflow"
             raise ApiError(400, message, "truncate_prompt_tokens", "invalid_value")
         return [call.kept_prompt(ids, self.engine.max_model_len) for ids in prompts]
 
     def _most_tokens(self, call: Call) -> int:
-        """The most tokens of a prompt. More leave no room for an answer, or would take so long to
-        truncate that all requests wait."""
+        """The most tokens of a prompt. More would leave no room for an answer, or take so long to
+        truncate that all requests would wait."""
         window = self.engine.max_model_len
         most = window - 1
         if call.overflow is not Overflow.ERROR or call.kept_prompt_tokens is not None:
@@ -309,7 +307,7 @@ class Gateway:
 
     @property
     def _most_read(self) -> int:
-        """The tokens that any prompt may have."""
+        """The most tokens that any prompt may have."""
         window = self.engine.max_model_len
         return max(window - 1, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
 
@@ -328,7 +326,7 @@ class Gateway:
     def _echoes(
         self, call: Call, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]]
     ) -> list[Echo]:
-        """The prompts as text, where the caller wants them back."""
+        """The prompts as text, if the caller wants them in the reply."""
         if not call.has_echo:
             return []
         decode, skips_special = self.engine.tokenizer.decode, call.sampling.skip_special_tokens
@@ -349,8 +347,8 @@ class Gateway:
         app: App | None,
         turn: Turn | None,
     ) -> list[EngineRequest]:
-        """What the engine is asked. The app's prompt is public, and is kept when a conversation
-        outgrows the context."""
+        """The engine's requests for a call. The app's prompt is public, and is kept when a
+        conversation outgrows the context."""
         num_public = [self.filler.public_tokens(app, ids) for ids in prompts]
         try:
             return [
@@ -392,7 +390,7 @@ class Gateway:
         if wants_special and isinstance(prompt, Chat):
             message = "add_special_tokens: a chat has those that its template writes"
             raise ApiError(400, message, "add_special_tokens", "invalid_value")
-        call = replace(call, overflow=Overflow.RECOMPUTE)  # as long as any prompt may be
+        call = replace(call, overflow=Overflow.RECOMPUTE)  # so that any length is allowed
         salt = tenant.page_salt(call.cache_salt)
         all_ids = await self.encode(call, prompts[:1], app, None, salt)
         if wants_special is False and isinstance(prompt, str):
@@ -432,7 +430,8 @@ class Gateway:
 
 
 async def _on_thread_if_many(ids: Sequence[int], write: Callable[[], Written]) -> Written:
-    """Write ids out, on a thread if there are many, so that other requests do not wait."""
+    """Render a reply with ids; on a thread if there are many, so that other requests do not
+    wait."""
     return write() if len(ids) <= INLINE_IDS else await asyncio.to_thread(write)
 
 
@@ -460,7 +459,7 @@ class Exchange:
             gateway.live.begin(record)
 
     def failure(self, error: Exception) -> ApiError:
-        """The error for the client of a stream that cannot go on."""
+        """The error for the client of a stream that cannot continue."""
         self.state = RequestState.FAILED
         if not isinstance(error, EngineFault):
             log.error("a stream failed", exc_info=error)

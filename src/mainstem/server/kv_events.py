@@ -35,7 +35,7 @@ MAX_UNSENT = 10_000  # batches that wait for one subscriber; more are dropped fo
 MAX_KEPT = 10_000  # batches for replay, and their bytes
 MAX_KEPT_BYTES = 256 << 20
 LOOK_S = 0.1  # between two checks for replay requests
-LINGER_MS = 1000  # for the last batches to be taken
+LINGER_MS = 1000  # time for subscribers to take the last batches
 END = (-1).to_bytes(8, "big", signed=True)
 NO_ZMQ = "KV events need pyzmq: pip install 'mainstem[server]'"
 MEDIUM = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
@@ -58,9 +58,8 @@ class KvEventsConfig:
 
 
 class BlockStored(Struct, tag=True, frozen=True):
-    """Pages that follow each other, the first one after `parent_block_hash`, if there is one.
-
-    Without token ids and of size 0: nothing but their names is known.
+    """Consecutive pages, the first of which follows `parent_block_hash`, if there is one. If there
+    are no token ids and the size is 0, only their names are known.
     """
 
     block_hashes: list[bytes]
@@ -84,7 +83,7 @@ class AllBlocksCleared(Struct, tag=True, frozen=True):
 
 
 class Batch(Struct, array_like=True, frozen=True):
-    """What a step has changed, in order."""
+    """The changes of one step, in order."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -92,7 +91,7 @@ class Batch(Struct, array_like=True, frozen=True):
 
 
 def to_batch(ts: float, events: Sequence[PageEvent]) -> Batch:
-    """Events of the bus as a batch; consecutive events are joined where the meaning stays."""
+    """Events of the bus as a batch; consecutive events are joined if the meaning stays the same."""
     sent: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
     for event in events:
         last = sent[-1] if sent else None
@@ -116,7 +115,7 @@ def to_batch(ts: float, events: Sequence[PageEvent]) -> Batch:
 def _joined(
     run: BlockStored | None, medium: str, key: bytes, parent: bytes | None, token_ids: bytes
 ) -> BlockStored:
-    """The run with a page that follows its last one, or the page as a run of its own."""
+    """The run extended by a page that follows its last one, or the page as a new run."""
     size = len(token_ids) // 4
     is_alike = run is not None and (run.medium, run.block_size) == (medium, size)
     if run is None or not is_alike or (size and run.block_hashes[-1] != parent):
@@ -130,9 +129,8 @@ def _joined(
 
 
 class KvEventPublisher:
-    """Publishes what happens to pages from its making on; begins with an empty cache.
-
-    Create it before the store, which announces what it finds on disk. `flush` ends a batch.
+    """Publishes what happens to pages after it was created. Create it before the store, which
+    announces the pages that it finds on disk. `flush` ends a batch.
     """
 
     def __init__(self, config: KvEventsConfig, bus: EventBus) -> None:
@@ -159,7 +157,8 @@ class KvEventPublisher:
                 self._out.connect(config.connect)
             if config.replay is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
-                # room for a whole replay: batches read before may still take up half of the limit
+                # twice the limit, for a whole replay: batches that were read before may still take
+                # up half of it
                 self._replay.set_hwm(2 * (MAX_KEPT + 1))
             self.replay_endpoint = _bind(self._replay, config.replay)
         except zmq.ZMQError as error:
@@ -243,8 +242,7 @@ def _bind(socket: "Socket[bytes] | None", endpoint: str | None) -> str | None:
     socket.bind(endpoint)
     if not is_local(endpoint):
         log.warning(
-            "anybody who reaches this address can read KV events, the token ids of prompts among "
-            "them",
+            "anybody who can reach this address can read KV events, including token ids of prompts",
             extra={"facts": {"address": endpoint}},
         )
     bound = socket.last_endpoint
@@ -253,7 +251,7 @@ def _bind(socket: "Socket[bytes] | None", endpoint: str | None) -> str | None:
 
 
 def is_local(endpoint: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether only this machine can reach an address."""
     if not endpoint.startswith("tcp://"):
         return True
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")

@@ -14,25 +14,26 @@ from mainstem.wire.calls import BodyLimits
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Checked before anything is allocated for a request."""
+    """Limits that are checked before anything is allocated for a request."""
 
     body_bytes: int = 8 << 20
     header_bytes: int = 32 << 10
     header_s: float = 10.0  # from the first byte, or the connection, to the end of the headers
     body_s: float = 30.0  # from the headers to the end of the body
     upload_bytes: int = 256 << 20  # a file sent to /v1/files
-    upload_s: float = 3600.0  # for all of it; each piece of it within `body_s`
-    stored_bytes: int = 4 << 30  # files of a key together, answers of its batches included
+    upload_s: float = 3600.0  # for the whole upload; each piece must arrive within `body_s`
+    stored_bytes: int = 4 << 30  # all files of a key, including the answers of its batches
     stored_files: int = 10_000  # of a key; each costs an entry in a folder, however small
-    file_ttl_s: float = 30 * 86_400.0  # of a file since it was made, of a batch since it ended
+    file_ttl_s: float = 30 * 86_400.0  # counted from a file's creation, and from a batch's end
     open_batches: int = 32  # of a key, not ended
     kept_batches: int = 10_000  # of a key; above it batches without files are removed, oldest first
     write_s: float = 60.0  # a client that reads nothing for this long is disconnected
     max_depth: int = 32  # nesting of JSON
     body: BodyLimits = field(default_factory=BodyLimits)
-    response_ttl_s: float = 30 * 86_400.0  # of a kept response since it was last used
-    kept_responses: int = 10_000  # of all keys; beyond it the key with most loses its oldest
-    response_bytes: int = 256 << 20  # of them, with their inputs; above it the same happens
+    response_ttl_s: float = 30 * 86_400.0  # counted from a response's last use
+    kept_responses: int = 10_000  # of all keys; above it, the key with the most loses its oldest
+    # of all kept responses with their inputs; above it, the same happens
+    response_bytes: int = 256 << 20
     open_answers: int = 2048  # running and waiting, of all clients; above it 429
     pinned_share: float = 0.25  # of the device's pages that a key may keep by `cache_control`
     requests_per_minute: int | None = None  # per key
@@ -66,7 +67,7 @@ class Gate:
     _uses: dict[str, _Use] = field(default_factory=dict)
 
     def allow(self, tenant: Tenant) -> None:
-        """Take one from the tenant's rate, or raise ApiError 429."""
+        """Count a request in the tenant's rate, or raise ApiError 429."""
         rate = self.limits.requests_per_minute
         if rate is None:
             return
@@ -81,8 +82,8 @@ class Gate:
 
     @contextmanager
     def enter(self, tenant: Tenant, num_answers: int) -> Iterator[None]:
-        """Hold a place for a request's answers; raises ApiError 429 when there is none, 400 when
-        there never is."""
+        """Reserve places for a request's answers; raises ApiError 429 if too few are free, 400 if
+        there can never be enough."""
         use, limits = self._use(tenant), self.limits
         if num_answers > limits.open_answers:
             message = f"{num_answers} answers (prompts times n) are more than the server's queue"
@@ -108,6 +109,6 @@ class Gate:
         return use
 
     def check(self) -> None:
-        """Raise if a place was lost; for when nothing is in progress."""
+        """Raise if a place was lost; called when nothing is in progress."""
         assert self.open_answers == 0, "an answer still holds a place"
         assert all(use.open_requests == 0 for use in self._uses.values()), "a request is open"

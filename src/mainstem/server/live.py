@@ -34,7 +34,8 @@ class Record:
     state: RequestState = RequestState.OPEN
 
     def view(self, num_read: int | None) -> Json:
-        """`num_read`: tokens of its prompt that are computed; None: it takes one step only."""
+        """`num_read` is the number of prompt tokens that are computed; None: the prompt takes only
+        one step."""
         ticket = self.ticket
         state = self.state.value
         if self.state is RequestState.OPEN:
@@ -83,7 +84,7 @@ class TokenRate:
 
 
 class Live:
-    """Collects for the page. Used on the event loop only; `counters` are written by the engine."""
+    """Collects data for the page. Used only on the event loop; the engine writes `counters`."""
 
     def __init__(self, model: str, counters: Counters) -> None:
         self._model = model

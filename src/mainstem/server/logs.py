@@ -26,7 +26,8 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs(level: str) -> None:
-    """For `main` only: process-wide. uvicorn's own lines come out in the same form."""
+    """Configure logging for the whole process; called only from `main`. uvicorn's own lines get the
+    same format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("mainstem", "uvicorn"):

@@ -1,10 +1,10 @@
 """Messages between the front and the engine's process, and their encoding.
 
-    front  -- commands (Submit, Abort ...), one list per turn of the event loop -->  engine
+    front  -- commands (Submit, Abort ...), a list per event loop iteration ----->  engine
            <------------------------------- Report, one per step ------------------
 
 Messages are msgpack without field names, each after its length in four bytes. They contain no code:
-an invalid message can end a connection and nothing more.
+the worst that an invalid message can do is end the connection.
 """
 
 import socket
@@ -55,7 +55,7 @@ class Submit(Struct, array_like=True, frozen=True, tag="submit"):
     prompt_ids: bytes  # int32
     sampling: dict[str, Any]  # fields of SamplingParams that differ from their defaults
     eos_ids: tuple[int, ...]
-    owner: str  # whose share of compiled forms it uses
+    owner: str  # the owner whose share of compiled forms it uses
     salt: bytes = b""
     public_tokens: int = 0
     priority: int = 0
@@ -103,7 +103,7 @@ class Check(Struct, array_like=True, frozen=True, tag="check"):
 
 
 class Close(Struct, array_like=True, frozen=True, tag="close"):
-    """Save what must be saved, and end."""
+    """Save pages that must be saved, and end."""
 
 
 Command = Submit | Abort | Stop | Pin | ClearCache | Check | Close
@@ -125,7 +125,7 @@ class NotMade(Struct, array_like=True, frozen=True, tag="not made"):
 
 
 class News(Struct, array_like=True, frozen=True):
-    """What is new of one answer; `core.request.Output` with the number of its request."""
+    """The new part of one answer: a `core.request.Output` with the number of its request."""
 
     number: int
     index: int
@@ -193,8 +193,9 @@ class Report(Struct, array_like=True, tag="report"):
     accepted: list[int] = []
     admitted: list[tuple[int, float]] = []  # number, when it left the queue
     refused: list[Refusal] = []
-    tokens: list[int] = []  # number, index, token; and so on: one more token of known answers
-    news: list[News] = []  # everything else of answers
+    # number, index, token, number, index ...: one more token each for known answers
+    tokens: list[int] = []
+    news: list[News] = []  # all other news of answers
     replies: list[Reply] = []
     events: list[tuple[int, list[Any]]] = []  # place in EVENTS, fields
     snapshot: EngineSnapshot | None = None  # renewed now and then
@@ -203,7 +204,8 @@ class Report(Struct, array_like=True, tag="report"):
     @property
     def is_empty(self) -> bool:
         lists = (self.accepted, self.refused, self.tokens, self.news, self.replies, self.events)
-        return not any(lists) and self.snapshot is None  # an admission also has an event
+        # `admitted` needs no check: it comes with an event
+        return not any(lists) and self.snapshot is None
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ def pack_event(event: Event) -> tuple[int, list[Any]]:
 
 
 def unpack_event(packed: tuple[int, list[Any]]) -> Event:
-    """What `pack_event` was given."""
+    """The event that was packed."""
     place, values = packed
     named = dict(zip(_FIELDS[place], values, strict=True))
     return msgspec.convert(named, EVENTS[place])
@@ -229,13 +231,13 @@ def unpack_event(packed: tuple[int, list[Any]]) -> Event:
 # --- requests ------------------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
-# not for the engine: the front makes text of tokens
+# not sent to the engine: the front turns tokens into text
 _FRONT_ONLY = {"stop", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
 _SENT = [each.name for each in fields(SamplingParams) if each.name not in _FRONT_ONLY]
 
 
 def pack_request(number: int, request: Request, eos_ids: tuple[int, ...], owner: str) -> Submit:
-    """A request as it goes to the engine."""
+    """A request as a message to the engine."""
     sampling = request.sampling
     given = {name: getattr(sampling, name) for name in _SENT}
     return Submit(
@@ -258,7 +260,7 @@ def pack_request(number: int, request: Request, eos_ids: tuple[int, ...], owner:
 
 
 def unpack_request(submit: Submit) -> Request:
-    """The request that a message asks for; its grammar is yet to be compiled."""
+    """The request in a message; its grammar is not compiled yet."""
     return Request(
         RequestId(submit.request_id),
         np.frombuffer(submit.prompt_ids, np.int32),
@@ -283,7 +285,7 @@ decode_report = msgspec.msgpack.Decoder(Report | Ready | NotMade).decode
 
 
 def frame(message: object) -> bytes:
-    """A message as it goes over the connection."""
+    """A message as bytes for the connection."""
     data = bytearray(_LENGTH.size)
     _ENCODER.encode_into(message, data, _LENGTH.size)
     _LENGTH.pack_into(data, 0, len(data) - _LENGTH.size)
@@ -291,7 +293,7 @@ def frame(message: object) -> bytes:
 
 
 def read_frame(connection: socket.socket) -> bytes | None:
-    """Wait for one message and take no byte more; None: the connection is closed."""
+    """Wait for one message, and read no byte after it; None: the connection is closed."""
     head = _read_exactly(connection, _LENGTH.size)
     return None if head is None else _read_exactly(connection, _LENGTH.unpack(head)[0])
 
@@ -313,7 +315,7 @@ class Unframer:
         self._held = bytearray()
 
     def push(self, data: bytes) -> Iterator[bytes]:
-        """The messages that have become complete."""
+        """Add bytes; returns the messages that are now complete."""
         held = self._held
         held += data
         begin = 0

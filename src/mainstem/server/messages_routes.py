@@ -104,10 +104,10 @@ class PrefixKeeper:
         self._call = call
         self._chat = chat
         self._marks = marks
-        self._lengths: list[int] = []  # in tokens, of each mark
+        self._lengths: list[int] = []  # length of each mark's prefix in tokens
 
     async def measure(self, request: EngineRequest) -> Kept:
-        """How many tokens to keep, within the limits of this key."""
+        """How many tokens are kept, within the limits of this key."""
         most = self._gateway.pins.max_tokens
         self._lengths = [await self._length(mark, request) for mark in self._marks]
         told = [
@@ -118,7 +118,7 @@ class PrefixKeeper:
         return Kept(max((length for length, _ in told), default=0), max(hour, default=0))
 
     def keep(self, request: EngineRequest) -> None:
-        """The prompt has been computed."""
+        """Pin the prefixes, now that the prompt is computed."""
         owner = owner_of(self._tenant)
         for mark, length in zip(self._marks, self._lengths, strict=True):
             ids = request.prompt_ids[:length]
@@ -126,7 +126,8 @@ class PrefixKeeper:
             self._gateway.pins.keep(owner, prefix, mark.ttl_s)
 
     async def _length(self, mark: Mark, request: EngineRequest) -> int:
-        """The length of the prefix that the prompt and the conversation up to a mark share."""
+        """The length of the prefix that the whole prompt shares with the conversation up to a
+        mark."""
         if mark.is_whole:
             return len(request.prompt_ids)
         gateway, call = self._gateway, self._call
@@ -164,7 +165,7 @@ class MessageWriter:
         self._request_id = request_id
 
     async def whole(self, answering: Answering) -> bytes:
-        """The reply as JSON when the answer is finished; raises what ended it early."""
+        """The reply as JSON when the answer is finished; raises the error that ended it early."""
         [ticket] = answering.tickets
         reply = replace(self._reply, kept=await self._keeper.measure(ticket.request))
         async for news in answering:
@@ -187,7 +188,7 @@ class MessageWriter:
             except StopAsyncIteration:
                 break
             except TimeoutError:
-                listening = aiter(answering)  # the iterator before it ended with its timeout
+                listening = aiter(answering)  # a new one: the timeout ended the last iterator
                 yield PING
                 continue
             events: list[bytes] = []

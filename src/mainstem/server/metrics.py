@@ -1,8 +1,8 @@
 """What the server counts, as Prometheus text; docs/metrics.md says what each series means.
 
-Events come from the engine, timings and snapshots from the server, `render` from any
-thread. Names are vLLM's where the meaning is the same, so that its dashboards and the routers that
-read them work; the rest is under `mainstem:`.
+Events come from the engine, timings and snapshots from the server; `render` may be called on any
+thread. Names are those of vLLM if the meaning is the same, so that its dashboards and routers work;
+the rest is under `mainstem:`.
 """
 
 from bisect import bisect_left
@@ -63,7 +63,7 @@ STEP_TOKEN_BUCKETS = (1.0, *(float(2**e) for e in range(3, 15)))
 COUNTERS = {
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "vllm:prompt_tokens": "Prompt tokens of admitted sequences, cached ones included.",
+    "vllm:prompt_tokens": "Prompt tokens of admitted sequences, including cached ones.",
     "vllm:prompt_tokens_cached": "Prompt tokens that were not computed.",
     "vllm:generation_tokens": "Tokens of finished answers.",
     "vllm:num_preemptions": "Times a running sequence gave its pages back to make room.",
@@ -89,12 +89,12 @@ LABELLED_COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "mainstem:evicted_pages": (("reason", "tier"), "Cached pages that were evicted."),
     "mainstem:loaded_pages": (
         ("tier",),
-        "Pages that requests waited for, by where they came from.",
+        "Pages that requests waited for, by tier.",
     ),
     "mainstem:load_seconds": (("tier",), "Seconds from asking for pages to having them."),
     "mainstem:saved_pages": (("tier",), "Pages copied to a lower tier."),
     "mainstem:unsaved_pages": (("reason", "tier"), "Pages that were not copied to a lower tier."),
-    "mainstem:lost_pages": (("reason", "tier"), "Pages a tier should have had and did not."),
+    "mainstem:lost_pages": (("reason", "tier"), "Pages that a tier has lost or damaged."),
     "mainstem:http_responses": (("code",), "HTTP answers by status."),
 }
 GAUGES = {
@@ -103,19 +103,19 @@ GAUGES = {
     "vllm:kv_cache_usage_perc": "Share of pages held by running sequences; 1 is all.",
     "mainstem:pages": "Device pages in all.",
     "mainstem:held_pages": "Pages held by running sequences.",
-    "mainstem:cached_pages": "Pages that can be found by what they contain, held or not.",
-    "mainstem:host_pages": "Pages in host memory, on the device as well or not.",
+    "mainstem:cached_pages": "Pages in the prefix cache, whether sequences hold them or not.",
+    "mainstem:host_pages": "Pages in host memory, including those that are also on the device.",
     "mainstem:disk_pages": "Pages on disk.",
     "mainstem:host_bytes": "K and V in host memory.",
     "mainstem:disk_bytes": "K and V on disk.",
     "mainstem:page_size_tokens": "Token slots of a page.",
     "mainstem:shared_runs": "Runs of tokens that two or more running sequences share.",
     "mainstem:unfinished_prompts": "Prompts that take more than the running step.",
-    "mainstem:unfinished_prompt_tokens": "Tokens of these that are computed, cached ones included.",
-    "mainstem:step_tokens": "Tokens of the step that has been running for a while; 0: none has.",
+    "mainstem:unfinished_prompt_tokens": "Tokens of these that are computed or cached.",
+    "mainstem:step_tokens": "Tokens of the step that has been running for a while; 0: none.",
     "mainstem:step_seconds": "How long it has been running.",
-    "mainstem:sessions": "Conversations that are remembered.",
-    "mainstem:session_tokens": "Tokens of these conversations.",
+    "mainstem:sessions": "Sessions that are kept.",
+    "mainstem:session_tokens": "Tokens of these sessions.",
 }
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": (TTFT_BUCKETS_S, "Arrival to first token."),
@@ -141,7 +141,8 @@ class RequestTiming:
 @dataclass(slots=True)
 class _Histogram:
     bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)  # one more than bounds: above the last
+    # one for each bound, and one for values above the last
+    counts: list[int] = field(default_factory=list)
     total: float = 0.0
 
     def __post_init__(self) -> None:
@@ -158,7 +159,8 @@ class _Histogram:
 
 
 class ServerMetrics(Collector):
-    """What happened since it was attached to a bus. Every method may be called on any thread.
+    """Counts what happened since it was attached to a bus. Every method may be called on any
+    thread.
 
     Totals are `counters`; labels and distributions, which they do not keep, are counted here.
     One lock guards all values, so a rendered page shows one moment. Listeners only add numbers and
@@ -177,11 +179,11 @@ class ServerMetrics(Collector):
         self._gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
         self._histograms = {name: _Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
         self._listen(bus)
-        self._registry = CollectorRegistry()  # of its own: two servers may share a process
+        self._registry = CollectorRegistry()  # not the global one: a process may have two servers
         self._registry.register(self)
 
     def _listen(self, bus: EventBus) -> None:
-        """Count every event as a whole, so that no page shows a part of one."""
+        """Count events atomically, so that a rendered page never shows a part of one."""
         within = EventBus()
         self.counters.attach(within)
         within.subscribe(SequenceAdmitted, self._admitted)
@@ -214,7 +216,7 @@ class ServerMetrics(Collector):
         )
 
     def observe_request(self, timing: RequestTiming) -> None:
-        """Count a request that ended, whether it was answered or given up."""
+        """Count a request that ended, whether it was answered or not."""
         with self._lock:
             histograms = self._histograms
             if timing.queue_s is not None:
@@ -226,7 +228,8 @@ class ServerMetrics(Collector):
             histograms["vllm:e2e_request_latency_seconds"].observe(timing.total_s)
 
     def observe_engine(self, engine: EngineClient) -> None:
-        """Set the gauges to what runs now, the step that the snapshot was taken in included."""
+        """Set the gauges to what runs now, including the step during which the snapshot was
+        taken."""
         self.observe_snapshot(engine.snapshot)
         step = engine.step
         with self._lock:
@@ -238,7 +241,7 @@ class ServerMetrics(Collector):
             }
 
     def observe_snapshot(self, snapshot: EngineSnapshot) -> None:
-        """Set the gauges to what ran when it was taken."""
+        """Set the gauges to the state in the snapshot."""
         num_read = sum(prompt.num_computed for prompt in snapshot.prompts)
         with self._lock:
             self._gauges |= {
@@ -259,7 +262,7 @@ class ServerMetrics(Collector):
             }
 
     def observe_sessions(self, num_sessions: int, num_tokens: int) -> None:
-        """Set the gauges to what is remembered now."""
+        """Set the gauges of sessions."""
         with self._lock:
             self._gauges |= {
                 "mainstem:sessions": num_sessions,
@@ -276,7 +279,7 @@ class ServerMetrics(Collector):
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """What `self._registry` calls: every series as it is at one moment."""
+        """Called by `self._registry`: every series at one moment."""
         with self._lock:
             totals = self._totals()
             labelled = {name: dict(values) for name, values in self._labelled.items()}

@@ -1,8 +1,8 @@
 """Prefixes that clients want kept (`cache_control`): their pages are pinned for a while.
 
-Each key may keep a share of the device's pages, all keys together no more than half of them, or
+Each key may keep a share of the device's pages. All keys together may keep half of the pages, or
 one key's share if that is more. The least recently used are unpinned first. When the engine loses
-its cache the pins are gone, too: the next request that uses a prefix computes and pins it again.
+its cache, it loses the pins, too: the next request that uses a prefix computes and pins it again.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Prefix:
 class _Pin:
     """A prefix that is kept until `ends_s` of the event loop's clock."""
 
-    name: str  # for the engine
+    name: str  # its name in commands to the engine
     owner: str
     prefix: Prefix
     ends_s: float
@@ -61,7 +61,7 @@ class PrefixPins:
     """The pinned prefixes of each key. Lives on the event loop."""
 
     def __init__(self, engine: EngineClient, share: float) -> None:
-        """`share`: of the device's pages, for each key."""
+        """`share` is the part of the device's pages that each key may keep."""
         self._engine = engine
         self._share = share
         self._pins: list[_Pin] = []  # most recently used last
@@ -70,7 +70,7 @@ class PrefixPins:
 
     @property
     def max_tokens(self) -> int:
-        """Of one key."""
+        """The most tokens that one key may keep."""
         return self._max_pages(self._share) * self._engine.snapshot.page_size
 
     def num_pages(self, owner: str | None = None) -> int:
@@ -107,7 +107,7 @@ class PrefixPins:
         self._make_room(owner)
 
     def end_all(self) -> None:
-        """Unpin everything, also what running sequences hold."""
+        """Unpin everything, including pages that running sequences hold."""
         for pin in list(self._pins):
             self._end(pin.name)
 
@@ -118,7 +118,7 @@ class PrefixPins:
         self._pins.clear()
 
     def _make_room(self, owner: str) -> None:
-        """Unpin the least recently used; never the last one, which fits."""
+        """Unpin the least recently used prefixes, but never the only one left, which fits."""
         own = [pin for pin in self._pins if pin.owner == owner]
         most = self._max_pages(self._share)
         while len(own) > 1 and (len(own) > MAX_PINS or self.num_pages(owner) > most):
@@ -128,7 +128,7 @@ class PrefixPins:
             self._end(self._pins[0].name)
 
     def _end(self, name: str) -> None:
-        """Unpin; the pages go when room is needed."""
+        """Unpin a prefix; its pages are evicted when room is needed."""
         [pin] = [pin for pin in self._pins if pin.name == name]
         pin.timer.cancel()
         self._pins.remove(pin)
@@ -154,19 +154,19 @@ def num_common(one: Int32s, other: Int32s) -> int:
 async def _told(work: Coroutine[None, None, int]) -> None:
     try:
         await work
-    except EngineFault as fault:  # its pages are gone; the next request pins them again
+    except EngineFault as fault:  # the cache is lost; the next request pins them again
         log.debug("nothing pinned", extra={"facts": {"reason": str(fault)}})
 
 
 def _is_part(pin: _Pin, owner: str, prefix: Prefix, ends_s: float) -> bool:
-    """Whether a pin is of the same prefix, or of the beginning of `prefix` and ends sooner."""
+    """Whether a pin has the same prefix, or has a beginning of `prefix` and ends sooner."""
     if pin.owner != owner or pin.prefix.num_common(prefix) < len(pin.prefix):
         return False
     return len(pin.prefix) == len(prefix) or pin.ends_s <= ends_s
 
 
 def _num_pages(prefixes: Iterable[Prefix], page_size: int) -> int:
-    """Of the tree that prefixes make; an unfinished page counts as one."""
+    """Pages of the tree of all prefixes; a partial page counts as one."""
     sorted_: Sequence[Prefix] = sorted(prefixes, key=lambda prefix: prefix.order)
     total = sum(-(-len(prefix) // page_size) for prefix in sorted_)
     return total - sum(one.num_common(other) // page_size for one, other in pairwise(sorted_))

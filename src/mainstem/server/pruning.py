@@ -1,7 +1,7 @@
 """Removes expired files, and expired batches that have ended.
 
-file     made  --- ttl ---> gone, unless a batch that has not ended needs it
-batch    ended --- ttl ---> gone; until then it can be asked for, however old it is
+file     made  --- ttl ---> removed, unless an open batch needs it
+batch    ended --- ttl ---> removed
 """
 
 import asyncio
@@ -44,8 +44,8 @@ class Pruner:
     async def prune(self) -> None:
         """Remove what has expired.
 
-        The files in use are determined before files are listed: a batch made meanwhile cannot name
-        an expired file, and one that ends meanwhile keeps the files it has just made.
+        The files in use are determined before files are listed: a batch that is made in between
+        cannot name an expired file, and the files of one that ends in between are new.
         """
         before_s = time() - self._ttl_s
         needed = self._needed()

@@ -29,7 +29,7 @@ class Recorder:
         self._began_s = monotonic()
 
     def note(self, asked_s: float, requests: Sequence[Request]) -> None:
-        """Prompts that were asked for at a moment of the monotonic clock."""
+        """Record prompts that arrived at this monotonic time."""
         if self._file is None:
             return
         for request in requests:
@@ -48,5 +48,5 @@ class Recorder:
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # of a full disk
+            with suppress(OSError):  # the disk may be full
                 file.close()

@@ -18,13 +18,13 @@ class Writer(Protocol):
     """Writes the reply to one request in the format of one API."""
 
     async def whole(self, answering: Answering) -> bytes:
-        """The reply as JSON when every answer is finished; raises what ended one early."""
+        """The reply as JSON when every answer is finished; raises what ended an answer early."""
 
     def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
-        """The reply as server-sent events; raises what ended it early."""
+        """The reply as server-sent events; raises the error that ended it early."""
 
     def last_words(self, error: ApiError) -> bytes:
-        """The event that ends a stream which cannot go on."""
+        """The event that ends a stream which cannot continue."""
 
 
 # the call and heading of a reply, the tokens of each prompt, and the turn of a session
@@ -43,7 +43,7 @@ class ReplyWriter:
         self._answers = [PromptAnswers(count, reply.call.sampling) for count in prompt_tokens]
 
     async def whole(self, answering: Answering) -> bytes:
-        """The reply as JSON when every answer is finished; raises what ended one early."""
+        """The reply as JSON when every answer is finished; raises what ended an answer early."""
         async for news in answering:
             for place, output in news:
                 self._answers[place].add(output)
@@ -54,7 +54,7 @@ class ReplyWriter:
         return await asyncio.to_thread(self._render)  # may be many megabytes
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: chunks, usage where asked for, and the end mark."""
+        """Server-sent events: chunks, usage if it was asked for, and the end mark."""
         stream = ReplyStream(self._reply)
         if opening := stream.opening(self._answers):
             yield opening

@@ -1,4 +1,4 @@
-"""Kept responses on disk: an SQLite file, changed whole or not at all."""
+"""Stored responses on disk: an SQLite file with atomic changes."""
 
 import sqlite3
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ _TABLE = """CREATE TABLE IF NOT EXISTS responses (owner TEXT, response_id TEXT, 
 
 
 class ResponseFile:
-    """Where responses outlive the process. One thread at a time uses it."""
+    """Keeps responses on disk. One thread at a time uses it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def load(self) -> dict[Key, Kept]:
-        """What was saved, the least recently used first; raises ConfigError if it is not such a
+        """The saved responses, least recently used first; raises ConfigError if it is not such a
         file."""
         if not self._path.exists():
             return {}
@@ -35,11 +35,11 @@ class ResponseFile:
         return {(owner, row[0]): Kept(*row) for owner, *row in rows}
 
     def save(self, changes: Mapping[Key, Kept | None]) -> None:
-        """Keep these, and forget those that are None; raises sqlite3.Error or OSError."""
+        """Save these responses, and delete those that are None; raises sqlite3.Error or OSError."""
         self._path.touch(mode=0o600)
         with closing(sqlite3.connect(self._path, isolation_level=None)) as database:
-            database.execute("PRAGMA secure_delete = ON")  # what is deleted is gone
-            database.execute("BEGIN IMMEDIATE")  # ends with COMMIT, or never happened
+            database.execute("PRAGMA secure_delete = ON")  # overwrites what is deleted
+            database.execute("BEGIN IMMEDIATE")  # atomic: nothing is saved without COMMIT
             database.execute(f"PRAGMA user_version = {FORMAT}")
             database.execute(_TABLE)
             database.executemany(
@@ -52,7 +52,7 @@ class ResponseFile:
             database.execute("COMMIT")
 
     def _has_table(self, database: sqlite3.Connection) -> bool:
-        """False for a file that a kill left before the first save."""
+        """False for a file of a process that was killed before its first save."""
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == num_tables == 0:

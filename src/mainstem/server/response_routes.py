@@ -56,7 +56,7 @@ class ResponseRoutes:
 
     async def retrieve(self, request: Request) -> Response:
         for name in request.query_params:
-            message = f"{name}: a response is returned whole, without options"
+            message = f"{name}: a stored response is returned whole; leave this out"
             raise ApiError(400, message, name, "unknown_field")
         response_id = request.path_params["response_id"]
         kept = self._store.find(owner_of(request.state.tenant), response_id)
@@ -131,7 +131,7 @@ def _in_session(call: Call, body: ResponsesBody, session_id: str | None) -> Call
 
 
 def _rename(error: ApiError | WireError) -> None:
-    """Name the field of the body that the field of the chat at fault came from."""
+    """The same error, with the name that the wrong field has in this body."""
     name = error.param or ""
     if name in ORIGINS:
         error.param = ORIGINS[name]

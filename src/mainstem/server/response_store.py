@@ -16,14 +16,14 @@ RECORD_BYTES = 1024  # approximate memory of a record besides its JSON
 
 
 class Exchanged(msgspec.Struct, frozen=True):
-    """Input and output of a response: the JSON of a record."""
+    """Input and output of a response, as stored in JSON."""
 
-    input: list[Item]  # of this response alone; those before it have their own
+    input: list[Item]  # only of this response, without those of earlier ones
     response: Json
 
     @property
     def items(self) -> list[Item]:
-        """The part of the conversation that this is."""
+        """The items that this response adds to the conversation."""
         output = self.response["output"]
         assert isinstance(output, list)
         return [*self.input, *output]
@@ -35,7 +35,7 @@ class Kept:
 
     response_id: str
     previous_id: str | None
-    session_id: str  # the first response of the conversation gave it its name
+    session_id: str  # named after the first response of the conversation
     data: bytes
     used_s: float  # seconds since 1970
 
@@ -77,8 +77,8 @@ class ResponseStore:
         return self._at(owner, response_id)
 
     def chain(self, owner: str, response_id: str) -> list[Kept] | None:
-        """A conversation up to a response, the first one first, all marked as used now. None: one
-        of them is not there."""
+        """The responses of a conversation, from the first up to this one, all marked as used now.
+        None: one of them is missing."""
         found: list[Kept] = []
         wanted: str | None = response_id
         while wanted is not None:
@@ -150,14 +150,14 @@ class ResponseStore:
     # --- on disk --------------------------------------------------------------------------------
 
     def restore(self, saved: Mapping[Key, Kept]) -> None:
-        """Take in what an earlier process saved, the least recently used first."""
+        """Add responses that an earlier process saved, least recently used first."""
         for (owner, _), kept in saved.items():
             self._put(owner, kept)
         self._changed = set()
         self._make_room()
 
     def take_changes(self) -> dict[Key, Kept | None]:
-        """Responses as they are since they were last taken; None: forgotten."""
+        """Responses that changed since the last call; None: the response was removed."""
         for owner in list(self._shelves):
             self._forget_old(owner)
         changes = {(owner, name): self._at(owner, name) for owner, name in self._changed}
@@ -165,7 +165,7 @@ class ResponseStore:
         return changes
 
     def put_back(self, changes: Iterable[Key]) -> None:
-        """What was taken could not be saved."""
+        """Mark responses as changed again, because they could not be saved."""
         self._changed.update(changes)
 
     def _at(self, owner: str, response_id: str) -> Kept | None:
@@ -173,7 +173,7 @@ class ResponseStore:
         return None if shelf is None else shelf.kept.get(response_id)
 
     def check(self) -> None:
-        """Raise if something is counted wrong or out of order."""
+        """Raise if a count or the order is wrong."""
         for shelf in self._shelves.values():
             used_s = [kept.used_s for kept in shelf.kept.values()]
             assert used_s == sorted(used_s), "the least recently used is not the first"

@@ -105,7 +105,7 @@ class Routes:
         return JSONResponse(self._model(name))
 
     def _model_names(self) -> list[str]:
-        """The model by its names, then with each of the apps."""
+        """The model's names, then each with each app."""
         names = self._gateway.model.names
         return [*names, *(f"{names[0]}:{app}" for app in self._gateway.apps.names)]
 
@@ -135,7 +135,7 @@ class Routes:
         gateway.gate.allow(request.state.tenant)
         body = await read_json(request, gateway.limits)
         found = await gateway.tokenize(body, request.state.tenant)
-        return await asyncio.to_thread(JSONResponse, found)  # there may be 262,144 ids
+        return await asyncio.to_thread(JSONResponse, found)  # on a thread: there may be 262,144 ids
 
     async def detokenize(self, request: Request) -> Response:
         gateway = self._gateway
@@ -150,7 +150,7 @@ class Routes:
         return JSONResponse({"object": "list", "data": [_session(item) for item in sessions]})
 
     async def delete_session(self, request: Request) -> Response:
-        """Forget a conversation's ids; its pages go when room is needed."""
+        """Remove a session; its pages are evicted when room is needed."""
         session_id = request.path_params["session_id"]
         owner = owner_of(request.state.tenant)
         if self._gateway.sessions.remove(owner, session_id) is None:
@@ -161,7 +161,8 @@ class Routes:
     # --- how it is ------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine can answer; for a supervisor that restarts the process otherwise."""
+        """200 while the engine can answer. For a supervisor, which should restart the process
+        otherwise."""
         if self._gateway.engine.state is EngineState.FAILED:
             raise unavailable("the engine failed")
         return JSONResponse({"status": "ok"})
@@ -199,7 +200,7 @@ class Routes:
         return JSONResponse({"apps": self._gateway.apps.names})
 
     async def put_app(self, request: Request) -> Response:
-        """Add an app, or give it another prompt; answers when its prefix is computed."""
+        """Add an app, or change its prompt; replies when its prefix is computed."""
         body = await read_json(request, self._gateway.limits)
         apps, filler = self._gateway.apps, self._gateway.filler
         try:
@@ -230,7 +231,7 @@ class Routes:
         return JSONResponse({"name": name, "deleted": True})
 
     async def reset_cache(self, request: Request) -> Response:
-        """Forget every cached page that no sequence holds, then compute the apps' again."""
+        """Forget every cached page that no sequence holds, then compute those of the apps again."""
         gateway = self._gateway
         gateway.pins.end_all()
         count = await self._on_engine(gateway.engine.clear_cache())
@@ -238,7 +239,7 @@ class Routes:
         return JSONResponse({"forgotten_pages": count})
 
     async def _on_engine(self, work: Awaitable[T]) -> T:
-        """What the engine answers; 503 when it cannot."""
+        """The engine's answer to a command; 503 if it cannot answer."""
         try:
             return await work
         except EngineFault as fault:
@@ -265,7 +266,8 @@ def _session(session: Session) -> dict[str, object]:
 
 
 def _file(name: str) -> Response:
-    """A file of the page's folder; only names that are there, so no path leads out of it."""
+    """A file of the page's folder; only names that exist are accepted, so no path leads out of
+    it."""
     for entry in PAGE.iterdir():
         if entry.name == name and entry.is_file() and not name.startswith(("_", ".")):
             kind = guess_type(name)[0] or "application/octet-stream"
@@ -302,7 +304,7 @@ class AccessMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
                 ]
-                if is_messages_path(scope["path"]):  # where clients of that API look for it
+                if is_messages_path(scope["path"]):  # clients of that API read it from this header
                     message["headers"].append((b"request-id", request_id.encode()))
             await send(message)
 
@@ -345,7 +347,7 @@ async def _wire_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """No such path or method."""
+    """The error for an unknown path or method."""
     assert isinstance(error, HTTPException)
     return explained(request, error)
 
@@ -359,9 +361,9 @@ def make_app(
 ) -> ASGIApp:
     """The server as an ASGI application; its lifespan is that of the engine.
 
-    Pages of `origins` may call it from a browser ("*": any page), as its own page always may.
-    Browsers may reach it by the names in `hosts` ("*": any); None: by any where it has keys, by
-    addresses and loopback names where it has none.
+    Web pages of `origins` may call it from a browser ("*": any page); its own page always may.
+    Browsers may use the host names in `hosts` ("*": any). None: any name if the server has keys,
+    otherwise only addresses and loopback names.
     """
 
     @asynccontextmanager

@@ -17,22 +17,22 @@ Saved_contra = TypeVar("Saved_contra", contravariant=True)
 
 
 class Changing(Protocol[T]):
-    """Where things are kept in memory."""
+    """A store in memory whose changes are saved."""
 
     def __len__(self) -> int: ...
 
     def take_changes(self) -> dict[Key, T | None]:
-        """Things as they are since they were last taken; None: forgotten."""
+        """Entries that changed since the last call; None: the entry was removed."""
 
     def put_back(self, changes: Iterable[Key]) -> None:
-        """What was taken could not be saved."""
+        """Mark entries as changed again, because they could not be saved."""
 
 
 class SavedIn(Protocol[Saved_contra]):
-    """A file that they are saved in."""
+    """The file in which they are saved."""
 
     def save(self, changes: Mapping[Key, Saved_contra | None], /) -> None:
-        """All or nothing; raises sqlite3.Error or OSError."""
+        """Save atomically; raises sqlite3.Error or OSError."""
 
 
 class Saver(Generic[T]):
@@ -41,7 +41,7 @@ class Saver(Generic[T]):
     def __init__(
         self, name: str, kept: Changing[T], file: SavedIn[T], every_s: float = SAVE_S
     ) -> None:
-        self._name = name  # of the things, in logs
+        self._name = name  # of the entries, for logs
         self._kept = kept
         self._file = file
         self._every_s = every_s
@@ -65,7 +65,7 @@ class Saver(Generic[T]):
             await self._save()
 
     async def _save(self) -> None:
-        """On a thread; what cannot be written is tried again."""
+        """Save on a thread; what cannot be written is tried again later."""
         changes = self._kept.take_changes()
         if not changes:
             return

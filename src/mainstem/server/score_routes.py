@@ -1,4 +1,5 @@
-"""The routes that score choices: `/v1/score` in our form and SGLang's, and vLLM's of labels."""
+"""The routes that score choices: `/v1/score` in our format and in SGLang's, and vLLM's
+`/generative_scoring`."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ class ScoreRoutes:
         asked = read_scores(self._parser, await read_json(request, gateway.limits))
         model, app = gateway.apps.resolve(asked.call, gateway.model.names)
         if gateway.is_draining:
-            raise unavailable("the server is going down")
+            raise unavailable("the server is shutting down")
         heading = Heading(f"score-{next(self._ids)}", model, int(time()))
         with ExitStack() as held:
             number = max(len(asked.call.choices), len(asked.prompts))
@@ -126,7 +127,7 @@ class ScoreRoutes:
 
 
 async def _hear(answering: Answering, scorings: Sequence[ContextScoring]) -> None:
-    """Take in the engine's results for all prompts."""
+    """Read the engine's results for all prompts."""
     owners = [(scoring, place) for scoring in scorings for place in range(len(scoring.prompts()))]
     async for news in answering:
         for place, output in news:

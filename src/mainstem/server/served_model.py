@@ -11,16 +11,15 @@ from mainstem.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the model is called; the first name is the one replies use by default.
-
-    `sampling` has fields of SamplingParams for requests that leave them open.
+    """The model's names; replies use the first one by default. `sampling` has defaults for fields
+    of SamplingParams that a request leaves out.
     """
 
     names: tuple[str, ...]
     created: int
     sampling: Mapping[str, object] = field(default_factory=dict)
-    settings: str = ""  # everything else an answer may depend on
-    formats: AnswerFormats | None = None  # None: as its chat template says
+    settings: str = ""  # all other settings that answers may depend on
+    formats: AnswerFormats | None = None  # None: found in its chat template
 
     def formats_of(self, tokenizer: Tokenizer) -> AnswerFormats:
         """How the model writes tool calls and reasoning."""
@@ -28,6 +27,6 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """`system_fingerprint` of replies: another one means that answers may differ."""
+        """`system_fingerprint` of replies: if it changes, answers may change."""
         identity = repr((__version__, self.names[0], sorted(self.sampling.items()), self.settings))
         return f"fp_{blake2b(identity.encode(), digest_size=6).hexdigest()}"

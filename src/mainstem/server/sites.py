@@ -1,9 +1,9 @@
-"""What browsers may do for pages of other sites: nothing, unless a site was named.
+"""Which web sites' pages may call the server from a browser: none, unless a site was named.
 
-Two attacks end here. Cross-site requests: a page of another site sends a form or a body without a
-type, which browsers send without a preflight; `Origin` and `Sec-Fetch-Site` reveal it.
-DNS rebinding: a page's own name is pointed at this machine, so that to the browser both are one
-site; `Host` reveals it, because it is a name that this server was not given.
+This prevents two attacks. Cross-site requests (CSRF): a page of another site sends a form, or a
+body without a type, which browsers send without a preflight; `Origin` and `Sec-Fetch-Site` reveal
+it. DNS rebinding: a page's own host name is made to resolve to this machine, so that the browser
+takes both for one site; `Host` reveals it, because it is not a name of this server.
 """
 
 import re
@@ -17,14 +17,14 @@ Headers = list[tuple[bytes, bytes]]
 
 ANY = "*"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # none of them changes anything here
-PROBES = frozenset({"/health", "/ready"})  # open to any host name; they answer only yes or no
+PROBES = frozenset({"/health", "/ready"})  # allowed for any host name; they answer only yes or no
 MAX_SHOWN = 80
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.ASCII)
 
 
 def host_names(listens_on: str, allowed: Sequence[str]) -> list[str]:
-    """The names of a server: the one it listens on, those it was given, and this machine's where
-    others than this machine reach it."""
+    """The host names of a server: the one it listens on, those it was given, and this machine's if
+    other machines can reach it."""
     names = [listens_on.lower(), *allowed]
     try:
         is_private = ip_address(listens_on).is_loopback
@@ -39,14 +39,14 @@ class Sites:
     def __init__(
         self, origins: Iterable[str] = (), hosts: Iterable[str] = (), checks_hosts: bool = True
     ) -> None:
-        """`hosts`: names beside addresses and those of this machine's loopback. A server that
-        asks for keys need not check: a page that reaches it by another name has none."""
+        """`hosts` are allowed names in addition to addresses and loopback names. A server with keys
+        need not check names: a page that uses another name has no key."""
         self._origins = frozenset(origins)
         self._hosts = frozenset(hosts)
         self._checks_hosts = checks_hosts and ANY not in self._hosts
 
     def refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
-        """Why a request is refused, if it is."""
+        """Why a request is refused; None: it is not."""
         if self._checks_hosts and path not in PROBES:
             for value in _all(headers, b"host"):
                 if not self._is_known(value):
@@ -56,7 +56,7 @@ class Sites:
         return None
 
     def _is_known(self, value: str) -> bool:
-        """Whether a `Host` is an address, which no rebinding can fake, or a name of this server."""
+        """Whether a `Host` is an address, which rebinding cannot fake, or a name of this server."""
         found = _HOST.fullmatch(value.lower())
         if found is None:
             return False
@@ -70,9 +70,9 @@ class Sites:
         return True
 
     def _is_foreign(self, headers: Headers) -> bool:
-        """Whether a browser sends it for a page of a site that was not named. It says so to https
-        and localhost (`Sec-Fetch-Site`), elsewhere it only names the page's site. Other clients
-        say neither. A proxy may speak TLS for us."""
+        """Whether a browser sends the request for a page of a site that is not allowed. To https
+        and localhost it sends `Sec-Fetch-Site`, otherwise only the page's `Origin`. Other clients
+        send neither. The scheme may differ from ours if a proxy handles TLS."""
         origins = _all(headers, b"origin")
         if ANY in self._origins or (origins and self._origins.issuperset(origins)):
             return False
@@ -98,7 +98,7 @@ def _unknown_host(value: str) -> ApiError:
 
 
 def _plain(origin: str) -> str:
-    """As browsers write it: without a default port."""
+    """The origin as browsers write it: without a default port."""
     plain = origin.lower()
     return plain.removesuffix(":443" if plain.startswith("https:") else ":80")
 

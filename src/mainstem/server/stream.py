@@ -1,4 +1,4 @@
-"""Sending: events as they come, until the last one or until the client has left."""
+"""Sends events as they come, until the last one or until the client has left."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -36,13 +36,13 @@ async def _until(end: Coroutine[None, None, None], work: Coroutine[None, None, T
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Return when the client has left; its body is read already."""
+    """Return when the client has left; its body was read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Server-sent events. `held` is closed at the end, however it comes.
+    """Server-sent events. `held` is closed at the end in any case.
 
     An exception of `events` ends the stream with the event that `last_words` makes of it.
     """
@@ -69,7 +69,7 @@ class EventStream(Response):
             try:
                 await _until(self._left(receive), self._write(send))
             except ClientLeft:
-                pass  # `held` frees what the stream had
+                pass  # `held` releases the stream's resources
             finally:
                 await self._events.aclose()
 

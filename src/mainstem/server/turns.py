@@ -1,4 +1,4 @@
-"""One turn of a session: its prompt extends the ids of the turns before, its answer is kept."""
+"""One turn of a session: its prompt extends the ids of earlier turns, and its answer is kept."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -13,7 +13,8 @@ from mainstem.text.tokenizer import Tokenizer
 
 
 def owner_of(tenant: Tenant) -> str:
-    """The owner of a tenant's sessions; derived from its key, so another key finds others."""
+    """The owner of a tenant's sessions. It is derived from the key, so another key has other
+    sessions."""
     return sha256(b"mainstem sessions\0" + tenant.salt).hexdigest()
 
 
@@ -45,7 +46,7 @@ class Turn:
         self._prompt_ids = prompt_ids
 
     def end(self, output_ids: Sequence[int]) -> None:
-        """The answer is complete: keep the conversation."""
+        """Keep the conversation, now that the answer is complete."""
         token_ids = np.array([*self._prompt_ids, *output_ids], np.int32)
         text = self._spoken(self._text, output_ids, self._tokenizer)
         self._sessions.keep(self._owner, self._session_id, token_ids, text)

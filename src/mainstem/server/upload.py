@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from mainstem.server.faults import ApiError
 from mainstem.server.limits import ServerLimits
 
-WRITE_BYTES = 1 << 20  # handed to the parser's thread at once
+WRITE_BYTES = 1 << 20  # passed to the parser's thread at once
 MAX_FIELD_BYTES = 1024
 FIELDS = ("purpose",)
 
@@ -43,7 +43,7 @@ class Form:
         )
 
     def write(self, data: bytes) -> None:
-        """Take the next bytes of the body in; raises ApiError 400."""
+        """Parse the next bytes of the body; raises ApiError 400."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -90,7 +90,7 @@ class Form:
 
 
 def expected_bytes(request: Request, limits: ServerLimits) -> int:
-    """How much a request may bring: what it announces, or as much as any may."""
+    """The most bytes that a request may send: what it announces, or else the general limit."""
     length = request.headers.get("content-length", "")
     is_known = length.isdecimal() and "transfer-encoding" not in request.headers
     return min(int(length[:20]), limits.upload_bytes) if is_known else limits.upload_bytes
@@ -124,7 +124,7 @@ async def receive_form(request: Request, path: Path, limits: ServerLimits) -> Fo
 
 
 async def _pieces(request: Request, limits: ServerLimits) -> AsyncIterator[bytes]:
-    """The body as it comes; each piece within `body_s`, everything within `upload_s`."""
+    """The body as it arrives; each piece within `body_s`, everything within `upload_s`."""
     stream = request.stream()
     deadline_s = monotonic() + limits.upload_s
     while True:
@@ -134,7 +134,7 @@ async def _pieces(request: Request, limits: ServerLimits) -> AsyncIterator[bytes
         except StopAsyncIteration:
             return
         except TimeoutError:
-            message = f"nothing came for {limits.body_s:g} s, or all of it took too long"
+            message = f"nothing arrived for {limits.body_s:g} s, or the whole upload took too long"
             raise ApiError(408, message) from None
         except ClientDisconnect:
             raise ApiError(400, "the client left before its file was complete") from None

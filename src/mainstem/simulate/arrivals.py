@@ -1,4 +1,4 @@
-"""When the turns of a conversation arrive, where the data has lengths only.
+"""When the turns of a conversation arrive, for traces that have only lengths.
 
 Sessions start as a Poisson process (AttentionStore 4.1: one per second). Think times are those of
 people in a chat: the shipped table has 1,000 of equal probability (`think_times.json`, from
@@ -14,11 +14,11 @@ from random import Random
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.files import UNREADABLE, read_plain_or_gzip
 
-ANSWER_S_PER_TOKEN = 0.02  # a user cannot write while the answer is still being written
+ANSWER_S_PER_TOKEN = 0.02  # a user starts to write after the answer has ended
 
 
 class ArrivalProcess:
-    """Draws session starts and think times; a seed always gives the same ones."""
+    """Draws session starts and think times; the same seed gives the same times."""
 
     def __init__(self, rate: float, seed: int, think_times: Path | None) -> None:
         self._rate = rate

@@ -46,7 +46,7 @@ class CapacityReport:
     ttl_s: float
     span_s: float  # from the first request to the last
     context_tokens: int | None  # None: sessions count with their own lengths
-    session_tokens: float  # that CCpS is made of
+    session_tokens: float  # tokens of a session, from which CCpS is computed
     dsput: int
     ccps_gb: float
     ccput_gb: float
@@ -89,8 +89,8 @@ class Replay:
         return hits / max(1, self.prompt_tokens)
 
     def least_pages(self, target: float, progress: Progress) -> int:
-        """The smallest capacity, up to PRECISION, with a hit rate of `target`. With room for all
-        pages the target must be reached."""
+        """The smallest capacity, within PRECISION, with a hit rate of `target`. The caller has
+        checked that a store with room for all pages reaches it."""
         high = self.all_pages
         low = max(1, high // 1024)
         if self.hit_rate(low) >= target:

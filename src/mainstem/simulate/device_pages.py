@@ -8,7 +8,7 @@ import numpy as np
 from mainstem.core.step import Int64s
 from mainstem.simulate.trace_records import Trace, TraceFormat, TraceRequest
 
-LEAST_PAGE_TOKENS = 512  # smaller pages are taken together: what is lost is half of one a prompt
+LEAST_PAGE_TOKENS = 512  # smaller pages are joined; this loses half of such a page per prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +16,16 @@ class PagedTrace:
     """A trace whose pages are numbered from 0 and have at least LEAST_PAGE_TOKENS."""
 
     page_tokens: int
-    num_pages: int  # different ones
+    num_pages: int  # distinct pages
     requests: list[TraceRequest]
-    kept: list[Int64s]  # of each request: pages that stay afterwards
-    prompts: list[Int64s]  # the first of these: whole pages of the prompt
-    names: list[list[int]]  # the same, for the router
-    has_sessions: bool  # the trace names them; guessed ones are not shown to the router
+    kept: list[Int64s]  # for each request: pages that are kept afterwards
+    prompts: list[Int64s]  # for each request: whole pages of the prompt
+    names: list[list[int]]  # `prompts` as lists, for the router
+    has_sessions: bool  # the trace has session ids; guessed ones are not given to the router
 
     @classmethod
     def of(cls, trace: Trace) -> "PagedTrace":
-        """A key identifies its whole prefix, so that every n-th key is enough."""
+        """Convert a trace. A key identifies its whole prefix, so every n-th key is enough."""
         step = max(1, LEAST_PAGE_TOKENS // trace.page_tokens)
         chains = [np.array(r.kept[step - 1 :: step], np.int64) for r in trace.requests]
         known, numbers = np.unique(np.concatenate(chains), return_inverse=True)

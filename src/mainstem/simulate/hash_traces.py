@@ -32,9 +32,9 @@ class _PageFit:
     def __init__(self, lines: Lines, page_tokens: int) -> None:
         self._lines = lines
         self._page_tokens = page_tokens
-        self._misfit: InvalidRequest | None = None  # of the first request that does not fit
-        self._up = _SizeRange()  # of pages, where a partial page has an id
-        self._down = _SizeRange()  # where it has none
+        self._misfit: InvalidRequest | None = None  # error of the first request that does not fit
+        self._up = _SizeRange()  # page sizes that fit if a partial page has an id
+        self._down = _SizeRange()  # page sizes that fit if it has none
 
     def check(self, field: str, num_ids: int, input_tokens: int) -> None:
         """Check a request; `finish` raises."""
@@ -149,7 +149,8 @@ def _with_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
     A request continues the session of the request in which its deepest known page first occurred,
     if that page was one of the last two there: then this prompt continues where that one ended.
     """
-    brought: dict[int, tuple[int, int]] = {}  # page -> session, pages after it in that prompt
+    # page -> its session, and the number of pages after it in that prompt
+    brought: dict[int, tuple[int, int]] = {}
     found, num_sessions = [], 0
     for request in requests:
         session = None

@@ -82,7 +82,7 @@ def _azure_time(lines: Lines, text: str) -> float:
     except ValueError:
         pass
     try:
-        return datetime.fromisoformat(text[:26]).timestamp()  # their seventh decimal is cut
+        return datetime.fromisoformat(text[:26]).timestamp()  # the seventh decimal is cut off
     except ValueError:
         raise lines.error(f"{text!r} is not a time") from None
 
@@ -98,7 +98,7 @@ class _ClientWindow:
     client: int
     rate: float  # requests a second
     is_gamma: bool  # else Weibull
-    shape: float  # of the law of inter-arrival times; its scale follows from the rate
+    shape: float  # of the distribution of inter-arrival times; its scale follows from the rate
 
 
 def is_servegen(header: list[str]) -> bool:
@@ -107,9 +107,8 @@ def is_servegen(header: list[str]) -> bool:
 
 
 def read_servegen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
-    """Rates of clients: arrivals are drawn from each window's law, as ServeGen does.
-
-    Inter-arrival times of the law's shape are scaled so that a window's requests fill it.
+    """Rates of clients: arrivals are drawn from each window's distribution, as in ServeGen.
+    Inter-arrival times are scaled so that a window's requests fill the window.
     """
     if options.prompt_tokens is None or options.answer_tokens is None:
         reason = "the trace has rates but no lengths: set --prompt-tokens N and --answer-tokens N"
@@ -124,7 +123,7 @@ def read_servegen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
         pace = options.rate * (windows[-1].begin_s + WINDOW_S - first_s) / expected
     if options.limit is None and expected * pace > MAX_DRAWN:
         reason = (
-            f"these rates make {expected * pace:,.0f} requests; say --limit N or a lower --rate"
+            f"these rates make {expected * pace:,.0f} requests; set --limit N or a lower --rate"
         )
         raise InvalidRequest("--limit", reason)
     drawn = Random(f"servegen {options.seed}")
@@ -149,7 +148,7 @@ def read_servegen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
 
 
 def _arrivals(drawn: Random, window: _ClientWindow, pace: float) -> Iterator[float]:
-    """Seconds since the window began."""
+    """Arrival times in a window, in seconds since it began."""
     wanted = window.rate * pace * WINDOW_S
     count = int(wanted) + (drawn.random() < wanted % 1)
     gaps = [

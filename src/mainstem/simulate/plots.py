@@ -18,7 +18,7 @@ COLOURS = {"lookahead": "#1f5fa8", "lru": "#c8702a", "fifo": "#5b8c3e", "belady"
 
 @dataclass(frozen=True, slots=True)
 class CapacityPoint:
-    """One capacity tried."""
+    """The result for one capacity."""
 
     capacity_gb: float
     share: float  # of CCpUT
@@ -109,7 +109,7 @@ def plot_capacity(
 
 
 def _log_ticks(axes: "Axes", points: Sequence[CapacityPoint]) -> None:
-    """GB below, shares of CCpUT above."""
+    """Ticks: GB below, shares of CCpUT above."""
     sizes = [point.capacity_gb for point in points]
     axes.set_xscale("log")
     names = [f"{size:,.0f}" if size >= 100 else f"{size:.3g}" for size in sizes]
@@ -122,7 +122,7 @@ def _log_ticks(axes: "Axes", points: Sequence[CapacityPoint]) -> None:
 
 
 def require_matplotlib() -> None:
-    """Raise before the simulation, not after it."""
+    """Raise if matplotlib is missing; called before the simulation."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'mainstem[plot]'")
 

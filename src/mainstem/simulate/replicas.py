@@ -5,11 +5,11 @@
     done     the device has answered; its pages stay cached and are copied to the shared tier
 
 Each replica is a device that serves one request after another (service.py), first come first
-served, with an LRU cache of pages. The router is the one that serves real requests: as there, it
-only estimates what replicas hold.
+served, with an LRU cache of pages. The router is the same as in serving, and also only estimates
+what replicas hold.
 
 Times of the trace are multiplied by one number, chosen so that devices with one common cache would
-be `busy`. Such devices are also the reference for the hit rate that a router keeps.
+be busy for `busy` of the time. Such devices are also the reference for hit rates.
 """
 
 from collections import deque
@@ -50,7 +50,7 @@ class FleetConfig:
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1 or self.device_tokens < 1:
-            raise ConfigError("there must be a replica, and it must hold a token")
+            raise ConfigError("the number of replicas and their tokens must be at least 1")
         if not 0 < self.busy < 1:
             raise ConfigError(f"busy must be between 0 and 1, got {self.busy}")
         if self.shared_gb < 0 or not self.shared_gb_per_s > 0:
@@ -61,8 +61,8 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The same devices with one common cache, and the least loaded one always chosen; and the pace
-    at which they are as busy as wanted."""
+    """The same devices with one common cache, where the least loaded one is always chosen; and the
+    pace at which they are as busy as wanted."""
 
     pace: float  # times of the trace are multiplied by it
     hit_rate: float
@@ -72,7 +72,7 @@ class Reference:
 
 @dataclass(slots=True)
 class FleetReport:
-    """What came of it. Tokens and times are of the requests after the warm-up."""
+    """The results. Tokens and times count only requests after the warm-up."""
 
     router: str
     replicas: int
@@ -83,15 +83,15 @@ class FleetReport:
     prompt_tokens: int = 0
     prefill_tokens: int = 0
     hit_rate: float = 0.0
-    hit_rate_shared: float = 0.0  # of it, from the shared tier
+    hit_rate_shared: float = 0.0  # part of the hit rate that comes from the shared tier
     hit_rate_reference: float = 0.0
-    hit_rate_kept: float = 0.0  # of the reference's
+    hit_rate_kept: float = 0.0  # as a share of the reference's hit rate
     mean_ttft_s: float = 0.0
     p50_ttft_s: float = 0.0
     p99_ttft_s: float = 0.0
     p99_ttft_reference_s: float = 0.0
-    busy: float = 0.0  # share of the time, of all replicas, without the first and last tenth
-    load_max_over_mean: float = 0.0  # seconds of work
+    busy: float = 0.0  # share of the time that replicas work, without the first and last tenth
+    load_max_over_mean: float = 0.0  # largest load over mean load, in seconds of work
     device_s: float = 0.0
     virtual_s: float = 0.0
     pace: float = 1.0
@@ -108,9 +108,10 @@ def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) ->
         report = _Fleet(trace, memory, pace, has_one_memory=True).run()
         ratio = report.busy / config.busy
         if abs(ratio - 1) <= BUSY_ERROR or abs(report.busy - last_busy) <= BUSY_ERROR * last_busy:
-            break  # as wanted, or as busy as turns that wait for each other allow
+            break  # as wanted, or as busy as possible, since turns wait for each other
         last_busy = report.busy if report.busy < SATURATED else 0.0
-        pace *= ratio if report.busy < SATURATED else PACE_STEP  # how overloaded cannot be seen
+        # the degree of overload is not known
+        pace *= ratio if report.busy < SATURATED else PACE_STEP
     return Reference(report.pace, report.hit_rate, report.p99_ttft_s, report.busy)
 
 
@@ -143,8 +144,9 @@ class _Visit:
     device: _Device
     ticket: Ticket
     arrived_s: float
-    leased: int = 0  # leading pages that are sure to be there: held when it came, and loaded since
-    loaded: int = 0  # of these, from the shared tier
+    # leading pages that are certainly cached: held when it arrived, or loaded since
+    leased: int = 0
+    loaded: int = 0  # leased pages that came from the shared tier
 
 
 Event = Callable[[Any], None]
@@ -157,7 +159,7 @@ class _Fleet:
         self, trace: PagedTrace, config: FleetConfig, pace: float, has_one_memory: bool = False
     ) -> None:
         if config.warmup >= len(trace.requests):
-            raise ConfigError(f"a warm-up of {config.warmup} leaves none of {len(trace.requests)}")
+            raise ConfigError(f"a warm-up of {config.warmup} leaves no request to count")
         self._trace, self._config, self._pace = trace, config, pace
         self._has_one_memory = has_one_memory
         pages = config.device_tokens // trace.page_tokens
@@ -223,13 +225,13 @@ class _Fleet:
         pages = () if self._has_one_memory else self._trace.names[index]
         session = request.session if self._trace.has_sessions else None
         ticket = self._router.choose(RouteRequest(pages, request.input_tokens, session))
-        self._router.learn(ticket)  # at once: in a trace every request is answered
+        self._router.learn(ticket)  # immediately: in a trace every request is answered
         visit = _Visit(index, request, self._devices[ticket.replica], ticket, self._now)
         self._at(self._load(visit), self._queue, visit)
 
     def _load(self, visit: _Visit) -> float:
-        """When the shared tier's pages are loaded; now, if computing them is faster. The load does
-        not delay the work that the device has before this request."""
+        """The time when the shared tier's pages are loaded; `now` if computing them is faster. The
+        load does not delay earlier work of the device."""
         if not self._shared.capacity:
             return self._now
         device, keys = visit.device, self._trace.prompts[visit.index]
@@ -315,8 +317,8 @@ class _Fleet:
 
 
 def _busy(served: Sequence[tuple[float, float]], num_devices: int) -> float:
-    """The share of time in which devices work, between the first and the last tenth of requests:
-    at the end of a trace few sessions are left."""
+    """The share of time in which devices work, without the first and last tenth of requests, since
+    few sessions are left at the end of a trace."""
     begin_s, end_s = (served[int(share * (len(served) - 1))][0] for share in (0.1, 0.9))
     work_s = sum(
         max(0.0, min(start_s + took_s, end_s) - max(start_s, begin_s)) for start_s, took_s in served

@@ -1,7 +1,7 @@
 """Times and prices in the simulator's virtual time.
 
 One device serves one request after another: it prefills what is not stored while the stored pages
-load layer by layer (AttentionStore 3.2.1), then decodes. Decoding counts at the throughput of a
+load layer by layer (AttentionStore 3.2.1), then decodes. Decoding is counted at the throughput of a
 full batch: a request adds its share of the device's time.
 """
 

@@ -13,13 +13,14 @@ from mainstem.simulate.trace_records import (
 )
 
 Timing = Callable[[int], tuple[float, float]]
-"""Of a turn by its index: how long the answer before it took, and the user to think after it."""
+"""For a turn, by its index: the seconds of the answer before it, and of the user's thinking after
+that."""
 
 Pairs = list[tuple[list[int], list[int]]]
 
 
 class _Chains:
-    """Requests of conversations: a turn's prompt is all turns before it, answers included."""
+    """Requests of conversations: a turn's prompt includes all earlier turns and answers."""
 
     def __init__(self, page_tokens: int, options: ReadOptions) -> None:
         self._page_tokens = page_tokens
@@ -30,7 +31,7 @@ class _Chains:
         self.requests: list[TraceRequest] = []
 
     def add(self, start_s: float, turns: Sequence[tuple[int, int]], timing: Timing) -> None:
-        """A conversation of (user tokens, answer tokens)."""
+        """Add a conversation, given as (user tokens, answer tokens) of each turn."""
         arrival_s, history = start_s, 0
         first_key, previous = self._next_key, None
         for index, (user, answer) in enumerate(turns):
@@ -39,7 +40,8 @@ class _Chains:
                 break
             history -= num_dropped * self._page_tokens
             if num_dropped and self._outgrown is Outgrown.INVALID:
-                first_key = self._next_key  # what is left is at other positions: new pages
+                # the remaining tokens are at other positions, so their pages are new
+                first_key = self._next_key
             else:
                 first_key += num_dropped
             prompt = history + user
@@ -63,8 +65,8 @@ class _Chains:
         self._num_sessions += 1
 
     def _num_dropped(self, history: int, new: int) -> int | None:
-        """Pages at the head of a history that go, so that a turn of `new` tokens fits the window:
-        half a window's at a time, or all; None: the session ends."""
+        """How many pages at the beginning of a history are dropped, so that a turn of `new` tokens
+        fits the window: half a window at a time, or all. None: the session ends."""
         window = self._window
         if window is None or history + new <= window:
             return 0

@@ -2,10 +2,10 @@
 
     queue   which request is served next, and what the policy knows of the queue
               saturated: always full; the next N requests of the trace wait (N: the look-ahead)
-              arrivals:  requests come when the trace says, a turn not before its answer
+              arrivals:  requests come when the trace says, but no turn before the last answer
     serve   look up, load, prefill, decode; pages are admitted when the request is done
-    device  a cache of its own above host memory, in the same order of leaving; all it has is below
-    links   the disk reads one page after another; a page in the host may still be on its way
+    device  a cache above host memory, which holds all its pages too; evicts in the same order
+    links   the disk reads one page after another; a prefetched page may not be there yet
 
 Hits are prompt tokens that need no prefill. A hit counts for the device if its page was there when
 the request started, for the DRAM if it was in host memory, else for the disk.
@@ -26,7 +26,7 @@ from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate.service import GB, Prices, ServiceRates
 from mainstem.simulate.trace_records import Trace, TraceRequest
 
-READ_AHEAD_S = 1.0  # prefetches are handed to the disk so far ahead of it, not further
+READ_AHEAD_S = 1.0  # pages are prefetched as long as the disk's queue is shorter than this
 
 
 class Queue(Enum):
@@ -36,7 +36,7 @@ class Queue(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """One simulation: a policy, the tiers, and what the world around them is like."""
+    """One simulation: a policy, the tiers, the queue, and the rates and prices of the hardware."""
 
     kv_bytes_per_token: float
     host_gb: float
@@ -49,7 +49,8 @@ class SimulationConfig:
     headroom: float = HEADROOM
     rates: ServiceRates = field(default_factory=ServiceRates)
     prices: Prices = field(default_factory=Prices)
-    device_gb: float = 0.0  # of the device's memory, beyond what running requests need
+    # device memory for cached pages, in addition to what running requests need
+    device_gb: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.kv_bytes_per_token > 0:
@@ -86,7 +87,7 @@ class SimulationConfig:
 
 @dataclass(slots=True)
 class Report:
-    """What came of it. Tokens, pages and times are of the requests after the warm-up."""
+    """The results. Tokens, pages and times count only requests after the warm-up."""
 
     policy: str
     lookahead: int
@@ -127,8 +128,8 @@ def simulate(trace: Trace, config: SimulationConfig) -> Report:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """There are millions of small objects without cycles; collection would take a third of the
-    time."""
+    """Switch garbage collection off: there are millions of small objects without cycles, and it
+    would take a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -163,7 +164,7 @@ class _DiskLink:
         self._free_s = free_s
 
     def wait_s(self, key: int, now: float) -> float:
-        """Seconds until a page of host memory has been read."""
+        """Seconds until a page that is counted as in host memory has been read."""
         return max(0.0, self._ready_s.get(key, now) - now)
 
     def read_now(self, num_pages: int, now: float) -> float:
@@ -257,7 +258,7 @@ class _Simulation:
                 heappush(coming, (self._now + requests[follower].think_s, follower))
 
     def _expect(self, index: int) -> None:
-        """A request is known to come."""
+        """Tell the policies that a request will come."""
         keys = self._trace.requests[index].keys
         self._policy.expect(index, keys)
         if self._device is not None:
@@ -303,7 +304,7 @@ class _Simulation:
         num_hits = len(tiers)
         from_host = tiers.count(HOST)
         to_read, wait_s = num_hits - from_host, 0.0
-        if from_host and disk.is_busy(now):  # some of them may still be on their way
+        if from_host and disk.is_busy(now):  # some of them may still be being read
             waits = [disk.wait_s(key, now) for key in keys[:num_hits]]
             late = [wait for wait, tier in zip(waits, tiers, strict=True) if tier == HOST and wait]
             from_host -= len(late)
@@ -365,7 +366,7 @@ class _Simulation:
 
 
 def _known_prefix(keys: Sequence[int], seen: set[int]) -> int:
-    """Leading pages that were ever kept."""
+    """How many leading pages were ever kept."""
     for index, key in enumerate(keys):
         if key not in seen:
             return index

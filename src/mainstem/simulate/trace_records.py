@@ -11,7 +11,7 @@ from typing import TextIO
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.files import UNREADABLE
 
-MAX_TOKENS = 1 << 30  # in one prompt or answer: more is damage
+MAX_TOKENS = 1 << 30  # in one prompt or answer; a larger number is an error in the file
 
 
 class TraceFormat(Enum):
@@ -25,7 +25,7 @@ class TraceFormat(Enum):
 
 
 class Outgrown(Enum):
-    """What becomes of a session that outgrows the context window."""
+    """What happens to a session that outgrows the context window."""
 
     LEFT_OUT = "leave-out"  # it ends there
     KEPT = "keep"  # its first half is dropped, and the pages of the rest stay valid
@@ -42,7 +42,7 @@ class TraceRequest:
     keys: Sequence[int]  # whole pages of the prompt
     kept: Sequence[int]  # whole pages worth keeping afterwards: `keys`, and the answer's if named
     session: int
-    previous: int | None = None  # index of the turn before; this one cannot come until it is done
+    previous: int | None = None  # index of the turn before; this one arrives only after its answer
     think_s: float = 0.0  # from the answer before to this prompt
 
 
@@ -71,17 +71,17 @@ class ReadOptions:
     format: TraceFormat | None = None
     page_tokens: int | None = None
     rate: float | None = None  # requests a second, or session starts a second
-    context_tokens: int | None = None  # what is longer is left out, or cut as `outgrown` says
+    context_tokens: int | None = None  # longer requests are left out, or cut as `outgrown` says
     outgrown: Outgrown = Outgrown.LEFT_OUT
     limit: int | None = None  # requests to read, in order of arrival
     seed: int = 0
     think_times: Path | None = None
-    prompt_tokens: int | None = None  # of every request, where the trace has no lengths
+    prompt_tokens: int | None = None  # of every request, if the trace has no lengths
     answer_tokens: int | None = None
 
 
 class Lines:
-    """The lines of a file with their numbers, so that every complaint names its line."""
+    """The lines of a file with their numbers, for error messages."""
 
     def __init__(self, path: Path, stream: TextIO) -> None:
         self._path = path
@@ -138,7 +138,7 @@ def fitting(requests: Iterable[TraceRequest], options: ReadOptions) -> list[Trac
 
 
 def in_order(requests: list[TraceRequest], options: ReadOptions) -> list[TraceRequest]:
-    """By arrival, and faster or slower if a rate is asked for."""
+    """Requests by arrival; times are scaled if a rate is given."""
     requests = sorted(requests, key=lambda request: request.arrival_s)
     if options.rate is None or len(requests) < 2:
         return requests
@@ -149,7 +149,7 @@ def in_order(requests: list[TraceRequest], options: ReadOptions) -> list[TraceRe
 
 
 def sorted_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """By arrival, with `previous` pointing to the places after sorting."""
+    """Requests by arrival, with `previous` updated to the sorted order."""
     order = sorted(range(len(requests)), key=lambda index: requests[index].arrival_s)
     place_of = {index: place for place, index in enumerate(order)}
     moved = (requests[index] for index in order)

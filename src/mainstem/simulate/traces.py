@@ -13,7 +13,7 @@
     sessions   {"turns": [[user tokens, answer tokens], ...]}                       128
     chitchat   {"turns": [[first message s, last message s, tokens], ...]}          128
 
-Only whole pages are reused, as in the engine. Azure and ServeGen traces do not say what is in
+Only whole pages are reused, as in the engine. Azure and ServeGen traces have no contents of
 prompts, so nothing in them can be shared.
 """
 
@@ -64,7 +64,7 @@ READERS: dict[TraceFormat, Reader] = {
 
 
 def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
-    """Read a trace, plain or gzip; its format is told by its first line unless forced."""
+    """Read a trace, plain or gzip. Its format is found from its first line, unless it is given."""
     options = options or ReadOptions()
     try:
         with open_plain_or_gzip(path) as stream:
@@ -84,7 +84,7 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
 
 
 def _check_outgrown(trace_format: TraceFormat, options: ReadOptions) -> None:
-    """Where a trace names its pages, those of a cut prompt are not known."""
+    """Refuse `outgrown` for a trace that names its pages: those of a cut prompt are not known."""
     if options.outgrown is Outgrown.LEFT_OUT:
         return
     if trace_format not in (TraceFormat.SESSIONS, TraceFormat.CHITCHAT):

@@ -24,7 +24,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`shown_ids`: special tokens that are not skipped."""
+        """`shown_ids` are special tokens that are not skipped."""
         self._skipped: frozenset[int] = (
             tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         )
@@ -32,11 +32,12 @@ class Detokenizer:
         self._decoder = tokenizer.incremental_decoder(shown)
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain; often the token's own, sometimes none or more."""
+        """Add a token; returns the text that is now certain: often the token's own, sometimes none
+        or more."""
         return "" if token_id in self._skipped else self._decoder.push(token_id)
 
     def finish(self) -> str:
-        """What was held back: incomplete characters become U+FFFD."""
+        """Return what was held back; incomplete characters become U+FFFD."""
         return self._decoder.finish()
 
 
@@ -56,7 +57,7 @@ class TextStream:
         self._checker: StopChecker | None = None
         if params.stop_strings:
             self._checker = StopChecker(params.stop_strings, params.include_stop_str_in_output)
-        self._num_unchecked = params.min_tokens  # tokens to come without stop checks
+        self._num_unchecked = params.min_tokens  # tokens for which stop strings are not checked yet
 
     @property
     def stop(self) -> str | None:

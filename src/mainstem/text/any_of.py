@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from os.path import commonprefix
 
-SLICE_CHARS = 1 << 14  # looked through in one go; other threads run in between
-MAX_BRANCHES = 256  # tried one after another, 1 to 2 ns each
-NUM_SETS = 4  # more branches than that are divided into sets
+SLICE_CHARS = 1 << 14  # searched in one call; other threads run in between
+MAX_BRANCHES = 256  # branches that are tried one after another, 1 to 2 ns each
+NUM_SETS = 4  # if there are more branches, they are divided into this many sets
 MAX_NESTED = 64  # depth of groups; the regular expression compiler recurses
 
 
 class AnyOf:
-    """Finds the leftmost of some texts, the longest where several begin there."""
+    """Finds the leftmost of some texts; if several begin at the same place, the longest."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         ordered = sorted({text for text in texts if text})
@@ -48,7 +48,7 @@ class AnyOf:
             start = found.end() if found is not None else start + SLICE_CHARS
 
     def marked(self, text: str, mark: str) -> str:
-        """`text` with `mark` after the first character of each of them, also where they overlap."""
+        """`text` with `mark` after the first character of each match; matches may overlap."""
         pieces: list[str] = []
         before = 0
         for start in range(0, len(text), SLICE_CHARS):
@@ -56,7 +56,7 @@ class AnyOf:
             for found in self._begins.finditer(text, start, stop + self._longest):
                 place = found.end()
                 if place > stop:
-                    break  # the next slice has it
+                    break  # the next slice will find it
                 pieces += (text[before:place], mark)
                 before = place
         return "".join([*pieces, text[before:]])
@@ -64,7 +64,7 @@ class AnyOf:
 
 def _pattern(texts: Sequence[str], num_nested: int = 0) -> str:
     """A pattern for the longest of some texts, which are sorted and all different."""
-    if num_nested == MAX_NESTED:  # list them; a text comes before its own beginnings
+    if num_nested == MAX_NESTED:  # list them: a longer text comes before its prefixes
         return f"(?:{'|'.join(map(re.escape, reversed(texts)))})"
     head = commonprefix([texts[0], texts[-1]])  # noqa: RUF071
     tails = [text[len(head) :] for text in texts]

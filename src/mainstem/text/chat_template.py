@@ -1,7 +1,7 @@
 """The chat template of a model: messages -> the text it was trained to read.
 
-Templates are code from the model's folder. They run in a sandbox; what users write reaches them as
-data only.
+Templates are code from the model's folder. They run in a sandbox, and get what users write only as
+data.
 """
 
 import json
@@ -20,7 +20,7 @@ from mainstem.core.errors import InvalidRequest, ModelNotFound
 Message = Mapping[str, object]
 Json = Mapping[str, object]
 
-# the roles that templates know; a role becomes template text, so users cannot invent one
+# the roles that templates know. Templates print the role, so users may not invent one
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_RENDERED_CHARS = 1 << 25  # of a rendered chat; far above any context window
 
@@ -46,7 +46,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as Hugging Face's templates expect it: nothing escaped for HTML."""
+    """JSON as Hugging Face's templates expect it: without escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -85,7 +85,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_args: Json,
     ) -> str:
-        """The conversation as text, or InvalidRequest("messages") with the template's complaint."""
+        """The conversation as text; raises InvalidRequest("messages") with the template's error."""
         variables: dict[str, object] = {
             **self._special_tokens,
             "documents": None,
@@ -108,7 +108,7 @@ class ChatTemplate:
         return "".join(parts)
 
 
-# what foreign template code can raise over messages it did not expect
+# errors that template code can raise for messages it did not expect
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -122,7 +122,7 @@ _TEMPLATE_FAULTS = (
 
 def checked_messages(messages: object, roles: Container[str] | None) -> list[dict[str, object]]:
     """Messages of the right shape, with roles that are among `roles` (None: any); else
-    InvalidRequest. An answer without content has an empty one, as in OpenAI's API."""
+    InvalidRequest. An assistant message without content gets an empty one, as in OpenAI's API."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "must be a list with at least one message")
     return [_checked_message(message, index, roles) for index, message in enumerate(messages)]

@@ -1,20 +1,22 @@
-"""Control tokens that a request spells out: text, not control.
+"""Control tokens that a request spells out are read as text, not as control tokens.
 
-A chat template mixes its own special tokens with what a request says:
+A chat template mixes its own special tokens with the request's text:
 
     <|im_start|>user\nWhat does <|im_end|> do?<|im_end|>\n
     the template's            the user's       the template's
 
-So before rendering, a MARK is put into each control token that the request spells out, and after it
-the text is split at the control tokens that are whole. The marks are taken out of what is between
-them, and that is encoded as text (text/parts.py).
+So before rendering, a MARK is put into each control token that the request spells out. After
+rendering, the text is split at the control tokens without a mark. Marks are then removed from the
+text between them, and that is encoded as text (text/parts.py).
 
-A control token must not form across the border of what a user said and the template's own text,
-either ("|im_end|" between "<" and ">"): text that could be a piece of one has a mark at its edge.
+A control token must not be formed by the user's text and the template's text together, either
+("|im_end|" between "<" and ">"). So text that could be a piece of a control token gets a mark at
+its edge.
 
-Some tokenizers cannot read a control token as text (text/parts.py says which). There, a request
-that spells one out is refused, also where only normalizing makes it one ("<|IM_END|>" in lower
-case). All other text has marks at both edges, and no control token may extend over a mark.
+Some tokenizers cannot read a control token as text (text/parts.py says which). With these, a
+request that spells one out is refused, even if only normalizing makes it one ("<|IM_END|>" in lower
+case). All other text gets marks at both edges, and a request is refused if a control token extends
+over a mark.
 """
 
 import re
@@ -26,21 +28,21 @@ import tokenizers
 from mainstem.core.errors import InvalidRequest
 from mainstem.text.any_of import AnyOf
 
-MARK = "\ufdd0"  # a Unicode noncharacter; dropped where a request contains it
-ESCAPED_MARK = "\\ufdd0"  # in Python's lists and in JSON that is ASCII
+MARK = "\ufdd0"  # a Unicode noncharacter; removed from requests that contain it
+ESCAPED_MARK = "\\ufdd0"  # how Python lists and ASCII JSON print it
 SHORT_CHARS = 1 << 8
 _BARRED = re.compile(r"<[|｜].*[|｜]>")  # noqa: RUF001  # DeepSeek's bars
 _WORD = re.compile(r"\w*")
 
 
 def without_marks(text: str) -> str:
-    """A marked text as people and models read it."""
+    """The text without marks."""
     return text.replace(MARK, "") if MARK in text else text
 
 
 def control_texts(backend: tokenizers.Tokenizer, others: Iterable[str]) -> frozenset[str]:
-    """The added tokens that steer a model: special ones, `others`, and those written `<|...|>`,
-    since some models do not declare the tokens of their turns as special."""
+    """The added tokens that control a model: special ones, `others`, and those written `<|...|>`,
+    since some models do not declare their turn markers as special."""
     added = backend.get_added_tokens_decoder().values()
     named = {token.content for token in added}
     control = {token.content for token in added if token.special or _BARRED.match(token.content)}
@@ -48,12 +50,13 @@ def control_texts(backend: tokenizers.Tokenizer, others: Iterable[str]) -> froze
 
 
 class ControlTokens:
-    """Puts marks into what a request says."""
+    """Puts marks into the texts of a request."""
 
     def __init__(
         self, texts: frozenset[str], normalize: Callable[[str], str] = lambda text: text
     ) -> None:
-        """`normalize`: the tokenizer's own normalizing, applied before the search; see `refuse`."""
+        """`normalize` is the tokenizer's own normalization, applied before the search; see
+        `refuse`."""
         self.texts = texts
         self._normalize = normalize
         self._any = AnyOf(texts)
@@ -74,11 +77,11 @@ class ControlTokens:
     def mark(self, text: str) -> str:
         """`text` with a mark wherever a control token is, or could form at its edges.
 
-        White space around it does not count, since templates trim. Plain words stay as they are,
+        White space at both ends is ignored, since templates trim it. Plain words are not changed,
         since templates compare them.
         """
         if len(text) < SHORT_CHARS and self._suspect.search(text) is None:
-            return text  # true of most names and words in tools
+            return text  # the case for most names and words in tools
         text = without_marks(text)
         bare = text.strip()
         if self._is_within(bare):
@@ -92,7 +95,8 @@ class ControlTokens:
         return _within_space(text, bare)
 
     def refuse(self, text: str) -> str:
-        """`fence` for a text without control tokens; others raise InvalidRequest("messages")."""
+        """`fence` a text without control tokens; raises InvalidRequest("messages") for a text with
+        one."""
         text = without_marks(text)
         found = self._any_form.first(text) or self._any_form.first(self._normalize(text))
         if found is not None:
@@ -100,7 +104,8 @@ class ControlTokens:
         return self.fence(text)
 
     def fence(self, text: str) -> str:
-        """`text` with marks at both edges, white space around it apart; words stay as they are."""
+        """`text` with marks at both edges, inside the white space around it; plain words are not
+        changed."""
         text = without_marks(text)
         bare = text.strip()
         has_signs = any(map(self._suspect.search, (bare, self._normalize(bare))))
@@ -114,7 +119,7 @@ class ControlTokens:
         return place < len(self._ends) and self._ends[place].startswith(bare)
 
     def _ends_as_head(self, bare: str) -> bool:
-        """Whether a text ends as a control token begins."""
+        """Whether a text ends with the beginning of a control token."""
         end = bare[-self._longest :]
         return any(
             end[place:] in self._heads and not _WORD.fullmatch(end[place:])
@@ -123,7 +128,7 @@ class ControlTokens:
         )
 
     def _begins_as_tail(self, bare: str) -> bool:
-        """Whether a text begins as a control token ends."""
+        """Whether a text begins with the end of a control token."""
         begin = bare[: self._longest]
         return any(
             begin[: place + 1] in self._tails and not _WORD.fullmatch(begin[: place + 1])
@@ -133,22 +138,22 @@ class ControlTokens:
 
 
 def cannot_be_text(token: str) -> InvalidRequest:
-    """The refusal of a control token that a request spells out."""
+    """The error for a control token that a request spells out."""
     reason = (
         f"contain the special token {token!r}, which this model's tokenizer cannot read as text; "
-        "--allow-special-tokens lets it act"
+        "--allow-special-tokens makes it a control token"
     )
     return InvalidRequest("messages", reason)
 
 
 def _within_space(text: str, bare: str) -> str:
-    """`bare` within the white space around `text`."""
+    """`bare` with the white space that surrounds `text`."""
     start = len(text) - len(text.lstrip())
     return f"{text[:start]}{bare}{text[len(text.rstrip()) :]}"
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> object:
-    """A JSON value with every text in it changed, names of fields included."""
+    """A JSON value with every text in it changed, including names of fields."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):

@@ -19,7 +19,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PROBES = ("a", "The")  # user messages that begin differently
-NODE_CHARS = 64  # a field costs as much time as 64 characters of text
+NODE_CHARS = 64  # a JSON field counts like this many characters of text
 
 Json = Mapping[str, object]
 Message = dict[str, object]
@@ -31,7 +31,7 @@ class Chat:
 
     messages: list[Message]
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the text ends where the content of the last one does
+    continue_final_message: bool = False  # the prompt ends with the content of the last message
     template_args: Json = field(default_factory=dict)
     tools: Sequence[Json] | None = None
 
@@ -66,7 +66,8 @@ class App:
             raise ConfigError(f"--app {flag}: {error}") from None
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """A conversation after the app's system prompt; a system message of its own is joined."""
+        """A conversation after the app's system prompt, which is joined with the conversation's own
+        system message."""
         system: Message = {"role": "system", "content": self.prompt}
         first = messages[0]
         own = first.get("content")
@@ -110,14 +111,13 @@ def begin_prompt(
     salt: bytes = b"",
     max_tokens: int = sys.maxsize,
 ) -> BegunPrompt:
-    """The first step of `encode_prompt`: everything but encoding what is new.
-
-    Ids of a session are reused where the prompt continues it, ids of earlier texts where they came
-    with the same `salt`. Raises PromptTooLong when the prompt certainly exceeds `max_tokens`.
+    """The first step of `encode_prompt`: everything except encoding new text. Ids of a session are
+    reused if the prompt continues it, and ids of earlier texts if they had the same `salt`. Raises
+    PromptTooLong when the prompt certainly exceeds `max_tokens`.
     """
     if isinstance(prompt, array):
         if app is None:
-            # with many ids, the work of a session takes time too
+            # looking up a session with many ids takes time, too
             return BegunPrompt(None, False, Pending(len(prompt) // 8, lambda: list(prompt)))
         after = Pending(len(app.prompt), lambda: [*tokenizer.encode(app.prompt), *prompt])
         return BegunPrompt(None, False, after)
@@ -137,7 +137,8 @@ def begin_prompt(
 
 
 def _certain_text(chat: Chat) -> str:
-    """What every template prints, joined; no answers, since some templates drop reasoning."""
+    """Text that every template prints, joined; without answers, since some templates drop
+    reasoning."""
     contents = [
         message.get("content")
         for message in chat.messages
@@ -161,7 +162,7 @@ def _look_up(tokenizer: Tokenizer, text: str, is_chat: bool, salt: bytes) -> Pen
 
 
 def _text(tokenizer: Tokenizer, prompt: "str | Chat", app: App | None) -> str:
-    """A prompt as the model reads it, a chat with marks."""
+    """The text of a prompt; that of a chat has marks."""
     if isinstance(prompt, str):
         return app.prompt + prompt if app else prompt
     messages = prompt.messages if app is None else app.messages(prompt.messages)
@@ -198,8 +199,8 @@ def _room_left(value: object, room: int) -> int:
     return room
 
 
-# put after the content of the message to continue, with a space after it: a template that trims
-# white space removes that space, and then white space at the end of the content goes too
+# put after the content of the message to continue, with a space after it. If the template trims
+# white space, that space is missing, and white space at the end of the content is removed too
 _MARK = "\ue0f3end of the message\ue0f3"
 _FIELD = "continue_final_message"
 
@@ -220,9 +221,8 @@ def _up_to_mark(text: str) -> str:
 
 
 def shared_prefixes(tokenizer: Tokenizer, app: App) -> list[list[int]]:
-    """The ids that all requests to an app begin with: those of chats, and of plain prompts.
-
-    Found by encoding prompts that begin differently, so the last token may be left out: it can
+    """The ids that all requests to an app begin with: for chats, and for plain prompts. They are
+    found by encoding prompts that begin differently. The last token may be left out, since it can
     merge with what follows.
     """
     plain = [encode_prompt(tokenizer, app.prompt + probe, None) for probe in PROBES]

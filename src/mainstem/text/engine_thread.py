@@ -1,4 +1,4 @@
-"""A TextEngine on a thread of its own, for callers on any thread.
+"""A TextEngine on a separate thread, for callers on any thread.
 
 submit, abort, close  --- commands (queue) --->  engine thread, between two steps
 deliver(news)         <-------------------------  once per step, on the engine's thread
@@ -14,7 +14,7 @@ from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest, Mains
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine, TextOutput
 
-IDLE_S = 0.2  # between steps without work, which finish pages that are being saved
+IDLE_S = 0.2  # between steps without work, in which saves of pages are completed
 MAX_LAST_STEPS = 100
 
 log = logging.getLogger("mainstem.text")
@@ -32,10 +32,10 @@ News = TextOutput | Ended
 
 
 class EngineThread:
-    """Runs the engine; the TextEngine is touched by its thread alone.
+    """Runs the engine; only its thread uses the TextEngine.
 
-    Every request that was submitted comes to an end in `deliver`: by outputs with a finish reason,
-    one for each of its answers, or by one `Ended`. An aborted request has no end there.
+    `deliver` gets the end of every submitted request: outputs with a finish reason, one for each
+    answer, or one `Ended`. For an aborted request it gets neither.
     """
 
     def __init__(self, engine: TextEngine, deliver: Callable[[list[News]], None]) -> None:
@@ -43,9 +43,10 @@ class EngineThread:
         self._engine = engine
         self._deliver = deliver
         self._commands: SimpleQueue[Request | str | None] = SimpleQueue()  # None: stop
-        self._num_open: dict[str, int] = {}  # answers that are not finished; for the thread alone
+        # answers that are not finished; used only by the thread
+        self._num_open: dict[str, int] = {}
         self._is_stopped = False
-        self._lock = Lock()  # nothing is submitted after the command to stop
+        self._lock = Lock()  # so that nothing is submitted after the command to stop
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -57,11 +58,11 @@ class EngineThread:
             self._commands.put(request)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; no more news of it comes, except what is on its way already."""
+        """Stop a request; no more news of it is delivered, except what was already sent."""
         self._commands.put(request_id)
 
     def close(self) -> None:
-        """End what is open with an error, and wait for the thread, which closes the engine."""
+        """End open requests with an error, and wait for the thread, which closes the engine."""
         with self._lock:
             self._is_stopped = True
             self._commands.put(None)
@@ -79,12 +80,12 @@ class EngineThread:
             self._engine.engine.close()
 
     def _run_until_stopped(self) -> bool:
-        """Whether the engine lived to the end."""
+        """Run until the command to stop; False: the engine failed."""
         try:
             while self._take_commands():
                 self._report(self._engine.step())
         except Exception as error:
-            log.exception("the engine failed and cannot go on")
+            log.exception("the engine failed and stops")
             self._fail(f"{type(error).__name__}: {error}")
             return False
         return True
@@ -111,7 +112,7 @@ class EngineThread:
             self._engine.submit(request)
         except InvalidRequest as error:
             self._deliver([Ended(request.request_id, error)])
-        except Exception as error:  # for example from a callback; other requests go on
+        except Exception as error:  # for example from a callback; other requests continue
             log.exception("a request could not be queued")
             fault = AnswerFailed(f"the prompt could not be queued: {error}")
             self._deliver([Ended(request.request_id, fault)])
@@ -139,7 +140,7 @@ class EngineThread:
             self._deliver(news)
 
     def _stop(self) -> None:
-        """End open requests and let the engine finish."""
+        """End open requests and close the engine."""
         for request_id in self._num_open:
             self._engine.abort(request_id)
         self._end_all(_closed)
@@ -153,7 +154,7 @@ class EngineThread:
         self._num_open.clear()
 
     def _fail(self, reason: str) -> None:
-        """The engine failed: end open requests, and those that still arrive, until `close`."""
+        """After a failure: end open requests with an error, and new ones, until `close`."""
         self._end_all(lambda: EngineLost(reason))
         while (command := self._commands.get()) is not None:
             if isinstance(command, Request):

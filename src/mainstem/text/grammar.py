@@ -3,8 +3,8 @@
     response_format --rows.py--> form (text) --Grammars.compile--> Grammar --> a mask per answer
 
 A form is plain text, so that it can be part of SamplingParams; llguidance understands it. JSON is
-written with one space after `,` and `:` and none elsewhere: a free choice of white space is one
-that small models never return from.
+written with one space after `,` and `:` and none elsewhere: small models that may choose white
+space freely sometimes write nothing else.
 """
 
 import json
@@ -37,22 +37,23 @@ JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 # What a form may cost. Schemas of 64 KiB stay far below: 0.05 s and 1 MB.
 _MAX_SYMBOLS = 100_000  # of a grammar
 _MAX_STATES = 50_000  # of its lexer; text of limited length needs 7 for each character
-_LEXER_FUEL = 200_000  # for text that a form forces at its beginning, 150 bytes each
+_LEXER_FUEL = 200_000  # for text that a form prescribes at its beginning; 150 bytes each
 _MAX_ITEMS = 20_000  # of the parser, per token
 _MAX_REMAINDERS = 50_000  # that a lexer must distinguish for `multipleOf`: 0.4 s, 25 MB
 _MAX_SLOW_S = 1.0  # processor time of one answer in tokens that took _SLOW_S or more
 _SLOW_S = 0.02
 _RENEWABLE_S = 0.1  # a form that took longer to compile is not compiled again between two steps
-_READ_TOKENS = 256  # in one call; a renewed lexer reads the whole answer again
-_RENEWAL_TOKENS = 128  # an answer may have its lexer renewed twice, and once more for each of these
+_READ_TOKENS = 256  # tokens read in one call, when a new lexer reads the whole answer again
+# an answer's lexer may be renewed twice, and once more for every this many tokens
+_RENEWAL_TOKENS = 128
 
 # Memory of all compiled forms together, by an upper estimate.
-KEPT_BYTES = 1 << 30  # for later use
-OWNER_BYTES = 2 << 30  # of one owner, kept or in use
+KEPT_BYTES = 1 << 30  # of forms kept for later use
+OWNER_BYTES = 2 << 30  # of one owner's forms, kept or in use
 _MIN_BYTES = 1 << 20
-_BYTES_PER_S = 200e6  # of compiling
-_BYTES_PER_TOKEN = 16_384  # that an answer adds to its form's lexer ...
-_MAX_GROWTH = 64 << 20  # ... up to all its states
+_BYTES_PER_S = 200e6  # memory per second of compile time
+_BYTES_PER_TOKEN = 16_384  # memory that a token adds to its form's lexer ...
+_MAX_GROWTH = 64 << 20  # ... at most this much in total
 
 
 # --- forms ---------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def choice_form(choices: Sequence[str]) -> str:
 
 
 def lark_form(text: str) -> str:
-    """What a grammar in llguidance's dialect of Lark describes."""
+    """Text that a grammar in llguidance's dialect of Lark describes."""
     return _form({"lark_grammar": text})
 
 
@@ -92,7 +93,7 @@ def _form(grammar: dict[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The form an answer must have; one of these. Names as in vLLM.
+    """The form an answer must have: exactly one of these fields. Names are as in vLLM.
 
     SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
     """
@@ -111,7 +112,7 @@ class StructuredOutputsParams:
             names = ", ".join(each.name for each in fields(self))
             reason = f"needs one of {names}, got {', '.join(given) or 'none'}"
             raise InvalidRequest("structured_outputs", reason)
-        _ = self.form  # raises what is wrong with it
+        _ = self.form  # raises if it is wrong
 
     @property
     def form(self) -> str:
@@ -143,7 +144,7 @@ def _schema(given: str | Mapping[str, object]) -> object:
     if isinstance(given, Mapping):
         return dict(given)
     if callable(make := getattr(given, "model_json_schema", None)):
-        return make()  # a class of pydantic
+        return make()  # a pydantic class
     try:
         return json.loads(given)
     except (ValueError, TypeError):
@@ -158,8 +159,9 @@ class Grammars:
     """Compiles forms for one tokenizer, and keeps them. May be used on any thread.
 
     Compiling may take a second, without the interpreter lock; callers that want another form do
-    not wait for it. Forms belong to an owner (a tenant). When those kept exceed KEPT_BYTES, the
-    largest owner loses its least recently used one, so no owner evicts a smaller one's forms.
+    not wait for it. Forms belong to an owner (a tenant). When kept forms exceed KEPT_BYTES, the
+    owner with the most bytes loses its least recently used form. So no owner can evict the forms of
+    an owner with fewer bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -172,8 +174,8 @@ class Grammars:
         self._lock = Lock()  # guards the forms; held only briefly
 
     def compile(self, form: str, owner: str = "") -> "CompiledForm":
-        """Raises InvalidRequest with what is wrong with the form, TooManyForms if the owner's
-        forms in use hold all that one owner may have."""
+        """Raises InvalidRequest if the form is wrong, TooManyForms if the owner's forms in use take
+        all the memory that one owner may have."""
         key = (owner, form)
         with self._lock:
             found = self._usable(key)
@@ -198,7 +200,7 @@ class Grammars:
             return sum(form.num_bytes for form in self._live)
 
     def _usable(self, key: tuple[str, str]) -> "Future[CompiledForm] | None":
-        """A form that is kept or being compiled; one that is used up is forgotten."""
+        """A form that is kept or being compiled; a form that is used up is dropped."""
         found = self._forms.get(key)
         if found is not None and found.done() and found.result().is_spent:
             del self._forms[key]
@@ -217,7 +219,7 @@ class Grammars:
             key, form = ready.pop(place)
             held[largest] -= form.num_bytes
             del self._forms[key], form
-        ready.clear()  # drop references, which may be the last ones to these forms
+        ready.clear()  # these may be the last references to some forms
         in_use = sum(form.num_bytes for form in self._live if form.owner == owner)
         if in_use > OWNER_BYTES:
             reason = f"forms in use hold {in_use >> 20} MiB; send it again when answers have ended"
@@ -236,8 +238,8 @@ class Grammars:
                 if self._forms.get(key) is wanted:
                     del self._forms[key]
             if isinstance(error, InvalidRequest):
-                error.with_traceback(None)  # its frames would hold the parser until garbage is
-            wanted.set_exception(error)  # collected, perhaps tens of megabytes each
+                error.with_traceback(None)  # its frames would keep the parser, perhaps tens of
+            wanted.set_exception(error)  # megabytes, until garbage collection
         else:
             with self._lock:
                 self._live.add(compiled)
@@ -286,10 +288,10 @@ def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
     if matcher.is_error():
         reason = _reason(matcher)
         is_empty = reason.startswith("NoExtension")
-        raise InvalidRequest(FIELD, "no text has it" if is_empty else _too_much(reason))
+        raise InvalidRequest(FIELD, "no text matches it" if is_empty else _too_much(reason))
     first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
     first = first[~np.isin(first, words.eos_tokens)]
-    if len(first):  # text that the form forces at its beginning may exceed the lexer's limits
+    if len(first):  # text that the form prescribes at its beginning may exceed the lexer's limits
         trial = matcher.deep_copy()
         trial.consume_token(int(first[0]))
         trial.compute_bitmask()
@@ -317,11 +319,11 @@ def _too_much(reason: str) -> str:
 
 
 class CompiledForm:
-    """A form that answers can be held to; a `Grammar` of core.request.
+    """A form that answers can be made to follow; a `Grammar` of core.request.
 
-    All its answers share one lexer, which grows with the text it reads. At its limits it fails for
-    all of them; the form is then compiled again, and they continue with the new lexer. A form that
-    took long to compile is not compiled again: it is used up.
+    All its answers share one lexer, which grows with the text it reads. When it reaches its limits,
+    it fails for all of them. The form is then compiled again, and the answers continue with the new
+    lexer. A form that took long to compile is not compiled again: it is used up.
     """
 
     def __init__(
@@ -337,12 +339,12 @@ class CompiledForm:
         self._matcher = matcher
         self._compile_again = compile_again
         self._cost_s = cost_s
-        self._num_tokens = 0  # that its lexer has read
-        self.generation = 0  # of the lexer
+        self._num_tokens = 0  # tokens that its lexer has read
+        self.generation = 0  # number of the present lexer
 
     @property
     def num_bytes(self) -> int:
-        """An upper estimate of what it holds."""
+        """An upper estimate of its memory."""
         grown = min(self._num_tokens * _BYTES_PER_TOKEN, _MAX_GROWTH)
         return int(_MIN_BYTES + self._cost_s * _BYTES_PER_S + grown)
 
@@ -350,15 +352,15 @@ class CompiledForm:
         return AnswerMask(self)
 
     def matcher(self) -> "LLMatcher":
-        """At the beginning of an answer."""
+        """A matcher at the beginning of an answer."""
         return self._matcher.deep_copy()
 
     def count(self, num_tokens: int) -> None:
-        """Answers have read `num_tokens` more tokens."""
+        """Record that answers have read `num_tokens` more tokens."""
         self._num_tokens += num_tokens
 
     def renew(self, failed: int) -> bool:
-        """Make sure of a lexer newer than the one that failed; False: there is none."""
+        """Make sure that there is a newer lexer than the one that failed; False: there is none."""
         if failed < self.generation:
             return True  # another answer has renewed it already
         try:
@@ -374,7 +376,7 @@ class CompiledForm:
 
 
 class AnswerMask:
-    """How far one answer has come in its form; a `TokenMask` of core.request.
+    """The progress of one answer in its form; a `TokenMask` of core.request.
 
     When the form is complete only the end token is allowed.
     """
@@ -384,7 +386,7 @@ class AnswerMask:
         self._form = form
         self._matcher, self._generation = form.matcher(), form.generation
         self._num_seen = 0
-        self._allowed: Bytes | None = None  # after these
+        self._allowed: Bytes | None = None  # after the tokens read so far
         self._num_renewals = 0
         self._slow_s = 0.0
 
@@ -406,11 +408,11 @@ class AnswerMask:
         for start in range(0, len(new_ids), _READ_TOKENS):
             self._matcher.consume_tokens(new_ids[start : start + _READ_TOKENS].tolist())
             if start + _READ_TOKENS < len(new_ids):
-                self._matcher.compute_bitmask()  # fuel is given per mask
+                self._matcher.compute_bitmask()  # resets the fuel, which is per mask
         self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
 
     def _renew(self, output_ids: Int32s) -> None:
-        """After an error: read all of the answer with a new lexer, if that may help."""
+        """After an error: read the whole answer again with a new lexer, if that may help."""
         form = self._form
         may_renew = self._num_renewals < 2 + len(output_ids) // _RENEWAL_TOKENS
         if "lexer error" in _reason(self._matcher) and may_renew and form.renew(self._generation):

@@ -21,7 +21,7 @@ class TokenAlphabet:
         self._byte_of = byte_level_characters() if self.is_byte_level else {}
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the token is one raw byte that only makes sense with its neighbours."""
+        """Whether the token is one raw byte, which may be part of a character."""
         token = self._backend.id_to_token(token_id) if self._has_byte_tokens else None
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
@@ -54,7 +54,8 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
 
 
 def byte_level_characters() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the rest are moved up to 256 and on."""
+    """GPT-2's table: printable bytes stand for themselves, the others for characters from 256
+    on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -62,7 +63,7 @@ def byte_level_characters() -> dict[str, int]:
 
 
 class IncrementalDecoder(Protocol):
-    """Ids in, text out, holding back what a later id may still change."""
+    """Ids in, text out; text that a later id may still change is held back."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -86,9 +87,9 @@ class ByteDecoder:
 class WindowDecoder:
     """For all other decoders: the text of (last token + new ones) minus that of the last token.
 
-    One token of context is enough: decoders treat the first token of a text specially (its
-    leading space goes) and no other. A run of byte tokens is decoded when it has ended, because
-    one bad byte turns the whole run into replacement characters.
+    One token of context is enough: decoders treat only the first token of a text specially (its
+    leading space is dropped). A run of byte tokens is decoded when it has ended, because one bad
+    byte turns the whole run into replacement characters.
     """
 
     def __init__(

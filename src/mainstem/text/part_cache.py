@@ -5,7 +5,7 @@ from collections import OrderedDict
 from threading import Lock
 
 CACHE_BYTES = 64 << 20
-ENTRY_BYTES = 256  # of a key, a text's header and the place in the table
+ENTRY_BYTES = 256  # for a key, a text's header and the entry in the table
 
 Key = tuple[bytes, bool, str]  # salt, whether it begins a prompt, the text
 
@@ -13,8 +13,8 @@ Key = tuple[bytes, bool, str]  # salt, whether it begins a prompt, the text
 class PartCache:
     """Text -> ids, evicting the least recently used first. Thread-safe.
 
-    A caller with another salt finds nothing; otherwise the time of an answer would reveal that
-    another tenant has sent this text.
+    Texts are found only with the salt they were stored with. Otherwise the time of an answer would
+    reveal that another tenant has sent this text.
     """
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
@@ -33,7 +33,7 @@ class PartCache:
     def add(self, key: Key, ids: "array[int]") -> None:
         size = _size(key, ids)
         if size > self._max_bytes // 4:
-            return  # it would push out everything else
+            return  # it would evict everything else
         with self._lock:
             if key in self._entries:
                 return

@@ -1,8 +1,9 @@
 """Texts -> ids part by part: split at added tokens, each part between them looked up or encoded.
 
 A tokenizer cuts a text at its added tokens before anything else, and what is between two of them
-does not depend on the rest. So the ids of a system prompt, or of an earlier turn, are those of the
-last request that had it. Where that does not hold, `PartEncoder` says so and texts stay whole.
+does not depend on the rest. So a system prompt, or an earlier turn, has the same ids as in the last
+request that contained it. For tokenizers where this is not true, `PartEncoder` encodes texts as a
+whole.
 """
 
 import json
@@ -30,18 +31,18 @@ Backend = tokenizers.Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Ids on their way: what is known was looked up, `finish` encodes the rest."""
+    """Ids of a text: those that were found, and `finish`, which encodes the rest."""
 
-    num_new_chars: int  # that have to be encoded
+    num_new_chars: int  # characters that must be encoded
     finish: Callable[[], list[int]]
 
     def after(self, ids: Sequence[int]) -> "Pending":
-        """The same with other ids in front."""
+        """The same with other ids before it."""
         return Pending(self.num_new_chars, lambda: [*ids, *self.finish()])
 
 
 class PartEncoder:
-    """Encodes marked texts (text/control_tokens.py): what is marked is text, whatever it says."""
+    """Encodes marked texts (text/control_tokens.py): what is marked is read as text."""
 
     def __init__(self, backend: Backend, control: frozenset[str]) -> None:
         self._backend = backend
@@ -82,7 +83,7 @@ class PartEncoder:
         return Pending(sum(len(part) for _, _, part in missing), finish)
 
     def prepare(self) -> None:
-        """Do now what the first request would wait for."""
+        """Prepare what the first request would otherwise wait for."""
         if self.can_split:
             _ = self._plain_later, self._plain_first
 
@@ -92,7 +93,8 @@ class PartEncoder:
     # --- parts ----------------------------------------------------------------------------------
 
     def _split(self, text: str) -> Iterator[tuple[str, int | None, bool]]:
-        """Parts and added tokens in order: text, the token's id, whether the text begins there."""
+        """Parts and added tokens in order: the text, the token's id, and whether it begins the
+        whole text."""
         assert self._patterns is not None
         first, second = self._patterns
         for start, end, token_id in self._cut(text, 0, len(text), first):
@@ -105,7 +107,8 @@ class PartEncoder:
     def _cut(
         self, text: str, start: int, end: int, pattern: AnyOf
     ) -> Iterator[tuple[int, int, int | None]]:
-        """Pieces of text[start:end] as (start, end, token id); as the tokenizers library does."""
+        """Pieces of text[start:end] as (start, end, token id), cut like in the tokenizers
+        library."""
         for match in pattern.matches(text, start, end):
             token_id, strips_left, strips_right = self._added[match[0]]
             begin, stop = match.span()
@@ -123,7 +126,7 @@ class PartEncoder:
             yield start, end, None
 
     def _encode(self, missing: Sequence[tuple[int, bool, str]]) -> list["array[int]"]:
-        """Ids of each part. The interpreter lock is free meanwhile."""
+        """Ids of each part. The interpreter lock is released while they are encoded."""
         by_backend: dict[int, tuple[Backend, list[int]]] = {}
         for place, (_, is_first, part) in enumerate(missing):
             backend = self._backend_for(is_first, MARK in part)
@@ -137,7 +140,7 @@ class PartEncoder:
         return found
 
     def _encode_fenced(self, text: str) -> list[int]:
-        """Ids of a text that is not split; InvalidRequest where a control token extends over a
+        """Ids of a text that is not split; raises InvalidRequest if a control token extends over a
         mark."""
         plain = without_marks(text)
         if MARK not in text:
@@ -163,7 +166,8 @@ class PartEncoder:
 
     @cached_property
     def _begins_differently(self) -> bool:
-        """Whether a space is put before the first part of a text, and not before the others."""
+        """Whether the tokenizer puts a space before the first part of a text, but not before the
+        others."""
         pre_tokenizers = steps(self._backend.pre_tokenizer, "pretokenizers")
         return any(step.get("prepend_scheme") == "first" for step in pre_tokenizers)
 
@@ -199,8 +203,8 @@ def _plain(state: dict[str, object]) -> Backend:
 
 
 def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] | None:
-    """The patterns that find added tokens, in the text and then in the normalized text;
-    None where parts of a text cannot be encoded alone."""
+    """The patterns that find added tokens, first in the text and then in the normalized text; None
+    if parts of a text cannot be encoded separately."""
     added = list(backend.get_added_tokens_decoder().values())
     normalized = [token.content for token in added if token.normalized]
     strips = any(token.lstrip or token.rstrip for token in added)
@@ -211,8 +215,8 @@ def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] 
         return None
     if steps(backend.normalizer, "normalizers"):
         if not control.isdisjoint(normalized):
-            return None  # they are searched in a text other than the one that is split
-        normalized = []  # found by the encoder of the part they are in
+            return None  # the tokenizer searches them in another text than the one that is split
+        normalized = []  # the encoder of their part finds them
     plain = [token.content for token in added if not token.normalized]
     return AnyOf(plain), AnyOf(normalized)
 

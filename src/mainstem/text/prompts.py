@@ -1,6 +1,6 @@
-"""What a script may hand to LLM: one prompt or many, as text, ids or vLLM's dictionaries.
+"""The prompts that LLM accepts: one or many, as text, ids or vLLM's dictionaries.
 
-Prompts may come from a list, a generator, an array or a tensor; so may the ids of one.
+Prompts, and the ids of a prompt, may be a list, a generator, an array or a tensor.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,27 +22,27 @@ Conversation = Sequence[Message]
 class OnError(Enum):
     """What a prompt that cannot be answered does to the call."""
 
-    RAISE = "raise"  # ends it before anything runs
-    RETURN = "return"  # nothing: its result says why
+    RAISE = "raise"  # the call ends before anything runs
+    RETURN = "return"  # the call continues; the prompt's result says why
 
 
 class Refusals:
     """The prompts of a call that cannot be answered, and why."""
 
     def __init__(self, name: str, is_lone: bool, on_error: OnError) -> None:
-        """`name`: the argument they came in. `is_lone`: it was one prompt, not a list."""
+        """`name` is the argument that had the prompts. `is_lone`: it was one prompt, not a list."""
         self.reasons: dict[int, str] = {}
         self._name = name
         self._is_lone = is_lone
         self.on_error = on_error
 
     def at(self, index: int) -> "_At":
-        """A context for what is done for one prompt: an InvalidRequest is noted, or goes on with
+        """A context for the work on one prompt: an InvalidRequest is recorded, or raised again with
         the prompt's number."""
         return _At(self, index)
 
     def take(self, index: int, error: InvalidRequest) -> bool:
-        """Whether the call goes on without this prompt; raises where it does not."""
+        """Record why a prompt is refused; raises if the call must end."""
         if self.on_error is OnError.RETURN:
             self.reasons[index] = str(error)
             return True
@@ -55,7 +55,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """See Refusals.at; written as a class for speed, since each prompt of a call makes three."""
+    """See Refusals.at; a class for speed, since each prompt of a call makes three."""
 
     refusals: Refusals
     index: int
@@ -73,7 +73,8 @@ class _At:
 def listed_prompts(
     prompts: ScriptPrompt | Iterable[ScriptPrompt], errors: OnError | str = OnError.RAISE
 ) -> tuple[list[str | list[int] | None], Refusals]:
-    """Every prompt as a text or as ids, None where it was refused; one alone is a list of one."""
+    """Every prompt as a text or as ids; None if it was refused. A single prompt gives a list of
+    one."""
     items, is_lone = _items(prompts)
     refusals = Refusals("prompts", is_lone, _on_error(errors))
     listed: list[str | list[int] | None] = [None] * len(items)
@@ -84,7 +85,7 @@ def listed_prompts(
 
 
 def _items(prompts: object) -> tuple[list[object], bool]:
-    """The prompts of a call, and whether it was one that did not come in a list."""
+    """The prompts of a call, and whether it was a single prompt without a list."""
     given = _plain(prompts)
     if isinstance(given, str | bytes | Mapping):
         return [given], True
@@ -98,7 +99,7 @@ def _items(prompts: object) -> tuple[list[object], bool]:
 
 
 def _plain(given: object) -> object:
-    """The lists of an array or a tensor of any library; anything else as it is."""
+    """An array or tensor of any library as lists; anything else unchanged."""
     convert = getattr(given, "tolist", None)
     return convert() if callable(convert) else given
 
@@ -108,7 +109,7 @@ def _is_id(item: object) -> bool:
 
 
 def read_prompt(given: object) -> str | list[int]:
-    """One prompt as a text or as ids; the ids are not looked at. Raises InvalidRequest."""
+    """One prompt as a text or as ids; the ids are not checked. Raises InvalidRequest."""
     if isinstance(given, Mapping):
         given = _of_mapping(given)
     given = _plain(given)
@@ -129,7 +130,7 @@ def _of_mapping(given: Mapping[str, object]) -> object:
         return given["prompt"]
     if names == ["prompt_token_ids"] and not isinstance(given["prompt_token_ids"], str):
         return given["prompt_token_ids"]
-    raise InvalidRequest("prompt", f"must have a prompt or prompt_token_ids and no more: {names}")
+    raise InvalidRequest("prompt", f"must have prompt or prompt_token_ids, nothing else: {names}")
 
 
 # --- conversations -------------------------------------------------------------------------------
@@ -145,8 +146,8 @@ def is_conversation(given: object) -> bool:
 def listed_conversations(
     messages: Conversation | Iterable[Conversation], errors: OnError | str = OnError.RAISE
 ) -> tuple[list[list[Message] | None], Refusals]:
-    """Every conversation, None where it was refused; one alone is a list of one. Texts in parts
-    are joined."""
+    """Every conversation; None if it was refused. A single conversation gives a list of one. Texts
+    in parts are joined."""
     given: object = messages
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidRequest("messages", "must be a list with at least one message")
@@ -192,7 +193,7 @@ Context = ScriptPrompt | Conversation
 def listed_contexts(
     contexts: Context | Iterable[Context], errors: OnError | str = OnError.RAISE
 ) -> tuple[list[str | list[int] | list[Message] | None], Refusals]:
-    """As `listed_prompts`, with conversations among them."""
+    """Like `listed_prompts`, but a context may also be a conversation."""
     items, is_lone = ([contexts], True) if is_conversation(contexts) else _items(contexts)
     refusals = Refusals("contexts", is_lone, _on_error(errors))
     listed: list[str | list[int] | list[Message] | None] = [None] * len(items)

@@ -13,10 +13,10 @@ class Logprob:
 
     logprob: float
     rank: int | None = None  # 1 is the likeliest
-    decoded_token: str | None = None  # U+FFFD where it is no whole character
+    decoded_token: str | None = None  # U+FFFD if it is not a whole character
 
 
-# token id -> Logprob at one place: of the token that is there, then of the likeliest ones
+# token id -> Logprob at one place: first of the token there, then of the likeliest tokens
 PlaceLogprobs = dict[int, Logprob]
 
 
@@ -60,13 +60,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """What is new of one answer in a stream; the pieces of an answer joined are its
-    CompletionOutput."""
+    """The new part of one answer in a stream; all pieces joined are its CompletionOutput."""
 
     index: int  # which of the n answers
-    text: str  # may be empty: part of a character, or of what may become a stop string
+    text: str  # may be empty, for example within a character or a possible stop string
     token_ids: list[int]
-    logprobs: list[PlaceLogprobs] | None  # of these tokens, where they were asked for
+    logprobs: list[PlaceLogprobs] | None  # of these tokens, if they were asked for
     finish_reason: str | None  # in the last piece of an answer
     stop_reason: str | int | None
     num_cached_tokens: int
@@ -77,7 +76,7 @@ class AnswerPiece:
 def empty_result(
     request_id: str, prompt: str | None, prompt_ids: list[int], sampling: SamplingParams
 ) -> RequestOutput:
-    """A result whose answers are yet to come."""
+    """A result without answers yet."""
     wants_logprobs = sampling.logprobs is not None
     answers = [
         CompletionOutput(index, logprobs=[] if wants_logprobs else None)
@@ -87,7 +86,7 @@ def empty_result(
 
 
 def piece_of(output: TextOutput, tokenizer: Tokenizer) -> AnswerPiece:
-    """News of an answer, as a piece of a stream."""
+    """The news of an answer as a piece of a stream."""
     reason = output.finish_reason
     return AnswerPiece(
         index=output.index,
@@ -103,7 +102,7 @@ def piece_of(output: TextOutput, tokenizer: Tokenizer) -> AnswerPiece:
 
 
 def add_piece(result: RequestOutput, piece: AnswerPiece) -> None:
-    """Put news of an answer where it belongs."""
+    """Add the news of an answer to its result."""
     answer = result.outputs[piece.index]
     answer.text += piece.text
     answer.token_ids += piece.token_ids

@@ -1,7 +1,7 @@
-"""How likely each of some choices is after a context: what the engine is asked, and what it said.
+"""How likely each of some choices is after a context: the prompts for the engine, and the results.
 
-    context  = c1 c2 c3        choices that end differently after the same tokens are one prompt,
-    choices  = a b | a d | e   computed without their last tokens:
+    context  = c1 c2 c3        choices that differ only in their last token are one prompt,
+    choices  = a b | a d | e   which leaves out that token:
 
         c1 c2 c3 a  -> logprob of a, then of b and of d as the next token
         c1 c2 c3    -> of e as the next token
@@ -31,16 +31,16 @@ class ChoiceScore:
     token_ids: list[int]
     token_logprobs: list[float]  # of each token, given the context and the tokens before it
     is_greedy: bool  # each of its tokens is the likeliest one at its place
-    probability: float  # that of all choices of the call it is this one
+    probability: float  # among all choices of the call
 
     @property
     def logprob(self) -> float:
-        """Of the whole choice."""
+        """Log-probability of the whole choice."""
         return sum(self.token_logprobs)
 
     @property
     def mean_logprob(self) -> float:
-        """Per token: does not favour short choices."""
+        """Mean per token, which does not favour short choices."""
         return self.logprob / len(self.token_logprobs)
 
 
@@ -55,7 +55,7 @@ class ScoreOutput:
 
     @property
     def best(self) -> int:
-        """The place of the likeliest choice, as a whole."""
+        """The index of the choice with the largest `logprob`."""
         places = range(len(self.choices))
         return max(places, key=lambda place: self.choices[place].logprob)
 
@@ -77,7 +77,7 @@ def checked_choice(text: object) -> str:
 
 
 class ContextScoring:
-    """The prompts that weigh the choices of one context, and what came of them."""
+    """The prompts that score the choices of one context, and their results."""
 
     def __init__(self, context_ids: list[int], choices: Sequence[Choice]) -> None:
         """Raises InvalidRequest."""
@@ -91,7 +91,7 @@ class ContextScoring:
                 raise InvalidRequest("choices", f"{choice.text!r:.80} has no tokens")
         self.context_ids = context_ids
         self.choices = choices
-        heads: dict[tuple[int, ...], list[int]] = {}  # all tokens but the last -> choices
+        heads: dict[tuple[int, ...], list[int]] = {}  # all tokens except the last -> choices
         for place, choice in enumerate(choices):
             heads.setdefault(tuple(choice.token_ids[:-1]), []).append(place)
         self._heads = list(heads.items())
@@ -99,7 +99,7 @@ class ContextScoring:
         self._num_cached: int | None = None
 
     def prompts(self) -> list[tuple[list[int], Scoring]]:
-        """What to ask; answers are taken by their places in it."""
+        """The prompts to submit; `take` gets an answer by the index of its prompt."""
         context, asked = self.context_ids, []
         for head, places in self._heads:
             last_ids = dict.fromkeys(self.choices[place].token_ids[-1] for place in places)
@@ -109,7 +109,7 @@ class ContextScoring:
     def take(
         self, place: int, found: Sequence[TokenLogprobs | None], num_cached_tokens: int
     ) -> None:
-        """The logprobs that one of the prompts was answered with."""
+        """Record the logprobs in the answer to one of the prompts."""
         head, members = self._heads[place]
         entries = [each for each in found if each is not None]
         following = {each.token_id: each for each in entries[len(head) :]}
@@ -117,10 +117,10 @@ class ContextScoring:
             last_id = self.choices[member].token_ids[-1]
             self._found[member] = [*entries[: len(head)], following[last_id]]
         before = num_cached_tokens if self._num_cached is None else self._num_cached
-        self._num_cached = min(before, num_cached_tokens)  # of the one that computed the context
+        self._num_cached = min(before, num_cached_tokens)  # of the prompt that computed the context
 
     def result(self) -> ScoreOutput:
-        """When all prompts are answered."""
+        """The scores; called when all prompts are answered."""
         sums = [sum(each.logprob for each in found) for found in self._found]
         weights = [exp(each - max(sums)) for each in sums]
         scores = [
@@ -146,9 +146,10 @@ def encode_scoring(
 ) -> "ContextScoring":
     """A context and its choices as tokens; `app`, `salt` and `max_tokens` as in `begin_prompt`.
 
-    Spaces at the end of a text go to the choices, where tokenizers want them. A choice is what the
-    encoding of both has after that of the context; where that does not begin with the context's
-    ids, and after ids and conversations, the choice is encoded by itself. Raises InvalidRequest.
+    Spaces at the end of a context's text are moved to the choices, as tokenizers expect. A choice's
+    tokens are those that follow the context's in the encoding of both together. If that encoding
+    does not begin with the context's ids, and after contexts given as ids or conversations, the
+    choice is encoded by itself. Raises InvalidRequest.
     """
     for text in texts:
         checked_choice(text)

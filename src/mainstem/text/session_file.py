@@ -1,4 +1,4 @@
-"""Sessions on disk: an SQLite file, changed whole or not at all."""
+"""Sessions on disk: an SQLite file with atomic changes."""
 
 import sqlite3
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS sessions_by_key ON sessions (owner, session_id
 
 
 class SessionFile:
-    """Where sessions outlive the process; `identity` names the tokenizer their ids belong to.
+    """Keeps sessions on disk. `identity` names the tokenizer that their ids belong to.
 
     One thread at a time uses it.
     """
@@ -31,8 +31,7 @@ class SessionFile:
         self._identity = identity
 
     def load(self) -> dict[Key, Session]:
-        """What was saved, the least recently used first; nothing if it is another tokenizer's.
-
+        """The saved sessions, least recently used first; none if they belong to another tokenizer.
         Raises ConfigError if it is not such a file.
         """
         if not self._path.exists():
@@ -47,10 +46,10 @@ class SessionFile:
         return {(owner, session_id): _session(session_id, *row) for owner, session_id, *row in rows}
 
     def save(self, changes: Mapping[Key, Session | None]) -> None:
-        """Keep these sessions, and forget those that are None; raises sqlite3.Error or OSError."""
+        """Save these sessions, and delete those that are None; raises sqlite3.Error or OSError."""
         self._path.touch(mode=0o600)
         with closing(sqlite3.connect(self._path, isolation_level=None)) as database:
-            database.execute("BEGIN IMMEDIATE")  # ends with COMMIT, or never happened
+            database.execute("BEGIN IMMEDIATE")  # atomic: nothing is saved without COMMIT
             database.execute(f"PRAGMA user_version = {FORMAT}")
             for statement in _TABLES.split(";"):
                 database.execute(statement)
@@ -68,11 +67,11 @@ class SessionFile:
             database.execute("COMMIT")
 
     def _is_ours(self, database: sqlite3.Connection) -> bool:
-        """Whether its sessions are of this tokenizer; False for a file without any."""
+        """Whether its sessions belong to this tokenizer; False for an empty file."""
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == num_tables == 0:
-            return False  # a kill came before the first save
+            return False  # killed before the first save
         if version != FORMAT:
             raise ConfigError(f"{self._path} has format {version}, this version reads {FORMAT}")
         found = database.execute("SELECT value FROM identity").fetchone()

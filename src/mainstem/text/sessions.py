@@ -1,4 +1,4 @@
-"""Conversations that return: a session keeps the token ids of what was said.
+"""Conversations with several turns: a session keeps the token ids of all turns so far.
 
 A client sends its whole conversation each turn, as text. Encoding the model's own answer again may
 give other ids than the model produced, and the cached pages would not be found. So a session
@@ -23,11 +23,11 @@ Key = tuple[str, str]  # owner, session id
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation as far as it has come. Times are seconds since 1970."""
+    """A conversation so far. Times are seconds since 1970."""
 
     session_id: str
     token_ids: Int32s
-    text: str  # what the ids say, special tokens written out
+    text: str  # the text of the ids, with special tokens written out
     num_turns: int
     created_s: float
     used_s: float
@@ -35,7 +35,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """How much is remembered; beyond it the sessions unused for longest are forgotten."""
+    """How much is kept; above it, the least recently used sessions are dropped."""
 
     ttl_s: float = 86_400.0
     max_sessions: int = 10_000
@@ -114,24 +114,24 @@ class Sessions:
     # --- on disk --------------------------------------------------------------------------------
 
     def restore(self, saved: Mapping[Key, Session]) -> None:
-        """Take in what an earlier process saved, the least recently used first."""
+        """Add sessions that an earlier process saved, least recently used first."""
         for key, session in saved.items():
             self._add(key, session)
         self._forget_old()
 
     def take_changes(self) -> dict[Key, Session | None]:
-        """Sessions as they are since they were last taken; None: forgotten."""
+        """Sessions that changed since the last call; None: the session was removed."""
         self._forget_old()
         changes = {key: self._sessions.get(key) for key in self._changed}
         self._changed = set()
         return changes
 
     def put_back(self, changes: Iterable[Key]) -> None:
-        """What was taken could not be saved."""
+        """Mark sessions as changed again, because they could not be saved."""
         self._changed.update(changes)
 
     def check(self) -> None:
-        """Raise if tokens are counted wrong or the order is."""
+        """Raise if tokens are counted wrong or the order is wrong."""
         sessions = list(self._sessions.values())
         assert self._num_tokens == sum(len(session.token_ids) for session in sessions)
         used_s = [session.used_s for session in sessions]
@@ -144,21 +144,21 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
 
 
 def said_before(session: Session | None, text: str, tokenizer: Tokenizer) -> Int32s | None:
-    """The ids of a session that `text` goes on from, after `session.text`; None: it does not."""
+    """The session's ids if `text` begins with `session.text`; None: it does not."""
     if session is None or not tokenizer.can_continue or not text.startswith(session.text):
         return None
     return session.token_ids
 
 
 def spoken_text(prompt_text: str, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of a turn: its prompt and all that the model said, special tokens written out."""
+    """The text of a turn: its prompt and the whole answer, with special tokens written out."""
     decoder = tokenizer.incremental_decoder(())
     pieces = [decoder.push(token_id) for token_id in output_ids]
     return "".join([prompt_text, *pieces, decoder.finish()])
 
 
 def spoken_chat(prompt_text: str, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The same of a chat: where the model spelled out a special token, it is marked as it will be
+    """The same for a chat: special tokens that the model spelled out are marked in the same way as
     when the client sends the answer back."""
     ends = [place for place, token in enumerate(output_ids) if tokenizer.is_control(token)]
     said = [prompt_text]

@@ -19,7 +19,7 @@ class StopChecker:
     """Lets text through up to the first stop string (Aho-Corasick, one step per character).
 
     Text that may be the beginning of a stop string is held back. The stop string that ends first
-    wins, of those the longest; so the result does not depend on how the text was cut up.
+    wins, on a tie the longest. So the result does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
@@ -30,7 +30,7 @@ class StopChecker:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text so far that is certain and not returned yet; none after a stop."""
+        """Add text; returns text that is now certain; nothing after a stop."""
         if self.found is not None:
             return ""
         if not self._root.children:
@@ -46,7 +46,7 @@ class StopChecker:
         return text[:released]
 
     def finish(self) -> str:
-        """What was held back, when no more text will come."""
+        """Return what was held back; called when no more text will come."""
         held, self._held = self._held, ""
         return held
 

@@ -31,14 +31,14 @@ class TextOutput:
     stop_reason: str | int | None  # the stop string or token that ended it
     num_cached_tokens: int
     num_dropped_tokens: int = 0  # of the prompt, because it was longer than the context window
-    fault: str | None = None  # what failed, where that ended it (FinishReason.ERROR) ...
-    is_form_fault: bool = False  # ... and whether that was the parser of its form: no step failed
+    fault: str | None = None  # the error that ended it (FinishReason.ERROR) ...
+    is_form_fault: bool = False  # ... and whether the parser of its form failed, rather than a step
 
 
 class AnswerReader:
-    """Reads what the engine says to one request: text that is certain, stop strings obeyed.
+    """Turns the engine's outputs for one request into text, and ends answers at stop strings.
 
-    The engine may have gone on past a stop string; tokens after it are dropped.
+    The engine may have continued after a stop string; tokens after it are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
@@ -58,10 +58,9 @@ class AnswerReader:
         return not self._streams
 
     def read(self, output: Output) -> TextOutput | None:
-        """What is new of an answer; None if a stop string has ended it already.
-
-        Where the text finds the end before the engine does (`finish_reason` is set here and not in
-        `output`), the caller must tell the engine.
+        """The news of an answer; None if a stop string has ended it already. If the text ends
+        before the engine knows (`finish_reason` is set in the result but not in `output`), the
+        caller must stop the request in the engine.
         """
         stream = self._streams.get(output.index)
         if stream is None:
@@ -80,7 +79,7 @@ class AnswerReader:
         if stop is not None:
             reason = FinishReason.STOP
         elif reason is FinishReason.STOP and output.token_ids:
-            last = output.token_ids[-1]  # named only if the caller asked for it to end answers
+            last = output.token_ids[-1]  # reported only if it is one of the caller's stop tokens
             stop = last if last in self._stop_token_ids else None
         if reason is not None:
             del self._streams[output.index]

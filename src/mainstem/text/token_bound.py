@@ -1,4 +1,5 @@
-"""A lower bound of a text's tokens, so that prompts that are too long are refused unencoded."""
+"""A lower bound for the number of a text's tokens, to refuse too long prompts without encoding
+them."""
 
 from dataclasses import dataclass
 
@@ -7,21 +8,22 @@ import tokenizers
 from mainstem.text.incremental import byte_level_characters
 from mainstem.text.parts import steps
 
-COMPOSED = 4  # canonical composition makes one byte of at most 3 (Hangul: 9 to 3)
-SLICE_CHARS = 1 << 17  # looked at in one go; other threads run in between
+# canonical composition shortens a text at most by a factor of 3 (Hangul); 4 to be safe
+COMPOSED = 4
+SLICE_CHARS = 1 << 17  # processed in one call; other threads run in between
 # steps that drop nothing
 _KEEPS = ("ByteLevel", "Digits", "Metaspace", "Split", "UnicodeScripts")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """What one token stands for at most."""
+    """The most bytes that one token can stand for."""
 
     max_bytes: int
-    dropped: bytes = b""  # the vocabulary lacks these, and they have no token at all
+    dropped: bytes = b""  # bytes that the vocabulary lacks, and that give no token at all
 
     def least_tokens(self, text: str) -> int:
-        """`text` has this number of tokens, or more."""
+        """A number of tokens that `text` has at least."""
         num_bytes = 0
         for start in range(0, len(text), SLICE_CHARS):
             data = text[start : start + SLICE_CHARS].encode("utf-8", "replace")
@@ -30,10 +32,9 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> "TokenBound | None":
-        """The bound of a tokenizer; None where a text of any length may have few tokens.
-
-        There is one for byte-level BPE and BPE with byte tokens, unless a step before it can drop
-        characters. Takes a moment, since it looks at the whole vocabulary.
+        """The bound of a tokenizer; None if a long text may have few tokens. Byte-level BPE and BPE
+        with byte tokens have a bound, unless an earlier step can drop characters. Takes a moment,
+        since it reads the whole vocabulary.
         """
         shrinks = _shrinks(backend)
         added = backend.get_added_tokens_decoder().values()
@@ -41,7 +42,8 @@ class TokenBound:
         if (
             shrinks is None
             or not isinstance(backend.model, tokenizers.models.BPE)
-            or any(token.lstrip or token.rstrip for token in added)  # they swallow any white space
+            # these tokens include any white space around them
+            or any(token.lstrip or token.rstrip for token in added)
             or any(step["type"] not in _KEEPS for step in splits)
             or any(step.get("behavior") == "Removed" for step in splits)
         ):
@@ -51,7 +53,7 @@ class TokenBound:
         if any(step["type"] == "ByteLevel" for step in splits):
             names = byte_level_characters()
             dropped = bytes(byte for name, byte in names.items() if name not in vocab)
-            longest = max(map(len, vocab), default=1)  # a character is a byte
+            longest = max(map(len, vocab), default=1)  # in byte-level BPE, a character is a byte
         elif backend.model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
             longest = max(len(token.encode()) for token in vocab)
         else:
@@ -61,7 +63,7 @@ class TokenBound:
 
 
 def _shrinks(backend: tokenizers.Tokenizer) -> int | None:
-    """By how much normalizing can make a text shorter; None: unknown."""
+    """The largest factor by which normalizing can shorten a text; None: unknown."""
     shrinks = 1
     for step in steps(backend.normalizer, "normalizers"):
         if step["type"] in ("NFC", "NFD"):

@@ -1,4 +1,4 @@
-"""Text <-> token ids, as the model's folder says.
+"""Text <-> token ids, with the tokenizer and templates of the model's folder.
 
 messages --chat_template--> text --parts--> ids ... ids --text_stream--> text
 """
@@ -26,9 +26,10 @@ from mainstem.text.parts import PartEncoder, Pending, encode_whole
 from mainstem.text.token_bound import TokenBound
 
 GENERATION_FILE = "generation_config.json"
-# fields of it that are used; others are set by the request, or belong to Hugging Face
+# fields of generation_config.json that are used; others are set by the request, or are only for
+# Hugging Face
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-MANY_IDS = 1 << 10  # decoding them takes longer than a change of threads
+MANY_IDS = 1 << 10  # decoding this many takes longer than a change of threads
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -49,8 +50,9 @@ class Tokenizer:
         allow_special_tokens: bool = False,
     ) -> None:
         """`special_tokens`: role ("bos_token") -> text; `templates`: name -> chat template;
-        `sampling_defaults`: how the model's makers advise to draw tokens, unchecked.
-        `allow_special_tokens`: those written in messages act, and roles are free."""
+        `sampling_defaults`: the model makers' advice for sampling, unchecked.
+        `allow_special_tokens`: special tokens written in messages are control tokens, and any role
+        is allowed."""
         self._backend = backend
         self._templates = {
             name: ChatTemplate(source, special_tokens or {})
@@ -78,7 +80,7 @@ class Tokenizer:
     def load(
         cls, folder: Path, template: str | None = None, allow_special_tokens: bool = False
     ) -> "Tokenizer":
-        """Read a model folder; chats go through the file `template` if one is named.
+        """Read a model folder; chats use the template in the file `template`, if one is given.
 
         Raises ModelNotFound when tokenizer.json is unusable, or a template is not valid.
         """
@@ -89,7 +91,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises plain Exception
             raise ModelNotFound(f"{path} cannot be read: {error}") from error
-        backend.no_padding()  # files in the wild carry training-time settings
+        backend.no_padding()  # published files contain settings for training
         backend.no_truncation()
         settings = _read_json(folder / "tokenizer_config.json")
         special = _special_tokens(settings, _read_json(folder / "special_tokens_map.json"))
@@ -103,7 +105,7 @@ class Tokenizer:
         )
 
     def prepare(self) -> None:
-        """Do now what the first prompts that need it would wait for."""
+        """Prepare what the first prompts would otherwise wait for."""
         self._parts.prepare()
         _ = self._bound, self.can_continue
 
@@ -155,11 +157,12 @@ class Tokenizer:
         return self.encode_chat_text(text)
 
     def encode_chat_text(self, text: str) -> list[int]:
-        """Ids of what `chat_text` gave."""
+        """Ids of the result of `chat_text`."""
         return self.look_up_chat_text(text).finish()
 
     def look_up_chat_text(self, text: str, salt: bytes = b"") -> Pending:
-        """The same in two steps: what was encoded before with this salt is known at once."""
+        """The same in two steps: parts that were encoded before with this salt are found at
+        once."""
         check_unicode("messages", text)
         return self._parts.look_up(text, salt)
 
@@ -196,13 +199,13 @@ class Tokenizer:
         template = self._template("tool_use" if tools else "default")
         text = template.render(given[0], given[1], add_generation_prompt, given[2])
         if ESCAPED_MARK in text and not has_text(given, ESCAPED_MARK):
-            text = text.replace(ESCAPED_MARK, MARK)  # the template printed a list, or ASCII
+            text = text.replace(ESCAPED_MARK, MARK)  # the template printed a list, or ASCII JSON
         return text
 
     def _as_text(
         self, messages: Sequence[Message], tools: Sequence[Json] | None, template_args: Json
     ) -> tuple[Sequence[Message], Sequence[Json] | None, Json]:
-        """What a request says, so that nothing of it acts as a special token."""
+        """The messages of a request, marked so that nothing in them becomes a special token."""
         change = self._control.mark if self._parts.can_split else self._control.refuse
         try:
             changed = [
@@ -217,7 +220,7 @@ class Tokenizer:
             raise InvalidRequest("messages", "are nested too deeply") from None
 
     def mark(self, text: str) -> str:
-        """A text that a message may have, as it is within `chat_text`."""
+        """A message's text, marked as in `chat_text`."""
         if self._allows_special:
             return text
         return self._control.mark(text) if self._parts.can_split else self._control.fence(text)
@@ -244,12 +247,12 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the template that chats go through."""
+        """The source of the template for chats."""
         return self._template("default").source if self._templates else None
 
     @property
     def tool_template(self) -> str | None:
-        """The source of the template that chats with tools go through; None: it has no tools."""
+        """The source of the template for chats with tools; None: it does not support tools."""
         template = self._template("tool_use") if self._templates else None
         return template.source if template is not None and template.reads_tools else None
 
@@ -259,14 +262,14 @@ class Tokenizer:
         return templates.get(name) or templates.get("default") or next(iter(templates.values()))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids that the vocabulary lacks give nothing."""
+        """Text of ids; ids that are not in the vocabulary are skipped."""
         if len(ids) < MANY_IDS:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         # `decode` would hold the interpreter lock all the time: 0.3 s for a million
         return self._backend.decode_batch([list(ids)], skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, special tokens by name; for logprobs."""
+        """The bytes that one token stands for; for a special token, its name. Used for logprobs."""
         return self._alphabet.token_bytes(token_id)
 
     def incremental_decoder(self, context: Sequence[int]) -> IncrementalDecoder:
@@ -277,11 +280,11 @@ class Tokenizer:
 
     @cached_property
     def can_continue(self) -> bool:
-        """Whether the ids of a text and of what follows it may be encoded one after the other."""
+        """Whether a text and what follows it may be encoded separately, with the same ids."""
         return self._alphabet.is_byte_level and self.decode_all(self.encode_plain("x")) == "x"
 
     def to_json(self) -> str:
-        """The tokenizer as tokenizer.json says it, for libraries that read that format."""
+        """The tokenizer in the format of tokenizer.json, for libraries that read it."""
         return self._backend.to_str()
 
     def decode_all(self, ids: Sequence[int]) -> str:
@@ -330,9 +333,8 @@ def _special_tokens(settings: Json, special_map: Json) -> dict[str, str]:
 def _eos_ids(
     folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]
 ) -> frozenset[int]:
-    """What generation_config (else config) names, one id or a list, and the tokenizer's own.
-
-    The union, because fine-tuned chat models often set only one of the two.
+    """The end tokens of generation_config (or else config), one id or a list, together with the
+    tokenizer's own, because fine-tuned chat models often set only one of the two.
     """
     ids: set[int] = set()
     for name in (GENERATION_FILE, "config.json"):
@@ -362,7 +364,7 @@ def _own_template(path: Path) -> dict[str, str]:
 
 
 def _templates(folder: Path, settings: Json) -> dict[str, str]:
-    """Chat templates by name; chat_template.jinja wins over tokenizer_config.json."""
+    """Chat templates by name; chat_template.jinja overrides tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return _own_template(path)

@@ -1,4 +1,4 @@
-"""What an answer has beside plain text: reasoning and tool calls."""
+"""The parts of an answer besides plain text: reasoning and tool calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call the model made; `arguments` is JSON, as OpenAI hands it out."""
+    """A call that the model made; `arguments` is JSON text, as in OpenAI's API."""
 
     call_id: str
     name: str

@@ -1,8 +1,8 @@
 """The JSON objects that clients send, field by field.
 
-This is the one description of them: bodies are checked against it, and `/openapi.json` is made from
-it. Ranges of sampling fields are in `core.request`, since they hold for Python callers too. `null`
-is the same as leaving a field out, as in OpenAI's API.
+Bodies are checked against these classes, and `/openapi.json` is made from them. Ranges of sampling
+fields are in `core.request`, since they also apply to Python callers. `null` is the same as leaving
+a field out, as in OpenAI's API.
 """
 
 import re
@@ -31,14 +31,14 @@ T = TypeVar("T", bound=Struct)
 
 
 class TextPart(Struct, frozen=True):
-    """A part of a message's content; other kinds than text are refused."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Struct, frozen=True):
-    """What an earlier answer called."""
+    """The function that an earlier answer called."""
 
     name: Anything = None
     arguments: Anything = None  # JSON as text, or the object itself
@@ -53,7 +53,7 @@ class PastCall(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    """One message. Fields beyond these reach the chat template as they are."""
+    """One message. Other fields are passed to the chat template unchanged."""
 
     role: Annotated[
         str,
@@ -66,7 +66,7 @@ class Message(Struct, frozen=True):
     name: Anything = None
     tool_calls: list[PastCall] | PastCall | None = None
     tool_call_id: Anything = None
-    reasoning_content: Anything = None  # of an earlier answer; `reasoning` is the same
+    reasoning_content: Anything = None  # of an earlier answer; `reasoning` is another name for it
     reasoning: Anything = None
 
 
@@ -101,20 +101,20 @@ class ChosenTool(Struct, frozen=True):
 
 
 class SchemaFormat(Struct, frozen=True):
-    """The JSON schema that answers must fit."""
+    """The JSON schema that answers must match."""
 
     schema: Anything = None
 
 
 class ResponseFormat(Struct, frozen=True):
-    """The form that answers must have, in OpenAI's words."""
+    """The form that answers must have, in OpenAI's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
-    """The form that answers must have, in vLLM's words; one of these."""
+    """The form that answers must have, in vLLM's format: exactly one of these fields."""
 
     json: Anything = None  # a JSON schema, as object or text
     regex: str | None = None
@@ -127,8 +127,8 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream reports besides its text."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: each chunk has the usage so far
-    include_obfuscation: Anything = None  # accepted and without effect
+    continuous_usage_stats: bool | None = None  # from vLLM: each chunk has the usage so far
+    include_obfuscation: Anything = None  # accepted, but without effect
 
 
 # --- bodies --------------------------------------------------------------------------------------
@@ -208,7 +208,8 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
 class TokenizeOptions(Struct, frozen=True):
     """What `POST /tokenize` takes besides the fields of a chat or completion."""
 
-    add_special_tokens: bool | None = None  # those that tokenizer.json puts around a prompt
+    # whether to add the tokens that tokenizer.json puts around a prompt
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -252,7 +253,7 @@ class RowEnvelope(Struct, frozen=True):
     method: Literal["POST"] = "POST"
 
 
-# accepted and without effect on the answer; docs/serve.md lists them
+# accepted, but without effect on the answer; docs/serve.md lists them
 HARMLESS = frozenset(
     [
         "metadata",
@@ -338,7 +339,7 @@ def read_fields(fields: Json, kind: type[T]) -> T:
 
 
 def tokenize_options(body: Json) -> tuple[TokenizeOptions, dict[str, object]]:
-    """A body of /tokenize: its own fields, and the others."""
+    """Split a body of /tokenize into its own fields and those of a chat or completion."""
     own = TokenizeOptions.__struct_fields__
     options = read_fields({name: body[name] for name in own if name in body}, TokenizeOptions)
     return options, {name: value for name, value in body.items() if name not in own}
@@ -353,7 +354,7 @@ def without_harmless(fields: Json, kind: type[Struct]) -> dict[str, object]:
         if name not in HARMLESS and (name not in rules or not rules[name].takes(value))
     }
     form = left.get("structured_outputs")
-    if isinstance(form, dict):  # clients of vLLM send its defaults along
+    if isinstance(form, dict):  # clients of vLLM also send default values
         left["structured_outputs"] = {
             name: value
             for name, value in form.items()
@@ -363,7 +364,8 @@ def without_harmless(fields: Json, kind: type[Struct]) -> dict[str, object]:
 
 
 def _explained(text: str, kind: type[Struct]) -> WireError:
-    """msgspec's message as an error that names the field: "Expected ... - at `$.n`" is about n."""
+    """msgspec's message as an error that names the field, for example n in "Expected ... - at
+    `$.n`"."""
     found = _PLACE.match(text)
     reason, place = (found["reason"], found["path"].lstrip(".")) if found else (text, "")
     if not place and (missing := _MISSING.search(reason)):

@@ -1,9 +1,9 @@
-"""A chat or completion body -> a Call and its prompts: the one parser of server, batch and plan.
+"""A chat or completion body -> a Call and its prompts: the parser for server, batch and plan.
 
     body (JSON object) -- bodies.py: names and types -->  AnswerBody
                        -- here: OpenAI's meanings    -->  Call, [Prompt, ...]
 
-A field that would change the answer and is not supported is refused by name.
+A field that would change the answer and is not supported is refused; the error names it.
 """
 
 import json
@@ -54,11 +54,11 @@ from mainstem.wire.errors import WireError, from_invalid
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has no limit
 MAX_TOKEN_ID = 2**31 - 1
-SAMPLINGS_KEPT = 1024  # different settings; equal ones of several calls share an object
-CALLS_KEPT = 1024  # different bodies, apart from their prompts; equal ones are read once
-MAX_KEPT_CHARS = 4096  # of such settings and bodies
-END_TOKENS = 16  # at the end of a prompt, where its template may begin the reasoning ...
-CONTINUED_TOKENS = 4096  # ... and where a continued message may have begun it
+SAMPLINGS_KEPT = 1024  # distinct settings; calls with equal settings share an object
+CALLS_KEPT = 1024  # distinct bodies without their prompts; equal ones are read once
+MAX_KEPT_CHARS = 4096  # larger settings and bodies are not kept
+END_TOKENS = 16  # the template may begin the reasoning within this many last tokens of a prompt ...
+CONTINUED_TOKENS = 4096  # ... and a message that is continued, within this many
 
 T = TypeVar("T")
 Messages = Annotated[list[bodies.Message], msgspec.Meta(min_length=1)]
@@ -66,7 +66,7 @@ TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
 REASONING_NAMES = ("reasoning_content", "reasoning")  # of a message: DeepSeek's, and vLLM's
 
-# SamplingParams takes these under the same name and checks their values
+# SamplingParams has these fields under the same names and checks their values
 SAMPLING_FIELDS = (
     "frequency_penalty",
     "ignore_eos",
@@ -88,7 +88,7 @@ SAMPLING_FIELDS = (
 
 
 class Kind(Enum):
-    """What an answer looks like; the value is the url."""
+    """The kind of an answer; the value is the url."""
 
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
@@ -98,7 +98,7 @@ class Kind(Enum):
         return PROMPT_FIELDS[self]
 
 
-SCORE_URL = "/v1/score"  # its prompts are those of the others
+SCORE_URL = "/v1/score"  # its prompts are those of chats and completions
 PROMPT_FIELDS = {Kind.CHAT: "messages", Kind.COMPLETION: "prompt"}
 
 
@@ -113,7 +113,7 @@ class BodyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a body asks, apart from its prompts; kept until the answer is written."""
+    """What a body asks for, without its prompts; kept until the answer is written."""
 
     kind: Kind
     sampling: SamplingParams
@@ -126,18 +126,20 @@ class Call:
     includes_usage: bool = False
     has_running_usage: bool = False  # each chunk has the usage of its choice so far
     returns_token_ids: bool = False
-    kept_prompt_tokens: int | None = None  # the last ones; -1: what leaves room for the answer
+    # how many last tokens to keep; -1: as many as leave room for the answer
+    kept_prompt_tokens: int | None = None
     has_echo: bool = False
     is_scoring: bool = False  # echo with max_tokens 0: the prompt's logprobs and no answer
     wants_prompt_logprobs: bool = False  # in vLLM's form, not OpenAI's echo
     tools: ToolUse | None = None
     has_one_tool_call: bool = False  # further calls are not returned
-    reasoning: ReasoningFormat | None = None  # how the answer may write it; None: it is text
+    # the format of reasoning in the answer; None: it is part of the text
+    reasoning: ReasoningFormat | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that `parser` must see
     continues_message: bool = False  # the prompt ends within an answer
     session_id: str | None = None
     overflow: Overflow = Overflow.ERROR
-    choices: tuple[str, ...] = ()  # to be scored after the prompt; there is no answer then
+    choices: tuple[str, ...] = ()  # scored after the prompt instead of an answer
 
     @property
     def num_answers(self) -> int:
@@ -145,11 +147,11 @@ class Call:
 
     @property
     def url(self) -> str:
-        """Where it would be sent to a server."""
+        """The path to which it would be sent on a server."""
         return SCORE_URL if self.choices else self.kind.value
 
     def kept_prompt(self, token_ids: list[int], context_tokens: int) -> list[int]:
-        """A prompt cut to the last tokens that the call wants."""
+        """A prompt cut to the number of last tokens that the call asks for."""
         count = self.kept_prompt_tokens
         if count is None:
             return token_ids
@@ -163,13 +165,14 @@ class Call:
         return self.tools is not None or self.reasoning is not None
 
     def parser(self) -> AnswerParser | None:
-        """What reads one answer of a chat; None: it is plain text."""
+        """The parser of one answer of a chat; None: the answer is plain text."""
         return make_parser(self.tools, self.reasoning)
 
     def rendering(self, prompt_ids: Sequence[int] | Int32s, tokenizer: Tokenizer) -> Rendering:
         """How answers to a prompt become the text that `parser` reads.
 
-        A form holds from the first token on, so then an answer never begins inside reasoning.
+        A form applies from the first token on, so an answer with a form never begins inside
+        reasoning.
         """
         opening = ""
         if self.reasoning is not None and self.sampling.grammar is None:
@@ -197,10 +200,10 @@ class _Known:
 
 @dataclass(slots=True)
 class CallParser:
-    """Reads bodies, with defaults for the sampling fields that they leave open.
+    """Reads bodies; `defaults` are used for sampling fields that a body leaves out.
 
-    `defaults` are fields of SamplingParams; raises InvalidRequest if they are not valid.
-    `find_formats` says how the model writes tool calls and reasoning; it is asked for chats.
+    They are fields of SamplingParams; raises InvalidRequest if they are not valid. `find_formats`
+    returns how the model writes tool calls and reasoning; it is called for chats.
     """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -215,7 +218,7 @@ class CallParser:
     def parse(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
         """Raises WireError that names the field.
 
-        Bodies that differ in their prompt alone, as those of a batch do, are checked once.
+        Bodies that differ only in their prompt, as in a batch, are checked once.
         """
         name = PROMPT_FIELDS[kind]
         prompt = body.get(name)
@@ -236,7 +239,7 @@ class CallParser:
         return call, prompts
 
     def _read(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
-        """Read a body from scratch."""
+        """Read a body completely, without what is known from earlier bodies."""
         record = ChatBody if kind is Kind.CHAT else CompletionBody
         fields = without_harmless(body, record)
         read: AnswerBody = read_fields(fields, record)
@@ -303,7 +306,8 @@ class CallParser:
             if (value := getattr(body, name)) is not None:
                 values[name] = value
         if (limit := _max_tokens(body)) is not None:
-            values["max_tokens"] = 1 if _is_scoring(body) else limit  # the smallest allowed
+            # 1 is the smallest that SamplingParams allows
+            values["max_tokens"] = 1 if _is_scoring(body) else limit
         if body.logit_bias is not None:
             values["logit_bias"] = _logit_bias(body.logit_bias)
         if (form := _answer_form(body, tools)) is not None:
@@ -438,7 +442,7 @@ def _schema(value: object) -> object:
 
 
 def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
-    """OpenAI's form has token ids as texts, since JSON has no other keys."""
+    """Token ids -> biases; in JSON, keys are texts."""
     try:
         return {int(token_id): bias for token_id, bias in given.items()}
     except ValueError:
@@ -514,8 +518,8 @@ def _room_left(value: object, room: int) -> int:
 
 
 def _known_prompt(given: object, known: _Known) -> "Prompt | None":
-    """The prompt of a body whose other fields were checked before; None: it is not a plain one,
-    and the body must be read from scratch."""
+    """The prompt of a body whose other fields were checked before; None: the prompt is not a plain
+    one, and the body must be read completely."""
     if known.chat is None and isinstance(given, str):
         return given
     try:
@@ -555,7 +559,7 @@ def _prompt(value: object) -> Prompt:
 
 
 def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
-    """The conversation as the template wants it."""
+    """The conversation in the form that chat templates expect."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         reason = "cannot be combined with add_generation_prompt=true: a message is continued, or a"
@@ -570,7 +574,7 @@ def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
 
 
 def _messages(given: object, checked: Sequence[bodies.Message]) -> list[Message]:
-    """The messages as they came, with one text each."""
+    """The messages in order, each with a single text."""
     assert isinstance(given, list)
     pairs = zip(given, checked, strict=True)
     return [_message(index, raw, read) for index, (raw, read) in enumerate(pairs)]

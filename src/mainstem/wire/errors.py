@@ -1,4 +1,4 @@
-"""What is wrong with something a client sent, as OpenAI reports it."""
+"""What is wrong with a client's request, in the format of OpenAI's API."""
 
 from mainstem.core.errors import InvalidRequest
 
@@ -6,7 +6,7 @@ from mainstem.core.errors import InvalidRequest
 class WireError(Exception):
     """Why a body or a row cannot be answered: an HTTP error at the server, an error row in a batch.
 
-    `param` is the field at fault, where there is one.
+    `param` is the wrong field, if there is one.
     """
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
@@ -17,5 +17,5 @@ class WireError(Exception):
 
 
 def from_invalid(error: InvalidRequest) -> WireError:
-    """A value that the engine does not take."""
+    """The error for a value that the engine refuses."""
     return WireError("invalid_value", str(error), error.field)

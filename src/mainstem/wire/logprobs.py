@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI and vLLM write them."""
+"""Log-probabilities in the formats of OpenAI and vLLM."""
 
 import codecs
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from mainstem.core.request import TokenLogprobs
 from mainstem.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 
 Json = dict[str, object]
-Place = tuple[int, TokenLogprobs | None]  # a token, and what is known of its probability
+Place = tuple[int, TokenLogprobs | None]  # a token and its logprobs, if known
 
 
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token for people; one that is not whole characters as bytes:\\x.., as OpenAI does."""
+    """A token as readable text; if it is not whole characters, as bytes:\\x.., like OpenAI's."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -62,7 +62,7 @@ def completion_logprobs(
 ) -> Json:
     """The `logprobs` of a completion's choice, or of its next part.
 
-    `num_chars`: length of the text so far, which a stop string may have cut.
+    `num_chars` is the length of the text so far; a stop string may have cut it.
     """
     return {
         "tokens": [token_text(token_id, tokenizer) for token_id, _ in places],
@@ -86,7 +86,7 @@ def _top(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
 def prompt_logprobs(
     entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer
 ) -> list[Json | None]:
-    """A prompt's places in vLLM's form: token id -> its logprob, rank and text."""
+    """The logprobs of a prompt in vLLM's format: token id -> logprob, rank and text."""
     return [None if entry is None else _prompt_place(entry, tokenizer) for entry in entries]
 
 

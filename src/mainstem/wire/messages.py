@@ -1,4 +1,4 @@
-"""Answers as Anthropic's Messages API writes them: whole, as events of a stream, and errors."""
+"""Answers in the format of Anthropic's Messages API: whole, as events of a stream, and errors."""
 
 import json
 import re
@@ -16,12 +16,12 @@ from mainstem.wire.replies import AnswerSoFar, Heading, PromptAnswers
 Json = dict[str, object]
 
 _encode = msgspec.json.Encoder().encode
-_HALF = re.compile("[\ud800-\udfff]")  # lone surrogates, which no reply can hold
+_HALF = re.compile("[\ud800-\udfff]")  # lone surrogates, which a reply cannot contain
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How many leading tokens of a prompt are kept for later, and how many of them for an hour."""
+    """How many leading tokens of a prompt are pinned, and how many of them for an hour."""
 
     num_tokens: int = 0
     num_hour_tokens: int = 0
@@ -75,8 +75,8 @@ class MessageReply:
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def usage(self, answers: PromptAnswers) -> Json:
-        """Tokens so far. Those of the prompt are counted once: read from cache, computed and kept
-        for later, or computed."""
+        """Tokens so far. Each prompt token is counted in one of three ways: read from the cache,
+        computed and pinned, or just computed."""
         num_read, kept = answers.cached_tokens, self.kept
         num_created = max(0, kept.num_tokens - num_read)
         num_hour = max(0, kept.num_hour_tokens - num_read)
@@ -119,16 +119,16 @@ class AnswerParts:
     def __init__(self, call: Call) -> None:
         self._parser = call.parser()
         self._has_one_call = call.has_one_tool_call
-        self.num_calls = 0  # that were returned
+        self.num_calls = 0  # returned so far
 
     def push(self, text: str) -> list[Part]:
-        """What is certain now."""
+        """Add text; returns the parts that are now certain."""
         if self._parser is None:
             return [text] if text else []
         return self._told(self._parser.push(text))
 
     def finish(self) -> list[Part]:
-        """The answer has ended: everything that is left."""
+        """The answer has ended: return everything that is left."""
         return [] if self._parser is None else self._told(self._parser.finish())
 
     def _told(self, parts: list[Part]) -> list[Part]:
@@ -143,7 +143,7 @@ class AnswerParts:
         return told
 
 
-_MARK = "mark"  # stands for the text in an event that is rendered as a pattern
+_MARK = "mark"  # placeholder for the text in an event that is rendered as a pattern
 
 
 class MessageStream:
@@ -153,16 +153,17 @@ class MessageStream:
         self.reply = reply
         self._parts = AnswerParts(reply.call)
         self._num_blocks = 0
-        self._open: str | None = None  # the field of the block that further text belongs to
-        self._around: list[bytes] = []  # the bytes before and after a piece of it
+        self._open: str | None = None  # the field of the open block, to which further text belongs
+        self._around: list[bytes] = []  # the bytes of an event before and after such text
 
     def opening(self, answers: PromptAnswers) -> bytes:
-        """Sent while the prompt is still computed; the cached tokens are reported at the end."""
+        """The first events. They are sent while the prompt is still computed; cached tokens are
+        reported at the end."""
         message = self.reply.message([], self.reply.usage(answers))
         return event({"type": "message_start", "message": message}) + PING
 
     def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
-        """What news of the answer adds; `answers` has taken it in already."""
+        """The events for news of the answer, which was already added to `answers`."""
         parts = self._parts.push(output.text)
         if output.finish_reason is not None:
             parts += self._parts.finish()
@@ -221,10 +222,11 @@ _ERROR_KINDS = {
 
 
 def error_body(status: int, message: str, code: str | None, request_id: str) -> Json:
-    """What went wrong, by its HTTP status."""
+    """The error object for an HTTP status."""
     kind = _ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # how clients know when to shorten it
+        # clients look for these words to shorten the prompt
+        message = f"prompt is too long: {message}"
     return {
         "type": "error",
         "error": {"type": kind, "message": message},
@@ -239,7 +241,7 @@ def _field(part: Part) -> str:
 
 
 def _input(call: ToolCall) -> str:
-    """The arguments of a call as JSON; they must be an object here."""
+    """The arguments of a call as JSON; this API wants an object."""
     try:
         value = json.loads(call.arguments, parse_constant=lambda _: None)  # JSON has no NaN
     except (ValueError, RecursionError):

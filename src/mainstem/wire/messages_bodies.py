@@ -1,9 +1,10 @@
-"""The bodies of Anthropic's Messages API, and the chat that each one means.
+"""The bodies of Anthropic's Messages API, and their translation to chats.
 
     body (JSON object) -- Structs: names and types --> MessagesBody
                        -- here: Anthropic's meanings --> fields of a ChatBody, [Mark, ...]
 
-Fields that would change the answer and are not supported are refused by name, as in bodies.py.
+Fields that would change the answer and are not supported are refused, as in bodies.py; the error
+names them.
 """
 
 import re
@@ -21,18 +22,18 @@ MAX_MARKS = 4  # `cache_control` in one body, as in Anthropic's API
 TTL_S = {"5m": 300, "1h": 3600}
 # a line that Claude Code puts before its system prompt; it changes each time and is not needed
 BILLING = "x-anthropic-billing-header:"
-_ANYBODY: Message = {"role": "user", "content": "?"}  # a message to follow a system prompt
+_ANYBODY: Message = {"role": "user", "content": "?"}  # a placeholder message after a system prompt
 
 
 # --- content -------------------------------------------------------------------------------------
 
 
 class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
-    """Keep what was computed up to the end of this block."""
+    """Pin what was computed up to the end of this block."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    scope: Anything = None  # accepted and ignored: pages are always kept for the key that asks
+    scope: Anything = None  # accepted and ignored: pages are always kept for the caller's key
 
     @property
     def ttl_s(self) -> int:
@@ -47,11 +48,11 @@ class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
     """A text of a message."""
 
     text: str
-    citations: Anything = None  # of an earlier answer; without effect
+    citations: Anything = None  # from an earlier answer; has no effect
 
 
 class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
-    """What an earlier answer thought; the template decides whether the model reads it again."""
+    """Reasoning of an earlier answer; the template decides whether the model reads it again."""
 
     thinking: str
     signature: Anything = None
@@ -78,7 +79,7 @@ Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn; if the last one is the assistant's, it is continued."""
+    """One message; if the last one is the assistant's, the answer continues it."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -95,8 +96,8 @@ class InputTool(Struct, frozen=True, forbid_unknown_fields=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
-    strict: bool | None = None  # a call that is required always fits its schema
-    eager_input_streaming: bool | None = None  # calls are returned whole
+    strict: bool | None = None  # has no effect: a required call always matches its schema
+    eager_input_streaming: bool | None = None  # has no effect: calls are returned whole
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
@@ -110,7 +111,7 @@ class InputToolChoice(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the model thinks aloud first, where it was taught to."""
+    """Whether the model reasons before its answer, if it was trained to."""
 
     type: Literal["disabled", "enabled", "adaptive"]
     budget_tokens: int | None = None  # accepted and ignored: reasoning has no budget here
@@ -118,7 +119,7 @@ class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputFormat(Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON schema that the answer must fit."""
+    """The JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     schema: dict[str, Anything]
@@ -128,7 +129,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = (
-        None  # a hint, where templates take one
+        None  # a hint, if the template accepts one
     )
     format: OutputFormat | None = None
 
@@ -170,7 +171,7 @@ HARMLESS = frozenset(
 
 
 def _keeps_all(value: object) -> bool:
-    """Whether a `context_management` takes nothing away."""
+    """Whether a `context_management` removes nothing."""
     edits = value.get("edits", []) if isinstance(value, dict) and len(value) <= 1 else None
     kept = {"type": "clear_thinking_20251015", "keep": "all"}
     return isinstance(edits, list) and all(edit == kept for edit in edits)
@@ -189,17 +190,17 @@ _NEUTRAL: Mapping[str, Callable[[object], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A prefix that is to be kept, as a conversation that ends where it does."""
+    """A prefix to pin, given as a conversation with the same end."""
 
     ttl_s: int
     messages: list[Message] = field(default_factory=list)
-    num_tools: int | None = None  # the first ones alone; None: all of them
-    is_whole: bool = False  # nothing follows: the whole prompt
+    num_tools: int | None = None  # only the first ones; None: all of them
+    is_whole: bool = False  # it is the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
 class MessagesAsked:
-    """What a body asks: a chat's fields, and which prefixes are to be kept."""
+    """What a body asks for: the fields of a chat, and which prefixes to pin."""
 
     fields: dict[str, object]
     marks: list[Mark]
@@ -208,7 +209,7 @@ class MessagesAsked:
 
 
 def read_messages(body: Json, kind: type[CountBody], template: str) -> MessagesAsked:
-    """Raises WireError that names the field. `template`: of the model's chats."""
+    """Raises WireError that names the field. `template` is the model's chat template."""
     left = {
         name: value
         for name, value in body.items()
@@ -233,7 +234,7 @@ _KIND = re.compile(r"^(?P<place>.+)\.type: invalid value '(?P<kind>[^']*)'$", re
 
 
 def _by_block(error: WireError) -> WireError:
-    """Blocks and tools of a kind that is not read are refused by its name."""
+    """The error for an unsupported kind of block or tool, which names the kind."""
     found = _KIND.match(error.message)
     if found is None:
         if error.message.startswith("tools[") and ".type: " in error.message:
@@ -266,7 +267,7 @@ def in_messages_terms(error: WireError) -> WireError:
 
 
 def _chat_fields(body: CountBody, template: str) -> dict[str, object]:
-    """The fields of a ChatBody that asks the same."""
+    """The fields of a ChatBody that asks for the same."""
     choice = body.tool_choice
     continues = body.messages[-1].role == "assistant"
     fields: dict[str, object] = {
@@ -360,7 +361,7 @@ def _assistant(blocks: Sequence[Block], index: int) -> Message:
 
 
 def _said(role: str, blocks: Sequence[Block], index: int) -> Iterator[Message]:
-    """Results of tools and text in the order they came, each result as a message of its own."""
+    """Tool results and text in their order, each result as a separate message."""
     _check_kinds(blocks, ToolUseBlock | ThinkingBlock, role, index)
     texts: list[TextBlock] = []
     for block in blocks:
@@ -379,7 +380,7 @@ def _result(block: ToolResultBlock) -> Message:
     content = block.content or ""
     said = content if isinstance(content, str) else _joined(content)
     if block.is_error:
-        said = f"Error: {said}"  # chat templates have no other way to show an error
+        said = f"Error: {said}"  # chat templates have no other way to mark an error
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
 
 
@@ -399,7 +400,7 @@ def _joined(blocks: Sequence[TextBlock]) -> str:
 
 
 def _marks(body: CountBody) -> list[Mark]:
-    """One for each `cache_control`, in the order tools, system, messages."""
+    """One mark for each `cache_control`, in the order tools, system, messages."""
     marks: list[Mark] = []
     system = [] if body.system is None else _system(body.system)
     for index, tool in enumerate(body.tools or ()):

@@ -156,7 +156,7 @@ def document() -> Json:
 
 
 def _schemas() -> Json:
-    """Every body, by name; fields of sampling get the ranges that the engine checks."""
+    """The schemas of all bodies, by name; sampling fields get the ranges that the engine checks."""
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REFS)
     for body, harmless in HARMLESS_IN.items():
         properties = schemas[body.__name__]["properties"]

@@ -1,4 +1,4 @@
-"""Answers as OpenAI writes them, whole and as chunks of a stream; for server and batch alike."""
+"""Answers in OpenAI's format, whole and as chunks of a stream; for server and batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class AnswerSoFar:
-    """One answer, as far as it is known."""
+    """One answer so far."""
 
     pieces: list[str] = field(default_factory=list)  # of its text
     token_ids: list[int] = field(default_factory=list)
@@ -42,12 +42,12 @@ class AnswerSoFar:
 
 @dataclass(slots=True)
 class PromptAnswers:
-    """All answers to one prompt, which itself is not kept."""
+    """All answers to one prompt."""
 
     prompt_tokens: int
     sampling: SamplingParams
     answers: list[AnswerSoFar] = field(init=False)
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = (None,)  # that of a prompt of one token
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = (None,)  # None for the first token
     cached_tokens: int = 0
     dropped_tokens: int = 0  # of a prompt that was longer than the context window
 
@@ -59,7 +59,7 @@ class PromptAnswers:
         return all(answer.finish_reason is not None for answer in self.answers)
 
     def add(self, output: TextOutput) -> None:
-        """Put news of an answer where it belongs."""
+        """Add news of an answer."""
         answer = self.answers[output.index]
         answer.pieces.append(output.text)
         answer.token_ids += output.token_ids
@@ -75,7 +75,7 @@ class PromptAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every object of a reply repeats."""
+    """Fields that every object of a reply has."""
 
     reply_id: str
     model: str
@@ -85,7 +85,7 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that goes back with its answer."""
+    """A prompt that is returned with its answer."""
 
     text: str
     token_ids: Sequence[int]
@@ -95,7 +95,7 @@ class Echo:
 class Reply:
     """Renders the answers to one call. Answer i of prompt p is choice p * n + i.
 
-    `echoes` has one for each prompt where the call has echo, `prompt_ids` where it returns token
+    `echoes` has an entry for each prompt if the call has echo, `prompt_ids` if it returns token
     ids.
     """
 
@@ -145,7 +145,8 @@ class Reply:
         return usage
 
     def _reasoning_tokens(self, answers: Sequence[PromptAnswers]) -> int | None:
-        """None: the model does not reason, or its tokens do not show where reasoning ends."""
+        """Tokens of reasoning; None: the model does not reason, or its tokens do not show where
+        reasoning ends."""
         reasoning = self.call.reasoning
         if reasoning is None:
             return None
@@ -158,7 +159,7 @@ class Reply:
         return sum(known) if len(known) == len(counts) else None
 
     def object(self, kind: str, choices: list[Json]) -> Json:
-        """What every reply and chunk has."""
+        """The fields that every reply and chunk has."""
         heading = self.heading
         fields: Json = {
             "id": heading.reply_id,
@@ -194,7 +195,7 @@ class Reply:
                 choice["prompt_logprobs"] = entries_of_prompt
         choice["logprobs"] = logprobs
         choice["finish_reason"] = reason
-        choice["stop_reason"] = answer.stop_reason  # as vLLM: the stop string or token id
+        choice["stop_reason"] = answer.stop_reason  # like vLLM: the stop string or token id
         if call.is_scoring:
             choice |= {"finish_reason": "length", "stop_reason": None}
         if call.returns_token_ids:
@@ -236,16 +237,16 @@ class Reply:
 
 @dataclass(slots=True)
 class _StreamedChoice:
-    """How far a stream has come with one answer."""
+    """The progress of a stream in one answer."""
 
     offsets: Offsets
     parser: AnswerParser | None
-    has_begun: bool = False  # of a completion: its echo was sent
+    has_begun: bool = False  # for a completion: its echo was sent
     num_chars: int = 0
-    plain: list[bytes] | None = None  # the bytes around the text, and the usage, of a plain event
+    plain: list[bytes] | None = None  # the bytes of a plain event around its text and usage
 
 
-_MARK = "mark"  # stands for the text in a chunk that is rendered as a pattern
+_MARK = "mark"  # placeholder for the text in a chunk that is rendered as a pattern
 
 
 class ReplyStream:
@@ -281,9 +282,8 @@ class ReplyStream:
         return b"".join(events)
 
     def events(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
-        """What news of an answer to prompt `place` adds; `answers` has taken it in already.
-
-        Almost all news is text alone: of its event only the text is encoded.
+        """The events for news of an answer to prompt `place`, which was already added to `answers`.
+        Almost all news is only text: then only the text of the event is encoded.
         """
         number = place * self._n + output.index
         plain = self._choices[number].plain
@@ -297,7 +297,7 @@ class ReplyStream:
         return plain[0] + _encode(output.text) + plain[1]
 
     def usage_event(self, answers: Sequence[PromptAnswers]) -> bytes:
-        """The event before the end, where the caller wants usage."""
+        """The event before the end, if the caller wants usage."""
         if not self._reply.call.includes_usage:
             return b""
         return event(self._chunk([], self._reply.usage(answers)))
@@ -327,7 +327,7 @@ class ReplyStream:
         }
 
     def _around_text(self, number: int) -> list[bytes]:
-        """A plain event without its text, and without its usage where it has one."""
+        """The bytes of a plain event around its text and, if it has one, its usage."""
         part: Json = {"index": number} | self._text_part(_MARK, None)
         example = event(self._chunk([part], _MARK if self._has_usage else None))
         return example.rsplit(_encode(_MARK), 2 if self._has_usage else 1)
@@ -387,7 +387,7 @@ class ReplyStream:
             yield {"delta": {}, "logprobs": None, **ending}
 
     def _deltas(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
-        """What is certain now, part by part; logprobs and ids go with the first chunk."""
+        """The parts that are now certain; logprobs and ids are in the first chunk."""
         tokenizer = self._reply.tokenizer
         ids = self._told_ids(output)
         logprobs = chat_logprobs(output.logprobs, tokenizer) if output.logprobs else None
@@ -415,7 +415,7 @@ class ReplyStream:
             logprobs, ids = None, None
 
     def _told_ids(self, output: TextOutput) -> tuple[int, ...] | None:
-        """The tokens of some news, where the caller wants them."""
+        """The token ids of some news, if the caller wants them."""
         call = self._reply.call
         if not call.returns_token_ids:
             return None
@@ -428,7 +428,7 @@ def event(value: Json) -> bytes:
 
 
 def _with_one_call(parts: Sequence[Part], num_before: int) -> list[Part]:
-    """Parts of an answer without the calls that follow the first; `num_before`: calls so far."""
+    """Parts of an answer with only the first call; `num_before` is the number of earlier calls."""
     calls = [part for part in parts if isinstance(part, ToolCall)]
     told = calls[: max(0, 1 - num_before)]
     return [part for part in parts if not isinstance(part, ToolCall) or part in told]

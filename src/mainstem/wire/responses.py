@@ -1,4 +1,4 @@
-"""Answers as OpenAI's Responses API writes them: output items, whole and as events of a stream.
+"""Answers in the format of OpenAI's Responses API: output items, whole and as events of a stream.
 
 response.created, response.in_progress
 for each item:  response.output_item.added
@@ -59,8 +59,8 @@ class _TextItem:
 
 
 class ResponseStream:
-    """One response as it is made. Each piece of news becomes events; after the last,
-    `response` is complete."""
+    """One response while it is made. News is turned into events; after the last news, `response` is
+    complete."""
 
     def __init__(self, call: Call, heading: Heading, body: ResponsesBody) -> None:
         self._call = call
@@ -75,7 +75,8 @@ class ResponseStream:
         self.response = _response(call, heading, body)
 
     def opening(self) -> bytes:
-        """Sent while the prompt is still computed, so that a client knows that it was accepted."""
+        """The first events. They are sent while the prompt is still computed, so that the client
+        knows that the request was accepted."""
         in_progress: Json = {"response": self.response}
         return b"".join(
             [
@@ -85,7 +86,7 @@ class ResponseStream:
         )
 
     def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
-        """What news of the answer adds; `answers` has taken it in already."""
+        """The events for news of the answer, which was already added to `answers`."""
         is_last = output.finish_reason is not None
         events = [event for part in self._parts(output) for event in self._part(part)]
         if self._open is not None and self._open.is_reasoning:
@@ -181,7 +182,7 @@ class ResponseStream:
         return f"{prefix}_{self._item_ids}{len(self._output):03x}"
 
     def _in_text(self, item: _TextItem) -> Json:
-        """Where an event about text belongs."""
+        """The fields that locate an event about text."""
         return {"item_id": item.item_id, "output_index": len(self._output), "content_index": 0}
 
     # --- events ---------------------------------------------------------------------------------

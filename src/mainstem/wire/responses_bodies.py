@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: what clients send to it, field by field (bodies.py has the others)."""
+"""The bodies of OpenAI's Responses API, field by field (the other bodies are in bodies.py)."""
 
 from typing import Annotated, Literal
 
@@ -38,7 +38,7 @@ class MessageItem(Struct, frozen=True):
 
 
 class TextItemPart(Struct, frozen=True):
-    """A part of a message or of a tool's output; other kinds than text are refused."""
+    """A part of a message or of a tool's output; only text is supported."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -75,7 +75,7 @@ class ReasoningText(Struct, frozen=True):
 
 
 class ReasoningItem(Struct, frozen=True):
-    """What the model thought before an earlier answer; the chat template may show it again."""
+    """Reasoning before an earlier answer; the chat template may show it to the model again."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
@@ -96,7 +96,7 @@ class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
     parameters: Annotated[
         dict[str, Anything] | None, Meta(description="JSON schema of its arguments")
     ] = None
-    strict: bool | None = None  # a call that must be made fits the schema either way
+    strict: bool | None = None  # has no effect: a required call always matches its schema
 
 
 class ChosenFunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,18 +113,18 @@ class TextFormat(Struct, frozen=True, forbid_unknown_fields=True):
     schema: Anything = None
     name: Anything = None
     description: Anything = None
-    strict: bool | None = None  # an answer fits the schema either way
+    strict: bool | None = None  # has no effect: an answer always matches the schema
 
 
 class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the text of an answer looks like."""
+    """The form of an answer's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much the model thinks; only efforts that its chat template supports.
+    """How much the model reasons; only efforts that its chat template supports.
 
     Reasoning is returned as it is and never summarized."""
 
@@ -135,7 +135,7 @@ class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
-    include_obfuscation: Anything = None  # accepted and without effect
+    include_obfuscation: Anything = None  # accepted, but without effect
 
 
 class ResponsesBody(Struct, frozen=True, kw_only=True):
@@ -170,7 +170,8 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     ) = None
     parallel_tool_calls: bool | None = None  # false: only the first call is returned
     reasoning: ReasoningConfig | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # none is ever encrypted
+    # accepted; nothing is encrypted
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
     # fields of /v1/chat/completions that mean the same here
     top_k: int | None = None
     min_p: float | None = None
@@ -185,7 +186,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(description="lower goes first")] | None = None
 
 
-# of ResponsesBody, and of ChatBody under the same name
+# fields of ResponsesBody that ChatBody has under the same name
 SAME_IN_CHATS = (
     "app",
     "cache_salt",
@@ -203,7 +204,7 @@ SAME_IN_CHATS = (
     "top_k",
     "top_p",
 )
-# accepted and without effect on the answer; docs/serve.md lists them
+# accepted, but without effect on the answer; docs/serve.md lists them
 HARMLESS = frozenset(
     [
         "client_metadata",

@@ -1,4 +1,4 @@
-"""A body of /v1/responses as the chat that it asks for: its fields and its conversation.
+"""Translates a body of /v1/responses to a chat: its fields and its conversation.
 
 input items, and those of earlier responses  --  Conversation  -->  messages
 body, messages                               --  chat_fields   -->  a ChatBody, for CallParser
@@ -32,7 +32,7 @@ Item = Mapping[str, object]
 Message = dict[str, object]
 T = TypeVar("T", bound=Struct)
 
-# a field of the chat that a body becomes -> the field that it came from
+# a field of the chat -> the field of this API that it came from
 ORIGINS = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -62,7 +62,7 @@ def read_body(fields: Json) -> ResponsesBody:
 
 
 def _check_tools(tools: object, choice: object) -> None:
-    """Refuse tools that are built into OpenAI's service, by their type."""
+    """Refuse tools that are built into OpenAI's service; the error names their type."""
     instead = "is not supported: only tools of type 'function' are"
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -89,8 +89,8 @@ class Conversation:
     """Items as the messages of a chat, in order.
 
     Instructions and the system and developer messages at the beginning become one system message,
-    because many chat templates take no second one. A developer's message further on is a system
-    message where the template knows no developers.
+    because many chat templates take no second one. A later developer message becomes a system
+    message if the template has no developer role.
     """
 
     def __init__(self, instructions: str | None, template: str | None) -> None:
@@ -99,7 +99,7 @@ class Conversation:
         self._messages: list[Message] = []
         self._functions: dict[str, str] = {}  # names, by call id
         self._reasoning = ""  # of the assistant's next message
-        self._is_kept = False  # what is being added
+        self._is_kept = False  # whether the items being added are stored ones
 
     @property
     def messages(self) -> list[Message]:
@@ -137,7 +137,7 @@ class Conversation:
         message: Message = {"role": role, "content": text}
         if role == "assistant":
             message |= thoughts
-        elif thoughts:  # of an answer that was cut off before its text
+        elif thoughts:  # from an answer that was cut off before its text
             self._messages.append({"role": "assistant", "content": "", **thoughts})
         self._messages.append(message)
 
@@ -149,7 +149,7 @@ class Conversation:
         except (ValueError, RecursionError):
             if not self._is_kept:
                 raise _wrong(f"{place}.arguments", "must be JSON") from None
-            arguments = {"arguments": read.arguments}  # a model may write anything
+            arguments = {"arguments": read.arguments}  # not JSON: a model may write anything
         self._functions[read.call_id] = read.name
         function = {"name": read.name, "arguments": arguments}
         call = {"id": read.call_id, "type": "function", "function": function}
@@ -217,7 +217,7 @@ def _wrong(place: str, reason: str) -> WireError:
 
 
 def chat_fields(body: ResponsesBody, messages: list[Message], template: str | None) -> Json:
-    """The body of a chat that asks the same."""
+    """The fields of a ChatBody that asks for the same."""
     fields: dict[str, object] = {name: getattr(body, name) for name in SAME_IN_CHATS}
     args = _template_args(body.reasoning, template or "")
     fields |= {

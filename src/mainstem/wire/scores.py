@@ -1,4 +1,5 @@
-"""Bodies and replies of `/score` and its like: how likely choices, or labels, are after a context.
+"""Bodies and replies of `/v1/score` and similar routes: how likely choices, or labels, are after a
+context.
 
 {"prompt": ... or "messages": [...], "choices": [text, ...]}               ours
 {"query": ..., "items": [...], "label_token_ids": [id, ...], ...}          SGLang's and vLLM's
@@ -21,7 +22,7 @@ from mainstem.wire.replies import Heading
 
 MAX_LABEL_PAIRS = 1024
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
-# fields of vLLM's models that compare texts; the error says what to send instead
+# fields of vLLM's models that compare texts; they are refused with what to send instead
 _OTHERS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
 
 
@@ -38,7 +39,7 @@ class ScoreBody(Struct, frozen=True, kw_only=True):
 
 
 class LabelScoreBody(Struct, frozen=True, kw_only=True):
-    """`POST /v1/score` as SGLang has it: the probability of each label as the next token."""
+    """`POST /v1/score` in SGLang's format: the probability of each label as the next token."""
 
     query: str | list[TokenId]
     items: str | Annotated[list[str | list[TokenId]], Meta(min_length=1)]
@@ -53,12 +54,13 @@ class LabelScoreBody(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AskedScores:
-    """What a body asks: the call's choices after one prompt, or labels after each of several."""
+    """What a body asks for: choices (of the call) after one prompt, or labels after each of several
+    prompts."""
 
     call: Call
     prompts: tuple[Prompt, ...]
     label_ids: tuple[int, ...] = ()
-    has_softmax: bool | None = None  # None: as the route has it by default
+    has_softmax: bool | None = None  # None: the route's default
 
 
 def read_scores(parser: CallParser, body: Json) -> AskedScores:
@@ -96,7 +98,8 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
     _check_number("items", len(items), parser.limits)
     _check_number("label_token_ids", len(body.label_token_ids), parser.limits)
     num_pairs = len(items) * len(body.label_token_ids)
-    if num_pairs > MAX_LABEL_PAIRS:  # each costs a row of logits in a step, which delays others
+    # each needs a row of logits in a step, which delays other requests
+    if num_pairs > MAX_LABEL_PAIRS:
         reason = f"items times labels may be {MAX_LABEL_PAIRS:,}, are {num_pairs:,}"
         raise WireError("invalid_value", f"label_token_ids: {reason}", "label_token_ids")
     joined: list[str | list[int]] = []
@@ -107,7 +110,7 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
             case (list(first_ids), list(second_ids)):
                 joined.append([*first_ids, *second_ids])
             case _:
-                reason = "must be texts where the query is a text, and token ids where it is ids"
+                reason = "must be texts if the query is a text, and token ids if it is ids"
                 raise WireError("invalid_value", f"items: {reason}", "items")
     call, prompts = _parse(parser, body, {"prompt": joined})
     return AskedScores(call, prompts, tuple(body.label_token_ids), body.apply_softmax)
@@ -116,7 +119,8 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
 def _parse(
     parser: CallParser, body: ScoreBody | LabelScoreBody, prompt: Json
 ) -> tuple[Call, tuple[Prompt, ...]]:
-    """The prompts and what concerns all routes, as a completion or a chat would have them."""
+    """The prompts and the fields that all routes have, parsed like those of a completion or
+    chat."""
     fields = {
         name: value
         for name in ("model", "app", "cache_salt", "priority")
@@ -137,7 +141,7 @@ def _check_number(name: str, number: int, limits: BodyLimits) -> None:
 
 
 def choices_reply(heading: Heading, result: ScoreOutput) -> dict[str, object]:
-    """What our form of `/v1/score` answers, and a row of a batch."""
+    """The reply in our format, for `/v1/score` and for a row of a batch."""
     return {
         "id": heading.reply_id,
         "object": "score",
@@ -164,7 +168,7 @@ def choices_reply(heading: Heading, result: ScoreOutput) -> dict[str, object]:
 def labels_reply(
     heading: Heading, results: Sequence[ScoreOutput], has_softmax: bool
 ) -> dict[str, object]:
-    """SGLang's reply: for each item the probability of each label."""
+    """The reply in SGLang's format: for each item, the probability of each label."""
     return {
         "id": heading.reply_id,
         "object": "scoring",
@@ -178,7 +182,7 @@ def labels_reply(
 def first_label_reply(
     heading: Heading, results: Sequence[ScoreOutput], has_softmax: bool
 ) -> dict[str, object]:
-    """vLLM's reply: for each item the probability of the first label."""
+    """The reply in vLLM's format: for each item, the probability of the first label."""
     return {
         "id": heading.reply_id,
         "object": "list",

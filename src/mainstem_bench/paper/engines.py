@@ -49,6 +49,9 @@ class _Loaded:
     facts: RunnerFacts
     shares: set[Share] = field(default_factory=set)  # that engines were made with
 
+    def holds(self, shape: str, kv_tokens: int) -> bool:
+        return (self.shape, self.config.cache.kv_tokens) == (shape, kv_tokens)
+
 
 @dataclass(slots=True)
 class Engines:
@@ -92,12 +95,8 @@ class Engines:
             torch.cuda.empty_cache()
 
     def _load(self, shape: str, kv_tokens: int) -> _Loaded:
-        loaded = self._loaded
-        if loaded is not None and (loaded.shape, loaded.config.cache.kv_tokens) == (
-            shape,
-            kv_tokens,
-        ):
-            return loaded
+        if self._loaded is not None and self._loaded.holds(shape, kv_tokens):
+            return self._loaded
         self.close()
         config = with_chunk(
             EngineConfig(model=ModelConfig(model=shape), cache=CacheConfig(kv_tokens=kv_tokens)),

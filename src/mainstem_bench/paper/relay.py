@@ -61,8 +61,8 @@ ITEMS: tuple[Item, ...] = (
         title="RelayAttention Fig. 8: latency against the rate of requests",
         claim="up to about 2.2 times the request rate of vLLM-PS at 0.5 s a token, system prompt "
         "of 2,048",
-        differs=ON_H200 + RANDOM + CUT + "requests arrive for 5 s at each rate, and 50 ms a token "
-        "are the limit, because this card is about ten times as fast",
+        differs=ON_H200 + RANDOM + CUT + "requests arrive for 5 s at each rate, and 15 ms a token "
+        "are the limit, three times what an idle engine takes here",
         where=Where.GPU,
         full_s=110,
         quick_s=4,

@@ -100,7 +100,7 @@ def test_mxfp4_experts_are_cut_at_groups(tmp_path: Path) -> None:
     assert parts == [32, 64]
     check_ranks(tmp_path)
     assert shards_that_divide(spec) == (1, 2)
-    with pytest.raises(ConfigError, match="an MLP of 96 columns has no 32 for each"):
+    with pytest.raises(ConfigError, match="an MLP of 96 columns has fewer than 32 for each"):
         part_of(spec, Shard(0, 4))
 
 

@@ -1,213 +1,132 @@
-"""Which program computes which unit: longest-processing-time-first, so that all programs end
-together. Numpy only.
+"""Units -> programs: longest-processing-time-first, so that all programs end together. Numpy only.
+
+Programs do not end together all the same: large units before them take longer on some
+multiprocessors, and memory is faster for some. So the shortest small units are not assigned but
+queued. A program that has finished its share claims the next one. Four programs, queued_share 0.25:
+
+    small units of 8, 7, 6, 5, 4, 3, 2 and 1 us: 36 us, so 27 us are assigned
+    programs    8 | 7 | 6 | 5     queue  4 3 2 1
+
+Programs that begin after large units have no share; they only claim.
 """
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.kernels.attention.pacing import EVEN
-from mainstem.kernels.attention.tuning import Pace
+from mainstem.kernels.attention.shape import Shape
 
-Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-FEW_ROUNDS = 4  # up to this many rounds of units it matters which program gets a short one
-# At least 1/16 of the programs get a unit in a round, since rounds take time. But a tail unit never
-# goes to the busiest program, for at most 64 rounds.
-LEAST_PLAYERS, LAST_ROUNDS = 16, 64
+LEAST_PLAYERS = 16  # at least 1/16 of the programs get a unit in a round, since rounds take time
 NO_UNITS: Int64s = np.empty(0, np.int64)
-Kind = tuple[Floats, int]  # cost of one unit of each piece, and how many units every piece has
 
 
-@dataclass(frozen=True, slots=True)
-class SmSlots:
-    """Slots that may get large units: `taken` of `count`, each of which runs one at a time."""
+class Shares(NamedTuple):
+    """Units of a kind. A unit is piece * (units of a piece) + (which of them)."""
 
-    taken: int
-    count: int  # programs, or multiprocessors (SMs) where large units take them whole
-    pace: Pace
-
-    def of_large(self, programs: int) -> Int64s:
-        """The slots that are taken. Neighbouring multiprocessors share a path to memory, on which
-        small units slow down large ones. If unavoidable, slow down as few as possible.
-        """
-        if self.count < programs and 2 * self.taken > self.count:
-            return _all_but(self.count - self.taken, self.count)
-        return _spread(self.count)[: self.taken]
-
-    def load_before_small(self, slots: Int64s, load: Floats, programs: int) -> Floats:
-        """How long each program waits for large units before its first small unit, in time of small
-        units. `slots` have the large units, `load` is their time.
-
-        Where a large unit takes a whole multiprocessor, programs of small units start as large
-        units end; the first programs start on multiprocessors without large units.
-        """
-        before, load = np.zeros(programs), self.pace.beside * (load + self.pace.late_us)
-        if self.count == programs:
-            before[slots] = load
-        else:
-            load.sort()
-            each = programs // self.count
-            before[programs - each * len(load) :] = load.repeat(each)
-        return before
+    order: Int64s  # program p has those from ends[p] to ends[p + 1]
+    ends: Int64s  # [programs + 1]
+    queued: Int64s
 
 
-def assign_units(
-    shares: Int32s, large: Kind, small: Kind, slots: SmSlots, queued_share: float = 0.0
-) -> tuple[Int64s, Int64s]:
-    """Give each program units of both kinds, so that all end together.
-
-    Returns the order of the large units and that of the small units. Program p has the large units
-    from shares[p] to shares[p + 1]; the second half of shares does the same for small units. The
-    small units after the last share form the work queue: `queued_share` of each program's time,
-    and all units of programs that begin late. A program that has finished claims the next one.
+def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[Shares, Shares]:
+    """Shares of large units, on `sms` multiprocessors, and of small units. `large` and `small` are
+    the microseconds of one unit of each piece.
     """
-    shares[:] = 0
-    programs = len(shares) // 2 - 1
-    ends, small_ends = shares[: programs + 1], shares[programs + 1 :]
-    load, large_order = np.zeros(programs), NO_UNITS
-    cost, units = large
-    if len(cost):
-        taken = slots.of_large(programs)[: len(cost) * units]  # the others begin at once
-        large_load = np.zeros(len(taken))
-        large_order = _assign_longest_first(cost, units, ends[: slots.count + 1], large_load, taken)
-        ends[slots.count + 1 :] = len(large_order)
-        load = slots.load_before_small(taken, large_load, programs)
-    cost, units = small
-    count = len(cost) * units
-    if not count:
-        return large_order, NO_UNITS
-    mean = float(cost.sum()) / len(cost)
-    least, most = cost.item(cost.argmin()), cost.item(cost.argmax())  # faster than min and max
-    # In a few rounds without large units, a program with two long units would end last.
-    is_few = programs < count < FEW_ROUNDS * programs and not len(large_order)
-    if most >= EVEN * (least if is_few else mean):
-        spread = _spread(programs)
-        order = _assign_longest_first(cost, units, small_ends, load[spread], spread)
-        if queued_share:
-            order = _queue_last(order, cost[order // units], small_ends, load, 1.0 - queued_share)
-        return large_order, order
-    # Equal units fill the gaps that large ones leave; neighbours share page ids.
-    if not queued_share:
-        small_ends[1:] = _fill(load, mean, count).cumsum()
-    elif np.count_nonzero(load) < programs:  # programs that begin late keep none
-        counts = _fill(load, mean, count)
-        counts = np.maximum(np.floor(counts * (1.0 - queued_share)), np.minimum(counts, 1.0))
-        counts[load > 0] = 0.0
-        small_ends[1:] = counts.cumsum()
-    if queued_share and least < most:  # nearly equal: the shortest last
-        return large_order, (-cost.repeat(units)).argsort(kind="stable")
-    return large_order, np.arange(count)
+    programs, queued_share = shape.num_programs, shape.tiles.queued_share
+    before = np.zeros(programs)
+    order, us = _longest_first(large, shape.units(True))
+    slots = large_slots(min(sms, len(order)), shape.num_large_programs, shape.tiles.is_split)
+    load = np.zeros(len(slots))
+    of_large = _shares(order, slots[_turns(us, load)], programs)
+    if len(order):
+        before = _before_small(slots, load, shape)
+    order, us = _longest_first(small, shape.units(False))
+    free, kept = _spread(programs), len(order)
+    if queued_share and shape.fixed_stretch is None and kept:
+        free = free[before[free] == 0.0]
+        # The time at which all would end, if units could be divided.
+        end_us = ((np.sort(before).cumsum() + us.sum()) / np.arange(1, programs + 1)).min()
+        kept = int(us.cumsum().searchsorted((1.0 - queued_share) * end_us * len(free)))
+        kept = max(kept, min(len(free), len(order)))
+    return of_large, _shares(order, free[_turns(us[:kept], before[free])], programs)
 
 
-def _queue_last(order: Int64s, cost: Floats, shares: Int32s, before: Floats, kept: float) -> Int64s:
-    """Put the last units of every program at the end of the order, the longest first.
+def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
+    """All units, and the time of each."""
+    if not np.count_nonzero(us[1:] != us[:-1]):
+        return np.arange(len(us) * units), us.repeat(units)
+    by_us = (-us).argsort(kind="stable")
+    order: Int64s = (by_us[:, None] * units + np.arange(units)).ravel()
+    return order, us[by_us].repeat(units)
 
-    A program that begins at once keeps its first unit, and `kept` of its time. One that begins late
-    keeps its first unit only if that takes longer than the time `before` it: two such units must
-    not run on one multiprocessor.
+
+def _turns(us: Floats, load: Floats) -> Int64s:
+    """The program of each unit; adds to `load`. In each round the longest units left go to the
+    least loaded programs; a program that has more than the least loaded one will have sits out.
     """
-    counts = shares[1:] - shares[:-1]
-    ends = np.concatenate((np.zeros(1), cost.cumsum()))
-    begin, end = ends[shares[:-1]], ends[shares[1:]]
-    most = np.where(before == 0, kept * (end - begin), 0.0)
-    is_kept = ends[1:] - begin.repeat(counts) <= most.repeat(counts)
-    busy = counts.nonzero()[0]
-    first = shares[busy]
-    is_kept[first] |= cost[first] > before[busy]
-    stay, queued = is_kept.nonzero()[0], (~is_kept).nonzero()[0]
-    shares[1:] = stay.searchsorted(shares[1:])
-    by_cost = (-cost[queued]).argsort(kind="stable")
-    return np.concatenate((order[stay], order[queued[by_cost]]))
+    if len(us) and us[0] == us[-1] and not load.any():  # in turn: the same, but quicker
+        rounds, more = divmod(len(us), len(load))
+        load += us[0] * rounds
+        load[:more] += us[0]
+        return np.tile(np.arange(len(load)), rounds + 1)[: len(us)]
+    turns, done, least = np.empty(len(us), np.int64), 0, len(load) // LEAST_PLAYERS
+    while done < len(us):
+        by_load = load.argsort(kind="stable")
+        levels = load[by_load]
+        players = int(levels.searchsorted(levels[0] + us[done], side="right"))
+        round_us = us[done : done + max(players, least)]
+        by_load = by_load[: len(round_us)]
+        turns[done : done + len(by_load)] = by_load
+        load[by_load] += round_us
+        done += len(by_load)
+    return turns
 
 
-def _assign_longest_first(
-    cost: Floats, units: int, shares: Int32s, load: Floats, slots: Int64s
-) -> Int64s:
-    """Assign units to the programs `slots`, the longest first. Returns the order of the units, and
-    adds to `load`.
+def _shares(order: Int64s, program: Int64s, programs: int) -> Shares:
+    """`program` has that of each unit but the last ones, which are queued."""
+    ends = np.zeros(programs + 1, np.int64)
+    ends[1:] = np.bincount(program, minlength=programs).cumsum()
+    by_program = program.astype(np.int16).argsort(kind="stable")  # 16 bits: a radix sort
+    return Shares(order[by_program], ends, order[len(program) :])
+
+
+def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:
+    """How long each program waits for large units before its first small unit, in time of small
+    units. `slots` have the large units, `load` is their time.
+
+    Where a large unit takes a whole multiprocessor, programs of small units start as large units
+    end; the first programs start on multiprocessors without large units.
     """
-    if not np.count_nonzero(cost != cost[0]) and not np.count_nonzero(load):
-        order = np.arange(len(cost) * units)  # round-robin is even
-        turns: Int64s = order - order // len(slots) * len(slots)  # takes half the time of %
-        load += np.bincount(turns, weights=cost.repeat(units), minlength=len(slots))
+    pace, before = shape.tiles.pace, np.zeros(shape.num_programs)
+    load = pace.beside * (load + pace.late_us)
+    if shape.tiles.is_split:
+        late = np.sort(load).repeat(shape.tiles.programs_per_sm)
+        before[len(before) - len(late) :] = late
     else:
-        by_cost = (-cost).argsort(kind="stable")
-        order = (by_cost[:, None] * units + np.arange(units)).ravel()
-        turns = _turns(cost[by_cost].repeat(units), load)
-    program = slots[turns]
-    shares[1:] = np.bincount(program, minlength=len(shares) - 1).cumsum()
-    return order[program.argsort(kind="stable")]
-
-
-def _turns(costs: Floats, load: Floats) -> Int64s:
-    """The program of each unit. In each round the longest units left go to the least loaded
-    programs; a program that has more than the least loaded one will have sits out. Adds to `load`.
-
-    Ties go to the first programs, so these get more if a round does not reach all.
-    """
-    program = np.empty(len(costs), np.int64)
-    done = 0
-    while done < len(costs):
-        slots = load.argsort(kind="stable")
-        levels = load[slots]
-        players = int(levels.searchsorted(levels[0] + costs[done], side="right"))
-        least = len(load) // LEAST_PLAYERS
-        if players < least:
-            room = int(levels.searchsorted(levels[-1] - costs[done], side="right"))
-            players = max(players, min(least, max(room, (len(costs) - done) // LAST_ROUNDS)))
-        round_costs = costs[done : done + players]
-        slots = slots[: len(round_costs)]
-        program[done : done + len(slots)] = slots
-        load[slots] += round_costs
-        done += len(slots)
-    return program
+        before[slots] = load
+    return before
 
 
 @cache
-def _all_but(free: int, count: int) -> Int64s:
-    """All slots but `free` ones, the last first. Free slots are pairs of neighbours. The pairs are
-    far apart, since each part of the card has its own path to memory.
+def large_slots(taken: int, count: int, is_split: bool) -> Int64s:
+    """Which of `count` slots get large units. Neighbouring multiprocessors share a path to memory,
+    on which small units slow down large ones. If unavoidable, slow down as few as possible: slots
+    without large units are pairs of neighbours, far apart, since each part of the card has a path.
     """
-    pairs = (free + 1) // 2
-    first = np.arange(pairs) * count // pairs // 2 * 2 if pairs else NO_UNITS
-    stay_free = np.stack((first, first + 1), axis=1).ravel()[:free]
-    return np.setdiff1d(np.arange(count), stay_free)[::-1]
+    if not is_split or 2 * taken <= count:
+        return _spread(count)[:taken]
+    pairs = (count - taken + 1) // 2
+    first = np.arange(pairs) * count // max(pairs, 1) // 2 * 2
+    free = np.stack((first, first + 1), axis=1).ravel()[: count - taken]
+    return np.setdiff1d(np.arange(count), free)[::-1]
 
 
 @cache
-def _spread(programs: int) -> Int64s:
-    """Every second program, then the others: neighbours share a multiprocessor, or its path to
-    memory.
-    """
-    return np.concatenate((np.arange(0, programs, 2), np.arange(1, programs, 2)))
-
-
-def _fill(load: Floats, size: float, count: int) -> Floats:
-    """How many of `count` equal units each program takes, so that the largest load is smallest."""
-    if not load.any():
-        each, more = divmod(count, len(load))
-        room = np.full(len(load), float(each))
-        room[:more] += 1.0
-        return room
-    # For every k, the level to which the k least loaded programs fill up. It is the right one where
-    # the next program is above it.
-    emptiest = np.sort(load, kind="stable")
-    levels = (emptiest.cumsum() + size * count) / np.arange(1, len(load) + 1)
-    level = float(levels[np.count_nonzero(levels[:-1] > emptiest[1:])])
-    room = np.maximum((level - load) // size, 0.0)
-    missing = count - int(room.sum())
-    while missing > 0:
-        taking = (load + room * size).argsort(kind="stable")[:missing]
-        room[taking] += 1.0
-        missing -= len(taking)
-    while missing < 0:  # by rounding; only programs with units can give one back
-        giving = room.nonzero()[0]
-        fullest = giving[(-load[giving] - room[giving] * size).argsort(kind="stable")[:-missing]]
-        room[fullest] -= 1.0
-        missing += len(fullest)
-    return room
+def _spread(count: int) -> Int64s:
+    """Every second one, then the others: neighbours share a multiprocessor, or a path to memory."""
+    return np.concatenate((np.arange(0, count, 2), np.arange(1, count, 2)))

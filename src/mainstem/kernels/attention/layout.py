@@ -29,7 +29,6 @@ HEADER_LARGE_ORDER = 8
 HEADER_SMALL_ORDER = 9
 HEADER_QUEUE = 10
 HEADER_NUM_QUEUED = 11
-HEADER_NUM_CLAIMERS = 12  # programs that claim units of the queue
 HEADER_INTS = 32
 
 # A program's share, which is a line of the card's memory.

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv, next_power_of_2
 
 ROWS = 16
 
@@ -60,8 +61,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
     num_rows = tokens * heads
     if num_rows:
-        _merge_kernel[(triton.cdiv(num_rows, ROWS),)](
+        _merge_kernel[(cdiv(num_rows, ROWS),)](
             out_a, lse_a, out_b, lse_b, out, lse, num_rows,
-            HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), TILE_ROWS=ROWS,
+            HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim), TILE_ROWS=ROWS,
         )  # fmt: skip
     return out, lse

@@ -31,7 +31,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import layout
-from mainstem.kernels.attention.cutting import Pick, Shape, pick_fastest
 from mainstem.kernels.attention.plan import (
     ALL_LAUNCHES,
     KernelPlan,
@@ -39,12 +38,20 @@ from mainstem.kernels.attention.plan import (
     ReusablePlan,
     make_plan,
 )
+from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
-from mainstem.kernels.attention.tuning import HOPPER, MOST_TUNED_DIM, Tiles, choose_tiles
+from mainstem.kernels.attention.tuning import (
+    HOPPER,
+    HOPPER_WIDE_HEADS,
+    MOST_TUNED_DIM,
+    Tiles,
+    choose_tiles,
+)
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
+from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.overlap import can_overlap, overlap_options
 
@@ -138,7 +145,7 @@ def _hopper() -> _Hopper | None:
 
 
 def _with_kernel(
-    tiles: Tiles, device: torch.device, page_size: int
+    tiles: Tiles, device: torch.device, head_dim: int, page_size: int
 ) -> tuple[Tiles, _Hopper | None]:
     """The tiles, with Hopper's kernels if they need these; other tiles if there are none."""
     if not tiles.is_split:
@@ -157,7 +164,9 @@ def _with_kernel(
             f"small_q 64, got {tiles.large_q}, {tiles.large_k} and {tiles.small_q}"
         )
     hopper = _hopper()
-    return (HOPPER, None) if hopper is None else (tiles, hopper)
+    if hopper is None:
+        return HOPPER if head_dim <= MOST_TUNED_DIM else HOPPER_WIDE_HEADS, None
+    return tiles, hopper
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +225,7 @@ class SpanAttention:
         if tiles is None:
             can_split = deterministic_keys is None
             tiles = choose_tiles(device, dtype, head_dim, can_split=can_split)
-        tiles, self._hopper = _with_kernel(tiles, device, page_size)
+        tiles, self._hopper = _with_kernel(tiles, device, head_dim, page_size)
         if self._hopper is not None and deterministic_keys is not None:
             raise LayoutError("tiles that are split are for attention without deterministic_keys")
         if deterministic_keys is not None and (
@@ -259,7 +268,7 @@ class SpanAttention:
     def _make_buffers(self, partials: Tensor | None) -> None:
         limits, shape, device = self._limits, self._shape, self._device
         # `pieces_of_token` bounds the pieces of a token in an uncut span. Cuts add up to four large
-        # units a program, one or two small ones, and those of the queue that are cut once more.
+        # units a program, and one or two small ones.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
         # A unit takes one int in an order, or PIECE_INTS in the queue.
@@ -302,25 +311,28 @@ class SpanAttention:
         fewer = Launches(large=False, merge=True), Launches(large=False, merge=False)
         return fewer if self._hopper is None else (ALL_LAUNCHES, *fewer)
 
-    def plan(self, spans: Spans, pick: Pick | None = None) -> Launches:
+    @property
+    def shape(self) -> Shape:
+        """What plans depend on besides the spans."""
+        return self._shape
+
+    def plan(self, spans: Spans) -> Launches:
         """Describe the next `run`s; returns the launches that they need. Copies to the device on
         the current stream; does not wait for it.
 
         A step like the last one with a few more keys reuses its cut and assignment, which takes a
-        tenth of the time. With `pick`, which chooses among the ways to cut the spans, it does not.
+        tenth of the time.
         """
         self._check_spans(spans)
-        if pick is None and self._reusable is not None and self._reusable.holds_for(spans):
+        if self._reusable is not None and self._reusable.holds_for(spans):
             plan = self._reusable.plan(spans)
         else:
-            plan = make_plan(spans, self._shape, pick or pick_fastest)
-        self._reusable = plan.reusable if pick is None else None
-        if not self._fits(plan) and self._shape.fixed_stretch is None:
-            plan, self._reusable = self._smaller_plan(spans), None
-        self._send(plan)
-        has_kernel = self._hopper is not None
-        self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
-        return self._needed
+            plan = make_plan(spans, self._shape)
+        if not self.fits(plan) and self._shape.fixed_stretch is None:
+            return self.send(self._smaller_plan(spans))
+        launches = self.send(plan)
+        self._reusable = plan.reusable
+        return launches
 
     def _smaller_plan(self, spans: Spans) -> KernelPlan:
         """The first plan that fits, of plans with ever fewer Partials; if none fits, the last.
@@ -331,11 +343,12 @@ class SpanAttention:
             fewer = unshare(spans, self._page_size, least_queries)
             self._check_spans(fewer)
             plan = make_plan(fewer, replace(self._shape, can_cut=can_cut))
-            if self._fits(plan):
+            if self.fits(plan):
                 break
         return plan
 
-    def _fits(self, plan: KernelPlan) -> bool:
+    def fits(self, plan: KernelPlan) -> bool:
+        """Whether the buffers are large enough for a plan."""
         return plan.num_slots <= self._limits.partials() and plan.num_ints <= self._plan_ints
 
     def _check_spans(self, spans: Spans) -> None:
@@ -369,7 +382,10 @@ class SpanAttention:
         if spans.first_keys is not None and len(spans.first_keys) != len(spans.query_rows):
             raise LayoutError("first_keys must have one entry for each of query_rows")
 
-    def _send(self, plan: KernelPlan) -> None:
+    def send(self, plan: KernelPlan) -> Launches:
+        """Run this plan from now on; returns the launches that it needs. The next step is planned
+        anew.
+        """
         if plan.num_ints > self._plan_ints:
             raise PlanTooLarge(
                 f"the plan is {plan.num_ints} ints for {plan.num_pieces} pieces, the buffer has "
@@ -382,6 +398,10 @@ class SpanAttention:
             )
         self._staging[self._next_staging].send(plan, self._plan_row)
         self._next_staging = (self._next_staging + 1) % len(self._staging)
+        self._reusable = None
+        has_kernel = self._hopper is not None
+        self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
+        return self._needed
 
     def run(
         self,
@@ -447,6 +467,7 @@ class SpanAttention:
                 TILE_K=tiles.large_k, STAGES=tiles.large_stages,
                 num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
             )  # fmt: skip
+            forget_constants(large._large_units_kernel)
         small._small_units_kernel[(shape.num_programs,)](
             q, k.small[0], v.small[0], k.small[1], v.small[1], *tensors,
             self._tickets, tiles.small_stages,
@@ -454,6 +475,7 @@ class SpanAttention:
             num_warps=small.NUM_WARPS, maxnreg=small.max_registers(tiles.programs_per_sm),
             **constants,
         )  # fmt: skip
+        forget_constants(small._small_units_kernel)
 
     def _attend(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None

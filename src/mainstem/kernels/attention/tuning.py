@@ -1,30 +1,15 @@
-"""Tile shapes of the span attention kernel per card, as measured; see docs/log/kernels.md for the
-runs.
+"""Tile shapes of the span attention kernel per card, and the numbers by which its planner decides,
+as measured; see docs/log/kernels.md for the runs.
 
 Small and large units live in one kernel and share its warps and registers, so a choice is one
 record. Hopper has a kernel of its own for each kind (`hopper/`).
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How long units take, in microseconds where they were measured; only ratios matter."""
-
-    large_us: float = 500.0  # of a large unit besides its keys
-    large_key_us: float = 0.9
-    small_us: float = 90.0
-    small_key_us: float = 1.0  # of a key of one KV head
-    reads: float = math.inf  # keys of one KV head that memory delivers in a microsecond
-    yields: float = 0.0  # share of the delay by lack of bandwidth that large units bear
-    late_us: float = 0.0  # delay of small units that follow large ones
-    beside: float = 1.0  # speed of small units while large ones run elsewhere, for the assignment
-    merge_us: float = 0.0  # of a Partial
-    launch_us: float = 0.0  # of the kernel for large units, if they have their own
+from mainstem.kernels.attention.pace import UNTUNED, Pace, saved_paces
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +23,12 @@ class Tiles:
     num_warps: int
     programs_per_sm: int  # as many as fit: all programs must run at once
     max_registers: int | None = None
-    pace: Pace = Pace()
+    pace: Pace = UNTUNED
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
     small_k: int = 64  # keys x KV heads per step of its loop, or those of one page if that has more
     # Large units run first and take whole multiprocessors; small ones follow as these end.
     is_split: bool = False
-    queued_share: float = 0.0  # of small units, for the work queue (`work_queue.py`)
+    queued_share: float = 0.0  # of small units, for the work queue (`assign.py`)
     divides_pages: bool = False  # a step of a small unit may cover a part of a page
 
 
@@ -87,6 +72,7 @@ SPLIT_TILES = {  # by head_dim
     128: HOPPER_SPLIT,
     256: _wide(_split(256, 2, 0.0310, 0.0175)),
 }
+TUNED_CARD = "NVIDIA H200"  # the paces of split tiles were measured on it
 MOST_TUNED_DIM = 128
 # Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
 FALLBACK = Tiles(
@@ -115,8 +101,21 @@ def choose_tiles(
 ) -> Tiles:
     """The tuned record of a card, or one that fits any card. `can_split` is false for deterministic
     rows, which Hopper's own kernels do not support. Those rows have one tile shape. Decodes decide
-    it, since they would waste most of a tile of 128 rows.
+    it, since they would waste most of a tile of 128 rows. A card that nobody tuned has the pace
+    that `mainstem calibrate` fitted, if it did.
     """
+    tiles = built_in_tiles(device, dtype, head_dim, can_split=can_split)
+    if device.type == "cpu" or dtype == torch.float32 or not can_split:
+        return tiles
+    name = torch.cuda.get_device_name(device)
+    pace = None if name == TUNED_CARD else saved_paces(name).get(head_dim)
+    return tiles if pace is None else replace(tiles, pace=pace)
+
+
+def built_in_tiles(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
+) -> Tiles:
+    """The same without what was fitted."""
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:

@@ -1,1 +1,1 @@
-"""Linears, norms and activations: what a layer does beside attention."""
+"""Linears, norms and activations: everything in a layer except attention."""

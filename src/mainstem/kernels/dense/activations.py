@@ -25,6 +25,7 @@ from mainstem.kernels.dense.rows import (
     stride_of,
 )
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _BLOCK = 2048
@@ -34,11 +35,11 @@ class Act(StrEnum):
     """Activations by the names that recipes use."""
 
     SILU = "silu"
-    GELU = "gelu"  # by the error function
-    GELU_TANH = "gelu_tanh"  # by its approximation with tanh
+    GELU = "gelu"  # with the error function
+    GELU_TANH = "gelu_tanh"  # approximated with tanh
     RELU = "relu"
     RELU_SQUARED = "relu2"
-    CLAMPED_SILU = "clamped"  # gpt-oss, see `_clamped`; with gates alone
+    CLAMPED_SILU = "clamped"  # gpt-oss, see `_clamped`; only with gates
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def activate_gated_fp8(
 
 
 def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) -> None:
-    """`size` of the output: that of x, or half of it where x has gates."""
+    """`size` is that of the output: the size of x, or half of it if x has gates."""
     is_gated = size != x.shape[1]
     # a row with one scale is one block, because its peak is needed; others are cut
     is_cut = scales is None or scales.shape[1] > 1
@@ -146,7 +147,7 @@ def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) 
     options = row_options(min(size, MAX_MLP))
     if is_cut and size > _BLOCK:
         options = {"SIZE": size, "BLOCK": _BLOCK, "num_warps": 4}
-    _activation_kernel[(len(x), triton.cdiv(size, options["BLOCK"]))](
+    _activation_kernel[(len(x), cdiv(size, options["BLOCK"]))](
         x, out, scales, x.stride(0), out.stride(0), stride_of(scales),
         GROUP=group_of(scales, options["BLOCK"]), ACT=act.value, IS_GATED=is_gated,
         **options, **overlap_options(x.device),

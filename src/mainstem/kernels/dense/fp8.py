@@ -24,7 +24,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def require_fp8(device: torch.device) -> None:
-    """ConfigError unless fp8 products run on this device."""
+    """Raise ConfigError unless fp8 products run on this device."""
     if device.type != "cuda":
         return  # emulated
     if torch.version.hip is not None:
@@ -59,7 +59,7 @@ class Fp8Linear:
         self.num_out, self.num_in = values.shape
         self.out_dtype = out_dtype
         out_pad, in_pad = -self.num_out % _ALIGN, -self.num_in % _ALIGN
-        if out_pad or in_pad:  # fp8 cannot be padded as such; its bytes can
+        if out_pad or in_pad:  # torch cannot pad fp8, but it can pad the same data as bytes
             values = F.pad(values.view(torch.uint8), (0, in_pad, 0, out_pad)).view(FP8)
         self.values = values
         self.scale = F.pad(scale, (0, out_pad))
@@ -72,7 +72,7 @@ class Fp8Linear:
         bias: Tensor | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> "Fp8Linear":
-        """From weights of any float dtype."""
+        """Make one from weights of any float dtype."""
         require_fp8(weight.device)
         return cls(*quantize_weight(weight), bias, out_dtype)
 
@@ -108,7 +108,7 @@ class Fp8Linear:
 
 
 def quantize_rows(x: Tensor) -> Fp8Rows:
-    """Per token, on any device."""
+    """Quantize per token, on any device."""
     if x.is_cuda:
         from mainstem.kernels.dense import rows  # noqa: PLC0415  a CPU needs no Triton
 
@@ -117,6 +117,6 @@ def quantize_rows(x: Tensor) -> Fp8Rows:
 
 
 def _quantize_rows(x: Tensor) -> Fp8Rows:
-    """As the fused kernels do it."""
+    """Quantize in the same way as the fused kernels."""
     wide = x.float()
     return rounded(wide, wide.abs().amax(dim=1, keepdim=True))

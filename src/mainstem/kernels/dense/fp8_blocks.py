@@ -31,7 +31,7 @@ _MOST_OFF = 0.01  # of a product; rounding of bf16 outputs is 0.002
 
 
 def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a weight of this shape can be multiplied as it is."""
+    """Whether there is a product for a weight of this shape, without dequantizing it."""
     if num_out % BLOCK or num_in % (BLOCK * _ALIGN_BLOCKS) or dtype == torch.float16:
         return False
     if device.type != "cuda":
@@ -43,8 +43,8 @@ def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: tor
 
 @cache
 def is_library_right(device: torch.device) -> bool:
-    """Whether the library's product of a small weight is that of the same rounded numbers. Its
-    versions differ in the layout of scales, and a wrong layout raises no error."""
+    """Check the library's product of a small weight against a product of the same rounded numbers.
+    Versions of the library differ in the layout of scales, and a wrong layout raises no error."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -62,7 +62,7 @@ def is_library_right(device: torch.device) -> bool:
 
 
 class Fp8BlockLinear:
-    """As a dense linear, of weights [out, in] in fp8 with scales [out / 128, in / 128] fp32."""
+    """A linear with weights [out, in] in fp8 and scales [out / 128, in / 128] in fp32."""
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
@@ -98,7 +98,7 @@ class Fp8BlockLinear:
         return y[: len(values)]
 
     def dense(self) -> Tensor:
-        """The weight's numbers, fp32 [out, in]."""
+        """The weight dequantized, fp32 [out, in]."""
         return _spread(self._values, self._scales.repeat_interleave(BLOCK, dim=0))
 
 
@@ -119,5 +119,5 @@ def quantize_groups(x: Tensor) -> Fp8Rows:
 
 
 def _spread(values: Tensor, scales: Tensor) -> Tensor:
-    """Numbers, fp32, of values [rows, in] with scales [rows, in / 128]."""
+    """Dequantize values [rows, in] with scales [rows, in / 128] to fp32."""
     return values.float() * scales.repeat_interleave(BLOCK, dim=1)

@@ -1,7 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Norms of queries and keys before they are rotated, in place in the product that made them. They
-round as those of `norms.py` do."""
+"""Norms of queries and keys before they are rotated, in place in the QKV product's output. They
+round like the norms of `norms.py`. Norms of single heads are a part of `rope_append`."""
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -11,38 +13,39 @@ from torch import Tensor
 from mainstem.kernels.dense.norms import Norm, check_constant, kind_of, normed
 from mainstem.kernels.dense.rows import MAX_HIDDEN, MAX_MLP, check_rows, row_options
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
-_TILE = 8  # heads a program
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each query head and of each key head; gains are [dim] (Qwen3, Gemma 3)."""
+
+    q: Norm
+    k: Norm
+
+    def check(self, dim: int) -> float:
+        """eps of both norms, or LayoutError."""
+        check_constant("q_gain", self.q.gain, (dim,))
+        check_constant("k_gain", self.k.gain, (dim,))
+        eps, is_layer = _kind_of(self.q, self.k)
+        if is_layer:
+            raise LayoutError("norms of heads are RMS norms")
+        return eps
 
 
 @triton.jit
-def _head_norm_kernel(
-    qkv_ptr, q_gain_ptr, k_gain_ptr, stride_token, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    TILE: tl.constexpr, IS_LAYER: tl.constexpr, HAS_OWN_GAINS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+def norm_heads(
+    x_ptr, gain_ptr, stride_head, eps,
+    HEADS: tl.constexpr, LANES: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and TILE query or key heads."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    dims = tl.arange(0, DIM)
-    is_cell = (heads < HEADS + KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-    cells = heads[:, None] * HEAD_DIM + dims[None, :]
-    ptrs = qkv_ptr + token * stride_token + cells
-    is_query = (heads < HEADS)[:, None]
-    if HAS_OWN_GAINS:
-        q_gain = tl.load(q_gain_ptr + cells, mask=is_cell & is_query, other=0.0)
-        k_cells = cells - HEADS * HEAD_DIM
-        k_gain = tl.load(k_gain_ptr + k_cells, mask=is_cell & (heads >= HEADS)[:, None], other=0.0)
-    else:
-        q_gain = tl.load(q_gain_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
-        k_gain = tl.load(k_gain_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
-    wait_for_ahead(OVERLAPS)
+    """The norm of each head of a token, in place."""
+    heads, dims = tl.arange(0, LANES), tl.arange(0, DIM)
+    is_cell = (heads < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    gain = tl.load(gain_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
+    ptrs = x_ptr + heads[:, None] * stride_head + dims[None, :]
     rows = tl.load(ptrs, mask=is_cell, other=0.0).to(tl.float32)
-    gain = tl.where(is_query, q_gain, k_gain)
-    element = qkv_ptr.dtype.element_ty
-    out = normed(rows, is_cell, gain, None, eps, HEAD_DIM, IS_LAYER, 1, element)
+    out = normed(rows, is_cell, gain, None, eps, HEAD_DIM, False, 1, x_ptr.dtype.element_ty)
     tl.store(ptrs, out, mask=is_cell)
 
 
@@ -101,7 +104,7 @@ def _joint_squares_kernel(
     Q_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """As _joint_norm_kernel."""
+    """Two programs per token, like _joint_norm_kernel."""
     wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     ptr = qkv_ptr + token * stride_token
@@ -109,29 +112,6 @@ def _joint_squares_kernel(
         tl.store(squares_ptr + 2 * token, _square_in(ptr, share, Q_SIZE, Q_BLOCK))
     else:
         tl.store(squares_ptr + 2 * token + 1, _square_in(ptr + Q_SIZE, share, K_SIZE, K_BLOCK))
-
-
-def head_norm_(
-    qkv: Tensor, q_norm: Norm, k_norm: Norm, heads: int, kv_heads: int, dim: int
-) -> None:
-    """The norm of each query and each key head of qkv [tokens, (heads + 2 kv_heads) * dim], in
-    place; values stay.
-
-    Gains are [dim] (Qwen3, Gemma 3), or each head has its own (StableLM): [heads, dim] and
-    [kv_heads, dim].
-    """
-    eps, is_layer = _check(qkv, q_norm, k_norm, heads, kv_heads, dim)
-    has_own_gains = q_norm.gain.dim() == 2
-    for name, norm, count in (("q_gain", q_norm, heads), ("k_gain", k_norm, kv_heads)):
-        check_constant(name, norm.gain, (count, dim) if has_own_gains else (dim,))
-    if len(qkv) == 0:
-        return
-    _head_norm_kernel[(len(qkv), triton.cdiv(heads + kv_heads, _TILE))](
-        qkv, q_norm.gain, k_norm.gain, qkv.stride(0), eps,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, DIM=triton.next_power_of_2(dim), TILE=_TILE,
-        IS_LAYER=is_layer, HAS_OWN_GAINS=has_own_gains,
-        num_warps=4, **overlap_options(qkv.device),
-    )  # fmt: skip
 
 
 def joint_norm_(
@@ -143,13 +123,14 @@ def joint_norm_(
     dim: int,
     squares: Tensor | None = None,
 ) -> None:
-    """As head_norm_, but over all query heads of a token together, and over all its key heads
-    (OLMo 2).
+    """The norm of all query heads of a token of qkv [tokens, (heads + 2 kv_heads) * dim] together,
+    and of all its key heads (OLMo 2), in place; value heads are not changed.
 
     Gains are [heads * dim] and [kv_heads * dim]. If qkv has only some of the heads, `squares` are
     the means over all heads (joint_squares).
     """
-    eps, is_layer = _check(qkv, q_norm, k_norm, heads, kv_heads, dim)
+    check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
+    eps, is_layer = _kind_of(q_norm, k_norm)
     q_size, k_size = heads * dim, kv_heads * dim
     check_constant("q_gain", q_norm.gain, (q_size,))
     check_constant("k_gain", k_norm.gain, (k_size,))
@@ -185,9 +166,9 @@ def _joint_options(q_size: int, k_size: int) -> dict[str, int]:
         raise LayoutError(f"queries of a token must have at most {MAX_HIDDEN} dims, got {q_size}")
     return {
         "Q_SIZE": q_size,
-        "Q_BLOCK": triton.next_power_of_2(q_size),
+        "Q_BLOCK": next_power_of_2(q_size),
         "K_SIZE": k_size,
-        "K_BLOCK": triton.next_power_of_2(k_size),
+        "K_BLOCK": next_power_of_2(k_size),
         "num_warps": row_options(q_size)["num_warps"],
     }
 
@@ -201,11 +182,8 @@ def _check_squares(squares: Tensor, tokens: int) -> None:
         )
 
 
-def _check(
-    qkv: Tensor, q_norm: Norm, k_norm: Norm, heads: int, kv_heads: int, dim: int
-) -> tuple[float, bool]:
-    """eps and is_layer of both norms, or LayoutError."""
-    check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
+def _kind_of(q_norm: Norm, k_norm: Norm) -> tuple[float, bool]:
+    """eps and is_layer of both norms; raises LayoutError if they differ."""
     if q_norm.bias is not None or k_norm.bias is not None:
         raise LayoutError("norms of queries and keys take no bias")
     if q_norm.gain.dtype != k_norm.gain.dtype:

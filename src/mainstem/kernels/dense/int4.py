@@ -2,14 +2,15 @@
 # ruff: noqa: PLR0917
 """Products with 4-bit weights: x [tokens, in] in 16 bits, weights (value - zero) * scale.
 
-Two ways. `multiply`: weights are read as they are and become numbers in registers, the
-left side of the matrix instruction; a program takes a tile of outputs and of tokens. For few tokens
+There are two ways. `multiply` reads packed weights and unpacks them in registers, as the left
+operand of the matrix instruction; a program computes a tile of outputs and tokens. For few tokens
 the sum over columns is split among programs, and the last one to arrive adds the parts, always in
-the same order. `dequantize`: into room that all weights share, for a product through the
-vendor's library. Numbers are the same either way: rounded once to the dtype of x.
+the same order. `dequantize` writes the weights to memory that all products share, for a product by
+the vendor's library. Both use the same numbers, rounded once to the dtype of x.
 
-An output is one sum over columns from first to last, or a sum of such sums over parts that depend
-on the weight's shape and the tile alone: within one tile a row's bits do not depend on other rows.
+An output is one sum over columns from first to last, or the sum of such sums over parts. The parts
+depend only on the weight's shape and the tile, so with one tile a row's bits do not depend on other
+rows.
 """
 
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from mainstem.kernels.dense.nibbles import (
     load_columns,
 )
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import let_in, overlap_options, wait_alone, wait_for_ahead
 
 _DEQUANTIZED_ROWS = 64
@@ -46,12 +48,14 @@ class Int4Tile:
     tokens: int
     warps: int
     stages: int
-    programs: int  # on a multiprocessor at once: as many are wanted, by splitting columns
-    blocks: int = 1  # of columns in a turn of the loop, where they divide the weight's
+    programs: int  # that run on a multiprocessor at once; columns are split until there are as many
+    # blocks of columns per iteration, if that divides the weight's number of blocks
+    blocks: int = 1
 
 
-# By tokens of a step, the largest last; as measured on an H200 (docs/log/gpu.md). With 8 tokens a
-# warp multiplies by itself, which few tokens gain from; from 16 on four warps do so together.
+# By tokens of a step, the largest last; as measured on an H200 (docs/log/gpu.md). With 8 tokens
+# each warp multiplies by itself, which is faster for few tokens; from 16 on, four warps multiply
+# together.
 TILES = (
     Int4Tile(outs=64, tokens=8, warps=4, stages=3, programs=6, blocks=2),
     Int4Tile(outs=128, tokens=16, warps=4, stages=5, programs=4),
@@ -61,7 +65,7 @@ TILES = (
     Int4Tile(outs=128, tokens=256, warps=8, stages=3, programs=1),
 )
 _DETERMINISTIC_TOKENS = 64
-MOST_TOKENS = 512  # of a step whose weights are read as they are; from there on dequantizing pays
+MOST_TOKENS = 512  # the largest step that reads packed weights; above, dequantizing is faster
 
 
 def multiply(
@@ -75,12 +79,12 @@ def multiply(
     tile = tile or tile_for(tokens, x.dtype, x.device)
     splits = num_splits(num_out, weight.num_blocks, tile)
     most = most_split_tokens(num_out, tile)
-    if splits > 1 and tokens > most:  # one after another: a row does not depend on others
+    if splits > 1 and tokens > most:  # in several launches: rows do not depend on each other
         for first in range(0, tokens, most):
             rows = slice(first, first + most)
             multiply(x[rows], weight, bias, out[rows], tile)
         return out
-    tiles = triton.cdiv(num_out, tile.outs) * triton.cdiv(tokens, tile.tokens)
+    tiles = cdiv(num_out, tile.outs) * cdiv(tokens, tile.tokens)
     partial = x
     if splits > 1:
         partial = x.new_empty(splits, tokens, num_out, dtype=torch.float32)
@@ -102,7 +106,7 @@ def dequantize(weight: Nibbles, out: Tensor) -> Tensor:
                           f"got {tuple(out.shape)}")  # fmt: skip
     if out.dtype != weight.dtype:
         raise LayoutError(f"out must be {weight.dtype}, got {out.dtype}")
-    grid = (triton.cdiv(weight.num_out, _DEQUANTIZED_ROWS), weight.num_blocks)
+    grid = (cdiv(weight.num_out, _DEQUANTIZED_ROWS), weight.num_blocks)
     _dequantize_kernel[grid](
         weight.words, weight.factors, out, weight.num_out, weight.num_in,
         TILE_OUT=_DEQUANTIZED_ROWS, num_warps=4, **weight.options(), **overlap_options(out.device),
@@ -123,19 +127,20 @@ def _check(x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor) -> None
 
 
 def tile_for(tokens: int, dtype: torch.dtype, device: torch.device) -> Int4Tile:
-    """The smallest that holds all tokens, or the largest."""
+    """The smallest tile that holds all tokens, or else the largest."""
     tiles = _tiles_that_fit(dtype, device)
     return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
 
 
 def deterministic_tile(dtype: torch.dtype, device: torch.device) -> Int4Tile:
-    """One kind for every step. Few parts of the columns: large steps have them too, in memory."""
+    """The same tile for every step. It splits columns into few parts, since large steps must hold
+    all parts in memory."""
     return replace(tile_for(_DETERMINISTIC_TOKENS, dtype, device), programs=1)
 
 
 @cache
 def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Int4Tile, ...]:
-    """Into the shared memory of a multiprocessor, with fewer stages where it is small."""
+    """Tiles that fit into a multiprocessor's shared memory, with fewer stages if it is small."""
     if device.type != "cuda":
         return TILES
     most: int = driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
@@ -149,13 +154,15 @@ def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Int4Tile,
 
 
 def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
-    """Parts of the columns. By the weight's shape alone, so that a row's sum is too."""
+    """The number of parts into which columns are split. It depends only on the weight's shape, so
+    that a row's bits do not depend on the step."""
     programs = -(-num_out // tile.outs)
     return max(1, min(tile.programs * _FULL_CARD // programs, blocks // 4, 16))
 
 
 def most_split_tokens(num_out: int, tile: Int4Tile) -> int:
-    """Tokens of one launch whose columns are split: programs count themselves by tiles."""
+    """The most tokens of one launch with split columns: there is one counter per tile, and their
+    number is limited."""
     return MOST_TILES // -(-num_out // tile.outs) * tile.tokens
 
 
@@ -174,7 +181,7 @@ def _product_kernel(
     outs = (tile // token_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
     rows = (tile % token_tiles) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     first, end = num_blocks // STEP * split // splits, num_blocks // STEP * (split + 1) // splits
-    # outputs past the end read the last one again and are not written
+    # rows past the last output read the last one again and are not written
     read = tl.minimum(outs, num_out - 1)
     is_token = (rows < tokens)[None, :]
     columns = tl.arange(0, WIDTH)

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""A product whose rows do not depend on one another, for the deterministic setting.
+"""A product in which a row's bits do not depend on other rows, for the deterministic setting.
 
 cuBLAS picks a kernel by the number of rows and may split the sum over K, so a token's bits depend
 on its batch. Here every output is one sum over K, in steps of TILE_K from first to last, by the
-same matrix instruction, in fp32. The tile's size decides only which program computes an output, not
-how: small products take smaller tiles so that more programs share the reading
+same matrix instruction, in fp32. The tile's size decides which program computes an output, but not
+how it is computed: small products take smaller tiles so that more programs share the reading
 (`tests/gpu/bench_fused.py` compares the bits of many tiles on a card).
 """
 
@@ -18,20 +18,21 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
 
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes of the output, and how."""
+    """The part of the output that one program computes, and how."""
 
     rows: int
     columns: int
     k: int
     warps: int
     stages: int
-    wave_cost: int = 1  # time of one tile on each multiprocessor, relative
+    wave_cost: int = 1  # relative time of one tile on each multiprocessor
 
 
 _TILES = (  # costs as measured on an H200 (docs/log/gpu.md)
@@ -119,7 +120,7 @@ def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> Tensor:
     tokens, num_in = x.shape
     num_out = len(weight)
-    grid = (triton.cdiv(tokens, tile.rows) * triton.cdiv(num_out, tile.columns),)
+    grid = (cdiv(tokens, tile.rows) * cdiv(num_out, tile.columns),)
     _matmul_kernel[grid](
         x, weight, x if bias is None else bias, out, tokens, num_out, num_in,
         x.stride(0), weight.stride(0), out.stride(0),
@@ -138,8 +139,8 @@ def _tile(x: Tensor, num_out: int) -> Tile:
     num_units = _num_units(x.device)
 
     def cost(tile: Tile) -> int:
-        tiles = triton.cdiv(len(x), tile.rows) * triton.cdiv(num_out, tile.columns)
-        waves: int = triton.cdiv(tiles, num_units)
+        tiles = cdiv(len(x), tile.rows) * cdiv(num_out, tile.columns)
+        waves: int = cdiv(tiles, num_units)
         return waves * tile.wave_cost
 
     return min(_TILES, key=cost)

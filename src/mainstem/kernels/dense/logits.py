@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""What some models do to logits after the last product."""
+"""Scaling and soft-capping of logits, which some models do after the last product."""
 
 import triton
 import triton.language as tl
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mainstem.kernels.dense.rows import DTYPES
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _BLOCK = 4096
@@ -23,7 +24,7 @@ def _scale_logits_kernel(
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ptrs = logits_ptr + row * stride_row + lanes
     x = tl.load(ptrs, mask=lanes < vocab, other=0.0).to(tl.float32) * scale
-    if HAS_CAP:  # tanh by an exponential that does not overflow
+    if HAS_CAP:  # tanh, computed with an exponential that does not overflow
         shrunk = tl.exp(tl.abs(x) * (-2.0 / cap))
         size = cap * ((1.0 - shrunk) / (1.0 + shrunk))
         x = tl.where(x < 0.0, -size, size)
@@ -41,7 +42,7 @@ def scale_logits_(logits: Tensor, scale: float = 1.0, softcap: float | None = No
     rows, vocab = logits.shape
     if rows == 0 or (scale == 1.0 and softcap is None):
         return
-    _scale_logits_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
+    _scale_logits_kernel[(rows, cdiv(vocab, _BLOCK))](
         logits, logits.stride(0), scale, softcap or 1.0, vocab,
         HAS_CAP=softcap is not None, BLOCK=_BLOCK, num_warps=4, **overlap_options(logits.device),
     )  # fmt: skip

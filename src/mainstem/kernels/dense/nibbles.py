@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""4-bit weights as the kernels read them, and how four bits become a number inside a kernel.
+"""The layout in which kernels read 4-bit weights, and how a kernel unpacks them.
 
     words    int16 [.., blocks, out, 32]: a block is 128 columns of every row. Word w of a row holds
              columns w, 32 + w, 64 + w and 96 + w of the block, the first in its lowest four bits.
@@ -9,10 +9,10 @@
                     is added to a value before it is scaled
              MXFP4  int32 [.., blocks, out]: the exponents of a block's four groups of 32
 
-What a program reads of one block is contiguous. A word gives one number to each of four tiles
-[out, 32], the quarters of the block, in which columns are in order. Two words lie in a register,
-and the mask of one quarter leaves a pair of 16-bit numbers there. Factors are 32 bits because such
-loads can be issued ahead of the loop. Columns past the last hold any numbers; x has zeros there.
+A program reads contiguous memory of each block. A block has four quarters, tiles [out, 32] with
+columns in order; a word holds one number of each. Two words are in a register, and masking one
+quarter leaves a pair of 16-bit numbers there. Factors are 32 bits because such loads can be issued
+ahead of the loop. Columns of padding hold arbitrary numbers; x has zeros there.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ from torch.nn import functional as F
 from mainstem.kernels.errors import LayoutError
 
 BLOCK = 128  # columns
-WORDS = BLOCK // 4  # of a row in a block
+WORDS = BLOCK // 4  # words of a row in a block
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # added by the bit masks
 SMALL_GROUPS = (32, 64)  # smaller than a block
-MOST_TILES = 1 << 14  # of a product whose columns are split
-_MOST_EXPONENT = 128  # so that 2^(exponent - 1) is a number
+MOST_TILES = 1 << 14  # most tiles of a product whose columns are split
+_MOST_EXPONENT = 128  # so that 2^(exponent - 1) is finite
 _ROWS_AT_ONCE = 4096  # rows packed at once, so that intermediate tensors are small
 
 QUARTER = tl.constexpr(WORDS)
 WIDTH = tl.constexpr(BLOCK)
-_INT4_BF16 = tl.constexpr(  # a value with the bits of 128 above it is 128 plus the value
+_INT4_BF16 = tl.constexpr(  # a value OR'ed into the bits of 128 is 128 plus the value
     """
     lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
     shr.u32 $3, $4, 4;
@@ -47,7 +47,7 @@ _INT4_BF16 = tl.constexpr(  # a value with the bits of 128 above it is 128 plus 
     """
 )
 _INT4_FP16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400"))  # 1024
-# (part + shift) * scale; integers below 16 are exact, so one rounding
+# (part + shift) * scale; the sum is exact, so there is only one rounding
 _SCALE_BF16 = tl.constexpr(
     """{
     .reg .b32 one, nothing;
@@ -58,8 +58,9 @@ _SCALE_BF16 = tl.constexpr(
     }"""
 )
 _SCALE_FP16 = tl.constexpr(_SCALE_BF16.value.replace("0x3f803f80", "0x3c003c00").replace("bf", "f"))
-# Sign, two bits of exponent and one of mantissa to where bf16 has them: a number times 2^-126,
-# subnormal ones included. The fourth quarter has its sign in place; the others are moved there.
+# Move the sign, two bits of exponent and one of mantissa to their places in bf16. This gives the
+# number times 2^-126, also for subnormal ones. The sign of the fourth quarter is in place already;
+# the other quarters are shifted.
 _E2M1 = tl.constexpr(
     "".join(
         f"""
@@ -85,13 +86,15 @@ class Nibbles:
     group: int  # columns that share factors
     num_in: int
     dtype: torch.dtype  # of the numbers, and of x
-    arrived: Tensor  # int32, zeros between products: programs that have stored their part of a tile
+    # int32: by tile, how many programs have stored their part; zeros between products
+    arrived: Tensor
     is_mxfp4: bool = False
 
     @classmethod
     def int4(cls, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> "Nibbles":
         """(value - zero) * scale in the dtype of the scales; values uint8 [.., out, in / 2] with
-        the even column in the low half, scales [.., out, groups], zeros likewise or 8 everywhere.
+        the even column in the low half, scales and zeros [.., out, groups]; zeros None: 8
+        everywhere.
         """
         num_in = 2 * values.shape[-1]
         blocks = -(-num_in // BLOCK)
@@ -107,7 +110,7 @@ class Nibbles:
 
     @classmethod
     def mxfp4(cls, values: Tensor, exponents: Tensor, dtype: torch.dtype) -> "Nibbles":
-        """values as above, of e2m1; exponents uint8 [.., out, in / 32], of e8m0."""
+        """values as in `int4`, but e2m1; exponents uint8 [.., out, in / 32], e8m0."""
         if not can_pack_mxfp4(exponents, dtype):
             raise LayoutError(f"MXFP4 weights need bfloat16 or float32 and scales of at most 2, "
                               f"got {dtype} and 2^{int(exponents.max()) - 127}")  # fmt: skip
@@ -129,7 +132,7 @@ class Nibbles:
         return self.words.nbytes + self.factors.nbytes
 
     def options(self) -> dict[str, int | bool]:
-        """The constants of kernels that read it."""
+        """Constants for the kernels that read it."""
         return {
             "GROUP": self.group,
             "IS_MXFP4": self.is_mxfp4,
@@ -139,8 +142,8 @@ class Nibbles:
 
 
 def _counts(device: torch.device) -> Tensor:
-    """Counts for one weight. Weights do not share them: engines on one card may run at the same
-    time.
+    """Counters for one weight. Weights do not share them, because engines on one card may run at
+    the same time.
     """
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
@@ -227,15 +230,15 @@ def load_block(
         first, second, third, fourth = _int4_quarters(
             words, (factor_0, factor_1, factor_2, factor_3), DTYPE, IS_PTX
         )
-    # Side by side. A thread holds the same columns of each quarter, so nothing moves, and the
-    # matrix instructions of one quarter run while the next is made.
+    # Join the quarters. A thread holds the same columns of each quarter, so no data moves, and the
+    # matrix instructions of one quarter run while the next is unpacked.
     both = tl.join(tl.join(first, third), tl.join(second, fourth))
     return both.permute(0, 2, 3, 1).reshape(words.shape[0], WIDTH)
 
 
 @triton.jit
 def load_columns(x_ptrs, columns, num_in, is_row, IS_EVEN: tl.constexpr):
-    """x [columns, rows]: zeros where columns or rows have ended."""
+    """x [columns, rows], with zeros past the last column or row."""
     if IS_EVEN:
         x = tl.load(x_ptrs, mask=is_row, other=0.0)
     else:
@@ -288,7 +291,7 @@ def _scaled(part, factor, DTYPE: tl.constexpr):
 
 @triton.jit
 def _plain(words, INDEX: tl.constexpr, factor, DTYPE: tl.constexpr):
-    """The same by arithmetic that every target has."""
+    """The same with plain arithmetic, for every target."""
     part = ((words >> (4 * INDEX)) & 15).to(tl.float32)
     if tl.float32 == DTYPE:
         scale = factor.to(tl.int32).to(tl.float32, bitcast=True)
@@ -332,7 +335,7 @@ def _times(part, exponent):
 
 @triton.jit
 def _plain_e2m1(nibbles, exponent, DTYPE: tl.constexpr):
-    """Of the lowest four bits."""
+    """The e2m1 number in the lowest four bits."""
     bits = nibbles.to(tl.int32)
     bits = ((bits & 8) << 28) | ((bits & 7) << 22)  # as fp32: the number times 2^-126
     factor = (((exponent & 255) + 126) << 23).to(tl.float32, bitcast=True)

@@ -3,7 +3,7 @@
 """The norms around attention and MLP, and the addition to the residual before them, in one pass
 over memory (`rows.py` says what all of these kernels share):
 
-    x += scale * after(rows + more)        each part where there is one; x is the residual
+    x += scale * after(rows + more)        each part is optional; x is the residual
     out = norm(x)                          none, one or two norms of the same x
 
 Sums are in fp32; rounding is that of Hugging Face's models. Each step of the first line is rounded
@@ -38,12 +38,12 @@ from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """x / sqrt(mean(x^2) + eps) * gain, or LayerNorm: that of x - mean(x), + bias."""
+    """x / sqrt(mean(x^2) + eps) * gain, or LayerNorm: the same of x - mean(x), plus bias."""
 
-    gain: Tensor  # of the rows' dtype or fp32, which decides how RMS rounds
+    gain: Tensor  # in the rows' dtype or fp32, which decides how RMS rounds
     eps: float
     is_layer: bool = False
-    bias: Tensor | None = None  # LayerNorm alone
+    bias: Tensor | None = None  # only for LayerNorm
 
     def __post_init__(self) -> None:
         if self.bias is not None and not self.is_layer:
@@ -54,7 +54,7 @@ class Delta(NamedTuple):
     """What is added to the residual: scale * after(rows + more)."""
 
     rows: Tensor
-    more: Tensor | None = None  # the MLP's, beside attention's (parallel residual)
+    more: Tensor | None = None  # the MLP's output, if `rows` is attention's (parallel residual)
     after: Norm | None = None
     scale: float = 1.0
 
@@ -62,7 +62,7 @@ class Delta(NamedTuple):
 class _Output(NamedTuple):
     norm: Norm
     rows: Tensor
-    scales: Tensor | None = None  # of rows in fp8
+    scales: Tensor | None = None  # of the output, if it is in fp8
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def normed(
     element: tl.constexpr, known_square=None,
 ):  # fmt: skip
     """rows fp32, [BLOCK] with AXIS 0 or [TILE, BLOCK] with AXIS 1, zero past SIZE; rounded to
-    `element`. `known_square` is the mean of squares, if it is not that of these rows."""
+    `element`. `known_square` replaces the mean of squares of these rows."""
     is_rounded_twice: tl.constexpr = not IS_LAYER and gain.dtype != tl.float32
     gain = gain.to(tl.float32)
     if IS_LAYER:
@@ -92,7 +92,7 @@ def normed(
 
 @triton.jit
 def _constant(ptr, lanes, is_lane):
-    """A gain or a bias; None where there is none."""
+    """Load a gain or a bias; None if there is none."""
     if ptr is None:  # noqa: SIM108 - Triton 3.6 knows None in a statement only
         found = None
     else:
@@ -184,7 +184,7 @@ def norm_twice(
     delta: Delta | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As norm_rows, with two norms of the same rows (Falcon 40B: attention's and the MLP's)."""
+    """Like norm_rows, with two norms of the same rows (Falcon 40B: attention's and the MLP's)."""
     first, second = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
     _launch(x, delta, [_Output(norms[0], first), _Output(norms[1], second)])
     return first, second
@@ -226,7 +226,7 @@ def _launch(x: Tensor, delta: Delta | None, outputs: Sequence[_Output]) -> None:
         norms.append(after)
     for added in (rows, more):
         if added is not None and (added.shape != x.shape or added.dtype != x.dtype):
-            raise LayoutError(f"delta must be {x.dtype} {tuple(x.shape)} as the residual is, "
+            raise LayoutError(f"delta must be {x.dtype} {tuple(x.shape)} like the residual, "
                               f"got {added.dtype} {tuple(added.shape)}")  # fmt: skip
         if added is not None and added.stride(1) != 1:
             raise LayoutError("delta must have a contiguous last axis")
@@ -259,7 +259,7 @@ def _stride(x: Tensor | None) -> int:
 
 
 def kind_of(norms: Sequence[Norm]) -> tuple[float, bool]:
-    """eps and is_layer of norms that one kernel computes, which must be of one kind."""
+    """eps and is_layer of the norms of one call; raises LayoutError if they differ."""
     if not norms:
         return 0.0, False
     eps, is_layer = norms[0].eps, norms[0].is_layer
@@ -270,6 +270,6 @@ def kind_of(norms: Sequence[Norm]) -> tuple[float, bool]:
 
 
 def check_constant(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """LayoutError unless a gain or bias is contiguous and of this shape."""
+    """Raise LayoutError unless a gain or bias is contiguous and has this shape."""
     if tuple(x.shape) != shape or not x.is_contiguous():
         raise LayoutError(f"{name} must be contiguous {list(shape)}, got {tuple(x.shape)}")

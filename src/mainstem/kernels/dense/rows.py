@@ -3,14 +3,16 @@
 """What the kernels between the products have in common: which rows they support, and how they write
 them, in the model's dtype or in fp8.
 
-Every kernel gives a program one token, or a part of it, in blocks that depend on the row's length
-alone, so a row's bits do not depend on the rows beside it. A pointer that is None is compiled out.
+In every kernel a program computes one token, or a part of it, in blocks that depend only on the
+row's length. So a row's bits do not depend on other rows. Code for a pointer that is None is not
+compiled.
 
 The `_fp8` variants of all kernels return (values, scales) with values * scales = the row: the
 largest magnitude that shares a scale becomes 448, the largest float8_e4m3fn. A row has one scale,
 or one for each group of 128 columns. Their values are those of the plain variant, quantized.
 
-With outputs given nothing is allocated and nothing waits for the device: safe in a CUDA graph.
+If outputs are given, nothing is allocated and the host never waits for the device: safe in a CUDA
+graph.
 
 Gains and biases are a model's constants: from Hopper on they are read while the previous kernel may
 still run (`overlap.py`), so no kernel may write them.
@@ -26,6 +28,7 @@ from torch import Tensor
 from mainstem.kernels.dense import fp8_rows
 from mainstem.kernels.dense.fp8_rows import FP8, GROUP, Fp8Per, Fp8Rows, empty_rows
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -113,8 +116,9 @@ def quantized(
 
 
 def row_options(size: int) -> dict[str, int]:
-    """Block and warps by the row's length alone: 16 bytes or more a thread."""
-    block = triton.next_power_of_2(size)
+    """Block and number of warps, which depend only on the row's length: at least 16 bytes per
+    thread."""
+    block = next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
@@ -129,7 +133,8 @@ def stride_of(scales: Tensor | None) -> int:
 
 
 def check_rows(name: str, x: Tensor, size: int, largest: int) -> None:
-    """LayoutError unless x is [tokens, size] of a dtype and length that kernels support."""
+    """Raise LayoutError unless x is [tokens, size] with a dtype and length that the kernels
+    support."""
     if x.dim() != 2 or x.shape[1] != size or x.stride(1) != 1:
         raise LayoutError(f"{name} must be [tokens, {size}] with a contiguous last axis, "
                           f"got {tuple(x.shape)}")  # fmt: skip
@@ -141,7 +146,7 @@ def check_rows(name: str, x: Tensor, size: int, largest: int) -> None:
 
 
 def check_out(out: Tensor, tokens: int, size: int, dtype: torch.dtype | None = None) -> None:
-    """LayoutError unless out is [tokens, size], and of the dtype where one is named."""
+    """Raise LayoutError unless out is [tokens, size] and, if a dtype is given, has that dtype."""
     if tuple(out.shape) != (tokens, size) or out.stride(1) != 1:
         raise LayoutError(f"out must be [{tokens}, {size}] with a contiguous last axis, "
                           f"got {tuple(out.shape)}")  # fmt: skip

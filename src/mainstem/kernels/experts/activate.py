@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped")
@@ -79,8 +80,8 @@ def gated_rows(
         raise LayoutError(f"a bias must be [experts, {2 * size}] and each row have its expert")
     if rows == 0:
         return out
-    block = min(triton.next_power_of_2(size), _MOST_BLOCK)
-    _gated_rows_kernel[(rows, triton.cdiv(size, block))](
+    block = min(next_power_of_2(size), _MOST_BLOCK)
+    _gated_rows_kernel[(rows, cdiv(size, block))](
         both, both if bias is None else bias, both if experts is None else experts, out, size,
         both.stride(0), out.stride(0),
         ACTIVATION=activation, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4,

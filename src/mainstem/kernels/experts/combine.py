@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.route import Routing
+from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _MOST_BLOCK = 1024
@@ -56,7 +57,8 @@ def combine(
     out: Tensor,
 ) -> Tensor:
     """out [tokens, hidden] = for each token the sum over its slots of weight * (row + bias of the
-    slot's expert), plus the shared expert's output; rows [tokens * top_k, hidden] are sorted."""
+    slot's expert), plus the shared expert's output. Rows [tokens * top_k, hidden] are sorted by
+    expert."""
     tokens, hidden = out.shape
     top_k = routing.ids.shape[1]
     if rows.shape != (tokens * top_k, hidden) or rows.stride(1) != 1 or out.stride(1) != 1:
@@ -70,8 +72,8 @@ def combine(
         raise LayoutError(f"bias must be contiguous [experts, {hidden}], got {tuple(bias.shape)}")
     if tokens == 0:
         return out
-    block = min(triton.next_power_of_2(hidden), _MOST_BLOCK)
-    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(next_power_of_2(hidden), _MOST_BLOCK)
+    _combine_kernel[(tokens, cdiv(hidden, block))](
         rows, routing.positions, routing.ids, routing.weights, rows if bias is None else bias,
         rows if shared is None else shared, routing.shared_weights, out, hidden,
         rows.stride(0), 0 if shared is None else shared.stride(0), out.stride(0),

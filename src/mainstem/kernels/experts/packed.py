@@ -2,8 +2,8 @@
 # ruff: noqa: PLR0917
 """The products of all experts at once with 4-bit weights, over rows that are sorted by expert.
 
-As products.py, but the weights are the left side of the matrix instruction and become numbers in
-registers (dense/nibbles.py): a program holds its tile of outputs as [columns, rows].
+Like products.py, but the weights are the left operand of the matrix instruction and are unpacked in
+registers (dense/nibbles.py). So a program holds its tile of outputs as [columns, rows].
 """
 
 import torch
@@ -24,11 +24,12 @@ from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
 from mainstem.kernels.experts.products import Tiles, tile_of
 from mainstem.kernels.experts.route import Routing, most_tiles
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
 
-# by rows of an average expert
+# by the mean number of rows per expert
 FEW = Tiles(Tile(16, 64, BLOCK, warps=4, stages=4), Tile(16, 64, BLOCK, warps=4, stages=5))
 SOME = Tiles(Tile(64, 64, BLOCK, warps=4, stages=3), Tile(64, 128, BLOCK, warps=8, stages=4))
 MANY = Tiles(Tile(128, 128, BLOCK, warps=8, stages=3), Tile(128, 128, BLOCK, warps=8, stages=3))
@@ -66,7 +67,7 @@ def _packed_gate_up_kernel(
     ks = tl.arange(0, WIDTH)
     x_ptrs = x_ptr + tokens.to(tl.int64)[None, :] * stride_x + ks[:, None]
     columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    # columns past the end read the last one again and are not written
+    # columns past the last one read it again and are not written
     read = tl.minimum(columns, size - 1)
     words_ptrs = words_ptr + expert.to(tl.int64) * stride_words
     words_ptrs += read[:, None] * QUARTER + tl.arange(0, QUARTER)[None, :]
@@ -162,7 +163,7 @@ def packed_gate_up(
     check_activation(activation)
     row_tiles = most_tiles(len(out), experts, tile.rows)
     if row_tiles:
-        _packed_gate_up_kernel[(row_tiles * triton.cdiv(size, tile.columns),)](
+        _packed_gate_up_kernel[(row_tiles * cdiv(size, tile.columns),)](
             x, routing.sorted_tokens, weights.words, weights.factors, x if bias is None else bias,
             out, routing.tile_experts, routing.tile_starts, routing.ends, row_tiles,
             weights.num_blocks, size, weights.num_in, x.stride(0), out.stride(0),
@@ -181,7 +182,7 @@ def packed_down(act: Tensor, routing: Routing, weights: Nibbles, tile: Tile, out
         raise LayoutError(f"act must have the {len(out)} rows of out, got {len(act)}")
     row_tiles = most_tiles(len(out), experts, tile.rows)
     if row_tiles:
-        _packed_down_kernel[(row_tiles * triton.cdiv(hidden, tile.columns),)](
+        _packed_down_kernel[(row_tiles * cdiv(hidden, tile.columns),)](
             act, weights.words, weights.factors, out, routing.tile_experts, routing.tile_starts,
             routing.ends, row_tiles, weights.num_blocks, weights.num_in, hidden, act.stride(0),
             out.stride(0), weights.words.stride(0), weights.factors.stride(0),

@@ -5,16 +5,15 @@
     gate_up   act[row] = gated(x[token of the row] @ gate_up[expert].T + bias)     gathers
     down      out[row] = act[row] @ down[expert].T                                 sorted rows
 
-There are two ways to compute them. Here: a program takes one tile of rows of one expert, and the
-same columns of gate and of up, so that only the activated rows are written. LIBRARY: torch's
-grouped product over gathered rows, with the activation as a separate pass. `choose` decides by the
-number of rows, which the host knows.
+Here a program takes one tile of rows of one expert, and the same columns of gate and of up, so that
+only the activated rows are written. hopper.py does the same where experts have many rows.
+`choose.py` decides by the number of rows, which the host knows. LIBRARY, for comparison, is torch's
+grouped product over gathered rows, with the activation as a separate pass.
 
-Every output is one sum over K, in steps of tile.k from first to last, so within one kind of tile a
-row's bits do not depend on the rows beside it. The deterministic setting uses one kind throughout.
+Every output is one sum over K, in steps of tile.k from first to last, so with one kind of tile a
+row's bits do not depend on other rows. The deterministic setting uses one kind for all steps.
 
-From Hopper on weights and sorted rows are read in boxes by the copy engine, elsewhere by plain
-loads.
+From Hopper on, weights and sorted rows are read as boxes by TMA; on other cards by plain loads.
 """
 
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from mainstem.kernels.dense.invariant import Tile
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
 from mainstem.kernels.experts.route import Routing, most_tiles
+from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
@@ -38,14 +38,15 @@ _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for t
 
 class Method(Enum):
     OURS = "ours"
-    LIBRARY = "library"  # torch._grouped_mm
+    HOPPER = "hopper"  # hopper.py
+    LIBRARY = "library"  # torch._grouped_mm, for measuring
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a step's products are computed; both walk over tiles of the same rows."""
+    """How a step's products are computed; both products use tiles of the same rows."""
 
-    gate_up: Tile  # columns: of gate, and as many of up
+    gate_up: Tile  # its columns are those of gate; as many of up are computed with them
     down: Tile
     method: Method = Method.OURS
 
@@ -54,47 +55,20 @@ class Tiles:
         return self.gate_up.rows
 
 
-# by rows of an average expert
+# by the mean number of rows per expert
 FEW = Tiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, stages=3))
 SOME = Tiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
 MANY = Tiles(Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4))
+HOPPER = Tiles(
+    Tile(128, 128, 64, warps=4, stages=4), Tile(128, 256, 64, warps=4, stages=4), Method.HOPPER
+)
 GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
 FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
-_MOST_OF_FEW = 8
-_MOST_OF_SOME = 48
-_LIBRARY_FROM: float | None = None  # where torch's product is the faster one; None: nowhere
-
-
-def choose(
-    num_rows: int,
-    num_experts: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_deterministic: bool,
-) -> Tiles:
-    """How a step of `num_rows` = tokens * top_k rows is computed."""
-    if dtype == torch.float32:
-        return FULL_PRECISION
-    if is_deterministic:
-        return SOME
-    rows = num_rows / num_experts
-    if _LIBRARY_FROM is not None and rows >= _LIBRARY_FROM and has_library(dtype, device):
-        return GROUPED
-    if rows <= _MOST_OF_FEW:
-        return FEW
-    return SOME if rows <= _MOST_OF_SOME else MANY
-
-
-def has_library(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has a grouped product that does not wait for the device."""
-    if dtype != torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit
 def tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Programs side by side share rows and columns."""
+    """The tile of a program, ordered so that neighbouring programs share rows and columns."""
     first_row = (program // (GROUP * column_tiles)) * GROUP
     height = tl.minimum(row_tiles - first_row, GROUP)
     within = program % (GROUP * column_tiles)
@@ -106,7 +80,8 @@ def _load_box(
     source, row, start, num_rows, width, ROWS: tl.constexpr, TILE_K: tl.constexpr,
     HAS_BOXES: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, TILE_K] of source [num_rows, width]; zeros past the width, anything past the rows."""
+    """[ROWS, TILE_K] of source [num_rows, width]; zeros past the width, arbitrary numbers past the
+    rows."""
     if HAS_BOXES:
         box = source.load([row, start])
     else:
@@ -222,15 +197,15 @@ def gate_up(
     has tiles of tile.rows."""
     experts, both, hidden = weights.shape
     size = both // 2
-    _check_rows("x", x, hidden)
-    _check_rows("out", out, size)
-    _check_weights("gate_up", weights, x.dtype)
-    _check_bias("gate_up", bias, experts, both)
+    check_rows("x", x, hidden)
+    check_rows("out", out, size)
+    check_weights("gate_up", weights, x.dtype)
+    check_bias("gate_up", bias, experts, both)
     check_activation(activation)
     row_tiles = _row_tiles(out, experts, tile)
     if row_tiles:
         rows = weights.view(-1, hidden)
-        _gate_up_kernel[(row_tiles * triton.cdiv(size, tile.columns),)](
+        _gate_up_kernel[(row_tiles * cdiv(size, tile.columns),)](
             x, routing.sorted_tokens, _boxes(rows, tile.columns, tile), x if bias is None else bias,
             out, routing.tile_experts, routing.tile_starts, routing.ends, row_tiles, len(rows),
             size, hidden, x.stride(0), out.stride(0),
@@ -243,15 +218,15 @@ def gate_up(
 def down(act: Tensor, routing: Routing, weights: Tensor, tile: Tile, out: Tensor) -> Tensor:
     """out [rows, hidden] of act [rows, size], both sorted."""
     experts, hidden, size = weights.shape
-    _check_rows("act", act, size)
-    _check_rows("out", out, hidden)
+    check_rows("act", act, size)
+    check_rows("out", out, hidden)
     if len(act) != len(out) or not act.is_contiguous():
         raise LayoutError(f"act must be contiguous [{len(out)}, {size}], got {tuple(act.shape)}")
-    _check_weights("down", weights, act.dtype)
+    check_weights("down", weights, act.dtype)
     row_tiles = _row_tiles(out, experts, tile)
     if row_tiles:
         rows = weights.view(-1, size)
-        _down_kernel[(row_tiles * triton.cdiv(hidden, tile.columns),)](
+        _down_kernel[(row_tiles * cdiv(hidden, tile.columns),)](
             _boxes(act, tile.rows, tile), _boxes(rows, tile.columns, tile), out,
             routing.tile_experts, routing.tile_starts, routing.ends,
             row_tiles, len(act), len(rows), size, hidden, out.stride(0),
@@ -261,7 +236,7 @@ def down(act: Tensor, routing: Routing, weights: Tensor, tile: Tile, out: Tensor
 
 
 def grouped_product(rows: Tensor, routing: Routing, weights: Tensor) -> Tensor:
-    """torch's product of sorted rows [rows, in] and weights [experts, out, in]; a new tensor."""
+    """torch's product of sorted rows [rows, in] and weights [experts, out, in], as a new tensor."""
     product: Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=routing.ends)
     return product
 
@@ -292,20 +267,20 @@ def _tile_options(tile: Tile, device: torch.device) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def _check_rows(name: str, x: Tensor, width: int) -> None:
+def check_rows(name: str, x: Tensor, width: int) -> None:
     if x.dim() != 2 or x.shape[1] != width or x.stride(1) != 1:
         raise LayoutError(f"{name} must be [rows, {width}] with contiguous rows, "
                           f"got {tuple(x.shape)}")  # fmt: skip
 
 
-def _check_weights(name: str, weights: Tensor, dtype: torch.dtype) -> None:
+def check_weights(name: str, weights: Tensor, dtype: torch.dtype) -> None:
     if weights.dtype != dtype or not weights.is_contiguous():
         raise LayoutError(f"{name} must be contiguous {dtype}, got {weights.dtype}")
     if weights.shape[2] % 8 or weights.shape[1] % 8:
         raise LayoutError(f"{name} must have sizes of multiples of 8, got {tuple(weights.shape)}")
 
 
-def _check_bias(name: str, bias: Tensor | None, experts: int, width: int) -> None:
+def check_bias(name: str, bias: Tensor | None, experts: int, width: int) -> None:
     if bias is not None and (bias.shape != (experts, width) or not bias.is_contiguous()):
         raise LayoutError(f"bias of {name} must be contiguous [{experts}, {width}], "
                           f"got {tuple(bias.shape)}")  # fmt: skip

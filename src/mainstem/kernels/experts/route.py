@@ -3,7 +3,7 @@
 """Which experts a token goes to, and the tokens sorted by expert; all of it on the device.
 
     logits     [tokens, experts] = x @ router.T, in fp32
-    ids        the top_k experts of each token, of equal ones the lowest; weights: their softmax
+    ids        the top_k experts of each token, on a tie the lowest; weights: their softmax
     sorted     each row (a token for one of its experts) has a place: expert by expert, tokens in
                order; `positions` maps token and slot to it, `sorted_tokens` and `sorted_experts`
                map back
@@ -16,11 +16,11 @@
 The host knows how many rows there are, but not which experts get them: grids are made for the
 largest possible number of tiles, and unused tiles have expert -1.
 
-A token's logits do not depend on the tokens beside it. The sum over the hidden axis is cut into
-SPLITS parts that are added in order, whether one program has all parts or each has its own (few
-tokens: more programs share the reading).
+A token's logits do not depend on other tokens. The sum over the hidden axis is cut into SPLITS
+parts that are added in order, whether one program computes all parts or, for few tokens, each part
+has its own program, so that more programs share the reading.
 
-Nothing is allocated and nothing waits for the device: safe in a CUDA graph. Kernels are not
+Nothing is allocated and the host never waits for the device: safe in a CUDA graph. Kernels are not
 recompiled for other numbers of tokens (`do_not_specialize`).
 """
 
@@ -32,23 +32,25 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
-from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+from mainstem.kernels.host import cdiv, next_power_of_2
+from mainstem.kernels.overlap import can_overlap, overlap_options, wait_for_ahead
 
 SPLITS = 8
 SPLIT_TOKENS = 256  # up to this many, each part of the sum has its own program
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _TILE = 64  # rows, columns and k of a router program
-_BLOCK_TOKENS = 16  # of a routing program; more programs need a second pass over their counts
+# tokens of a routing program; with several programs, a second pass adds up their counts
+_BLOCK_TOKENS = 16
 _MOST_PLACERS = 128  # programs of that pass; each reads all counts
 
-_LOWEST = tl.constexpr(-(1 << 62))  # below the key of any logit
+_LOWEST = tl.constexpr(-(1 << 62))  # less than the key of any logit
 _TILES_AT_ONCE = tl.constexpr(64)
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A layer's router. Where there is a shared expert with a gate, that gate is the last row."""
+    """A layer's router. If a shared expert has a gate, that gate is the last row."""
 
     weight: Tensor  # [experts (+ 1), hidden]
     bias: Tensor | None  # [experts]
@@ -63,19 +65,22 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What `route` writes: buffers made once, for all layers and for up to `max_tokens`."""
+    """The outputs of `route`: buffers for up to `max_tokens`, made once for all layers."""
 
     max_tokens: int
-    logits: Tensor  # fp32: parts of sums
+    logits: Tensor  # fp32: partial sums of logits
     ids: Tensor  # [tokens, top_k] int32, best first
     weights: Tensor  # [tokens, top_k] fp32
-    positions: Tensor  # [tokens, top_k] int32: where the row lies in the sorted order
+    positions: Tensor  # [tokens, top_k] int32: the row's place in the sorted order
     sorted_tokens: Tensor  # [tokens * top_k] int32
     sorted_experts: Tensor  # [tokens * top_k] int32
-    ends: Tensor  # [experts] int32: rows of the experts up to and with this one
-    counts: Tensor  # [blocks, experts] int32: rows by the blocks of tokens they come from
+    ends: Tensor  # [experts] int32: rows of all experts up to and including this one
+    counts: Tensor  # [blocks, experts] int32: rows of each expert, by block of tokens
     tile_experts: Tensor  # [tiles] int32; -1: no such tile
     tile_starts: Tensor  # [tiles] int32: where a tile's rows begin in the sorted order
+    tile_ends: Tensor  # [tiles] int32: and where they end
+    tile_count: Tensor  # [1] int32: tiles in use
+    tickets: Tensor  # [1] int32: zero; tiles that programs of hopper.py have taken
     shared_weights: Tensor  # [tokens] fp32: sigmoid of the shared expert's gate
 
     @classmethod
@@ -97,15 +102,18 @@ class Routing:
             sorted_tokens=ints(max_rows),
             sorted_experts=ints(max_rows),
             ends=ints(num_experts),
-            counts=ints(triton.cdiv(max_tokens, _BLOCK_TOKENS), num_experts),
+            counts=ints(cdiv(max_tokens, _BLOCK_TOKENS), num_experts),
             tile_experts=ints(max_rows),
             tile_starts=ints(max_rows),
+            tile_ends=ints(max_rows),
+            tile_count=ints(1),
+            tickets=ints(1),
             shared_weights=floats(max_tokens),
         )
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """The most tiles that rows of any distribution over the experts can take."""
+    """The most tiles that can be needed, for any distribution of rows over experts."""
     in_use = min(num_rows, num_experts)
     return (num_rows + in_use * (tile_rows - 1)) // tile_rows
 
@@ -124,22 +132,22 @@ def _router_kernel(
     is_row, is_column = rows < tokens, columns < num_out
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_x
     router_ptrs = router_ptr + columns[None, :] * stride_router
-    total = tl.zeros([TILE, TILE], tl.float32)
-    for here in range(SPLITS_HERE):
-        first = (tl.program_id(2) * SPLITS_HERE + here) * split_in
-        part = tl.zeros([TILE, TILE], tl.float32)
-        for start in range(first, tl.minimum(first + split_in, num_in), TILE):
-            k = start + ks
-            x = tl.load(
-                x_ptrs + k[None, :], mask=is_row[:, None] & (k < num_in)[None, :], other=0.0
-            )
-            router = tl.load(
-                router_ptrs + k[:, None], mask=is_column[None, :] & (k < num_in)[:, None], other=0.0
-            )
-            if UPCAST:
-                x, router = x.to(tl.float32), router.to(tl.float32)
-            part = tl.dot(x, router, part, input_precision="ieee")
-        total += part
+    total, part = tl.zeros([TILE, TILE], tl.float32), tl.zeros([TILE, TILE], tl.float32)
+    first = tl.program_id(2) * SPLITS_HERE * split_in
+    for start in range(first, tl.minimum(first + SPLITS_HERE * split_in, num_in), TILE):
+        # one loop over all parts, so that loads of the next part begin before this one ends
+        is_new = start % split_in == 0
+        total = tl.where(is_new, total + part, total)
+        part = tl.where(is_new, 0.0, part)
+        k = start + ks
+        x = tl.load(x_ptrs + k[None, :], mask=is_row[:, None] & (k < num_in)[None, :], other=0.0)
+        router = tl.load(
+            router_ptrs + k[:, None], mask=is_column[None, :] & (k < num_in)[:, None], other=0.0
+        )
+        if UPCAST:
+            x, router = x.to(tl.float32), router.to(tl.float32)
+        part = tl.dot(x, router, part, input_precision="ieee")
+    total += part
     out_ptrs = logits_ptr + tl.program_id(2) * stride_split + rows[:, None] * num_out
     tl.store(out_ptrs + columns[None, :], total, mask=is_row[:, None] & is_column[None, :])
 
@@ -161,36 +169,43 @@ def _in_order(bits):
 
 @triton.jit
 def _write_tiles(
-    totals, tile_experts_ptr, tile_starts_ptr, num_tiles, tile_rows, EXPERTS: tl.constexpr,
-    LANES: tl.constexpr,
+    totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+    num_tiles, tile_rows, EXPERTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of each expert, totals [LANES], in tiles."""
+    """The rows of each expert, totals [LANES], in tiles; each program writes some of them."""
     lanes = tl.arange(0, LANES)
     tiles = tl.cdiv(totals, tile_rows)
     tile_ends = tl.cumsum(tiles, 0)
-    starts = tl.cumsum(totals, 0) - totals - (tile_ends - tiles) * tile_rows
-    for first in range(0, num_tiles, _TILES_AT_ONCE):
+    ends = tl.cumsum(totals, 0)
+    starts = ends - totals - (tile_ends - tiles) * tile_rows
+    tl.store(tile_count_ptr, tl.sum(tiles, 0))
+    stride = tl.num_programs(0) * _TILES_AT_ONCE
+    for first in range(tl.program_id(0) * _TILES_AT_ONCE, num_tiles, stride):
         tile = first + tl.arange(0, _TILES_AT_ONCE)
         expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        start = tl.sum(tl.where(lanes[None, :] == expert[:, None], starts[None, :], 0), 1)
+        is_its = lanes[None, :] == expert[:, None]
+        start = tl.sum(tl.where(is_its, starts[None, :], 0), 1) + tile * tile_rows
+        end = tl.minimum(tl.sum(tl.where(is_its, ends[None, :], 0), 1), start + tile_rows)
         is_tile = tile < num_tiles
         expert = tl.where(expert < EXPERTS, expert, -1)
         tl.store(tile_experts_ptr + tile, expert, mask=is_tile)
-        tl.store(tile_starts_ptr + tile, start + tile * tile_rows, mask=is_tile)
+        tl.store(tile_starts_ptr + tile, start, mask=is_tile)
+        tl.store(tile_ends_ptr + tile, end, mask=is_tile)
 
 
 @triton.jit(do_not_specialize=("tokens", "stride_split", "num_tiles", "tile_rows"))
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, positions_ptr, counts_ptr, shared_weights_ptr,
-    sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr,
-    tokens, stride_split, num_tiles, tile_rows,
+    sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr,
+    tile_count_ptr, tokens, stride_split, num_tiles, tile_rows,
     NUM_PARTS: tl.constexpr, EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_WHOLE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK tokens. IS_WHOLE: there is one program, and it sorts the rows as well;
-    otherwise positions are a row's rank among its expert's in the block, for _place_kernel."""
+    """One program per BLOCK tokens. IS_WHOLE: there is only one program, which also sorts the rows.
+    Otherwise `positions` gets a row's rank among its expert's rows in the block, for
+    _place_kernel."""
     wait_for_ahead(OVERLAPS)
     block = tl.program_id(0)
     rows = block * BLOCK + tl.arange(0, BLOCK)
@@ -208,7 +223,8 @@ def _route_kernel(
     logits = tl.where(logits == logits, logits, float("-inf"))  # noqa: PLR0124
     logits = tl.where(logits == 0.0, 0.0, logits)
 
-    # a key holds a logit and, below it, its lane: the largest is the best, of equal ones the lowest
+    # a key holds a logit and, in lower bits, its lane: the largest key is the best, on a tie the
+    # lowest lane
     keys = _in_order(logits.to(tl.int32, bitcast=True)).to(tl.int64) << 16
     keys = tl.where(is_expert, keys | (LANES - 1 - lanes)[None, :], _LOWEST)
     ids = tl.zeros([BLOCK, SLOTS], tl.int32)
@@ -242,8 +258,9 @@ def _route_kernel(
         tl.store(ends_ptr + lanes, ends, mask=lanes < EXPERTS)
         ranks += (ends - totals)[None, :]
         _write_tiles(
-            totals, tile_experts_ptr, tile_starts_ptr, num_tiles, tile_rows, EXPERTS, LANES
-        )
+            totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+            num_tiles, tile_rows, EXPERTS, LANES,
+        )  # fmt: skip
     else:
         tl.store(counts_ptr + block * EXPERTS + lanes, totals, mask=lanes < EXPERTS)
     positions = tl.gather(ranks, ids, 1)
@@ -257,7 +274,8 @@ def _route_kernel(
 @triton.jit(do_not_specialize=("tokens", "num_blocks", "blocks_each", "num_tiles", "tile_rows"))
 def _place_kernel(
     ids_ptr, positions_ptr, counts_ptr, sorted_ptr, sorted_experts_ptr, ends_ptr,
-    tile_experts_ptr, tile_starts_ptr, tokens, num_blocks, blocks_each, num_tiles, tile_rows,
+    tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr, tokens, num_blocks,
+    blocks_each, num_tiles, tile_rows,
     EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, CELLS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -266,20 +284,21 @@ def _place_kernel(
     first = tl.program_id(0) * blocks_each
     lanes = tl.arange(0, LANES)
     is_expert = lanes < EXPERTS
-    totals, before = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
+    sums, sums_before = tl.zeros([CHUNK, LANES], tl.int32), tl.zeros([CHUNK, LANES], tl.int32)
     for start in range(0, num_blocks, CHUNK):
         blocks = start + tl.arange(0, CHUNK)
         ptrs = counts_ptr + blocks[:, None] * EXPERTS + lanes[None, :]
         is_count = (blocks < num_blocks)[:, None] & is_expert[None, :]
         counts = tl.load(ptrs, mask=is_count, other=0)
-        totals += tl.sum(counts, 0)
-        before += tl.sum(tl.where((blocks < first)[:, None], counts, 0), 0)
+        sums += counts
+        sums_before += tl.where((blocks < first)[:, None], counts, 0)
+    totals, before = tl.sum(sums, 0), tl.sum(sums_before, 0)
     ends = tl.cumsum(totals, 0)
-    if first == 0:
-        tl.store(ends_ptr + lanes, ends, mask=is_expert)
-        _write_tiles(
-            totals, tile_experts_ptr, tile_starts_ptr, num_tiles, tile_rows, EXPERTS, LANES
-        )
+    tl.store(ends_ptr + lanes, ends, mask=is_expert)  # all programs store the same
+    _write_tiles(
+        totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
+        num_tiles, tile_rows, EXPERTS, LANES,
+    )  # fmt: skip
     starts = ends - totals + before
     cells = tl.arange(0, CELLS)
     for block in range(first, tl.minimum(first + blocks_each, num_blocks)):
@@ -296,8 +315,8 @@ def _place_kernel(
 
 
 def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
-    """Choose experts for x [tokens, hidden] and sort. Returns the number of tiles to walk over,
-    unused ones included."""
+    """Choose experts for x [tokens, hidden] and sort. Returns the number of tiles, including unused
+    ones."""
     _check(x, router, routing)
     tokens, num_rows = len(x), len(x) * router.top_k
     num_tiles = most_tiles(num_rows, router.num_experts, tile_rows)
@@ -305,44 +324,44 @@ def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
         return num_tiles
     overlaps = overlap_options(x.device)
     stride_split, num_parts = _launch_router(x, router, routing)
-    lanes = triton.next_power_of_2(router.num_experts)
-    num_blocks = triton.cdiv(tokens, _BLOCK_TOKENS)
+    lanes = next_power_of_2(router.num_experts)
+    num_blocks = cdiv(tokens, _BLOCK_TOKENS)
     sizes = {"EXPERTS": router.num_experts, "LANES": lanes, "TOP_K": router.top_k,
              "BLOCK": _BLOCK_TOKENS}  # fmt: skip
     sorting = (routing.sorted_tokens, routing.sorted_experts, routing.ends, routing.tile_experts,
-               routing.tile_starts)  # fmt: skip
+               routing.tile_starts, routing.tile_ends, routing.tile_count)  # fmt: skip
     _route_kernel[(num_blocks,)](
         routing.logits, routing.logits if router.bias is None else router.bias,
         routing.ids, routing.weights, routing.positions, routing.counts, routing.shared_weights,
         *sorting, tokens, stride_split, num_tiles, tile_rows,
-        NUM_PARTS=num_parts, SLOTS=triton.next_power_of_2(router.top_k), WIDTH=len(router.weight),
+        NUM_PARTS=num_parts, SLOTS=next_power_of_2(router.top_k), WIDTH=len(router.weight),
         HAS_BIAS=router.bias is not None, HAS_GATE=router.has_shared_gate,
         IS_NORMALIZED=router.is_normalized, IS_WHOLE=num_blocks == 1,
         num_warps=4 if lanes <= 256 else 8, **sizes, **overlaps,
     )  # fmt: skip
     if num_blocks > 1:
-        blocks_each = triton.cdiv(num_blocks, _MOST_PLACERS)
-        _place_kernel[(triton.cdiv(num_blocks, blocks_each),)](
+        blocks_each = cdiv(num_blocks, _MOST_PLACERS)
+        _place_kernel[(cdiv(num_blocks, blocks_each),)](
             routing.ids, routing.positions, routing.counts, *sorting,
             tokens, num_blocks, blocks_each, num_tiles, tile_rows,
-            CELLS=triton.next_power_of_2(_BLOCK_TOKENS * router.top_k),
+            CELLS=next_power_of_2(_BLOCK_TOKENS * router.top_k),
             CHUNK=max(1, 8192 // lanes), num_warps=8, **sizes, **overlaps,
         )  # fmt: skip
     return num_tiles
 
 
 def _launch_router(x: Tensor, router: Router, routing: Routing) -> tuple[int, int]:
-    """How far apart the parts of the logits lie, and how many there are."""
+    """Compute the partial sums of logits; returns their distance in memory and their number."""
     tokens, hidden = x.shape
     num_out = len(router.weight)
-    split_in = triton.cdiv(triton.cdiv(hidden, _TILE), SPLITS) * _TILE
+    split_in = cdiv(cdiv(hidden, _TILE), SPLITS) * _TILE
     num_parts = SPLITS if tokens <= SPLIT_TOKENS else 1
     stride_split = tokens * num_out
-    _router_kernel[(triton.cdiv(tokens, _TILE), triton.cdiv(num_out, _TILE), num_parts)](
+    _router_kernel[(cdiv(tokens, _TILE), cdiv(num_out, _TILE), num_parts)](
         x, router.weight, routing.logits, tokens, num_out, hidden, split_in,
         x.stride(0), router.weight.stride(0), stride_split,
         SPLITS_HERE=SPLITS // num_parts, TILE=_TILE, UPCAST=not x.is_cuda,
-        num_warps=4, num_stages=3, **overlap_options(x.device),
+        num_warps=4, num_stages=5 if can_overlap(x.device) else 3, **overlap_options(x.device),
     )  # fmt: skip
     return stride_split, num_parts
 

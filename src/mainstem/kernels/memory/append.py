@@ -1,19 +1,22 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Rope and append in one pass: rotate new queries and keys, write new K and V into their pages."""
+"""Rope and append in one pass: norm (where a model does) and rotate new queries and keys, write new
+K and V into their pages."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mainstem.kernels.dense.head_norms import HeadNorms, norm_heads
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 
 @triton.jit
 def _rotated(x_ptr, offset, is_head, cos, sin, HALF: tl.constexpr, LANES: tl.constexpr):
-    """Both halves of the rotated part of some heads, fp32; dim i turns with dim i + HALF."""
+    """Both halves of the rotated part of some heads, fp32; dims i and i + HALF are a pair."""
     lanes = tl.arange(0, LANES)
     mask = is_head[:, None] & (lanes < HALF)[None, :]
     ptrs = x_ptr + offset[:, None] + lanes[None, :]
@@ -34,8 +37,9 @@ def _store_halves(ptr, offset, is_head, first, second, HALF: tl.constexpr, LANES
 @triton.jit
 def _rope_append_kernel(
     q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, positions_ptr, slots_ptr, inv_freq_ptr,
+    q_gain_ptr, k_gain_ptr,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
-    stride_page, stride_kv_head,
+    stride_page, stride_kv_head, eps,
     HEADS: tl.constexpr, HEAD_LANES: tl.constexpr, KV_HEADS: tl.constexpr, KV_LANES: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -47,6 +51,16 @@ def _rope_append_kernel(
         inv_freq = tl.load(inv_freq_ptr + halves, mask=halves < HALF, other=0.0)
     wait_for_ahead(OVERLAPS)
     slot = tl.load(slots_ptr + token)
+    if q_gain_ptr is not None:
+        norm_heads(
+            q_ptr + token * stride_q_token, q_gain_ptr, stride_q_head, eps,
+            HEADS, HEAD_LANES, HEAD_DIM, DIM,
+        )  # fmt: skip
+        norm_heads(
+            k_ptr + token * stride_k_token, k_gain_ptr, stride_k_head, eps,
+            KV_HEADS, KV_LANES, HEAD_DIM, DIM,
+        )  # fmt: skip
+        tl.debug_barrier()  # what follows reads them as other threads wrote them
     if HALF > 0:
         angle = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
         cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
@@ -86,15 +100,16 @@ def rope_append(
     positions: Tensor,
     slots: Tensor,
     inv_freq: Tensor | None,
+    norms: HeadNorms | None = None,
 ) -> None:
-    """Rotate q [tokens, heads, dim] in place; write rotated k and v [tokens, kv_heads, dim] into
-    pages.
+    """Norm and rotate q [tokens, heads, dim] in place; write normed, rotated k and v [tokens,
+    kv_heads, dim] into pages.
 
     Slots are page_id * page_size + offset, int64; a token with a negative slot (padding of a CUDA
     graph) is not written. Rotates the first 2 * len(inv_freq) dims, dim i with dim i +
-    len(inv_freq); None rotates nothing, and q stays. q, k, v may be views of one projection; k and
-    v are not changed. inv_freq is a model's constant: it is read while the previous kernel may
-    still run, which must not write it.
+    len(inv_freq); None: nothing is rotated. q, k, v may be views of one projection; v is not
+    changed, and k only by its norm, in place. inv_freq is a model's constant: it is read while the
+    previous kernel may still run, so that kernel must not write it.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
@@ -108,22 +123,26 @@ def rope_append(
         if tensor.dtype != k_pages.dtype:
             raise LayoutError(f"{name} is {tensor.dtype}, the pages are {k_pages.dtype}")
     if k_pages.shape != v_pages.shape or k_pages.shape[3] != head_dim:
-        raise LayoutError(f"pages must be [*, kv_heads, page_size, {head_dim}], both alike")
+        raise LayoutError(
+            f"pages must be [*, kv_heads, page_size, {head_dim}], the same for K and V"
+        )
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise LayoutError("k_pages and v_pages must be contiguous")
     if len(positions) != tokens or len(slots) != tokens or slots.dtype != torch.int64:
         raise LayoutError(f"positions and slots (int64) must have {tokens} entries")
     if inv_freq is not None and (2 * half > head_dim or inv_freq.dtype != torch.float32):
         raise LayoutError(f"inv_freq must be fp32 and have at most {head_dim // 2} entries")
+    eps = 0.0 if norms is None else norms.check(head_dim)
     if tokens == 0:
         return
     _rope_append_kernel[(tokens,)](
         q, k, v, k_pages, v_pages, positions, slots, inv_freq,
+        None if norms is None else norms.q.gain, None if norms is None else norms.k.gain,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        k_pages.stride(0), k_pages.stride(1),
-        HEADS=heads, HEAD_LANES=triton.next_power_of_2(heads),
-        KV_HEADS=kv_heads, KV_LANES=triton.next_power_of_2(kv_heads),
-        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
-        HALF=half, HALF_LANES=max(triton.next_power_of_2(half), 1), PAGE_SIZE=page_size,
+        k_pages.stride(0), k_pages.stride(1), eps,
+        HEADS=heads, HEAD_LANES=next_power_of_2(heads),
+        KV_HEADS=kv_heads, KV_LANES=next_power_of_2(kv_heads),
+        HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim),
+        HALF=half, HALF_LANES=max(next_power_of_2(half), 1), PAGE_SIZE=page_size,
         num_warps=4, **overlap_options(q.device),
     )  # fmt: skip

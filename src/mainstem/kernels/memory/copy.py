@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 
 
 @triton.jit
@@ -46,6 +47,6 @@ def copy_slots(pages: Tensor, source_slots: Tensor, target_slots: Tensor) -> Non
     num_halves, _, kv_heads, page_size, head_dim = pages.shape
     _copy_slots_kernel[(len(source_slots), num_halves)](
         pages, source_slots, target_slots, pages[0].numel(),
-        KV_HEADS=kv_heads, HEAD_LANES=triton.next_power_of_2(kv_heads), PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim), num_warps=4,
+        KV_HEADS=kv_heads, HEAD_LANES=next_power_of_2(kv_heads), PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim), num_warps=4,
     )  # fmt: skip

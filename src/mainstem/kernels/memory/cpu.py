@@ -1,4 +1,4 @@
-"""Moves of pages on a CPU: the twin of `rotate.py`."""
+"""Moves of pages on a CPU: the counterpart of `rotate.py`."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor | No
     """Write the pages `source`, with rotated keys and unchanged V, to the pages `target`.
 
     joint: [2, pages, kv_heads, page_size, dim], K first, the two dims of a rotary pair adjacent;
-    turns: [moves, 1, 1, rotary_dim / 2] complex, None where keys have no rotation. Pages are read
+    turns: [moves, 1, 1, rotary_dim / 2] complex, None if keys are not rotated. Pages are read
     before any is written.
     """
     moved = joint.index_select(1, source)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Move cached keys to other positions: their pages turned by a position difference."""
+"""Move cached keys to other positions: rotate them by the difference of positions."""
 
 import torch
 import triton
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import next_power_of_2
 
 
 @triton.jit
@@ -54,16 +55,16 @@ def rerotate(
     shifts: Tensor,
     inv_freq: Tensor | None,
 ) -> None:
-    """Write page `source_ids[i]`, its keys turned by `shifts[i]` positions, to page
-    `target_ids[i]`, with its V. Without frequencies nothing is rotated.
+    """Write page `source_ids[i]`, with its keys rotated by `shifts[i]` positions and its V
+    unchanged, to page `target_ids[i]`. Without frequencies nothing is rotated.
 
     Ids and shifts are int32 or int64. A page may be its own target; no page may be the target of
-    one entry and the source of another. Keep the originals: turning an already turned page rounds
-    twice.
+    one entry and the source of another. Move the original page if possible: a page that is moved
+    twice is rounded twice.
     """
     _, kv_heads, page_size, head_dim = k_pages.shape
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
-        raise LayoutError("k_pages and v_pages must be alike")
+        raise LayoutError("k_pages and v_pages must have the same shape and dtype")
     if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
         raise LayoutError("k_pages and v_pages must be contiguous")
     if not len(source_ids) == len(target_ids) == len(shifts):
@@ -76,7 +77,7 @@ def rerotate(
     _rerotate_kernel[(len(source_ids), kv_heads)](
         k_pages, v_pages, source_ids, target_ids, shifts, inv_freq,
         k_pages.stride(0), k_pages.stride(1),
-        HEAD_DIM=head_dim, DIM=triton.next_power_of_2(head_dim),
-        HALF=half, HALF_LANES=max(triton.next_power_of_2(half), 1), PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim),
+        HALF=half, HALF_LANES=max(next_power_of_2(half), 1), PAGE_SIZE=page_size,
         num_warps=4,
     )  # fmt: skip

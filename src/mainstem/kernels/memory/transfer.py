@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Copies some layers of pages from a staging buffer, where they lie page after page, to the layers'
+"""Copies some layers of pages from a staging buffer, which holds them page by page, to the layers'
 memory.
 
-A few layers of a page are a row in host memory. A copy engine takes many rows as one command, but
-to their final places it would need one command per page. So copy engines fill the staging buffer,
-and this kernel spreads it within the device's memory, in some ten microseconds.
+A few layers of a page are a row in host memory. A copy engine copies many rows with one command,
+but needs one command per page to write them to their final places. So copy engines fill the staging
+buffer, and this kernel distributes it within the device's memory, in about ten microseconds.
 """
 
 import torch
@@ -18,14 +18,14 @@ NUM_PROGRAMS = 264
 TILE_WORDS = 2048
 
 
-@triton.jit(  # one binary for all
+@triton.jit(  # one binary for all values
     do_not_specialize=["num_layers", "num_pages"], do_not_specialize_on_alignment=["pages_ptr"]
 )
 def _spread_kernel(
     layers_ptr, buffer_ptr, pages_ptr, num_layers, num_pages, half_words, stride_words,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """An item is TILE words of K or of V of one page and layer; of n programs each takes every n-th
+    """An item is TILE words of K or V of one page and layer; each of n programs takes every n-th
     item.
     """
     tiles = tl.cdiv(half_words, TILE)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Small arrays between pinned memory and the device, by a kernel that reads or writes the host's
-memory itself.
+"""Copies small arrays between pinned memory and the device with a kernel that reads or writes the
+host's memory directly.
 
-A step's inputs and outputs must not queue at the copy engines, which may have seconds of stored
-pages to move first.
+A step's inputs and outputs must not wait for the copy engines, which may have seconds of stored
+pages in their queue.
 """
 
 import torch
@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_WORDS = 1024
-MOST_BLOCKS = 32  # programs of a row
+MOST_BLOCKS = 32  # most programs per row
 
 
 @triton.jit(do_not_specialize=["num_words", "target_stride", "source_stride"])  # one binary
 def _move_kernel(
     target_ptr, source_ptr, target_stride, source_stride, num_words, BLOCK: tl.constexpr
 ):
-    """The programs of axis 1 share a row."""
+    """The programs along axis 1 share a row."""
     target_ptr += tl.program_id(0) * target_stride
     source_ptr += tl.program_id(0) * source_stride
     for first in range(tl.program_id(1) * BLOCK, num_words, tl.num_programs(1) * BLOCK):

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Noise that decides draws: 32 bits of (noise key, token id), the same as `runner/noise.py` has.
+"""Noise that decides draws: 32 bits from (noise key, token id), the same as in `runner/noise.py`.
 
-A draw takes the token with the largest  score - log2(E),  E being an exponential random number of
-its own (Gumbel-max). The score is log2 of the token's probability relative to the likeliest.
+A draw takes the token with the largest  score - log2(E),  where each token has its own
+exponential random number E (Gumbel-max). The score is log2 of the token's probability relative to
+the likeliest.
 """
 
 import triton
@@ -24,8 +25,8 @@ def halves_of(keys_ptr, row):
 
 @triton.jit
 def bits_of(low, high, ids):
-    """The noise of these tokens, uniform over 32 bits: one round of mixing for the id, then one
-    that mixes in half of the key before it and the other half in its middle."""
+    """The noise of these tokens, uniform over 32 bits: one round of mixing for the id, then a
+    second round; half of the key is mixed in before the second round, the other half inside it."""
     x = ids.to(tl.uint32)
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2
@@ -39,8 +40,8 @@ def bits_of(low, high, ids):
 def gumbel_of(bits):
     """-log2(E) for E = -log(1 - v), where v in (0, 1) is the middle of the bits' step.
 
-    The smallest E wins. So for a small v the logarithm is a series, which keeps its digits, and
-    1 - v is computed from the inverted bits, which never gives 0.
+    The smallest E wins, so small v must be exact: there the logarithm is computed as a series. 1 -
+    v is computed from the inverted bits, which is never 0.
     """
     v = (bits.to(tl.float32) + 0.5) * STEP
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * STEP
@@ -55,8 +56,8 @@ def gumbel_of(bits):
 
 @triton.jit
 def noisy_score(x, ids, is_kept, low, high, top, scale, min_bits):
-    """What a draw maximises: log2 of the probability relative to the likeliest token, plus noise;
-    -inf where a token is not kept or below `min_bits`.
+    """The value that a draw maximises: log2 of the probability relative to the likeliest token,
+    plus noise; -inf for tokens that are not kept or are below `min_bits`.
 
     `top` is the row's largest logit, `scale` is log2(e) / temperature.
     """

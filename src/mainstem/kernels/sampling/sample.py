@@ -21,7 +21,7 @@ how many parts a row has:
     survey   mass of each part, and how many of its tokens lie within 1, 2, 4, 7, 10, 15 bits of
              the likeliest; rows without limits draw
     collect  the likeliest tokens, as many as these bounds allow
-    finish   the searches and the draw, among the collected tokens or, where the limits reach beyond
+    finish   the searches and the draw, among the collected tokens or, if the limits reach beyond
              them, over the whole row
 """
 
@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.sampling.noise import LOG2_E, halves_of, min_bits_of, noisy_score
 from mainstem.kernels.sampling.search import (
     LOWEST_KEY,
@@ -48,7 +49,7 @@ from mainstem.kernels.sampling.search import (
 CUT_1, CUT_2 = tl.constexpr(-1 * 2**25), tl.constexpr(-2 * 2**25)
 CUT_3, CUT_4 = tl.constexpr(-4 * 2**25), tl.constexpr(-7 * 2**25)
 CUT_5, CUT_6 = tl.constexpr(-10 * 2**25), tl.constexpr(-15 * 2**25)
-SURVEY = tl.constexpr(8)  # numbers kept of each part: its mass and six counts
+SURVEY = tl.constexpr(8)  # numbers stored for each part: its mass and six counts
 MAX_PARTS = tl.constexpr(64)
 EMPTY = tl.constexpr(-(2**63))
 
@@ -63,7 +64,7 @@ _FEW = 4096
 
 @triton.jit
 def _part(vocab, BLOCK: tl.constexpr):
-    """Program (row, part) has the tokens [begin, end), which may be none."""
+    """The tokens [begin, end) of program (row, part); there may be none."""
     length = tl.cdiv(tl.cdiv(vocab, tl.num_programs(1)), BLOCK) * BLOCK
     begin = tl.program_id(1) * length
     return begin, tl.minimum(begin + length, vocab)
@@ -86,15 +87,15 @@ def _likeliest(x_ptr, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _meet(value, place, has_tokens, best_ptr, arrived_ptr, out_ptr, row):
-    """Reduce over the parts of a row: the last to arrive stores the place of the largest value, the
-    lowest of equals, and resets the row's meeting place."""
+    """Reduce over the parts of a row: the last part to arrive stores the place of the largest value
+    (on a tie, the lowest place) and resets the row's entry for the next call."""
     parts = tl.num_programs(1)
     if parts == 1:
         tl.store(out_ptr + row, place.to(tl.int64))
     else:
         value = tl.where(value == 0.0, 0.0, value)  # -0.0 equals 0.0
         bits = value.to(tl.int32, bitcast=True)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # now ordered as the value is
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # now in the same order as the values
         if has_tokens:
             tl.atomic_max(best_ptr + row, (bits.to(tl.int64) << 32) + (0x7FFFFFFF - place))
         if tl.atomic_add(arrived_ptr + row, 1) == parts - 1:
@@ -124,7 +125,7 @@ def _tops_kernel(
     here = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(tops_ptr + here, top)
     tl.store(top_ids_ptr + here, place)
-    if tl.program_id(1) == 0:  # where parts of this row meet in the next launch
+    if tl.program_id(1) == 0:  # reset the entry in which parts of this row meet in the next launch
         tl.store(best_ptr + row, EMPTY)
         tl.store(arrived_ptr + row, 0)
 
@@ -239,7 +240,7 @@ def _store_pair(ptr, pair):
 
 @triton.jit
 def _lower(survey_ptr, parts, part, index, key, cut, few, before, FEW: tl.constexpr):
-    """Take cut number `index`, of this key, if at most FEW tokens reach it."""
+    """Take cut number `index`, which has this key, if at most FEW tokens reach it."""
     lanes = tl.arange(0, MAX_PARTS)
     counts = tl.load(survey_ptr + lanes * SURVEY + index, mask=lanes < parts, other=0)
     count = tl.sum(counts, 0)
@@ -253,8 +254,8 @@ def _lower(survey_ptr, parts, part, index, key, cut, few, before, FEW: tl.conste
 
 @triton.jit
 def _cut(survey_ptr, parts, part, FEW: tl.constexpr):
-    """The lowest cut that at most FEW tokens reach, how many those are, and how many of them lie
-    in earlier parts."""
+    """The lowest cut that at most FEW tokens reach, how many reach it, and how many of these are in
+    earlier parts."""
     cut = tl.full([], NO_KEY, tl.int32)
     few = tl.zeros([], tl.int64)
     before = tl.zeros([], tl.int64)
@@ -300,8 +301,9 @@ def _draw_kept(
     x_ptr, ids_ptr, size, low, high, top, scale, min_bits, threshold, num_ties,
     HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best token, with noise, of those above the key `threshold` and the first `num_ties` at
-    it; -1 where there is none. Tokens lie in the order of their ids, which are `ids_ptr` or places.
+    """The best token, with noise, among those above the key `threshold` and the first `num_ties` at
+    it; -1 if there is none. Tokens are in the order of their ids, which are in `ids_ptr`, or are
+    the tokens' places.
     """
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -391,7 +393,7 @@ def _finish_kernel(
 
 
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
-    """The likeliest id of each row, the lowest of equals; logits [rows, vocab] -> int64 [rows].
+    """The likeliest id of each row, on a tie the lowest; logits [rows, vocab] -> int64 [rows].
 
     Few rows are split over the whole card. The parts of a row meet in a small buffer of the device,
     which must exist before a CUDA graph is captured: call `argmax` once before. Two streams must
@@ -403,7 +405,7 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
         return out
     parts = 1
     if rows < _SPLIT_ROWS:
-        parts = min(triton.cdiv(vocab, _ARGMAX_BLOCK), max(_ARGMAX_PROGRAMS // rows, 1))
+        parts = min(cdiv(vocab, _ARGMAX_BLOCK), max(_ARGMAX_PROGRAMS // rows, 1))
     best, arrived = _meeting_places(logits.device)
     _argmax_kernel[(rows, parts)](
         logits, out, best, arrived, logits.stride(0), vocab, BLOCK=_ARGMAX_BLOCK, num_warps=8
@@ -437,8 +439,8 @@ def sample(
 ) -> Tensor:
     """One token per row of logits [rows, vocab]; int64 [rows].
 
-    Settings are [rows], fp32 but top_k, which is int32 and at least 1, and keys, the int64 noise
-    keys; temperature 0 takes the likeliest. A row's token depends on nothing but the row.
+    Settings are [rows] in fp32, except top_k (int32, at least 1) and keys (int64 noise keys).
+    Temperature 0 takes the likeliest token. A row's token does not depend on other rows.
     """
     _check_settings(
         logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, keys=keys
@@ -464,14 +466,15 @@ def sample(
     _finish_kernel[(rows,)](
         logits, parts.tops, parts.top_ids, survey, few, few_ids, temperature, top_k, top_p, min_p,
         keys, out, logits.stride(0), vocab, num_parts,
-        FEW=_FEW, BLOCK=min(triton.next_power_of_2(vocab), _FEW), num_warps=16,
+        FEW=_FEW, BLOCK=min(next_power_of_2(vocab), _FEW), num_warps=16,
     )  # fmt: skip
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Rows cut into parts, the largest logit of each, and where the parts of a row will meet."""
+    """Rows cut into parts, the largest logit of each part, and the buffer in which the parts of a
+    row meet."""
 
     grid: tuple[int, int]
     block: int
@@ -483,10 +486,10 @@ class _Parts:
 
 def _start_parts(logits: Tensor) -> _Parts:
     rows, vocab = logits.shape
-    count = min(triton.cdiv(vocab, _PART_BLOCK), max(_PROGRAMS // rows, 1), MAX_PARTS.value)
+    count = min(cdiv(vocab, _PART_BLOCK), max(_PROGRAMS // rows, 1), MAX_PARTS.value)
     parts = _Parts(
         (rows, count),
-        min(triton.next_power_of_2(vocab), _PART_BLOCK),
+        min(next_power_of_2(vocab), _PART_BLOCK),
         logits.new_empty(rows, count, dtype=torch.float32),
         torch.empty(rows, count, dtype=torch.int32, device=logits.device),
         torch.empty(rows, dtype=torch.int64, device=logits.device),
@@ -501,7 +504,8 @@ def _start_parts(logits: Tensor) -> _Parts:
 
 @cache
 def _meeting_places(device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each row the best of its parts so far and how many have arrived; reset after use."""
+    """For each row, the best value of its parts so far and how many parts have arrived; reset after
+    use."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LayoutError("argmax must run once on this device before a graph is captured")
     best = torch.full((_SPLIT_ROWS,), EMPTY.value, dtype=torch.int64, device=device)

@@ -2,10 +2,10 @@
 # ruff: noqa: PLR0917
 """Where a running sum over tokens, likeliest first, passes a target: found without sorting.
 
-The sum down to a threshold needs no order, so the threshold is searched: each pass over the tokens
-cuts the bracket around it in four.
+The sum over all tokens above a threshold needs no order, so the threshold is searched: each pass
+over the tokens reduces the interval around it to a quarter.
 
-Keys and masses are whole numbers, so a sum has the same bits in whatever order it is taken:
+Keys and masses are whole numbers, so a sum has the same bits in any order:
 
     key   log2 of the probability relative to the likeliest token, in steps of 2^-25, 0 at most
     mass  the probability relative to the likeliest token, in steps of 2^-44
@@ -22,7 +22,7 @@ LOWEST = tl.constexpr(-46.0)  # below 2^-44 a token has no mass
 LOWEST_KEY = tl.constexpr(-46 * 2**25)
 MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: nearly 2^19 tokens fit in 63 bits
 NO_KEY = tl.constexpr(2147483647)
-MAX_ROUNDS = tl.constexpr(32)  # half are enough; a row of NaN must not keep the card
+MAX_ROUNDS = tl.constexpr(32)  # half are enough; the limit ends the search in a row of NaN
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def mass_of(key, min_p):
 
 @triton.jit
 def mass_above(x_ptr, size, top, scale, min_p, key, BLOCK: tl.constexpr):
-    """Mass of all tokens of larger keys."""
+    """Mass of all tokens with larger keys."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
@@ -61,8 +61,8 @@ def _search(
     """Narrow [low, high) around the key at which the sum over tokens, likeliest first, passes
     `target`, to one key or until at most `enough` tokens are left in it.
 
-    The sum over keys >= low is above the target, that over keys >= high is `above`, which is not.
-    Returns low, high, above and the number of tokens in between.
+    The sum over keys >= low exceeds the target; the sum over keys >= high is `above`, which does
+    not. Returns low, high, above and the number of tokens in between.
     """
     lanes = tl.arange(0, BLOCK)
     num_in = tl.full([], NO_KEY, tl.int32)
@@ -71,7 +71,7 @@ def _search(
         rounds += 1
         span = high - low
         step = tl.maximum(span // 4, 1)
-        # until a lower bound of the keys is known, look near the top
+        # until a lower bound of the keys is known, search near the top
         is_open = (low == LOWEST_KEY) & (span > 64)
         key_1 = tl.where(is_open, high - span // 2, low + step)
         key_2 = tl.where(is_open, high - span // 8, low + 2 * step)
@@ -104,7 +104,7 @@ def _search(
         else:
             down_to_1, down_to_2 = above + tl.sum(sum_1, 0), above + tl.sum(sum_2, 0)
             down_to_3 = above + tl.sum(sum_3, 0)
-        # no token lies outside these
+        # all tokens are within these bounds
         low = tl.maximum(low, tl.min(least, 0))
         high = tl.minimum(high, tl.max(most, 0) + 1)
         if down_to_3 > target:
@@ -146,8 +146,9 @@ def find(
 ):  # fmt: skip
     """The key at which the sum passes `target`, and the sum over larger keys.
 
-    `known` is the sum over the collected tokens, which are all that reach `cut`. If the target lies
-    beyond them, the row is narrowed down to as many tokens again, stored after them in the buffers.
+    `known` is the sum over the collected tokens, which are all that reach `cut`. If the target is
+    beyond them, the search narrows the row to at most as many other tokens, which are stored after
+    them in the buffers.
     """
     source, size = few_ptr, few
     low, high = tl.full([], LOWEST_KEY, tl.int32), tl.full([], 1, tl.int32)

@@ -1,4 +1,4 @@
-"""DiskTier: pages in a folder, written and read by threads of its own.
+"""DiskTier: pages in a folder, written and read by separate threads.
 
     engine thread        writer thread                        reader threads
     write(job) ------->  wait for the copies, write some
@@ -42,7 +42,7 @@ NUM_READERS = 16  # checksums take about as long as reads, and all threads share
 READ_RUN = 8  # pages per read call: disks read 16 MB at a higher rate than 2 MB
 NUM_WRITERS = 8  # pages of a batch that are written in parallel
 INDEX_ROOM = 1 << 20  # bytes; enough to open and change an index
-LITTLE_ROOM = 64 << 10  # bytes; not enough for that
+LITTLE_ROOM = 64 << 10  # bytes; with less free space, an I/O error means a full disk
 MAX_BATCH = 64  # pages written between two commits
 READS_FIRST_S = 0.5  # a batch of writes waits at most this long for reads ...
 FEW_WRITES = 4 * MAX_BATCH  # ... and only while fewer orders than this are queued
@@ -84,7 +84,7 @@ _Order = _RecordWrite | _Delete | _Touch | Event | None  # Event: set it; None: 
 
 
 class DiskTier:
-    """One thread owns it and makes all calls; the module shows which threads do the work."""
+    """One thread owns it and makes all calls. The drawing above shows which threads do the work."""
 
     name = "disk"
     is_shared = False
@@ -103,7 +103,7 @@ class DiskTier:
     ) -> None:
         """Open the store of one model in `folder`, which is created if it does not exist.
 
-        `model` is its name, for people. `ledger` keeps the number of pages, so that an emptied
+        `model` is a name to show to people. `ledger` keeps the number of pages, so that an emptied
         store is noticed. Raises StoreError if the store is in use, has another format or cannot be
         opened. A damaged or missing index means an empty store: `found` says why, and `lost` how
         many pages were lost, if known.
@@ -120,7 +120,7 @@ class DiskTier:
         self._ledger = Ledger(ledger)
         try:
             if self.num_records < 1:
-                raise StoreError(f"{max_bytes} bytes do not hold a page of {page_bytes}")
+                raise StoreError(f"{max_bytes} bytes are too few for a page of {page_bytes}")
             self._index, self._rows = self._open_index()
         except BaseException:
             self._lock.close()
@@ -159,7 +159,8 @@ class DiskTier:
 
     @property
     def num_places(self) -> int:
-        """Fewer than there are records, since evicted pages free theirs a moment later."""
+        """Pages that may be stored: fewer than the records, since an evicted page frees its record
+        a moment later."""
         return max(1, self.num_records - 1 - self.num_records // 64)
 
     def recover(self) -> Sequence[StoredPage]:
@@ -209,14 +210,14 @@ class DiskTier:
         self._give_back(key)
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Not a shared tier: its pages are already known."""
+        """Do nothing: only a shared tier must be asked; the pages of this one are known."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Keep for the next start when pages were last used (seconds since 1970)."""
         self._orders.put(_Touch(used_at))
 
     def end_soon(self) -> None:
-        """Everything given to `write` is still written, however long it takes."""
+        """Do nothing: everything given to `write` is written, however long it takes."""
 
     def poll(self) -> Iterator[Written | Read]:
         """What was done since the last call."""
@@ -312,14 +313,15 @@ class DiskTier:
         return index, rows
 
     def _read_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """SQLite needs disk space even to read an index; on a full disk pages are cut for it."""
+        """SQLite needs disk space even to read an index; on a full disk, pages are deleted to make
+        room."""
         try:
             index = PageIndex(self.folder, self._about)
         except sqlite3.Error as error:
             if not self._is_full(error):
                 raise
             self._files.shorten(INDEX_ROOM)
-            self.found = "disk full: the last pages were given up for room"
+            self.found = "disk full: the last pages were deleted to make room"
             index = PageIndex(self.folder, self._about)
         try:
             return index, index.rows()
@@ -328,7 +330,8 @@ class DiskTier:
             raise
 
     def _is_full(self, error: sqlite3.Error) -> bool:
-        """Also an I/O error: SQLite reports one if there is no space for its shared memory."""
+        """An I/O error counts if little space is left: SQLite reports one if its shared memory does
+        not fit."""
         if _code(error) == sqlite3.SQLITE_IOERR:
             disk = os.statvfs(self.folder)
             return disk.f_bavail * disk.f_frsize < LITTLE_ROOM
@@ -372,7 +375,8 @@ class DiskTier:
             return _Touch({})
 
     def _in_index(self, change: Callable[[], None]) -> None:
-        """A change that may fail: a stale row is found by its checksum or replaced."""
+        """Change the index, and ignore errors: a stale row does no harm, since its checksum will
+        not match."""
         with suppress(sqlite3.Error):
             change()
 
@@ -392,7 +396,8 @@ class DiskTier:
                 self._done.put(_Committed(row.key, row.crc32))
 
     def _let_reads_pass(self) -> None:
-        """Requests wait for reads, and the disk is slow at reads and writes at once."""
+        """Wait until reads are done: requests wait for them, and the disk is slow if it reads and
+        writes at once."""
         until_s = monotonic() + READS_FIRST_S
         while (
             (any(self._is_reading) or not self._reads.empty())
@@ -414,7 +419,7 @@ class DiskTier:
 
     @contextmanager
     def _reporting(self, keys: list[PageKey]) -> Iterator[None]:
-        """Report an error as the outcome of these pages; the thread goes on."""
+        """Report an error as the outcome of these pages; the thread continues."""
         try:
             yield
         except Exception as error:  # a copy from the device may raise any error

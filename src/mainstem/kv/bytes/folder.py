@@ -1,4 +1,4 @@
-"""The folder of a disk store: private to its owner, and to one process at a time."""
+"""The folder of a disk store: readable by its owner only, used by one process at a time."""
 
 import fcntl
 import os

@@ -15,7 +15,7 @@ WIDTH = 12  # digits of a count; it is overwritten in place
 
 
 class Ledger:
-    """The page count of one store; not known if it could not be written."""
+    """The page count of one store. If the file cannot be written, the count is unknown."""
 
     def __init__(self, path: Path | None) -> None:
         """`path` is the file of the count; None: no count is kept."""

@@ -1,7 +1,7 @@
 """A line to a Redis or Valkey server: one connection, commands sent together, answers in order.
 
     thread A   call: send c1 c2 c3 ---> r1, r2, r3 as they arrive      one round trip for all
-    thread B   cut: the line is overdue ---> thread A gets LineError
+    thread B   cut_if_overdue: closes it --> thread A gets LineError
 
 The client library (`redis` or `valkey`, the extra `remote`) connects, authenticates, encrypts and
 parses. It is imported only when a line is opened.
@@ -20,8 +20,8 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from mainstem.core.errors import ConfigError
 
 CONNECT_S = 1.0  # limit for connecting, once the host's address is known
-OPEN_S = 4.0  # limit for all of it: name lookup, which has no other limit, TLS and login
-STALL_S = 2.0  # limit without a byte from the server
+OPEN_S = 4.0  # limit for name lookup, connecting, TLS and login together
+STALL_S = 2.0  # most seconds between two bytes from the server
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 CLIENTS = ("redis", "valkey")
@@ -35,7 +35,7 @@ class LineError(Exception):
 
 
 class Overdue(LineError):
-    """A call took too long, and was cut."""
+    """A call took too long, and its connection was closed."""
 
 
 class BadCredentials(LineError):
@@ -63,7 +63,7 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """For people: without user and password."""
+        """The address to show to people: without user and password."""
         parts = urlsplit(self.url)
         place = parts.path if parts.scheme == "unix" else f"{parts.hostname}:{parts.port or 6379}"
         return f"{parts.scheme}://{place}"
@@ -99,7 +99,7 @@ class _Errors(Protocol):
 
 
 def check_url(url: str) -> str:
-    """The address as the client knows it; ConfigError says what is wrong with it."""
+    """Parse a URL; ConfigError says what is wrong with it."""
     parts = urlsplit(url)
     is_known = parts.scheme in SCHEMES and bool(parts.hostname) and _has_port(parts)
     if not is_known and (parts.scheme != "unix" or not parts.path):
@@ -118,7 +118,7 @@ def check_url(url: str) -> str:
 
 
 def _has_port(parts: SplitResult) -> bool:
-    """Whether the port is a number, or none."""
+    """Whether the port is a number or is left out."""
     try:
         return parts.port is None or parts.port > 0
     except ValueError:
@@ -126,7 +126,7 @@ def _has_port(parts: SplitResult) -> bool:
 
 
 class _Opening(Thread):
-    """Connects on a thread of its own, since a name lookup may take minutes."""
+    """Connects on a separate thread, since a name lookup may take minutes."""
 
     def __init__(self, connection: _Connection) -> None:
         super().__init__(name="kv-remote-open", daemon=True)
@@ -148,7 +148,7 @@ class _Opening(Thread):
                     self._connection.disconnect()
 
     def wait(self) -> None:
-        """Return when the connection is there; raises what connecting raised, or TimeoutError."""
+        """Return when the connection is open; raises the error of connecting, or TimeoutError."""
         self.join(OPEN_S)
         with self._lock:
             if not self._has_ended:
@@ -184,7 +184,7 @@ class Line:
 
     def call(self, commands: Sequence[Command], limit_s: float) -> Iterator[Reply]:
         """Send all commands at once and yield their answers as they arrive; raises LineError. After
-        `limit_s` another thread may cut the line."""
+        `limit_s` another thread may close the connection (`cut_if_overdue`)."""
         self._is_cut = False
         self._due_s = monotonic() + limit_s
         try:
@@ -211,7 +211,7 @@ class Line:
 
     def _open(self) -> None:
         if self._opening is not None and self._opening.is_alive():
-            raise TimeoutError("still connecting since the last time")
+            raise TimeoutError("the last attempt to connect has not ended")
         self._opening = _Opening(self._connection)
         self._opening.start()
         self._opening.wait()

@@ -11,10 +11,10 @@ sent. Commands are pipelined, so a hundred pages cost one round trip. A value is
 
     format | BLAKE2b(secret; name, what follows) | length | token ids | page, layer by layer
 
-and its name is BLAKE2b(secret; model identity, page's key): a page is accepted only if
-its writer knew the secret, only under the name it was stored by, and only for this model. An error
-costs pages, which are then computed. A server that cannot be reached or hangs is not called for a
-while, a full one is not written to, and closing waits for a slow one for a limited time.
+and its name is BLAKE2b(secret; model identity, page's key): a page is accepted only if its writer
+knew the secret, the name is the one it was stored under, and the model is the same. After an error,
+pages are computed instead. A server that cannot be reached or hangs is not called for a while, a
+full one is not written to, and closing waits for a slow one for a limited time.
 """
 
 from collections import deque
@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """Which model and secret pages belong to, how long they are kept, and the server's size."""
+    """The model and secret of the pages, how long they are kept, and the server's size."""
 
     identity: bytes  # of the model
     secret: bytes = field(repr=False)
@@ -111,7 +111,7 @@ class _NotOpen(LineError):
 
 class _Worker(Generic[T]):
     """A thread with its own line, for orders of one kind. If an order fails for any reason,
-    `give_up` reports it and the thread goes on."""
+    `give_up` reports it and the thread continues."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Worker(Generic[T]):
         self.line = line
         self._fails_if_late = fails_if_late  # False: a late order is not a failed server
         self._orders: SimpleQueue[T | Event | None] = SimpleQueue()
-        self._work, self._give_up, self._tell_down = work, give_up, tell_down
+        self._work, self._give_up, self._report_down = work, give_up, tell_down
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -143,7 +143,7 @@ class _Worker(Generic[T]):
         return None
 
     def flush(self) -> None:
-        """Return when every order so far is done or given up."""
+        """Return when every order so far is done or has failed."""
         done = Event()
         self._orders.put(done)
         while not done.wait(0.05):
@@ -167,7 +167,7 @@ class _Worker(Generic[T]):
                 self.line.close()
                 is_late = isinstance(error, Overdue) and not self._fails_if_late
                 if not is_late and not isinstance(error, _NotOpen):
-                    self._tell_down(str(error) if isinstance(error, LineError) else repr(error))
+                    self._report_down(str(error) if isinstance(error, LineError) else repr(error))
                 self._give_up(order)
 
 
@@ -200,10 +200,10 @@ class RemoteTier:
         self._done: SimpleQueue[Written | Read | Answer | _Down | _RoundTrip] = SimpleQueue()
         self._greet(Line(address))
         self._asker: _Worker[_Question] = _Worker(
-            "kv-remote-ask", Line(address), self._ask, self._give_up_question, self._tell_down
+            "kv-remote-ask", Line(address), self._ask, self._give_up_question, self._report_down
         )
         self._writer: _Worker[_Writes | dict[PageKey, float]] = _Worker(
-            "kv-remote-write", Line(address), self._write, self._give_up_writes, self._tell_down
+            "kv-remote-write", Line(address), self._write, self._give_up_writes, self._report_down
         )
         self._readers: list[_Worker[_Reads]] = [
             _Worker(
@@ -211,7 +211,7 @@ class RemoteTier:
                 Line(address),
                 self._read,
                 self._give_up_reads,
-                self._tell_down,
+                self._report_down,
                 fails_if_late=False,
             )
             for _ in range(NUM_READERS)
@@ -221,12 +221,13 @@ class RemoteTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server is up, as far as is known, and the time for closing is not over."""
+        """Whether the server can be called: no failure is known, and the time limit for closing has
+        not passed."""
         return self._down_until_s <= monotonic() < self._end_s
 
     @property
     def can_write(self) -> bool:
-        """Whether the server is up and not full; the server itself finds a place for the page."""
+        """Whether the server is up and not full. It has no numbered places."""
         return self.is_open and monotonic() >= self._full_until_s
 
     @property
@@ -247,7 +248,8 @@ class RemoteTier:
         """Nothing to do: the page stays on the server for other processes until it expires."""
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask for the leading pages of a chain; a server that cannot be asked has none."""
+        """Ask which leading pages of a chain the server has; if it cannot be asked, the answer is
+        none."""
         if self.is_open:
             self._asker.put(_Question(keys))
         else:
@@ -260,7 +262,7 @@ class RemoteTier:
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
         """Fetch pages into their buffers, which belong to the tier until `poll` returns the
-        outcome. Reads that take longer than `limit_s` are given up."""
+        outcome. Reads that take longer than `limit_s` are cancelled."""
         self._num_reads += len(jobs)
         reader = self._readers[self._next_reader]
         self._next_reader = (self._next_reader + 1) % len(self._readers)
@@ -296,11 +298,11 @@ class RemoteTier:
         self._writer.flush()
 
     def end_soon(self) -> None:
-        """Writes that are not sent in time are given up: a slow server must not delay closing."""
+        """Start the time limit for writes: a slow server must not delay closing."""
         self._end_s = min(self._end_s, monotonic() + CLOSE_LIMIT_S)
 
     def close(self) -> None:
-        """Finish or give up all orders, and stop the threads."""
+        """Finish or cancel all orders, and stop the threads."""
         self.end_soon()
         self._asker.close()
         self._writer.close()
@@ -344,7 +346,7 @@ class RemoteTier:
         except BadCredentials as error:
             raise StoreError(f"{self._shown} refuses us: {error}") from error
         except LineError as error:
-            self._tell_down(str(error))
+            self._report_down(str(error))
         else:
             if isinstance(reply, Refusal):
                 raise StoreError(f"{self._shown} refuses us: {reply.words}")
@@ -354,7 +356,7 @@ class RemoteTier:
 
     # --- threads --------------------------------------------------------------------------------
 
-    def _tell_down(self, words: str) -> None:
+    def _report_down(self, words: str) -> None:
         """Stop calls at once, since the owner may wait for queued orders; `poll` does the rest."""
         self._down_until_s = monotonic() + self._pause_s
         self._done.put(_Down(words))
@@ -407,11 +409,11 @@ class RemoteTier:
             name = self._name(job.key)
             commands.append(("SET", name, self._value(name, job), "PX", ttl_ms))
         for reply in line.call(commands, WRITE_LIMIT_S) if commands else ():
-            self._tell_refusal(reply)
+            self._log_refusal(reply)
             self._done.put(Written(jobs.popleft().key, _problem(reply)))
 
-    def _tell_refusal(self, reply: Reply) -> None:
-        """Log the server's own words, once; the counters know only kinds."""
+    def _log_refusal(self, reply: Reply) -> None:
+        """Log the server's own message, once; the counters only have kinds of refusals."""
         if _problem(reply) == REFUSED and not self._has_told_refusal:
             self._has_told_refusal = True
             log.warning("the remote store at %s refuses a page: %s", self._shown, reply)
@@ -485,7 +487,8 @@ class RemoteTier:
         return b"".join((FORMAT, tag, size, job.token_ids, job.buffer))
 
     def _take(self, job: ReadJob, reply: Reply) -> tuple[bytes | None, str | None]:
-        """Put a value into its buffer; returns the page's tokens, or what is wrong with it."""
+        """Copy a value into its buffer; returns the page's tokens, or what is wrong with the
+        value."""
         if reply is None:
             return None, "missing"
         if not isinstance(reply, bytes):

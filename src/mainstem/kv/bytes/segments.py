@@ -3,7 +3,7 @@
     0000.pages | record 0 | record 1 | ... | record n-1 |     0001.pages | record n | ...
 
 Every record begins at a multiple of ALIGNMENT, so reads and writes can bypass the page cache
-(O_DIRECT) where the file system allows it. Which page a record holds is known to the index only.
+(O_DIRECT) if the file system allows it. Only the index knows which page a record holds.
 """
 
 import errno
@@ -36,8 +36,8 @@ class SegmentFiles:
         return self._record_bytes
 
     def read(self, record: int, *buffers: memoryview) -> None:
-        """Fill the buffers with the records from this one on, which must be neighbours; raises
-        OSError, or EOFError if the file is too short."""
+        """Read consecutive records, beginning with this one, into the buffers; raises OSError, or
+        EOFError if the file is too short."""
         segment, offset = self._place(record)
         file = self._open(segment, is_new=False)
         left = list(buffers)
@@ -70,7 +70,7 @@ class SegmentFiles:
             os.fdatasync(self._open(segment, is_new=True))
 
     def cut(self, num_records: int) -> None:
-        """Delete whatever lies after the first `num_records`."""
+        """Delete everything after the first `num_records`."""
         last, end = self._place(num_records)
         for path in self._folder.glob("[0-9]*.pages"):
             segment = int(path.stem)

@@ -1,7 +1,7 @@
-"""Activations of MLPs on a CPU: gated ones halve the last axis, plain ones keep it.
+"""Activations of MLPs on a CPU: gated ones halve the size of the last axis, plain ones keep it.
 
 At one token every torch call costs several microseconds, so each uses as few calls as possible.
-Tensors made here are multiplied in place; arguments are not written.
+Only tensors made here are changed in place, never arguments.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from mainstem.models.spec import Activation
 Activate = Callable[[Tensor], Tensor]
 
 CLAMP_LIMIT = 7.0  # gpt-oss: the largest gate, and the largest magnitude of up
-CLAMP_SLOPE = 1.702  # ... and what its gate is multiplied with inside the sigmoid
+CLAMP_SLOPE = 1.702  # ... and the factor of the gate inside the sigmoid
 
 
 def plain(activation: Activation) -> Activate:

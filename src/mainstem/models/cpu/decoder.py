@@ -1,13 +1,13 @@
 """The decoder on a CPU: a recipe compiled into calls of torch.
 
-A CPU pays per call, so gains are folded into the products after them where that is exact enough
-(fp32), and the two dims of a rotary pair are adjacent, which makes a rotation one complex product.
-Packed products are dequantized: the CPU's products are dense, or int8 (quantize.py).
-The pass has no hidden state: tokens, attention and gate are arguments, and the attention object
-owns K and V.
+Every call costs time on a CPU. So gains are folded into the products after them if that is exact
+enough (fp32), and the two dims of a rotary pair are adjacent, so that a rotation is one complex
+product. Packed products are dequantized: the CPU's products are dense, or int8 (quantize.py). The
+pass has no hidden state: tokens, attention and gate are arguments, and the attention object owns K
+and V.
 
-A rank of several (models/shard.py) has some heads and some columns of MLPs. Their outputs are
-summed over ranks before they are normed and added. A single rank makes no such call.
+With several ranks (models/shard.py), each has some heads and some columns of every MLP. Their
+outputs are summed over ranks before they are normed and added.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,8 @@ from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Produ
 from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import Checkpoint, WeightSource
 
-ROWS_AT_ONCE = 512  # through the products of a layer, so that a product finds its input in cache
+# that go through a layer's products together, so that a product's input is in the cache
+ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,21 @@ def finish_serial(layer: Layer, x: Tensor, mixed: Tensor) -> None:
 
 
 def finish_serial_with_tails(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """Likewise, with outputs normed or scaled before they are added."""
+    """Like `finish_serial`, but outputs are normed or scaled before they are added."""
     attention_tail, mlp_tail = layer.tails
     x.add_(attention_tail(layer.out(mixed)))
     x.add_(mlp_tail(layer.mlp(layer.mlp_norm(x))))
 
 
 def finish_parallel(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """The MLP reads x as attention read it."""
+    """The MLP reads the same x as attention."""
     normed = layer.mlp_norm(x)
     x.add_(layer.out(mixed))
     x.add_(layer.mlp(normed))
 
 
 def finish_parallel_with_tail(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """Likewise, on a rank of several: both outputs are summed over ranks in one call."""
+    """Like `finish_parallel` with several ranks: both outputs are summed over ranks in one call."""
     normed = layer.mlp_norm(x)
     x.add_(layer.tails[0](layer.out(mixed).add_(layer.mlp(normed))))
 
@@ -111,7 +112,7 @@ class Decoder:
         self.norm = norm
         self.head = head
         self.sinks = tuple(sinks) or (None,) * len(layers)  # [heads] of each layer that has them
-        # a scale is rounded like the numbers it multiplies
+        # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ class Decoder:
         return qkv
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] fp32 from what forward returned."""
+        """[rows, vocab] fp32 from the result of `forward`."""
         spec, logits = self.spec, self.head(hidden).float()
         if self._vocabulary is not None:
             logits = self._vocabulary.join(logits).contiguous()
@@ -172,13 +173,13 @@ class Decoder:
 
 
 def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
-    """Read a checkpoint; UnsupportedModel names tensors that are missing or out of place."""
+    """Read a checkpoint; UnsupportedModel names tensors that are missing or unexpected."""
     checkpoint = Checkpoint(folder, dtype, names=spec.names, quantized=spec.quantized)
     return make_decoder(checkpoint, spec)
 
 
 def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives = ALONE) -> Decoder:
-    """A decoder from the tensors of `checkpoint`; on a rank of several, the rank's part."""
+    """A decoder from the tensors of `checkpoint`, or the rank's part of it."""
     reader = TensorReader(checkpoint, spec, ranks.shard)
     part = reader.part
     embedding = reader.embedding()
@@ -193,8 +194,8 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
 
 
 def pack(decoder: Decoder, max_bytes: int) -> None:
-    """Give the dense linears their second copy (DenseLinear.pack) if all together it is at most
-    `max_bytes`."""
+    """Give the dense linears their second copy (DenseLinear.pack) if all copies together take at
+    most `max_bytes`."""
     linears = [decoder.head]
     for layer in decoder.layers:
         linears += [layer.qkv, layer.out]
@@ -253,8 +254,8 @@ def _mlp(
 
 
 def _folded(tensors: NormTensors | None, product: Product, spec: ModelSpec) -> tuple[Norm, Product]:
-    """The norm, and the only product that reads it, with the gain folded into its weights. In fp32
-    only, since 16 bits would round."""
+    """The norm and the only product that reads it, with the norm's gain folded into the product's
+    weights. Only in fp32: 16 bits would be rounded."""
     if tensors is None:
         return Identity(), product
     is_rms = spec.norm.kind is NormKind.RMS and tensors.bias is None
@@ -271,7 +272,7 @@ def _norm(tensors: NormTensors, spec: ModelSpec) -> Norm:
 
 
 def _tail(tensors: NormTensors | None, spec: ModelSpec, ranks: Collectives) -> Norm:
-    """What is applied to an output before it is added to x."""
+    """The function that is applied to an output before it is added to x."""
     scale = spec.residual_scale
     tail: Norm
     if tensors is None:

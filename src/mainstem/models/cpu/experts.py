@@ -45,7 +45,8 @@ class CpuExperts:
         return out.to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and their weights, [tokens, top_k] each; of equal ones the lowest come first."""
+        """Experts and their weights, [tokens, top_k] each; on a tie, the lowest numbers come
+        first."""
         logits = x.float() @ self._router
         if self._router_bias is not None:
             logits += self._router_bias

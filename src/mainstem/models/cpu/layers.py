@@ -25,14 +25,15 @@ def has_onednn() -> bool:
 class DenseLinear:
     """x @ weight.T + bias.
 
-    `weight` is [out, in], which a single token's product reads at memory speed. Several tokens
-    are faster over a second copy in the layout oneDNN likes (`pack`): twice the memory.
+    `weight` is [out, in], which a single token's product reads at memory speed. Products of several
+    tokens are faster with a second copy in oneDNN's layout (`pack`), which takes as much memory
+    again.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
-        self._columns = weight.t()  # made once: at one token even a view's cost shows
+        self._columns = weight.t()  # made once: with one token even a view costs noticeable time
         self._packed: Tensor | None = None
 
     def pack(self) -> None:
@@ -65,7 +66,7 @@ class RmsNorm:
 
     @property
     def has_scale(self) -> bool:
-        """Whether a gain is left to apply; otherwise the next product does it."""
+        """Whether the norm applies a gain; otherwise it is part of the next product."""
         return self._scale is not None
 
     def scaled(self, scale: Tensor) -> "RmsNorm":
@@ -99,7 +100,7 @@ class LayerNorm:
 
 
 class Identity:
-    """Where a family has no norm."""
+    """In place of a norm that a family does not have."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
@@ -122,7 +123,7 @@ class HeadNorm:
 
 
 class RowNorm(HeadNorm):
-    """Likewise, over all query heads of a token together, and over all key heads."""
+    """Like HeadNorm, but over all query heads of a token together, and over all its key heads."""
 
     def __call__(self, qkv: Tensor) -> None:
         end = self._heads * self._dim
@@ -134,8 +135,8 @@ class RowNorm(HeadNorm):
 class SplitRowNorm:
     """A RowNorm over heads that are split over ranks: squares are summed over all ranks.
 
-    `widths` are the dims of all query heads and of all key heads, a head that several ranks have
-    counted once for each; gains are those of this rank.
+    `widths` are the dims of all query heads and of all key heads; if several ranks have the same
+    head, it counts several times. Gains are those of this rank.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class SplitRowNorm:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """A rank's part of an output -> the sum over ranks, with `then` applied to it."""
+    """Sums an output over ranks, then applies `then`."""
 
     ranks: Collectives
     then: Norm

@@ -4,20 +4,21 @@ time.
     y = (q(x / peak) @ q(w / scale).T) * scale * peak      peak [tokens, 1], scale [out]
 
 oneDNN's dynamic int8 linear quantizes activations with one scale for the whole tensor. Rows are
-divided by their own peak first, so that a token with huge activations costs the others nothing
-and a token's output hardly depends on its neighbours. Channel scales are applied to the output:
-the kernel is given one weight scale of 1, because with per-channel scales torch 2.13 on aarch64
-takes a path that is 30 times slower and wrong for more than one row.
+divided by their own peak first, so that a token with huge activations does not make the others less
+exact, and a token's output hardly depends on other tokens. Channel scales are applied to the
+output: the kernel is given one weight scale of 1, because with per-channel scales torch 2.13 on
+aarch64 takes a path that is 30 times slower and wrong for more than one row.
 
 The library rearranges the weights for each new number of rows and remembers only the last two, so
-rows are padded to a short ladder of sizes: a batch that shrinks by one request costs nothing. A
-batch larger than the ladder's last size goes piece by piece, so that a piece stays in the cache.
+rows are padded to a short ladder of sizes: if a batch shrinks by one request, nothing is
+rearranged. A batch larger than the ladder's last size goes piece by piece, so that a piece stays in
+the cache.
 
 A norm's output has a few loud channels that would leave few of the 8 bits to all others. They are
-turned down in the norm and up in the weights after it (SmoothQuant, with the root mean square over
-random tokens as the loudness). This costs nothing at run time, and the error of the QKV and gate/up
-products falls to a third (docs/log/cpu.md). A product that is still more than 5 % off on those
-tokens stays in fp32.
+scaled down in the norm and up in the weights after it (SmoothQuant; loudness is the root mean
+square over random tokens). This costs nothing at run time, and the error of the QKV and gate/up
+products falls to a third (docs/log/cpu.md). A product whose error on those tokens is still above 5
+% stays in fp32.
 """
 
 import platform
@@ -41,15 +42,15 @@ _ENGINE = "onednn"
 _MAX = 127.0
 _CALIBRATION_TOKENS = 128
 _LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# x86 before VNNI adds pairs of products in 16 bits, which 8-bit numbers overflow: there activations
-# get 7 bits, and more products stay in fp32
+# x86 without VNNI adds pairs of products in 16 bits, which overflow with 8-bit numbers: there
+# activations get 7 bits, and more products stay in fp32
 SATURATES = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
-# of a token's product, relative, on average; typical is 0.01 to 0.03
+# mean relative error of a token's product; typical is 0.01 to 0.03
 _MAX_ERROR = 0.03 if SATURATES else 0.05
 
 
 class Int8Linear:
-    """As DenseLinear, from fp32 weights [out, in]."""
+    """Like DenseLinear, in int8; made from fp32 weights [out, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         _require_engine()
@@ -57,7 +58,8 @@ class Int8Linear:
         levels = (weight / self._scale[:, None]).round_().clamp_(-_MAX, _MAX).to(torch.int8)
         self._bias = bias
         with warnings.catch_warnings():
-            # torch warns that quantized tensors will go; the versions in pyproject have them
+            # torch warns that quantized tensors will be removed; the versions in pyproject have
+            # them
             warnings.simplefilter("ignore", UserWarning)
             tensor = torch._make_per_tensor_quantized_tensor(levels, 1.0, 0)
         self._packed = torch.ops.quantized.linear_prepack(tensor, None)
@@ -73,7 +75,8 @@ class Int8Linear:
         return y
 
     def _multiply(self, x: Tensor) -> Tensor:
-        # the two are vectorised, the infinity norm and aminmax are not (4x); * is 2.5x against /
+        # amax and amin are vectorised; the infinity norm and aminmax are not (4x slower). * is 2.5x
+        # faster than /
         lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         peak = torch.maximum(lowest.neg_(), highest).clamp_(min=1e-30)
         y = self._multiply_levels(x * peak.reciprocal()).mul_(self._scale).mul_(peak)
@@ -91,7 +94,7 @@ class Int8Linear:
 
 
 def _require_engine() -> None:
-    """Select oneDNN's integer kernels, or say that this build of torch has none."""
+    """Select oneDNN's integer kernels; raises ConfigError if this build of torch has none."""
     if _ENGINE not in torch.backends.quantized.supported_engines:
         raise ConfigError("quantize=int8 needs a torch built with oneDNN, and this one is not")
     if torch.backends.quantized.engine != _ENGINE:
@@ -144,7 +147,7 @@ def _dense_mlp(layer: Layer) -> Mlp:
 
 
 def _quantize(linear: Linear, x: Tensor) -> Linear:
-    """The linear in int8, unless that is too far off on these inputs."""
+    """The linear in int8, unless its error on these inputs is too large."""
     assert isinstance(linear, DenseLinear)
     quantized = Int8Linear(linear.weight, linear.bias)
     exact = linear(x)
@@ -190,7 +193,7 @@ class _Heard(NamedTuple):
 
 
 class _ListeningLayer:
-    """A layer whose linears listen."""
+    """A layer whose linears keep their inputs."""
 
     def __init__(self, layer: Layer) -> None:
         mlp = _dense_mlp(layer)

@@ -1,6 +1,6 @@
 """Families: one file each, which turns a config.json into a recipe (models/spec.py).
 
-To add one, write a file beside these and name its FAMILY below; docs/add-a-model.md shows how.
+To add one, write a file in this folder and add its FAMILY below; docs/add-a-model.md shows how.
 """
 
 from collections.abc import Collection, Mapping
@@ -57,7 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     smollm3.FAMILY,
     stablelm.FAMILY,
 )
-# known by name, so that the refusal says why
+# listed so that the error says why they are not supported
 _LINEAR_ATTENTION, _MAMBA = "layers of linear attention", "Mamba layers"
 _HYBRIDS = {
     "Qwen3NextForCausalLM": _LINEAR_ATTENTION,
@@ -87,7 +87,7 @@ _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.archi
 
 
 def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
-    """The recipe of the checkpoint in `folder`; UnsupportedModel names the field in the way.
+    """The recipe of the checkpoint in `folder`; UnsupportedModel names the field that prevents it.
 
     Unknown fields in `ignored` are skipped, and the recipe names them. Chat models often name more
     end tokens in generation_config.json; these are added.
@@ -101,7 +101,7 @@ def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
 
 
 def spec_from_config(table: Mapping[str, object], ignored: Collection[str] = ()) -> ModelSpec:
-    """As read_spec, from the parsed file."""
+    """Like `read_spec`, from the parsed file."""
     config = Config(table)
     architecture = _architecture(config)
     family = _BY_ARCHITECTURE[architecture]
@@ -122,8 +122,8 @@ def _architecture(config: Config) -> str:
     if names[0] not in _BY_ARCHITECTURE:
         if reason := _HYBRIDS.get(names[0]):
             raise UnsupportedModel(
-                f"architecture {names[0]} is not supported yet: it has {reason}, whose state is "
-                "not pages of keys and values"
+                f"architecture {names[0]} is not supported yet: it has {reason}, which do not keep "
+                "keys and values of every token"
             )
         known = ", ".join(sorted(_BY_ARCHITECTURE))
         raise UnsupportedModel(f"architecture {names[0]} is not supported; known: {known}")

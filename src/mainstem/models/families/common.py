@@ -36,12 +36,12 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that one function reads."""
+    """Architectures whose config.json one function reads."""
 
-    name: str  # for people
+    name: str  # to show to users
     architectures: tuple[str, ...]  # in config.json
     read: Callable[[Config], ModelSpec]
-    notes: str = ""  # what is special about it, in a line
+    notes: str = ""  # one line on what is special about it
     is_part: bool = False  # of a multimodal checkpoint (families/multimodal.py)
 
 
@@ -96,9 +96,8 @@ def make_spec(
     is_tied: bool = False,
     **features: Unpack[Features],
 ) -> ModelSpec:
-    """The recipe; `is_tied` is the default if the file does not say whether head and embedding are
-    tied.
-    The architecture is written into it later."""
+    """The recipe, without the name of the architecture. `is_tied` is the default if the file does
+    not say whether head and embedding are tied."""
     bos_ids = config.token_ids("bos_token_id")
     return ModelSpec(
         architecture="",
@@ -137,25 +136,27 @@ def read_activation(config: Config, field: str = "hidden_act", default: str = "s
 
 
 def gated_mlp(config: Config, *, has_bias: bool = False) -> MlpSpec:
-    """Of `intermediate_size`, with silu unless the file says otherwise."""
+    """A gated MLP of `intermediate_size`, with silu unless the file says otherwise."""
     size = config.whole("intermediate_size")
     return MlpSpec(size, read_activation(config), has_bias=has_bias)
 
 
 def full_attention(head_dim: int, rope: RopeSpec | None) -> AttentionSpec:
-    """Every token sees all before it."""
+    """Every token sees all tokens before it."""
     return AttentionSpec(rope, default_scale(head_dim, rope))
 
 
 def default_scale(head_dim: int, rope: RopeSpec | None) -> float:
-    """1 / sqrt(head_dim), times the score factor that a rope applies to query and key each."""
+    """1 / sqrt(head_dim), times the square of the rope's score factor, which applies to queries and
+    to keys."""
     return float(head_dim**-0.5 * (1.0 if rope is None else rope.score_factor**2))
 
 
 def with_window(
     config: Config, attention: AttentionSpec, default: int | None = None
 ) -> AttentionSpec:
-    """Of `sliding_window` tokens; where the file does not say, of `default`, or none."""
+    """The attention with a window of `sliding_window` tokens. If the file has no such field:
+    `default`, or no window."""
     if config.is_null("sliding_window"):
         default = None
     if config.get("sliding_window") is None and default is None:
@@ -164,7 +165,7 @@ def with_window(
 
 
 def read_layer_types(config: Config, count: int) -> list[str] | None:
-    """`full_attention` or `sliding_attention` for each layer; None where the file does not say."""
+    """`full_attention` or `sliding_attention` for each layer; None if the file does not say."""
     types = config.items("layer_types")
     if types is None:
         return None
@@ -172,9 +173,8 @@ def read_layer_types(config: Config, count: int) -> list[str] | None:
     for kind in types:
         if kind not in known:
             raise UnsupportedModel(
-                f"layer_types: {kind} layers are not supported; known: {', '.join(known)}. The "
-                "state of a layer must be pages of keys and values, not that of linear attention "
-                "or Mamba"
+                f"layer_types: {kind} layers are not supported; known: {', '.join(known)}. Layers "
+                "must keep keys and values of every token, which linear attention and Mamba do not"
             )
     if len(types) != count:
         raise UnsupportedModel(f"layer_types has {len(types)} entries for {count} layers")
@@ -218,8 +218,8 @@ def read_rope(
 ) -> RopeSpec:
     """transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
 
-    `theta` is the default. With `rotary_share` a part of each head may be rotated, and
-    `rotary_share` is the default; without it, the file must not ask for partial rotation.
+    `theta` and `rotary_share` (the part of each head that is rotated) are defaults. If
+    `rotary_share` is None, a file that asks for partial rotation is refused.
     """
     table = config.table("rope_scaling").merged(config.table("rope_parameters"))
     return make_rope(
@@ -230,7 +230,7 @@ def read_rope(
 def make_rope(
     table: Config, config: Config, sizes: Sizes, *, theta: float, rotary_share: float | None = None
 ) -> RopeSpec:
-    """From one table of rope parameters."""
+    """The rope described by one table of parameters."""
     theta = table.number("rope_theta", theta)
     older = table.get("type")
     kind = table.get("rope_type") or older or "default"
@@ -294,8 +294,8 @@ def _longrope(
     table: Config, config: Config, theta: float, rotary_dim: int, max_positions: int
 ) -> RopeSpec:
     """Two sets of divisors: for contexts within the original length, and for longer ones."""
-    beside = config.get("original_max_position_embeddings")
-    if beside is not None:
+    outside = config.get("original_max_position_embeddings")
+    if outside is not None:  # of the table
         original = config.whole("original_max_position_embeddings")
     else:
         original = table.whole("original_max_position_embeddings", max_positions)

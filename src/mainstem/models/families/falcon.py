@@ -39,7 +39,7 @@ def _sizes(config: Config, is_new: bool) -> Sizes:
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     kv_heads = config.whole("num_kv_heads", heads)
     has_one = config.flag("multi_query", True)
-    if not is_new:  # whatever num_kv_heads says
+    if not is_new:  # num_kv_heads is not used then
         kv_heads = 1 if has_one else heads
     return Sizes(
         vocab=config.whole("vocab_size"),

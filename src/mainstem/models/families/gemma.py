@@ -58,7 +58,8 @@ def _read_sizes(config: Config, vocab: int, positions: int) -> Sizes:
 
 
 def _read_two_ropes(config: Config, sizes: Sizes) -> dict[str, RopeSpec]:
-    """Scaling is for layers that see all; newer files have a table for each kind of layer."""
+    """Only layers without a window have a scaled rope; newer files have a table for each kind of
+    layer."""
     tables = config.table("rope_parameters")
     full, sliding = tables.table("full_attention"), tables.table("sliding_attention")
     if unknown := tables.unread():
@@ -79,7 +80,8 @@ def _read_two_ropes(config: Config, sizes: Sizes) -> dict[str, RopeSpec]:
 def _attention(
     config: Config, count: int, ropes: Mapping[str, RopeSpec], pattern: int, cap: float | None
 ) -> list[AttentionSpec]:
-    """Of each layer: windows in all but each `pattern`-th, unless the file says which."""
+    """The attention of each layer: every `pattern`-th sees everything and the others have windows,
+    unless the file lists the kinds."""
     types = read_layer_types(config, count)
     if types is None:
         types = [
@@ -113,7 +115,7 @@ def _softcap(config: Config, field: str, default: float | None) -> float | None:
 def _spec(
     config: Config, sizes: Sizes, kinds: list[AttentionSpec], qk_norm: QkNorm, cap: float | None
 ) -> ModelSpec:
-    config.get("hidden_act")  # of early files; hidden_activation is the one in use
+    config.get("hidden_act")  # in early files; hidden_activation is used instead
     activation = read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
     has_bias = config.flag("attention_bias")
     return make_spec(

@@ -52,13 +52,13 @@ def _read(config: Config) -> ModelSpec:
 
 
 def _experts(config: Config) -> ExpertsSpec:
-    # Activation.CLAMPED_SILU has these numbers inside
+    # Activation.CLAMPED_SILU has these numbers built in
     config.only("swiglu_limit", 7.0)
     config.only("swiglu_alpha", 1.702)
     config.only("hidden_act", "silu")
     top_k = config.whole("num_experts_per_tok")
-    config.only("experts_per_token", top_k)  # the same by an older name
-    config.get("initial_context_length")  # likewise: the rope's original length
+    config.only("experts_per_token", top_k)  # an older name for the same
+    config.get("initial_context_length")  # an older name for the rope's original length
     return ExpertsSpec(
         num_experts=config.whole("num_local_experts"),
         top_k=top_k,

@@ -23,7 +23,7 @@ def _read(config: Config) -> ModelSpec:
 
 
 def _read_part(config: Config) -> ModelSpec:
-    """Later models with this architecture's name have decoders of other kinds."""
+    """Refuse later models, which have the same architecture name but other decoders."""
     config.table("text_config").only("model_type", "mistral")
     return _read(config)
 

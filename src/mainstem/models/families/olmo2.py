@@ -31,4 +31,4 @@ def _read(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("OLMo 2", ("Olmo2ForCausalLM",), _read, notes="norms behind attention and MLP")
+FAMILY = Family("OLMo 2", ("Olmo2ForCausalLM",), _read, notes="norms after attention and MLP")

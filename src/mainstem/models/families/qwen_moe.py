@@ -1,4 +1,4 @@
-"""Qwen 2 and 3 with experts, in some layers or all: Qwen 2 has a shared one besides."""
+"""Qwen 2 and 3 with experts in some layers or all; Qwen 2 also has a shared expert."""
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
@@ -40,7 +40,7 @@ def _read_qwen3(config: Config) -> ModelSpec:
 
 def _read_layers(config: Config, sizes: Sizes, shared_size: int | None) -> list[LayerSpec]:
     """Experts in each `decoder_sparse_step`-th layer that is not named in `mlp_only_layers`."""
-    config.get("sliding_window")  # counts with use_sliding_window only, which is refused
+    config.get("sliding_window")  # used only with use_sliding_window, which is refused
     attention = full_attention(sizes.head_dim, read_rope(config, sizes))
     mlp = gated_mlp(config)
     older_first = "num_experts" if config.has("num_experts") else "num_local_experts"

@@ -36,19 +36,20 @@ def _read(config: Config) -> ModelSpec:
 
 
 def _rotated_layers(config: Config, count: int) -> list[bool]:
-    """Whether each layer has a rope: `no_rope_layers` has 1 for those that have one."""
+    """Whether each layer has a rope. Despite its name, `no_rope_layers` has a 1 for layers with a
+    rope."""
     interval = config.whole("no_rope_layer_interval", 4)
     said = config.items("no_rope_layers")
     if said is None:
         return [(index + 1) % interval != 0 for index in range(count)]
     if len(said) != count or not all(item in (0, 1) for item in said):
-        raise UnsupportedModel(f"no_rope_layers must be {count} times 0 or 1")
+        raise UnsupportedModel(f"no_rope_layers must be a list of {count} zeros and ones")
     return [bool(item) for item in said]
 
 
 def _windowed(config: Config, kinds: list[AttentionSpec]) -> list[AttentionSpec]:
-    """With `use_sliding_window` the layers without a rope have a window, unless the file says
-    layer by layer which have one."""
+    """With `use_sliding_window`, the layers without a rope have a window, unless the file lists the
+    kind of each layer."""
     types = read_layer_types(config, len(kinds))
     window = config.get("sliding_window")
     if not config.flag("use_sliding_window") or window is None:

@@ -1,14 +1,14 @@
 """The decoder on a GPU: a recipe compiled into fused kernels over fixed buffers.
 
-    per layer   QKV product | rope + append, span attention | out product | add + norm |
-                MLP: product, activation, product | add + norm of the next layer
+    per layer   QKV product | norms of heads + rope + append, span attention | out product |
+                add + norm | MLP: product, activation, product | add + norm of the next layer
 
 A GPU pays per pass over memory, and CUDA graphs need fixed addresses. Weights keep the checkpoint's
-order (rotary pairs are i and i + half). Gains stay in the norms: a norm is a pass over memory
-anyway.
+order (rotary pairs are i and i + half). Norms apply their gains themselves: the gains are not
+multiplied into the next weights, which would save no pass over memory.
 
-A rank of several (models/shard.py) has some heads and some columns of MLPs; their outputs are
-summed over ranks in the joins. A single rank makes no such call.
+With several ranks (models/shard.py), each has some heads and some columns of every MLP, and the
+joins (models/gpu/joins.py) sum the outputs over all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mainstem.core.config import Quantize
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.dense.head_norms import head_norm_, joint_norm_, joint_squares
+from mainstem.kernels.dense.head_norms import HeadNorms, joint_norm_, joint_squares
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import Norm
 from mainstem.models.block import Attention, Gate
@@ -35,20 +35,21 @@ from mainstem.models.tensors import LayerTensors, MlpTensors, Product, TensorRea
 from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import WeightSource
 
-HeadNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
+JointNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
     qkv: Linear
-    head_norm: HeadNorm | None
+    head_norms: HeadNorms | None
+    joint_norm: JointNorm | None
     out: Linear
     mlp: Mlp
     joins: Joins
 
 
 class GpuDecoder:
-    """Weights and the forward pass; a pass allocates nothing but the rows it returns."""
+    """Weights and the forward pass; a pass allocates only the rows that it returns."""
 
     def __init__(
         self,
@@ -65,19 +66,20 @@ class GpuDecoder:
         self.ranks = ranks
         self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
+        self.head_norms = tuple(layer.head_norms for layer in layers)  # which attention applies
         self.sinks = tuple(sinks)  # [heads] of each layer that has them
         self._embedding = embedding
         self._first = first
         self._layers = layers
         self._head = head
         self._space = space
-        # a scale is rounded like the numbers it multiplies
+        # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
     def forward(
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
     ) -> Tensor:
-        """As Decoder.forward on a CPU; the result lies in the workspace until the next pass."""
+        """Like Decoder.forward on a CPU; the result stays in the workspace until the next pass."""
         normed = self.begin(token_ids)
         end = len(self._layers)
         normed = self.run_layers(normed, len(token_ids), rows, (0, end), attention, gate)
@@ -85,7 +87,7 @@ class GpuDecoder:
         return normed
 
     def begin(self, token_ids: Tensor) -> Rows:
-        """The input of the first layer; the residual lies in the workspace from here on."""
+        """Return the input of the first layer, and put the residual into the workspace."""
         out = self._space.residual[: len(token_ids)]
         if self._vocabulary is None:
             torch.index_select(self._embedding, 0, token_ids, out=out)
@@ -111,8 +113,8 @@ class GpuDecoder:
         for index in range(*layers):
             layer = self._layers[index]
             qkv = layer.qkv(normed, space.qkv[:tokens])
-            if layer.head_norm is not None:
-                layer.head_norm(qkv)
+            if layer.joint_norm is not None:
+                layer.joint_norm(qkv)
             gate.before(index)
             mixed = attention.run(index, qkv)
             if index == last and rows is not None:
@@ -140,7 +142,7 @@ class GpuDecoder:
 
     def touch(self, tokens: int) -> None:
         """Run the products of each kind of layer over this number of rows: the vendor's library
-        loads its kernel for a shape at the first call, and the device is idle meanwhile."""
+        loads its kernel for a shape at the first call, during which the device would be idle."""
         space = self._space
         x = space.residual[:tokens]
         different = {spec.mlp: index for index, spec in enumerate(self.spec.layers)}
@@ -160,7 +162,7 @@ def load_gpu_decoder(
     ranks: Collectives = ALONE,
 ) -> GpuDecoder:
     """Take the weights, or a rank's part of them, from `source`, which puts them on the device.
-    `spec` is that of the whole model, `space` is for the part."""
+    `spec` describes the whole model; `space` is sized for the rank's part."""
     if space.experts is not None and quantize is not Quantize.NONE:
         raise ConfigError(f"quantize={quantize.value}: mixtures of experts are not quantized yet")
     linears = LinearMaker(quantize, is_deterministic, source.dtype, space.normed.device)
@@ -186,11 +188,12 @@ def load_gpu_decoder(
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A layer before it knows what its successor reads."""
+    """A layer before it is joined to the next one, which decides how its last norm writes."""
 
     attention: Reader
     qkv: Linear
-    head_norm: HeadNorm | None
+    head_norms: HeadNorms | None
+    joint_norm: JointNorm | None
     out: Linear
     mlp_reads: Reader
     mlp: Mlp
@@ -198,7 +201,7 @@ class _Pieces:
 
     def join(self, spec: ModelSpec, following: Reader, ranks: Collectives) -> GpuLayer:
         joins = make_joins(spec, self.mlp_reads, following, self.tails, ranks)
-        return GpuLayer(self.qkv, self.head_norm, self.out, self.mlp, joins)
+        return GpuLayer(self.qkv, self.head_norms, self.joint_norm, self.out, self.mlp, joins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +216,14 @@ class _Compiler:
         spec, room = self.spec, self.space.normed
         qkv, mlp = self.linears.layer(tensors.qkv), self._mlp(tensors, index)
         norm = make_norm(tensors.attention_norm, spec)
-        is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the norm of attention
+        is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the same norm as attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
+        head_norms, joint_norm = self._query_norms(tensors)
         return _Pieces(
             attention=Reader(norm, qkv.fp8_per, room),
             qkv=qkv,
-            head_norm=self._head_norm(tensors),
+            head_norms=head_norms,
+            joint_norm=joint_norm,
             out=self.linears.layer(tensors.out),
             mlp_reads=Reader(mlp_norm, mlp.fp8_per, room),
             mlp=mlp,
@@ -246,20 +251,21 @@ class _Compiler:
             self.linears.layer(found.first), spec, self.linears.layer(found.down), space
         )
 
-    def _head_norm(self, tensors: LayerTensors) -> HeadNorm | None:
+    def _query_norms(self, tensors: LayerTensors) -> tuple[HeadNorms | None, JointNorm | None]:
+        """Attention norms single heads; all heads together are normed before it."""
         if tensors.q_norm is None or tensors.k_norm is None:
-            return None
+            return None, None
         spec, ranks = self.spec, self.ranks
         q_norm, k_norm = Norm(tensors.q_norm, spec.norm.eps), Norm(tensors.k_norm, spec.norm.eps)
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm is QkNorm.HEADS:
-            return lambda qkv: head_norm_(qkv, q_norm, k_norm, *heads)
+            return HeadNorms(q_norm, k_norm), None
         if ranks.shard.is_whole:
-            return lambda qkv: joint_norm_(qkv, q_norm, k_norm, *heads)
+            return None, lambda qkv: joint_norm_(qkv, q_norm, k_norm, *heads)
         room = torch.empty((len(self.space.qkv), 2), device=self.space.qkv.device)
 
         def run(qkv: Tensor) -> None:
             squares = joint_squares(qkv, *heads, ranks.shard.of, room[: len(qkv)])
             joint_norm_(qkv, q_norm, k_norm, *heads, ranks.sum_(squares))
 
-        return run
+        return None, run

@@ -2,16 +2,17 @@
 
     router product | top-k, sort by expert | gate/up product of all experts, activated |
     down product of all experts | weighted sum of each token's rows
-    besides, where there is a shared expert: its gate/up, activation and down
+    and, if there is a shared expert: its gate/up, activation and down
 
-Nothing waits for the device, and what runs depends on the number of tokens alone: safe in a CUDA
-graph. With Method.LIBRARY torch allocates the outputs of the two products, whose sizes also depend
-on the number of tokens alone.
+The host never waits for the device, and the kernels depend only on the number of tokens, so this is
+safe in a CUDA graph. With Method.LIBRARY torch allocates the outputs of the two products; their
+sizes, too, depend only on the number of tokens.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ from torch import Tensor
 from mainstem.kernels.dense.nibbles import Nibbles
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import gated_rows
+from mainstem.kernels.experts.choose import choose, hopper_kernels
 from mainstem.kernels.experts.combine import combine
 from mainstem.kernels.experts.packed import choose_packed, packed_down, packed_gate_up
 from mainstem.kernels.experts.products import (
     Method,
     Tiles,
-    choose,
     down,
     gate_up,
     grouped_product,
@@ -34,6 +35,9 @@ from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.packed import pack_nibbles
 from mainstem.models.packed import PackedWeight, Weight
 from mainstem.models.spec import ExpertsSpec
+
+if TYPE_CHECKING:
+    from mainstem.kernels.experts.hopper import HopperProducts
 
 log = logging.getLogger("mainstem.models")
 
@@ -52,7 +56,7 @@ class SharedSpace:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpace:
-    """Buffers of a step's experts, made once for all layers of a model."""
+    """Buffers for the experts of a step, made once for all layers of a model."""
 
     routing: Routing
     rows: Tensor  # [tokens * top_k, hidden]: gathered, then the experts' output
@@ -105,9 +109,9 @@ class SharedExpert:
 
 class GpuExperts:
     """One layer's experts; the layers of a model share a space. `make_linear` is for the shared
-    expert's products. `tiles` is for measuring: None chooses by the number of rows.
-
-    is_deterministic: a token's output has the same bits as if it were alone, if the linears do so.
+    expert's products. `tiles` is for benchmarks; None: chosen by the number of rows. With
+    is_deterministic, a token's output has the same bits as if it were alone, if the linears have
+    this property.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class GpuExperts:
         self._gate_up: Nibbles | Tensor
         self._down: Nibbles | Tensor
         self._gate_up, self._down = _packed_or_dense(tensors, space.rows.dtype)
+        self._hopper = _hopper_of(self._gate_up, self._down, space.act)
         self._gate_up_bias, self._down_bias = tensors.gate_up_bias, tensors.down_bias
         self._spec = spec
         self._space = space
@@ -135,13 +140,15 @@ class GpuExperts:
         self._shared = _shared_of(tensors, spec, space, make_linear)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """out [tokens, hidden] of x [tokens, hidden]; they may not overlap."""
+        """x [tokens, hidden] -> out [tokens, hidden]; the two must not overlap."""
         spec, space = self._spec, self._space
         num_rows = len(x) * spec.top_k
         tiles = self._tiles or self._choose(num_rows, x)
         route(x, self.router, space.routing, tiles.rows)
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
+        elif tiles.method is Method.HOPPER:
+            rows = self._run_hopper(x, num_rows)
         else:
             rows = self._run_ours(x, num_rows, tiles)
         shared = None if self._shared is None else self._shared(x)
@@ -151,7 +158,7 @@ class GpuExperts:
         experts, is_deterministic = self._spec.num_experts, self._is_deterministic
         if isinstance(self._gate_up, Nibbles):
             return choose_packed(num_rows, experts, is_deterministic)
-        return choose(num_rows, experts, x.dtype, x.device, is_deterministic)
+        return choose(num_rows, experts, x, is_deterministic)
 
     def _run_ours(self, x: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
         space, routing, bias = self._space, self._space.routing, self._gate_up_bias
@@ -163,6 +170,12 @@ class GpuExperts:
         assert isinstance(self._down, Tensor)
         gate_up(x, routing, self._gate_up, bias, self._activation, tiles.gate_up, act)
         return down(act, routing, self._down, tiles.down, rows)
+
+    def _run_hopper(self, x: Tensor, num_rows: int) -> Tensor:
+        assert self._hopper is not None
+        routing, bias = self._space.routing, self._gate_up_bias
+        self._hopper.gate_up(x, routing, bias, self._activation)
+        return self._hopper.down(routing, self._space.rows[:num_rows])
 
     def _run_library(self, x: Tensor, num_rows: int) -> Tensor:
         assert isinstance(self._gate_up, Tensor)
@@ -178,7 +191,8 @@ class GpuExperts:
 def _packed_or_dense(
     tensors: ExpertTensors, dtype: torch.dtype
 ) -> tuple[Nibbles, Nibbles] | tuple[Tensor, Tensor]:
-    """Both products as the kernels read them: 4-bit ones as they are, others dequantized."""
+    """Both products in the form that the kernels read: 4-bit weights stay packed, others are
+    dequantized."""
     gate_up, down = tensors.gate_up, tensors.down
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         packed = pack_nibbles(gate_up, dtype), pack_nibbles(down, dtype)
@@ -190,6 +204,16 @@ def _packed_or_dense(
         gate_up if isinstance(gate_up, Tensor) else gate_up.dense(dtype),
         down if isinstance(down, Tensor) else down.dense(dtype),
     )
+
+
+def _hopper_of(
+    gate_up: Nibbles | Tensor, down: Nibbles | Tensor, act: Tensor
+) -> "HopperProducts | None":
+    """The products of hopper.py, where it runs."""
+    kernels = hopper_kernels(act.device)
+    if isinstance(gate_up, Nibbles) or isinstance(down, Nibbles) or kernels is None:
+        return None
+    return None if act.dtype == torch.float32 else kernels.HopperProducts(gate_up, down, act)
 
 
 def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> Router:

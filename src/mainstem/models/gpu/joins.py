@@ -1,10 +1,11 @@
-"""What is computed between the products of a block on a GPU: residual, norms, scales; one pass over
-memory each.
+"""What a GPU computes between the products of a block: residual, norms and scales, in one pass over
+memory.
 
     serial      between: x += attention's output, norm     after: x += the MLP's output, norm
     parallel    between: norm of x                         after: x += both outputs, norm
 
-On a rank of several an output is summed over ranks first; parallel outputs are summed in one call.
+With several ranks, an output is summed over all ranks first; parallel outputs are summed in one
+call.
 """
 
 from collections.abc import Callable
@@ -28,14 +29,14 @@ class Joins(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """What a product reads of x: its norm, or x itself."""
+    """The input of a product: the norm of x, or x itself."""
 
     norm: Norm | None
     fp8_per: Fp8Per | None  # how the product takes its rows quantized
     room: Tensor
 
     def read(self, x: Tensor, delta: Delta | None = None) -> Rows:
-        """`delta` is added to x first."""
+        """Add `delta` to x first, in place, and return the input of the product."""
         if self.norm is None:
             if delta is not None:
                 add_(x, delta)
@@ -85,7 +86,7 @@ def _summed(answer: Tensor, ranks: Collectives) -> Tensor:
 
 
 class _Parallel:
-    """Attention's output is added together with the MLP's."""
+    """Adds the outputs of attention and MLP to x at once."""
 
     def __init__(self, mlp: Reader, following: Reader, scale: float, ranks: Collectives) -> None:
         self._mlp, self._following, self._scale = mlp, following, scale
@@ -101,12 +102,12 @@ class _Parallel:
         return self._mlp.read(x)
 
     def _after(self, answer: Tensor, x: Tensor) -> Rows:
-        first, self._answer = self._answer, None  # fp8 products return memory of their own
+        first, self._answer = self._answer, None  # freed early: fp8 products return new memory
         return self._following.read(x, Delta(answer, more=first, scale=self._scale))
 
 
 class _ParallelSummed(_Parallel):
-    """Likewise, on a rank of several."""
+    """Like _Parallel, with several ranks."""
 
     def _after(self, answer: Tensor, x: Tensor) -> Rows:
         assert self._answer is not None

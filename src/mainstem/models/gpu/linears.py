@@ -1,5 +1,5 @@
-"""Products on a GPU. All take rows and room for the output. Those in fp8 also take rows that a
-fused kernel has quantized already, and may return memory of their own."""
+"""Products on a GPU. All take rows and a buffer for the output (`room`). Those in fp8 also take
+rows that a fused kernel has already quantized, and may return new memory instead of the buffer."""
 
 import logging
 from typing import Protocol
@@ -56,7 +56,7 @@ class PlainLinear:
 
 
 class InvariantLinear:
-    """The same, but each row has the same bits as if it were alone."""
+    """Like PlainLinear, but each row has the same bits as if it were alone."""
 
     fp8_per = None
 
@@ -79,11 +79,11 @@ class LinearMaker:
         self._is_deterministic = is_deterministic
         self._dtype = dtype
         self._room = DenseRoom(dtype, device)
-        self._unpacked: list[str] = []  # what products were packed as
+        self._unpacked: list[str] = []  # formats of the products that were dequantized
 
     @property
     def room_bytes(self) -> int:
-        """Memory that the products share, once they are finished."""
+        """Memory that the products share; known after `finish`."""
         return self._room.nbytes
 
     def layer(self, product: Product) -> Linear:
@@ -101,12 +101,14 @@ class LinearMaker:
         return self._exact(product, self._room)
 
     def head(self, product: Product) -> Linear:
-        """The LM head. It is never quantized to fp8: the gain would be small, the loss of accuracy
-        would not. It gets no room: it has few rows, and would need the largest room."""
+        """The LM head. It is never quantized to fp8: little time would be saved, and much accuracy
+        lost. It gets no memory for dequantizing: it has few rows, and would need the most
+        memory."""
         return self._exact(product, None)
 
     def _exact(self, product: Product, room: DenseRoom | None) -> Linear:
-        """A product with the weight's own numbers; `room` is for dequantizing it in large steps."""
+        """A product with the weight's own values; `room` is the memory in which large steps
+        dequantize it."""
         weight = product.weight
         if isinstance(weight, PackedWeight):
             nibbles = pack_nibbles(weight, self._dtype)
@@ -118,7 +120,7 @@ class LinearMaker:
         return InvariantLinear(product) if self._is_deterministic else PlainLinear(product)
 
     def finish(self) -> None:
-        """Allocate what the products share, and log what was dequantized."""
+        """Allocate the memory that the products share, and log what was dequantized."""
         self._room.open()
         if self._unpacked:
             log.warning(

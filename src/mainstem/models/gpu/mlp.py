@@ -19,7 +19,7 @@ from mainstem.models.spec import MlpSpec
 
 
 class Mlp(Protocol):
-    """What a block computes for each token by itself."""
+    """The part of a block that computes each token separately."""
 
     @property
     def fp8_per(self) -> Fp8Per | None:
@@ -27,7 +27,7 @@ class Mlp(Protocol):
         ...
 
     def __call__(self, x: Rows) -> Tensor:
-        """[tokens, hidden] -> the same, in the workspace or elsewhere."""
+        """[tokens, hidden] -> [tokens, hidden], in the workspace or in new memory."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Packed weights of a checkpoint as products on a GPU, each kind by its own kernels.
+"""Products with packed weights on a GPU; each kind of weight has its own kernels.
 
-INT4, MXFP4   few tokens: read as they are; many: dequantized into room that all share
+INT4, MXFP4   few tokens: read packed; many tokens: dequantized into memory that all products share
 FP8           per channel or tensor, or in blocks of 128 x 128: fp8 products
 others        dequantized when they are loaded, which is logged
 """
@@ -17,8 +17,8 @@ from mainstem.models.packed import PackedKind, PackedWeight
 
 
 class DenseRoom:
-    """Memory for one weight at a time, as large as the largest: 4-bit weights are dequantized here
-    for large steps. All of a model's products share it, so that they run one after another."""
+    """Memory for one dequantized weight, as large as the largest: large steps dequantize 4-bit
+    weights here. All products of a model share it, so they must run one after another."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
@@ -30,24 +30,24 @@ class DenseRoom:
         return 0 if self._room is None else self._room.nbytes
 
     def reserve(self, weight: Nibbles) -> None:
-        """Before `open`."""
+        """Ask for memory of this size; called before `open`."""
         assert self._room is None, "the room is open"
         self._most = max(self._most, weight.num_out * weight.num_in)
 
     def open(self) -> None:
-        """Allocate; nothing is, where nobody reserved."""
+        """Allocate the memory, unless no product has reserved any."""
         self._room = torch.empty(self._most, dtype=self._dtype, device=self._device)
 
     def dense(self, weight: Nibbles) -> Tensor:
-        """[out, in], until the next call."""
+        """The weight dequantized, [out, in]; valid until the next call."""
         assert self._room is not None, "the room is not open"
         size = weight.num_out * weight.num_in
         return dequantize(weight, self._room[:size].view(weight.num_out, weight.num_in))
 
 
 class NibbleLinear:
-    """4-bit weights: read as they are for few tokens, dequantized for many where there is room.
-    Deterministic, always by one kernel, in which a row's bits do not depend on other rows."""
+    """4-bit weights: read packed for few tokens, dequantized for many if there is a DenseRoom. If
+    deterministic, one kernel is always used, in which a row's bits do not depend on other rows."""
 
     fp8_per = None
 
@@ -105,7 +105,8 @@ class ChannelsLinear:
 
 
 def pack_nibbles(weight: PackedWeight, dtype: torch.dtype) -> Nibbles | None:
-    """As kernels read it; None for other kinds, and for 4 bits that the kernels do not take."""
+    """The weight in the layout of the 4-bit kernels; None for other kinds, and for 4-bit weights
+    that the kernels do not support."""
     if weight.kind is PackedKind.MXFP4 and can_pack_mxfp4(weight.scales, dtype):
         return Nibbles.mxfp4(weight.values, weight.scales, dtype)
     if weight.kind is PackedKind.INT4 and can_pack_int4(weight.group, weight.shape[-1]):
@@ -116,11 +117,12 @@ def pack_nibbles(weight: PackedWeight, dtype: torch.dtype) -> Nibbles | None:
 def fp8_linear(
     weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> ChannelsLinear | BlocksLinear | None:
-    """None for other kinds, and for what the card has no product for."""
+    """An fp8 product; None for other kinds, and for fp8 weights that the card has no product
+    for."""
     if weight.kind is not PackedKind.FP8 or weight.order is not None:
         return None
     (out, width), device = weight.shape, weight.device
-    # answers of other dtypes are refused by some cards and versions of the library
+    # some cards and versions of the library refuse outputs of other dtypes
     is_answered = device.type != "cuda" or dtype == torch.bfloat16
     if weight.group >= width and is_answered and has_fp8(device):
         scales = weight.scales.repeat_interleave(weight.block_rows, dim=0)[:out, 0].contiguous()

@@ -1,4 +1,4 @@
-"""Activations of a step on a GPU, made once: what a forward pass needs is known before it runs."""
+"""Buffers for a step's activations on a GPU, allocated once for the largest step."""
 
 from dataclasses import dataclass
 
@@ -18,9 +18,9 @@ class Workspace:
     normed: Tensor
     qkv: Tensor
     mixed: Tensor
-    answer: Tensor  # of attention, to be added to the residual
+    answer: Tensor  # output of attention, to be added to the residual
     mlp_answer: Tensor
-    first: Tensor  # of the MLP: gate and up, or up
+    first: Tensor  # output of the MLP's first product: gate and up, or up
     act: Tensor
     experts: ExpertSpace | None
 

@@ -1,7 +1,7 @@
 """AWQ in AutoAWQ's layout for its GEMM kernel.
 
     qweight  int32 [in, out / 8]      8 columns of the transposed weight in a word
-    qzeros   int32 [groups, out / 8]  likewise
+    qzeros   int32 [groups, out / 8]  the same for zero points
     scales   [groups, out]
 
 From the lowest bits up a word holds its columns 0, 2, 4, 6, 1, 3, 5, 7.
@@ -15,7 +15,7 @@ from mainstem.models.quantized.packing import Packing, QuantizedSpec
 from mainstem.models.quantized.stored import Part, Stored, pack_values, unpack_words
 
 _PER_WORD = 8
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column 0, 1, ... is
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of column 0, 1, ... in a word
 
 
 class AwqReader:

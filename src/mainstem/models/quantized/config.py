@@ -1,6 +1,6 @@
 """`quantization_config` of a config.json -> a QuantizedSpec.
 
-What is not supported is refused by name, with what is.
+Unsupported settings are refused; the error names the setting and the supported values.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from mainstem.models.quantized.packing import (
     rules_for,
 )
 
-# how weights were rounded, and how others run them: nothing that a reader needs
+# how weights were quantized, and settings of other programs: not needed to read them
 _HARMLESS = words_of((
     "damp_percent damp_auto_increment static_groups true_sequential act_group_aware mse",
     "model_name_or_path model_file_base_name meta tokenizer dataset batch_size model_seqlen",
@@ -36,7 +36,7 @@ _KINDS = {4: PackedKind.INT4, 8: PackedKind.INT8}
 
 
 def read_quantized(config: Config) -> QuantizedSpec | None:
-    """None where the weights are plain."""
+    """The QuantizedSpec; None if the weights are plain."""
     if not config.get("quantization_config"):
         return None
     table = config.table("quantization_config")
@@ -82,7 +82,7 @@ def _read_gptq(table: Config) -> QuantizedSpec:
 
 
 def _check_repeated(table: Config, method: str) -> None:
-    """What GPTQModel writes beside the method, whichever it is."""
+    """Check the fields that GPTQModel writes for every method."""
     table.only("method", method)
     table.only("pack_dtype", "int32")
 
@@ -103,8 +103,8 @@ def _has_order(found: object) -> bool:
 
 
 def _dynamic_rules(found: object, packing: Packing) -> Iterable[Rule]:
-    """GPTQModel's `dynamic`: patterns of modules, with what is other there; "-:" leaves them as
-    they are."""
+    """GPTQModel's `dynamic`: patterns of modules, each with the settings that differ for them; "-:"
+    means not quantized."""
     if found is None or found is False:
         return
     if not isinstance(found, dict):
@@ -154,7 +154,7 @@ def _read_mxfp4(table: Config) -> QuantizedSpec:
 
 
 def _plain_rules(table: Config) -> tuple[Rule, ...]:
-    """Modules that the config leaves as they are."""
+    """Rules for modules that are not quantized."""
     names = (table.items("modules_to_not_convert") or []) + (table.items("ignored_layers") or [])
     return rules_for(str(name) for name in names)
 
@@ -166,7 +166,7 @@ def _kind(field: str, bits: object, known: tuple[int, ...]) -> PackedKind:
 
 
 def _group(field: str, found: object) -> int | None:
-    """-1 and none are one group of all columns."""
+    """The group size; -1 and None mean one group of all columns."""
     if found is None or found == -1:
         return None
     if not isinstance(found, int) or found < 8 or found % 8:

@@ -1,8 +1,8 @@
 """FP8 (e4m3) weights, a byte each.
 
 weight            float8_e4m3fn [out, in]
-weight_scale_inv  [out / 128, in / 128]    a factor of each block (Qwen 3, DeepSeek)
-weight_scale      [] or [1], [out] or [out, 1]: a factor of all, or of each channel
+weight_scale_inv  [out / 128, in / 128]    a factor for each block (Qwen 3, DeepSeek)
+weight_scale      [] or [1], [out] or [out, 1]: a factor for all, or for each channel
 input_scale       of activations (or activation_scale), for kernels that quantize these by scales
                   known ahead: not needed
 """
@@ -36,8 +36,8 @@ class Fp8Reader:
 
 
 def read_scales(files: Stored, name: str, packing: Packing, part: Part) -> tuple[Tensor, int, int]:
-    """Scales of blocks, of groups or of rows, with the columns and the rows that share one. One
-    scale for all becomes one of each row, so that parts with others can be joined to it."""
+    """Scales of blocks, groups or rows, and the number of columns and rows that share one. A single
+    scale is repeated for each row, so that weights with different scales can be joined."""
     count = part.rows.stop - part.rows.start
     width = part.columns.stop - part.columns.start
     full = f"{name}.weight_scale_inv"

@@ -5,8 +5,9 @@
     scales   [groups, out]
     g_idx    int32 [in]               the group of each column, with desc_act
 
-Version 1 is made of version 2 by subtracting 1 from every number of a word, words as wholes: a zero
-point of 0 borrows from its neighbour. Adding to the word gives back what there was.
+Tools write version 1 by subtracting one number from each whole word of version 2, a 1 in the place
+of every zero point. A zero point of 0 then borrows from its neighbour. Adding the same number to
+the word restores all zero points.
 """
 
 import torch
@@ -56,7 +57,8 @@ class GptqReader:
 def _zeros(
     files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
 ) -> Tensor | None:
-    """uint8 [out, groups]; None where the file says that weights are symmetric, and they are."""
+    """uint8 [out, groups]; None if the file says that weights are symmetric and the zero points
+    agree."""
     bits, group = bits_of(packing.kind), packing.group or part.width
     words = files.stored(
         f"{name}.qzeros",

@@ -1,4 +1,4 @@
-"""MXFP4 experts as gpt-oss has them; all else of its checkpoints is plain.
+"""MXFP4 experts as in gpt-oss; all other tensors of its checkpoints are plain.
 
 <product>_blocks  uint8 [experts, out, in / 32, 16]  two columns in a byte, the even one low
 <product>_scales  uint8 [experts, out, in / 32]      exponents, 127 added

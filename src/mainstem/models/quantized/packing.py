@@ -1,4 +1,4 @@
-"""What a checkpoint says of its quantized weights: plain data, read before any tensor is."""
+"""What a config.json says about quantized weights: plain data, read before any tensor."""
 
 import re
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ SUPPORTED = (
     "bits, FP8, MXFP4), FP8 (per tensor, channel or block), MXFP4. Otherwise use the model's "
     "16-bit checkpoint"
 )
-# of caches of keys and values in fp8; they are kept in the compute dtype here
+# scales of fp8 KV caches; not needed, since K and V are kept in the compute dtype
 KV_SCALES = (
     ".k_scale", ".v_scale", ".q_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale",
 )  # fmt: skip
@@ -43,12 +43,12 @@ class Packing:
 
     kind: PackedKind
     group: int | None  # columns that share a scale; None: all
-    block_rows: int | None = 1  # rows that do; None: all
+    block_rows: int | None = 1  # rows that share a scale; None: all
     has_zeros: bool = False
 
     @property
     def bytes_per_param(self) -> float:
-        """Of values and scales, on average over a large weight."""
+        """Mean bytes of a weight, with its scales."""
         scale_bytes = {PackedKind.FP8: 4, PackedKind.MXFP4: 1}.get(self.kind, 2) + self.has_zeros
         found = 1 / self.kind.columns_per_value
         if self.group is not None and self.block_rows is not None:
@@ -74,7 +74,7 @@ class Packing:
 
 
 class Layout(Enum):
-    """Which tensors hold a product, and how they lie: one reader each."""
+    """Which tensors hold a product, and in which layout. Each has a reader."""
 
     GPTQ = "GPTQ"
     AWQ = "AWQ"
@@ -85,7 +85,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """For the products that `pattern` matches; the first rule that does counts."""
+    """The packing of products whose name `pattern` matches; the first rule that matches counts."""
 
     pattern: str  # a regular expression, from the beginning of the name
     packing: Packing | None  # None: not quantized
@@ -93,18 +93,18 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSpec:
-    """The weights of a checkpoint, where they are quantized."""
+    """How a checkpoint's weights are quantized."""
 
     layout: Layout
-    packing: Packing | None  # of products that no rule names
+    packing: Packing | None  # of products that match no rule
     rules: tuple[Rule, ...] = ()
-    is_zero_less_one: bool = False  # GPTQ: what is stored is the zero point minus 1
-    has_order: bool = False  # columns may be grouped in an order of their own (act-order)
+    is_zero_less_one: bool = False  # GPTQ: zero points are stored minus 1
+    has_order: bool = False  # columns may be grouped in another order (act-order)
     ignored_endings: tuple[str, ...] = ()  # of tensors that are not needed
 
     def packing_of(self, name: str) -> Packing | None:
-        """Of a product by its name, without ".weight"; None where it is not quantized, as far as
-        the config says."""
+        """The packing of a product by its name, without ".weight"; None if the config says that it
+        is not quantized."""
         for rule in self.rules:
             if re.match(rule.pattern, name):
                 return rule.packing
@@ -124,13 +124,14 @@ class QuantizedSpec:
 
 
 def rules_for(names: Iterable[str], packing: Packing | None = None) -> tuple[Rule, ...]:
-    """For modules of these names, whatever stands before, and all inside them; `*` is anything."""
+    """Rules for modules with these names, with any prefix, and for all modules inside them; `*`
+    matches anything."""
     found = (re.escape(name).replace(r"\*", ".*") for name in names)
     return tuple(Rule(rf"(.*\.)?{name}(\..*)?$", packing) for name in found)
 
 
 def refuse(field: str, found: object, known: str) -> NoReturn:
-    """A setting of quantization_config that is not supported."""
+    """Raise UnsupportedModel for a setting of quantization_config."""
     raise UnsupportedModel(
         f"quantization_config: {field}={found!r} is not supported, only {known}. {SUPPORTED}"
     )

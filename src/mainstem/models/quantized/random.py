@@ -6,9 +6,10 @@ from torch import Generator, Tensor
 from mainstem.models.packed import PackedKind, PackedWeight
 from mainstem.models.quantized.packing import Packing
 
-STD = 0.02  # of the numbers
-_INT_SPREAD = 0.29  # the standard deviation of equal shares, of their range
-_MXFP4_EXPONENT = 127 - 7  # 2^-7 times 2.9, that of MXFP4's sixteen numbers
+STD = 0.02  # standard deviation of the numbers
+_INT_SPREAD = 0.29  # standard deviation of a uniform distribution, as a part of its range
+# 2^-7 * 2.9 is about STD; 2.9 is the standard deviation of MXFP4's 16 numbers
+_MXFP4_EXPONENT = 127 - 7
 
 
 def random_packed(

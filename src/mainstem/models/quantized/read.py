@@ -1,7 +1,7 @@
 """A product's tensors in the files -> a PackedWeight, whole or a part of it.
 
-Formats pack rows and columns by words, groups and blocks. A part is read with its ends moved
-outwards to whole ones, and cut to size afterwards.
+Formats pack rows and columns by words, groups and blocks. To read a part, its ends are moved
+outwards to whole words, groups and blocks, and the result is cut to size.
 """
 
 from math import lcm
@@ -23,7 +23,7 @@ _READERS: dict[Layout, Reader] = {
     Layout.FP8: Fp8Reader(),
     Layout.MXFP4: Mxfp4Reader(),
 }
-_WORD = 8  # numbers of 4 bits in 32, the most of any format
+_WORD = 8  # 4-bit numbers in a 32-bit word, the most of any format
 
 
 def read_packed(
@@ -33,9 +33,9 @@ def read_packed(
     shape: tuple[int, ...],
     at: tuple[slice, ...] = (),
 ) -> PackedWeight | None:
-    """The weight of the product `name`, of `shape` [.., out, in]; None where the files hold it
-    plainly. `at` names the part wanted, a slice for each of the first axes."""
-    # what the config leaves out may be packed all the same: files decide
+    """The weight of the product `name`, of `shape` [.., out, in]; None if the files hold a plain
+    tensor. `at` is the wanted part: a slice for each of the first axes."""
+    # a product that the config leaves out may still be packed: the files decide
     packing, reader = spec.packing_of(name) or spec.packing, _READERS[spec.layout]
     if packing is None or not reader.has(files, name):
         return None
@@ -58,7 +58,7 @@ def read_packed(
 
 
 def _outwards(first: int, end: int, size: int, unit: int | None) -> slice:
-    """All where there is no unit."""
+    """Round a slice outwards to multiples of the unit; without a unit, everything."""
     if unit is None:
         return slice(0, size)
     return slice(first // unit * unit, min(-(-end // unit) * unit, size))

@@ -1,4 +1,4 @@
-"""What readers of formats are given, and what they have in common."""
+"""What the readers of formats are given, and functions that they share."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +9,7 @@ from torch import Tensor
 from mainstem.models.packed import PackedKind, PackedWeight
 from mainstem.models.quantized.packing import Packing, QuantizedSpec
 
-_ROWS_AT_ONCE = 1024  # whose numbers are unpacked to a byte each
+_ROWS_AT_ONCE = 1024  # rows that are unpacked at once
 
 
 class Stored(Protocol):
@@ -21,11 +21,12 @@ class Stored(Protocol):
         ...
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """None where there is no tensor of this name."""
+        """The shape of a tensor; None if there is none with this name."""
         ...
 
     def stored(self, name: str, shape: tuple[int, ...], at: tuple[slice, ...] = ()) -> Tensor:
-        """A part of it, on the device; UnsupportedModel where its whole shape is another."""
+        """A part of a tensor, on the device; raises UnsupportedModel if the tensor has another
+        shape."""
         ...
 
     def drop(self, name: str) -> None:
@@ -35,10 +36,10 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is wanted of a weight [.., out, in]: whole words, groups and blocks."""
+    """The wanted part of a weight [.., out, in], rounded to whole words, groups and blocks."""
 
     shape: tuple[int, ...]
-    lead: tuple[slice, ...]  # of the axes before
+    lead: tuple[slice, ...]  # of the leading axes
     rows: slice
     columns: slice
 
@@ -51,7 +52,7 @@ class Part:
         return self.shape[-1]
 
     def row_words(self, size: int) -> slice:
-        """The rows where `size` of them are one."""
+        """The rows in units of `size` rows."""
         return slice(self.rows.start // size, -(-self.rows.stop // size))
 
     def column_words(self, size: int) -> slice:
@@ -59,7 +60,7 @@ class Part:
 
 
 class Reader(Protocol):
-    """Of one layout."""
+    """Reads one layout."""
 
     def has(self, files: Stored, name: str) -> bool:
         """Whether the files hold this product packed."""
@@ -83,14 +84,15 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def pack_values(values: Tensor, kind: PackedKind) -> Tensor:
-    """uint8 [out, in], a number each -> as PackedWeight has them."""
+    """uint8 [out, in], one number in each byte -> the values of a PackedWeight."""
     if kind.columns_per_value == 1:
         return values.contiguous()
     return values[:, 0::2] | (values[:, 1::2] << 4)
 
 
 def reorder_columns(values: Tensor, order: Tensor, kind: PackedKind) -> Tensor:
-    """Packed values with column order[c] at c; some rows at once, for they are unpacked."""
+    """Packed values with column order[c] at c; done for some rows at a time, since they are
+    unpacked."""
     out = torch.empty_like(values)
     for start in range(0, len(values), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)

@@ -1,4 +1,4 @@
-"""RankedCopier: pages to slots and back where every rank has a part of each page.
+"""RankedCopier: copies pages to slots and back when every rank has a part of each page.
 
     slot   | rank 0: [layers][K or V][its kv_heads, page_size, head_dim] | rank 1: ... |
 

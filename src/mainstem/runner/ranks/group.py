@@ -1,8 +1,7 @@
-"""The ranks of one model, as the engine's process sees them: what they are sent and what they
-report.
+"""The engine process's view of the ranks of one model: what it sends them and what they report.
 
-A thread reads all reports. A rank that ends, or reports an error, is the end of all: the others may
-wait for it in the middle of a product, so they are killed, and every call raises from then on.
+A thread reads all reports. If a rank ends or reports an error, all ranks are killed, since the
+others may be waiting for it in the middle of a layer. From then on every call raises.
 
     launch n -->  rank 0: step n -->  Ended n, with the result
                   rank 1: step n -->  Ended n
@@ -34,16 +33,17 @@ from mainstem.runner.ranks.messages import (
 )
 from mainstem.runner.ranks.process import RankProcess, end_all
 
-MAX_AHEAD = 2  # steps that a rank may have before it: one runs, one waits
-BLAME_S = 0.25  # in which a rank that died is seen, after another complained of it
-EXIT_S = 1.0  # for a process whose connection closed to be gone
-CLOSE_S = 10.0  # for ranks that were told to end
+MAX_AHEAD = 2  # steps that a rank may have in its queue: one runs, one waits
+# after a rank reports an error, wait this long for another rank's death that may have caused it
+BLAME_S = 0.25
+EXIT_S = 1.0  # a process whose connection closed gets this long to end
+CLOSE_S = 10.0  # ranks that were told to end get this long
 
 log = logging.getLogger("mainstem.engine")
 
 
 class Copy:
-    """A copy that every rank makes of its part of pages; a Transfer."""
+    """A Transfer: every rank copies its part of the pages."""
 
     def __init__(self, ranks: "RankGroup", num_layers: int) -> None:
         self._ranks = ranks
@@ -56,12 +56,12 @@ class Copy:
         return min(self._done) == self._num_layers
 
     def note(self, rank: int, copied: Copied) -> None:
-        """Within the group's lock."""
+        """Record progress; the caller holds the group's lock."""
         self._done[rank] = copied.num_layers
         self._seconds = max(self._seconds, copied.seconds)
 
     def num_layers_done(self) -> int:
-        """On every rank; raises EngineLost."""
+        """Layers that are done on every rank; raises EngineLost."""
         if not self.is_done:
             self._ranks.check()
         return min(self._done)
@@ -70,7 +70,7 @@ class Copy:
         self._ranks.wait_until(lambda: self.is_done)
 
     def seconds(self) -> float:
-        """Of the slowest rank."""
+        """Seconds of the slowest rank."""
         return self._seconds
 
 
@@ -86,7 +86,7 @@ class RankGroup:
         self._num_opened = 0
         self._num_launched = 0
         self._num_ended = [0] * len(processes)
-        self._results: deque[StepResult] = deque()  # of rank 0, that nobody has taken
+        self._results: deque[StepResult] = deque()  # of rank 0, not taken yet
         self._copies: dict[int, Copy] = {}  # under way
         self._num_copies = 0
         self._is_closing = False
@@ -107,19 +107,19 @@ class RankGroup:
         return self._num_ended[0]
 
     def check(self) -> None:
-        """Raise EngineLost, or what a rank could not be loaded for, if a rank is gone."""
+        """Raise EngineLost, or the error of loading, if a rank has ended."""
         if self._lost is not None:
-            raise type(self._lost)(*self._lost.args)  # one of its own for each caller
+            raise type(self._lost)(*self._lost.args)  # a new exception for each caller
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Return as soon as something is true; raises as `check` does if it cannot become true."""
+        """Return as soon as the condition is true; raises like `check` if a rank has ended."""
         with self._changed:
             self._changed.wait_for(lambda: is_true() or self._lost is not None)
             if not is_true():
                 self.check()
 
     def wait_loaded(self) -> list[Loaded]:
-        """Wait for every rank's part; raises what kept one from loading."""
+        """Wait until every rank has loaded its part; raises the error if one could not."""
         self.wait_until(lambda: len(self._loaded) == self.num_ranks)
         return [self._loaded[rank] for rank in range(self.num_ranks)]
 
@@ -128,7 +128,7 @@ class RankGroup:
         self.wait_until(lambda: self._num_opened == self.num_ranks)
 
     def send(self, message: ToRank) -> None:
-        """To every rank; blocks while one has much to read."""
+        """Send a message to every rank; blocks while a rank's socket is full."""
         assert not self._is_closing, "the ranks were closed"
         self.check()
         data = encode(message)
@@ -136,7 +136,8 @@ class RankGroup:
             for process in self._processes:
                 process.line.send_bytes(data)
         except OSError:
-            self.wait_until(lambda: False)  # the reader finds out which, and this raises
+            # the reading thread finds the rank that ended, and this call raises
+            self.wait_until(lambda: False)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -144,30 +145,30 @@ class RankGroup:
         """Have every rank run a step; returns its number. No rank gets far behind rank 0."""
         number = self._num_launched
         self.wait_until(lambda: min(self._num_ended) > number - MAX_AHEAD)
-        with held_interrupts():  # all ranks have it or none, and it is counted
+        with held_interrupts():  # all ranks get the step or none does, and it is counted
             self.send(step)
             self._num_launched += 1
         return number
 
     def take_result(self, number: int) -> StepResult:
-        """Wait for a step; they are asked for in order."""
+        """Wait for a step's result; called in the order of steps."""
         self.wait_until(lambda: self.num_ended > number)
         with self._changed:
-            # the results of steps that were dropped are still there
+            # skip the results of steps that were dropped
             while len(self._results) > self.num_ended - number:
                 self._results.popleft()
             return self._results.popleft()
 
     def wait_steps(self) -> None:
-        """Return when no rank runs a step, or when all are gone."""
+        """Return when no rank runs a step, or when all ranks have ended."""
         with suppress(Exception):
             self.wait_until(lambda: min(self._num_ended) == self._num_launched)
 
     # --- copies ---------------------------------------------------------------------------------
 
     def copy(self, make: Callable[[int, int], Save | Load], num_layers: int) -> Copy:
-        """Start a copy on every rank: `make` has the number of the copy, and of steps that have
-        ended."""
+        """Start a copy on every rank. `make` gets the number of the copy and the number of steps
+        that have ended."""
         copy = Copy(self, num_layers)
         with self._changed:
             number, self._num_copies = self._num_copies, self._num_copies + 1
@@ -177,7 +178,7 @@ class RankGroup:
         return copy
 
     def wait_copies(self) -> None:
-        """Return when nothing is being copied, or when all ranks are gone."""
+        """Return when no copy is in progress, or when all ranks have ended."""
         with suppress(Exception):
             self.wait_until(lambda: not self._copies)
 
@@ -186,7 +187,7 @@ class RankGroup:
     def _read(self) -> None:
         try:
             self._read_all()
-        except BaseException as error:  # nobody would read any more, and callers would wait forever
+        except BaseException as error:  # this thread ends: callers must not wait for reports
             self._end_all(EngineLost(f"a report of a rank cannot be read: {error!r}"))
 
     def _read_all(self) -> None:
@@ -234,8 +235,8 @@ class RankGroup:
     # --- the end --------------------------------------------------------------------------------
 
     def _lose(self, ranks: dict[Connection, RankProcess], dead: RankProcess | None) -> None:
-        """End all ranks. `dead` has closed its connection without a word; or a rank has failed,
-        perhaps because of another one, of which nothing was read yet."""
+        """End all ranks. Either `dead` closed its connection without a report, or a rank reported a
+        failure, which another rank may have caused."""
         until_s = monotonic() + BLAME_S
         while dead is None and (left_s := until_s - monotonic()) > 0:
             for connection in _readable(ranks, left_s):
@@ -258,7 +259,7 @@ class RankGroup:
             self._changed.notify_all()
 
     def _verdict(self, dead: RankProcess | None) -> Exception:
-        """What all calls raise from here on: it names the rank that was the first to go."""
+        """The error that all calls raise from now on; it names the rank that failed first."""
         if dead is not None:
             name = f"rank {dead.rank} of {self.num_ranks} (process {dead.process.pid})"
             return EngineLost(f"{name} {dead.how_it_ended(EXIT_S)}; the others were stopped, too")
@@ -279,7 +280,7 @@ class RankGroup:
         self._join(0.0)
 
     def close(self) -> None:
-        """End all ranks, which have nothing to do any more."""
+        """End all ranks; none has work left."""
         self._is_closing = True
         if self._lost is None:
             for process in self._processes:

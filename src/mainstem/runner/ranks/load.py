@@ -24,8 +24,8 @@ log = logging.getLogger("mainstem.engine")
 
 
 def load_model(origin: Origin, config: EngineConfig) -> tuple[Runner, RunnerFacts]:
-    """Load weights and allocate pages: here, or each part in a process of its own where the config
-    has `tensor_parallel` above 1."""
+    """Load weights and allocate pages: in this process, or, if `tensor_parallel` is above 1, each
+    part in its own process."""
     if config.model.tensor_parallel == 1:
         return load_runner(origin, config)
     return load_ranks(origin, config)
@@ -38,7 +38,8 @@ def load_ranks(
     machine or a model does not have, EngineLost if a rank ends."""
     num_ranks = config.model.tensor_parallel
     _check_devices(config)
-    part_of(origin.spec, Shard(0, num_ranks))  # ConfigError names the numbers that are possible
+    # raises a ConfigError that names the possible numbers
+    part_of(origin.spec, Shard(0, num_ranks))
     with ExitStack() as opened:
         memory = opened.enter_context(closing(SharedMemory()))
         meeting = opened.enter_context(closing(SharedMemory()))
@@ -71,7 +72,7 @@ def _check_devices(config: EngineConfig) -> None:
     num_ranks = model.tensor_parallel
     if choose_device(model).type == "cpu":
         if model.ranks_on_one_gpu:
-            raise ConfigError("ranks_on_one_gpu: there is no GPU in use")
+            raise ConfigError("ranks_on_one_gpu needs a GPU, and none is in use")
         return
     if model.ranks_on_one_gpu:
         if config.cache.kv_tokens is None:
@@ -95,9 +96,9 @@ def _per_rank(config: EngineConfig) -> EngineConfig:
 
 
 def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
-    """What the control plane must know of all ranks together: they agree, but for the size of their
-    parts, of which the largest counts, and perhaps for their cards. They leave the hash of the
-    weights, which is part of the identity, to the process that started them."""
+    """What the control plane must know of all ranks together. They agree, except for the size of
+    their parts (the largest counts) and perhaps for their cards. The hash of the weights, which is
+    part of the identity, is computed by this process, not by the ranks."""
     num_params = max(each.facts.num_params for each in loaded)
     num_idle_params = max(each.facts.num_idle_params for each in loaded)
     bytes_per_param = max(each.facts.bytes_per_param for each in loaded)
@@ -116,5 +117,5 @@ def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
         )
         for each in loaded
     ]
-    assert all(each == alike[0] for each in alike), f"ranks are not of one model: {alike}"
+    assert all(each == alike[0] for each in alike), f"ranks have loaded different models: {alike}"
     return alike[0].facts

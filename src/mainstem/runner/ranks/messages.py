@@ -1,10 +1,11 @@
 """What the engine's process and its ranks send each other, over a pair of sockets each.
 
     to a rank      Begin, then Open, Step, Save, Load, Forget in any order; Close
-    from a rank    Loaded; Opened; Ended for each step; Copied as a copy goes on; Failed
+    from a rank    Loaded; Opened; Ended for each step; Copied as a copy progresses; Failed
 
-Messages are pickled: both ends are this program, at one version, and nobody else has the sockets. A
-Step, which is sent every few milliseconds, is its arrays end to end instead: half of the time.
+Messages are pickled: both ends are the same version of this program, and no other process has the
+sockets. A Step, which is sent every few milliseconds, is sent as its arrays one after the other,
+which takes half the time.
 """
 
 import pickle
@@ -34,8 +35,8 @@ class Begin:
     shard: Shard
     origin: "Origin"
     config: EngineConfig
-    meeting_fd: int  # of the memory in which ranks find each other's addresses
-    slab_fd: int  # of the memory that all ranks' parts of pages are saved to
+    meeting_fd: int  # shared memory in which ranks find each other's addresses
+    slab_fd: int  # shared memory for the saved pages of all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Save:
     number: int  # of the copy
     pages: Int32s
     slots: Int32s
-    after_steps: int  # steps that must have ended before: they wrote these pages
+    after_steps: int  # wait until this many steps have ended: they wrote these pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Load:
     load_id: LoadId
     slots: Int32s
     pages: Int32s
-    after_steps: int  # they may have read what the pages held before
+    after_steps: int  # wait until this many steps have ended: they may have read the old contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """End; nothing is under way."""
+    """End the process; nothing is in progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,14 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The next step, in the order they were sent, has ended; rank 0 has its result."""
+    """The next step, in the order of sending, has ended. Only rank 0 sends its result."""
 
     result: StepResult | None
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """`num_layers` of a copy are done; `seconds` holds at the last one."""
+    """`num_layers` of a copy are done; `seconds` is valid with the last layer."""
 
     number: int
     num_layers: int
@@ -105,9 +106,9 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The rank cannot go on, and ends."""
+    """The rank ends after an error."""
 
-    at_s: float  # by the clock that all processes of a machine have in common
+    at_s: float  # on the clock that all processes of a machine share
     error: MainstemError | None  # None: an error of another library, or a bug
     words: str
     traceback: str
@@ -116,7 +117,7 @@ class Failed:
 ToRank = Begin | Open | Save | Load | Forget | Close | Step
 FromRank = Loaded | Opened | Ended | Copied | Failed
 
-# a Step taken apart: its spans, its sampling, and the rest
+# the three parts of a Step: its spans, its sampling, and the rest
 _SPANS = [each.name for each in fields(Spans)]
 _SAMPLING = [each.name for each in fields(SampleBatch)]
 _REST = [each.name for each in fields(Step) if each.name not in ("spans", "sampling")]
@@ -128,15 +129,15 @@ _STEP, _OTHER = b"s", b"o"
 
 
 def encode(message: ToRank | FromRank) -> bytes:
-    """As bytes that are sent to every rank alike."""
+    """The message as bytes; the same bytes go to every rank."""
     if isinstance(message, Step):
         return _encode_step(message)
     return _OTHER + pickle.dumps(message, protocol=5)
 
 
 def _encode_step(step: Step) -> bytes:
-    """| s | head bytes: 8 | head | arrays, each at a multiple of 16 |; in the head stand [kind,
-    *shape] for an array, and all other values as they are."""
+    """| s | head bytes: 8 | head | arrays, each at a multiple of 16 |; the head has [kind, *shape]
+    for each array, and all other values as they are."""
     head: list[object] = []
     parts: list[bytes] = []
     for value in _VALUES(step):
@@ -152,9 +153,9 @@ def _encode_step(step: Step) -> bytes:
 
 
 def decode(data: bytes) -> ToRank | FromRank:
-    """What `encode` was given."""
+    """The message that was encoded."""
     if data[:1] == _STEP:
-        return _decode_step(bytearray(data))  # arrays over it can be written to, as torch wants
+        return _decode_step(bytearray(data))  # a copy: torch wants arrays that can be written to
     message: ToRank | FromRank = pickle.loads(memoryview(data)[1:])
     return message
 
@@ -189,12 +190,12 @@ class Line:
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """What `encode` gave; raises OSError if the other end is gone."""
+        """Send the result of `encode`; raises OSError if the other end is closed."""
         with self._sending:
             self.connection.send_bytes(data)
 
     def receive(self) -> ToRank | FromRank:
-        """Wait for a message; raises EOFError or OSError if the other end is gone."""
+        """Wait for a message; raises EOFError or OSError if the other end is closed."""
         return decode(self.connection.recv_bytes())
 
     def close(self) -> None:

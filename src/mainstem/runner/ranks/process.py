@@ -1,4 +1,4 @@
-"""A rank's process, as the engine's process sees it: started, killed, and how it ended."""
+"""The engine process's view of a rank's process: starting it, ending it, and how it ended."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from mainstem.core.config import rank_environment
 from mainstem.runner.ranks.messages import Begin, Line
 
 MODULE = "mainstem.runner.ranks.rank_process"
-KILL_S = 2.0  # for a killed process to be gone
+KILL_S = 2.0  # a killed process gets this long to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +27,27 @@ class RankProcess:
 
     @classmethod
     def start(cls, begin: Begin, module: str = MODULE) -> "RankProcess":
-        """A process that begins to load its part."""
+        """Start a process, which begins to load its part."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # in a session of its own: Ctrl-C goes to the engine's process, which ends its ranks
+            # in a new session: Ctrl-C goes only to the engine's process, which ends its ranks
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                 env=rank_environment(),
                 pass_fds=[theirs.fileno(), begin.meeting_fd, begin.slab_fd],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # that of the engine's process may be a file of answers
+                # the engine process's standard output may be a file of answers
+                stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
         line = Line(ours.detach())
-        with suppress(OSError):  # the thread that reads reports sees that it has ended
+        # if it has ended already, the thread that reads reports finds that out
+        with suppress(OSError):
             line.send(begin)
         return cls(begin.shard.rank, line, process)
 
     def how_it_ended(self, within_s: float) -> str:
-        """In words; waits a little for a process that is about to end."""
+        """How the process ended, in words; waits a little if it is about to end."""
         try:
             status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -59,8 +61,8 @@ class RankProcess:
 
 
 def end_all(processes: Sequence[RankProcess], within_s: float) -> None:
-    """Wait until they end; after `within_s` they are killed. A device may hold up even that, for
-    longer than anybody should wait."""
+    """Wait until they end; after `within_s` they are killed. Does not wait without limit for killed
+    ones: a device can block them for long."""
     _wait_all(processes, within_s)
     for process in processes:
         process.process.kill()

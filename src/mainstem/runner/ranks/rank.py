@@ -3,10 +3,10 @@
     main thread      reads messages: launches steps, starts copies
     ended            waits for launched steps in order and reports them (where steps overlap)
     copies           reports how far copies are
-    watch            ends the process as soon as the engine's process is gone, whatever it waits for
+    watch            ends the process as soon as the engine's process has ended
 
-Any exception ends the process, after a report of it: the other ranks may wait for this one in the
-middle of a step, so there is nothing to go on with.
+Any exception is reported and ends the process: the other ranks may be waiting for this one in the
+middle of a step, so it cannot be retried here.
 """
 
 import os
@@ -43,14 +43,14 @@ from mainstem.runner.ranks.messages import (
     ToRank,
 )
 
-LOOK_S = 0.001  # between two looks at copies under way
-TOLD_LAYERS = 8  # of a copy, after which it is reported again
-PARENT_S = 1.0  # between two looks at whose child this is
+LOOK_S = 0.001  # between two checks of copies in progress
+TOLD_LAYERS = 8  # progress of a copy is reported every 8 layers
+PARENT_S = 1.0  # between two checks of whether the parent process is alive
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of a model."""
+    """A rank's part of a model, loaded."""
 
     runner: Runner
     loaded: Loaded
@@ -62,7 +62,7 @@ LoadPart = Callable[[Begin], Part]
 
 
 class Rank:
-    """Does what the engine's process says until it says Close."""
+    """Handles the messages of the engine's process until Close."""
 
     def __init__(self, part: Part, line: Line, number: int) -> None:
         self._part = part
@@ -130,7 +130,8 @@ class Rank:
         self._line.send(Ended(result if self._number == 0 else None))
 
     def _await_steps(self, count: int) -> None:
-        """Rank 0 has ended `count`; this one is at their last products, or further."""
+        """Wait until this rank has ended `count` steps. Rank 0 has ended them, so this takes no
+        longer than their last products."""
         with self._ended:
             self._ended.wait_for(lambda: self._num_ended >= count)
 
@@ -138,7 +139,8 @@ class Rank:
 
     def _report_copies(self) -> None:
         num_layers = self._open_copier.num_layers
-        under_way: dict[int, tuple[Transfer, int]] = {}  # and the layers that were reported
+        # by number: the copy, and its layers reported so far
+        under_way: dict[int, tuple[Transfer, int]] = {}
         while True:
             while not under_way or not self._copies.empty():
                 number, transfer = self._copies.get()
@@ -166,7 +168,7 @@ class Rank:
 
 
 def receive(line: Line) -> ToRank | FromRank:
-    """The next message; ends the process if the engine's is gone."""
+    """The next message; ends this process if the engine's process has ended."""
     try:
         return line.receive()
     except (EOFError, OSError):
@@ -179,13 +181,14 @@ def fail(line: Line, error: BaseException) -> None:
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         known = OutOfDeviceMemory(str(error))
     words = f"{type(error).__name__}: {error}"
-    with suppress(OSError):  # nobody is there any more
+    with suppress(OSError):  # the engine's process has ended
         line.send(Failed(monotonic(), known, words, format_exc()))
     os._exit(1)
 
 
 def watch(fd: int, parent: int) -> None:
-    """End this process once its parent is gone; a fork of the parent may keep the socket open."""
+    """End this process when its parent has ended. The socket does not show that if a fork of the
+    parent keeps it open."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)
     while not poll.poll(PARENT_S * 1e3) and os.getppid() == parent:
@@ -194,7 +197,7 @@ def watch(fd: int, parent: int) -> None:
 
 
 def main(argv: list[str], load: LoadPart) -> None:
-    """Never returns: threads of libraries would keep the process, and there is nothing to save."""
+    """Never returns: exits at once, without waiting for threads of libraries."""
     for each in (signal.SIGINT, signal.SIGTERM):  # the engine's process ends its ranks
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)

@@ -17,7 +17,8 @@ from mainstem.runner.ranks.rank import Part, main
 from mainstem.runner.slab import SlabPart
 from mainstem.runner.transfer import attach_copier, pages_of
 
-MEET_LIMIT = timedelta(hours=1)  # for ranks whose disk is slow; a rank that ends is noticed at once
+# long, since a rank's disk may be slow; a rank that ends is noticed at once
+MEET_LIMIT = timedelta(hours=1)
 
 
 def load_part(begin: Begin) -> Part:

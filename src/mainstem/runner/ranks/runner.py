@@ -28,14 +28,15 @@ class RankedStep:
 class RankedRunner:
     """Runs each step on all ranks. Owns their processes, and the memory that pages are saved to.
 
-    A rank that is lost is the end: everything raises EngineLost, which names it. Ranks of a runner
-    that is dropped without `close` are killed, so that they do not hold their devices.
+    If a rank is lost, every call raises EngineLost, which names it. If a runner is dropped without
+    `close`, its ranks are killed, so that they release their devices.
     """
 
     def __init__(
         self, ranks: RankGroup, loaded: Loaded, memory: SharedMemory, opened: ExitStack
     ) -> None:
-        """`loaded` is what every rank has said of itself; `opened` is closed after the ranks."""
+        """`loaded` is what the ranks reported about themselves; `opened` is closed after the
+        ranks."""
         self.ranks = ranks
         self.memory = memory
         self.page_bytes = loaded.page_bytes  # of a rank's part

@@ -1,8 +1,8 @@
-"""Memory that the engine's process and its ranks see alike. It has no name, and is gone with the
-last process that has it open.
+"""Memory that the engine's process and its ranks share. It has no name, and is freed with the last
+process that has it open.
 
-Pages are saved to one, each rank's part beside the others'. In another one ranks find each other's
-addresses.
+One such memory holds the saved pages, the parts of all ranks side by side. Another one holds the
+ranks' addresses.
 """
 
 import mmap
@@ -21,7 +21,7 @@ class SharedMemory:
         self.fd = os.memfd_create("mainstem-ranks")
 
     def resize(self, num_bytes: int) -> memoryview:
-        """The memory; a page of it costs nothing until it is written."""
+        """Set the size and return the memory; parts of it take no space until they are written."""
         os.ftruncate(self.fd, num_bytes)
         return memoryview(mmap.mmap(self.fd, num_bytes))
 

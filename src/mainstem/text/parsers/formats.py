@@ -42,7 +42,7 @@ THINK_MARKS: dict[Enum, tuple[str, str]] = {
     ReasoningFormat.THINK: ("<think>", "</think>"),
     ReasoningFormat.MISTRAL: ("[THINK]", "[/THINK]"),
 }
-MARKS: dict[Enum, tuple[str, ...]] = {  # they may be special tokens, which text skips
+MARKS: dict[Enum, tuple[str, ...]] = {  # they may be special tokens, which are left out of text
     ToolFormat.HERMES: (tagged.BEGIN, tagged.END),
     ToolFormat.QWEN_CODER: (tagged.BEGIN, tagged.END),
     ToolFormat.LLAMA: (llama.TAG,),
@@ -71,7 +71,8 @@ REASONING_PARSERS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """What a model writes besides plain text; None: nothing, or in an unknown format."""
+    """The formats of what a model writes besides plain text; None: no such text, or an unknown
+    format."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -86,7 +87,7 @@ class AnswerFormats:
 def find_formats(
     tokenizer: Tokenizer, tool_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> AnswerFormats:
-    """By name, or as the chat template says (auto); raises ConfigError."""
+    """The formats by name or, with `auto`, as found in the chat template; raises ConfigError."""
     tools = TOOL_PARSERS.get(tool_parser)
     if tool_parser == AUTO:
         tools = _tools_of(tokenizer.tool_template)
@@ -119,7 +120,7 @@ def _tools_of(template: str | None) -> ToolFormat | None:
     if tagged.BEGIN in template:
         if tagged.FUNCTION in template and "<parameter=" in template:
             return ToolFormat.QWEN_CODER
-        is_other = "<arg_key>" in template or "<tool_calls>" in template  # of GLM, Apriel
+        is_other = "<arg_key>" in template or "<tool_calls>" in template  # GLM, Apriel
         return None if is_other else ToolFormat.HERMES
     if mistral.CALLS in template:
         return ToolFormat.MISTRAL
@@ -142,7 +143,7 @@ def _reasoning_of(template: str | None) -> ReasoningFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, as the template wants them; `form` where a call is required."""
+    """The tools of a request in the template's format; `form` is set if a call is required."""
 
     tools: tuple[Json, ...]
     format: ToolFormat
@@ -156,7 +157,7 @@ class ToolUse:
 def offer_tools(
     tools: Sequence[Json], required: Sequence[str] | None, formats: AnswerFormats
 ) -> ToolUse:
-    """Tools in OpenAI's form; one of those named `required` must be called, if there are any.
+    """Offer tools, given in OpenAI's format. If `required` names any, one of them must be called.
 
     Raises InvalidRequest if the model was not taught to call tools.
     """
@@ -182,7 +183,7 @@ def _function(tool: Json) -> Json:
 
 
 def make_parser(use: ToolUse | None, reasoning: ReasoningFormat | None) -> AnswerParser | None:
-    """For one answer; None: it is plain text."""
+    """The parser of one answer; None: the answer is plain text."""
     if use is None and reasoning is None:
         return None
     is_harmony = reasoning is ReasoningFormat.HARMONY
@@ -204,7 +205,8 @@ def _tool_parser(use: ToolUse) -> AnswerParser:
 
 
 def opening_of(reasoning: ReasoningFormat, prompt_end: str, is_continued: bool) -> str:
-    """The mark that begins reasoning, if the prompt contains it, so that the answer begins inside.
+    """The mark that begins reasoning, if the prompt ends with it, so that the answer begins inside
+    reasoning.
 
     `is_continued`: the prompt ends within an answer, where more may follow the mark.
     """

@@ -1,4 +1,4 @@
-"""Parts of forms that hold an answer to a tool call, in llguidance's dialect of Lark."""
+"""Parts of forms that make an answer a tool call, in llguidance's dialect of Lark."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ Spell = Callable[[str], str]  # a mark -> how a form names it: a special token b
 
 
 def spelled(special: Mapping[str, int]) -> Spell:
-    """`special`: the marks that are special tokens, and their ids."""
+    """`special` has the marks that are special tokens, and their ids."""
     return lambda mark: f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
 
 
@@ -21,7 +21,7 @@ def json_rule(schema: Json) -> str:
 
 def arguments_rules(functions: Sequence[Json]) -> list[str]:
     """The rules `arguments_0`, `arguments_1` ...: JSON that the functions' schemas describe. Each
-    schema is a root of its own, since "#/$defs/..." means its own definitions."""
+    schema gets its own rule, since "#/$defs/..." refers to its own definitions."""
     schemas = [function.get("parameters") or {"type": "object"} for function in functions]
     return [
         f"arguments_{number}: {json_rule(schema)}"

@@ -40,7 +40,7 @@ def is_analysis(header: str) -> bool:
 
 
 class HarmonyParser:
-    """Reads messages. Without `has_reasoning`, or without `has_calls`, such messages are text."""
+    """Reads messages. Without `has_reasoning` or `has_calls`, messages of that kind are text."""
 
     is_plain = False
 
@@ -48,12 +48,12 @@ class HarmonyParser:
         self._has_reasoning, self._has_calls = has_reasoning, has_calls
         self._held = ""
         self._header: str | None = ""  # of the next message, so far; None: within a message
-        self._has_mark = False  # the header has certainly begun
+        self._has_mark = False  # a mark of the header was seen
         self._kind = _Kind.TEXT
         self._name = ""  # of the function that is called ...
         self._arguments: list[str] = []
         self._spoken: set[_Kind] = set()  # kinds of messages seen
-        self._is_first = True  # no text of this message has been returned
+        self._is_first = True  # no text of this message was returned yet
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
@@ -83,7 +83,7 @@ class HarmonyParser:
             yield from self._say(certain)
 
     def _obey(self, mark: str) -> Iterator[Part]:
-        """What a mark ends or begins."""
+        """Handle a mark: it ends or begins something."""
         if mark == MESSAGE:
             if self._header is not None:
                 self._begin_message(self._header)
@@ -108,7 +108,7 @@ class HarmonyParser:
         self._header, self._is_first = None, True
 
     def _say(self, text: str) -> Iterator[Part]:
-        """Text between two marks, or up to where it is certain."""
+        """Handle text between two marks, or as much of it as is certain."""
         if self._header is not None:
             self._header += text
             if self._has_mark or "to=".startswith(self._header.lstrip()[:3]):

@@ -1,5 +1,6 @@
 """Tool calls of Llama 3: an answer that is {"name": "f", "parameters": {...}}, or several of these
-separated by "; ", with <|python_tag|> before them or not. Text may stand before <|python_tag|>."""
+separated by "; ", with or without <|python_tag|> before them. Text may come before
+<|python_tag|>."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,14 +12,14 @@ TAG = "<|python_tag|>"
 
 
 class LlamaParser:
-    """A call has the answer for itself, or what follows <|python_tag|>."""
+    """A call is the whole answer, or all that follows <|python_tag|>."""
 
     is_plain = False
 
     def __init__(self) -> None:
         self._held = ""
         self._is_text = False  # the answer did not begin like a call
-        self._is_call = False  # it may be one; all of it is held
+        self._is_call = False  # it may be a call; all of it is held back
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:

@@ -16,11 +16,11 @@ from mainstem.text.tools import Part, ToolCall
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAMED = re.compile(r"([\w.-]{1,256})\s?(?:\[CALL_ID\]\s?(\w{1,64})\s?)?(?:\[ARGS\])?", re.ASCII)
-ID_CHARS = 9  # of a call's id: the templates refuse others
+ID_CHARS = 9  # of a call's id: templates refuse other lengths
 
 
 class MistralParser:
-    """Calls come out when the next one begins, or the answer ends."""
+    """A call is returned when the next one begins or the answer ends."""
 
     is_plain = False
 
@@ -79,7 +79,7 @@ def _read(body: str) -> list[ToolCall]:
 
 
 def _call_id(value: object) -> str:
-    """The model's own id, where it wrote one that its template takes back."""
+    """The id that the model wrote, if its template accepts it."""
     given = value.get("id") if isinstance(value, dict) else None
     if isinstance(given, str) and re.fullmatch(rf"[A-Za-z0-9]{{{ID_CHARS}}}", given):
         return given
@@ -87,7 +87,7 @@ def _call_id(value: object) -> str:
 
 
 def mistral_form(functions: Sequence[Json], spell: Spell) -> str:
-    """One call, as Lark; the newer way where the vocabulary has [ARGS]."""
+    """One call, as Lark; in the newer format if the vocabulary has [ARGS]."""
     if spell(ARGS) == json.dumps(ARGS):
         start = f'start: {spell(CALLS)} " [" call "]"'
         return "\n".join([start, *json_call_rules(functions, "arguments")])

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from mainstem.text.tools import Part, ToolCall, new_call_id
 
-_HALF = re.compile("[\ud800-\udfff]")  # lone surrogates, as JSON escapes; no reply can hold them
+# lone surrogates, from JSON escapes; a reply cannot contain them
+_HALF = re.compile("[\ud800-\udfff]")
 _BETWEEN_CALLS = re.compile(r"[\s;,]*")
 
 
@@ -28,16 +29,16 @@ class AnswerParser(Protocol):
         ...
 
     def push(self, text: str) -> list[Part]:
-        """What is certain now."""
+        """Add text; returns the parts that are now certain."""
         ...
 
     def finish(self) -> list[Part]:
-        """The answer has ended: everything that is left."""
+        """The answer has ended: return everything that is left."""
         ...
 
 
 class PlainParser:
-    """An answer that is nothing but text."""
+    """An answer that is only text."""
 
     num_calls = 0
     is_plain = True
@@ -52,7 +53,7 @@ class PlainParser:
 def overlap(text: str, *marks: str) -> int:
     """How many characters at the end of `text` are the beginning of a mark.
 
-    The first character of a mark, the same one for all, must not come again in it.
+    All marks must begin with the same character, and must not contain it again.
     """
     place = text.rfind(marks[0][0], max(0, len(text) - max(map(len, marks)) + 1))
     is_beginning = place >= 0 and any(mark.startswith(text[place:]) for mark in marks)
@@ -64,7 +65,8 @@ def without_halves(text: str) -> str:
 
 
 def call_of(value: object, call_id: str | None = None) -> ToolCall | None:
-    """The call that a JSON value describes, {"name": ..., "arguments": ...}; None: it is none."""
+    """The call that a JSON value describes, {"name": ..., "arguments": ...}; None: it is not a
+    call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -29,7 +29,7 @@ _NAME = re.compile(r"<function=([^>\n]{1,256})>")
 _PARAMETER = re.compile(
     r"<parameter=([^>\n]{1,256})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.S
 )
-_WORDS = {"true": True, "false": False, "none": None, "null": None}  # as Python writes them, too
+_WORDS = {"true": True, "false": False, "none": None, "null": None}  # in Python's spelling, too
 
 
 class TaggedParser:
@@ -41,7 +41,7 @@ class TaggedParser:
     is_plain = False
 
     def __init__(self, begins: Sequence[str], read: Callable[[str], list[ToolCall]]) -> None:
-        """`read` is given what is between the tags, a `begins` other than BEGIN included."""
+        """`read` gets the text between the tags; a beginning other than BEGIN is part of it."""
         self._begins = begins
         self._any_begin = re.compile("|".join(map(re.escape, begins)))
         self._read = read
@@ -54,7 +54,7 @@ class TaggedParser:
 
     def finish(self) -> list[Part]:
         held, self._held = self._held, ""
-        calls = self._calls(held.lstrip())  # the end is missing
+        calls = self._calls(held.lstrip())  # the end tag is missing
         return [*calls] if calls else ([held] if held.strip() or not self.num_calls else [])
 
     def _parts(self) -> Iterator[Part]:
@@ -100,7 +100,7 @@ def hermes_form(functions: Sequence[Json], spell: Spell) -> str:
 
 
 def coder_parser(functions: Sequence[Json]) -> TaggedParser:
-    """`functions`: those offered; their schemas say which values are texts."""
+    """`functions` are those offered; their schemas say which values are texts."""
     known = {function["name"]: _properties(function) for function in functions}
 
     def read(body: str) -> list[ToolCall]:
@@ -153,7 +153,7 @@ def _properties(function: Json) -> Json:
 
 
 def coder_form(functions: Sequence[Json], spell: Spell) -> str:
-    """One call, as Lark: required parameters, and others between them, in the schema's order."""
+    """One call, as Lark: required and optional parameters in the schema's order."""
     calls, values = [], []
     for number, function in enumerate(functions):
         parameters = function.get("parameters")

@@ -36,23 +36,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mainstem.kernels.attention.hopper.rows import (
     PANEL,
-    TILES,
-    as_tiles,
     await_queries,
-    barrier,
     capped,
     find_first_keys,
     find_rows,
     find_tokens,
-    load_box,
     num_tiles_of,
     read_piece,
-    release,
     rows_of,
     share_of,
     shares_of,
     start_queries,
-    tiles_of,
     write_rows,
 )
 from mainstem.kernels.attention.triton.layout import (
@@ -71,6 +65,7 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_LARGE_BEGIN,
     SHARE_LARGE_END,
 )
+from mainstem.kernels.hopper import TILES, as_tiles, barrier, load_box, release, tiles_of
 
 BLOCK = gl.constexpr(16)  # keys that the producer clears in one step
 NUM_WARPS = 4

@@ -17,7 +17,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mainstem.kernels.attention.triton.layout import (
@@ -34,56 +33,11 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_INTS,
 )
 from mainstem.kernels.attention.triton.rows import LN_2, LOG2_E
+from mainstem.kernels.hopper import barrier, finished, load_rows, tiles_of
 
 PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are copied
 LEAST_PEAK = gl.constexpr(1e-30)  # of a row, so that one of zeros can be divided by it
-
-
-@gluon.constexpr_function
-def tiles_of(columns: int, rank: int = 2) -> gl.NVMMASharedLayout:
-    """Rows of 16 bits in shared memory: in panels, or tails."""
-    width = min(2 * columns, 128)
-    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=rank)
-
-
-TILES = gl.constexpr(tiles_of(64))
-
-
-@gluon.constexpr_function
-def finished(rows: int, dims: int, is_packed: bool) -> gl.DistributedLinearLayout:
-    """Layout of finished rows over threads. Of 64 rows, as tensor cores leave them, a warp has 16;
-    of fewer rows, each warp has a share of the dims.
-
-    Four threads share 32 dims of a row, in pairs by turns. When packed, each thread has the same
-    dims, but its 8 are neighbours, 16 bytes to write at once. Of a tail of 16 dims it has 4.
-    """
-    run = min(dims, 32) // 4
-    bits = run.bit_length() - 1
-    of_thread = [[0, 1 << i] for i in range(bits)]
-    between = [[0, run], [0, 2 * run]]
-    if not is_packed:
-        of_thread, between = [[0, 1], *([0, 8 << i] for i in range(bits - 1))], [[0, 2], [0, 4]]
-    blocks = [[0, 32 << i] for i in range((dims // 32).bit_length() - 1)]
-    if rows == 64:
-        of_thread, warps = [*of_thread, [8, 0], *blocks], [[16, 0], [32, 0]]
-    else:
-        left = [*blocks, *([8 << i, 0] for i in range((rows // 8).bit_length() - 1)), [0, 0]]
-        of_thread, warps = [*of_thread, *(base for base in left[2:] if base != [0, 0])], left[:2]
-    return gl.DistributedLinearLayout(
-        reg_bases=of_thread,
-        lane_bases=[*between, [1, 0], [2, 0], [4, 0]],
-        warp_bases=warps,
-        block_bases=[],
-        shape=[rows, dims],
-    )
-
-
-# Names that differ between Triton 3.6 and 3.9.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 def tail_of(head_dim: int) -> int:
@@ -100,21 +54,6 @@ def boxes_of(rows: Tensor, num_rows: int) -> tuple[TensorDescriptor, TensorDescr
         TensorDescriptor.from_tensor(rows, [num_rows, panel], tiles_of(panel)),
         TensorDescriptor.from_tensor(rows, [num_rows, tail], tiles_of(tail)) if tail else None,
     )
-
-
-@gluon.jit
-def reshaped(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory as something else."""
-    if HAS_REINTERPRET:
-        return memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
-    else:
-        return memory._reinterpret(memory.dtype, SHAPE, LAYOUT)
-
-
-@gluon.jit
-def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory as [COUNT, ROWS, COLUMNS]."""
-    return reshaped(memory, [COUNT, ROWS, COLUMNS], tiles_of(COLUMNS))
 
 
 @gluon.jit
@@ -177,10 +116,10 @@ def start_queries(
     dims = gl.arange(0, MAIN, gl.SliceLayout(0, QUERIES))
     offset = tokens.to(gl.int64) * stride_q_token + head * stride_q_head
     is_row = rows < row_end
-    _load_rows(q_rows, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
+    load_rows(q_rows, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
     if MAIN < HEAD_DIM:
         dims = MAIN + gl.arange(0, HEAD_DIM - MAIN, gl.SliceLayout(0, QUERIES))
-        _load_rows(q_tail, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
+        load_rows(q_tail, q_ptr + offset[:, None] + dims[None, :], mask=is_row[:, None])
     async_copy.commit_group()
 
 
@@ -191,13 +130,6 @@ def await_queries():
     """
     async_copy.wait_group(0)
     barrier()
-
-
-@gluon.jit
-def release(empty, stage, is_read=True):
-    """All warps of the group have read the tile: it may be overwritten."""
-    barrier()
-    mbarrier.arrive(empty.index(stage), count=1, pred=is_read)
 
 
 @gluon.jit

@@ -11,8 +11,8 @@ that head's keys alone: tensor cores need not multiply heads with each other. Wh
 heads than warps, and these are not needed for rows, a head's keys are split into SPLITS parts, each
 with a softmax of its own, and these are merged when the unit ends.
 
-A program does its share of the units, then claims others from the work queue (`work_queue.py`)
-until it is empty. A program without a share claims at once, or not at all, as the plan says. The
+A program does its share of the units, then claims others from the work queue (`assign.py`) until it
+is empty. A program without a share claims at once. The
 producer claims a unit some tiles before it needs it, since a claim takes a microsecond. It leaves a
 note about every unit for the consumer, which requests the unit's queries while tiles of the
 previous unit are left.
@@ -29,35 +29,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mainstem.kernels.attention.hopper.rows import (
     PANEL,
-    TILES,
     await_queries,
-    barrier,
     capped,
     find_first_keys,
     find_rows,
     find_tokens,
-    finished,
     num_tiles_of,
     read_piece,
-    release,
-    reshaped,
     share_of,
     shares_of,
     start_queries,
-    tiles_of,
     write_rows,
 )
-from mainstem.kernels.attention.hopper.small_reads import (
-    LANES,
-    claimed_unit,
-    produce,
-    read_keys,
-    take_ticket,
-)
+from mainstem.kernels.attention.hopper.small_reads import LANES, produce, read_keys
 from mainstem.kernels.attention.hopper.splits import finish_sums, sums_of
 from mainstem.kernels.attention.triton.layout import (
     HEADER_ENTRIES,
-    HEADER_NUM_CLAIMERS,
     HEADER_NUM_ENTRIES,
     HEADER_NUM_QUEUED,
     HEADER_QUEUE,
@@ -77,6 +64,16 @@ from mainstem.kernels.attention.triton.layout import (
     SHARE_SECOND_SMALL,
     SHARE_SMALL_BEGIN,
     SHARE_SMALL_END,
+)
+from mainstem.kernels.hopper import (
+    TILES,
+    barrier,
+    claimed_unit,
+    finished,
+    release,
+    reshaped,
+    take_ticket,
+    tiles_of,
 )
 
 ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -352,7 +349,6 @@ def _small_units_kernel(
     kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
     page, page_at, key_begin, key_end = read_keys(unit_ptr)
     num_queued = gl.load(plan_ptr + HEADER_NUM_QUEUED)
-    num_claimers = gl.load(plan_ptr + HEADER_NUM_CLAIMERS)
     dtype: gl.constexpr = k_desc.dtype
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -389,8 +385,7 @@ def _small_units_kernel(
         mbarrier.init(noted.index(i), count=1)
     has_units = begin < end
     if not has_units:
-        does_claim = (num_claimers == gl.num_programs(0)) & (num_queued > 0)
-        tickets = take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 4)
+        tickets = take_ticket(tickets_ptr, num_queued, gl.num_programs(0), num_queued > 0, 4)
         claimed = claimed_unit(tickets, num_queued)
         has_units = claimed >= 0
         queue_ptr = plan_ptr + gl.load(plan_ptr + HEADER_QUEUE)
@@ -417,7 +412,7 @@ def _small_units_kernel(
                 k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
                 full, empty, notes, noted,
                 plan_ptr, begin, end, next_unit, kv_head, page, page_at, key_begin, key_end,
-                num_queued, num_claimers, tickets_ptr,
+                num_queued, tickets_ptr,
                 KV_HEADS, FOLD, PAGE_SIZE, HEAD_DIM, STAGES,
             )),
         ],

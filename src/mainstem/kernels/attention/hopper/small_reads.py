@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mainstem.kernels.attention.hopper.rows import PANEL, as_tiles, load_box, num_tiles_of
+from mainstem.kernels.attention.hopper.rows import PANEL, num_tiles_of
 from mainstem.kernels.attention.triton.layout import (
     HEADER_PAGE_IDS,
     HEADER_QUEUE,
@@ -25,6 +25,7 @@ from mainstem.kernels.attention.triton.layout import (
     PIECE_KV_HEAD,
     PIECE_PAGES_AT,
 )
+from mainstem.kernels.hopper import as_tiles, claimed_unit, load_box, take_ticket
 
 LANES = gl.constexpr(64)  # keys x heads of a tile
 CLAIM_AHEAD = gl.constexpr(4)  # tiles left of a unit when the next one is claimed,
@@ -38,38 +39,6 @@ def rows_of_box(fold: int, page_size: int) -> int:
     """
     lanes: int = LANES.value
     return lanes if fold * page_size == lanes else min(page_size, lanes // fold)
-
-
-@gluon.jit
-def take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, WARPS: gl.constexpr):
-    """Take a ticket of the work queue, without waiting for it; `claimed_unit` waits.
-
-    Every claimer claims until no unit is left, so the number of tickets is known: after the last
-    one the counter wraps to zero, ready for the next launch. (Not `atomic_add`: it combines what
-    the lanes of a warp add, and waits to give each lane its own result.)
-    """
-    lanes = gl.arange(0, WARPS * 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred asks;
-        setp.ne.s32 asks, $3, 0;
-        mov.b32 $0, -1;
-        @asks atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;
-        }""",
-        "=&r,l,r,r",
-        [
-            tickets_ptr + lanes * 0, lanes * 0 + (num_queued + num_claimers - 1),
-            ((lanes == 0) & does_claim).to(gl.int32),
-        ],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def claimed_unit(tickets, num_queued):
-    """The claimed unit of the queue, or -1 if none is left or none was requested."""
-    ticket = gl.max(tickets, 0)
-    return gl.where(ticket < num_queued, ticket, -1)
 
 
 @gluon.jit
@@ -141,7 +110,7 @@ def produce(
     k_desc, v_desc, k_tail_desc, v_tail_desc, k_tiles, v_tiles, k_tails, v_tails,
     full, empty, notes, noted, plan_ptr,
     index, end, next_unit, kv_head, page, page_at, key_begin, key_end,
-    num_queued, num_claimers, tickets_ptr,
+    num_queued, tickets_ptr,
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -186,7 +155,7 @@ def produce(
         )  # fmt: skip
         index += 1
         does_claim = (index >= end) & (num_queued > 0)
-        tickets = take_ticket(tickets_ptr, num_queued, num_claimers, does_claim, 1)
+        tickets = take_ticket(tickets_ptr, num_queued, gl.num_programs(0), does_claim, 1)
         step, page, at = _bring(
             k_desc, v_desc, k_tail_desc, v_tail_desc, k_boxes, v_boxes, k_tail_boxes, v_tail_boxes,
             full, empty, step,

@@ -10,7 +10,7 @@ that lies across warps does the same, but takes four microseconds.)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mainstem.kernels.attention.hopper.rows import barrier, reshaped
+from mainstem.kernels.hopper import barrier, reshaped
 
 
 @gluon.constexpr_function

@@ -35,4 +35,5 @@ def _sinks_kernel(
     out = tl.load(cells, mask=is_cell, other=0.0).to(tl.float32)
     out *= (share / total)[:, None]
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=is_cell)
+    tl.debug_barrier()  # every warp has read the old lse of all rows
     tl.store(lse_ptr + rows, top + tl.log(total), mask=is_row)

@@ -1,0 +1,93 @@
+"""Fits the record by which attention is planned (`Pace`) to the times of a few dozen steps.
+
+Each step has equal units of one kind, uncut, so that its time is linear in what is looked for:
+
+    time = launch + rounds * (unit_us + key_us * keys)
+
+Units over 1,024 to 8,192 keys on a few programs have memory to themselves and give key_us. One to
+eight rounds of units on all programs, over the same few keys, give unit_us. What cannot be told
+from such steps (`yields`, `late_us`, `beside`, `least_speed`, `apart`) stays as it is built in.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from mainstem.core.step import Spans
+from mainstem.kernels.attention.pace import Pace
+from mainstem.kernels.attention.shape import Shape
+
+LONG_KEYS = (1024, 2048, 3072, 4096, 6144, 8192)
+ROUNDS = (1, 2, 3, 4, 6, 8)
+READ_ROUNDS, READ_KEYS = 2, 1024  # of the step that reads as fast as it can
+MERGED_TOKENS, MERGED_KEYS = 2048, 16
+LEAST_US = 1e-5  # noise could give a time below zero
+StepUs = Callable[[Spans], float]  # runs the step with no span cut; microseconds
+
+
+class _Line(NamedTuple):
+    launch_us: float
+    unit_us: float
+    key_us: float
+
+
+def fit_pace(step_us: StepUs, shape: Shape) -> Pace:
+    """The tiles' pace with the numbers that were fitted."""
+    small, large = (_fit_line(step_us, shape, is_large) for is_large in (False, True))
+    num_spans = max(READ_ROUNDS * shape.num_programs // shape.units(False), 1)
+    read_us = step_us(spans_of(num_spans, 1, READ_KEYS)) - small.launch_us
+    merged = step_us(spans_of(2 * MERGED_TOKENS, 1, MERGED_KEYS, spans_of_token=2))
+    merge_us = merged - step_us(spans_of(2 * MERGED_TOKENS, 1, MERGED_KEYS))
+    rows = 2 * MERGED_TOKENS * shape.group * shape.kv_heads
+    has_launch = shape.tiles.is_split
+    return replace(
+        shape.tiles.pace,
+        large_us=large.unit_us,
+        large_key_us=large.key_us,
+        small_us=small.unit_us,
+        small_key_us=small.key_us / shape.fold,
+        reads=num_spans * READ_KEYS * shape.kv_heads / max(read_us, LEAST_US),
+        merge_us=max(merge_us, 0.0) / rows,
+        launch_us=max(large.launch_us - small.launch_us, 0.0) if has_launch else 0.0,
+    )
+
+
+def _fit_line(step_us: StepUs, shape: Shape, is_large: bool) -> _Line:
+    """Least squares, of relative errors."""
+    tokens = max(shape.tiles.large_q // shape.group, 1) if is_large else 1
+    slots = shape.num_large_programs if is_large else shape.num_programs
+    short = shape.stretch_tile(is_large)
+    steps = [(1, keys) for keys in LONG_KEYS]
+    steps += [(max(rounds * slots // shape.units(is_large), 1), short) for rounds in ROUNDS]
+    rows, times = [], []
+    for num_spans, keys in steps:
+        rounds = -(-num_spans * shape.units(is_large) // slots)
+        rows.append((1.0, float(rounds), float(rounds * keys)))
+        times.append(step_us(_over_the_same_keys(spans_of(num_spans, tokens, keys))))
+    us = np.array(times)
+    fitted = np.linalg.lstsq(np.array(rows) / us[:, None], np.ones(len(us)), rcond=None)[0]
+    return _Line(*np.maximum(fitted, LEAST_US).tolist())
+
+
+def _over_the_same_keys(spans: Spans) -> Spans:
+    """All spans read the pages of the first, so that memory is no limit."""
+    return replace(spans, page_ids=np.tile(spans.page_ids[: spans.page_starts[1]], len(spans)))
+
+
+def spans_of(num_spans: int, tokens: int, keys: int, spans_of_token: int = 1) -> Spans:
+    """Spans of `tokens` query tokens over `keys` keys of their own; each token lies in
+    `spans_of_token` of them.
+    """
+    page_size = 16
+    num_pages, rows = -(-keys // page_size), num_spans // spans_of_token * tokens
+    return Spans(
+        query_starts=np.arange(num_spans + 1, dtype=np.int32) * tokens,
+        query_rows=np.tile(np.arange(rows, dtype=np.int32), spans_of_token),
+        page_starts=np.arange(num_spans + 1, dtype=np.int32) * num_pages,
+        page_ids=np.arange(num_spans * num_pages, dtype=np.int32),
+        key_tokens=np.full(num_spans, keys, np.int32),
+        is_causal=np.zeros(num_spans, np.bool_),
+        key_positions=np.zeros(num_spans, np.int32),
+    )
