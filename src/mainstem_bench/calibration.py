@@ -3,7 +3,8 @@ run.
 
 Two models run in parallel: the original and the one rounded so far. A product is rounded so that
 its outputs in the rounded model are close to those in the original model. This corrects errors of
-earlier products as far as possible.
+earlier products as far as possible. What is added to the residual is weighted by one over the
+residual's size at that token, because the next norm divides by it.
 """
 
 from pathlib import Path
@@ -21,7 +22,7 @@ from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Tenso
 from mainstem.models.weights import Checkpoint
 from mainstem_bench.rounding import Grid, Rounded, damped, for_inputs
 
-_REPAIR_DAMPING = 0.2  # of the least squares that correct earlier errors
+_REPAIR_DAMPING = 0.5  # of the least squares that correct earlier errors
 
 
 class CalibratedLayers:
@@ -56,22 +57,27 @@ class CalibratedLayers:
         found: dict[str, Rounded] = {}
 
         def product(
-            kind: str, weight: Tensor, plain: Tensor, rounded: Tensor
+            kind: str, weight: Tensor, plain: Tensor, rounded: Tensor, is_added: bool = False
         ) -> tuple[Tensor, Tensor]:
             """The outputs of both models."""
-            made = _round(weight, plain, rounded, grid)
+            if is_added:
+                sizes = (x + plain @ weight.t()).square().mean(1, keepdim=True)
+                shares = (sizes.mean() / sizes).sqrt_()
+                made = _round(weight, plain * shares, rounded * shares, grid)
+            else:
+                made = _round(weight, plain, rounded, grid)
             found.update(self._split(index, kind, made))
             return plain @ weight.t(), rounded @ made.weight.t()
 
         x, y = self._plain, self._rounded
         norm = _norm(tensors.attention_norm, spec)
         qkv = product("qkv", tensors.qkv.dense, norm(x), norm(y))
-        mixed = [self._attend(index, each) for each in qkv]
-        _add((x, y), product("out", tensors.out.dense, *mixed))
+        mixed = self._attend(index, qkv[0]), self._attend(index, qkv[1])
+        _add((x, y), product("out", tensors.out.dense, *mixed, is_added=True))
         norm = _norm(tensors.mlp_norm, spec)
         first = product("first", mlp.first.dense, norm(x), norm(y))
-        acts = [activate(each) for each in first]
-        _add((x, y), product("down", mlp.down.dense, *acts))
+        acts = activate(first[0]), activate(first[1])
+        _add((x, y), product("down", mlp.down.dense, *acts, is_added=True))
         return found
 
     def _tensors(self, index: int) -> tuple[LayerTensors, MlpTensors]:

@@ -2,8 +2,8 @@
 
 Weights of the layers' products are rounded in groups, with zero points or without, and written as a
 compressed-tensors checkpoint (W4A16), which is then loaded and scored like any other. Embedding,
-head and norms are not changed. The text's first tokens are scored; the tokens after them are used
-for calibration.
+head and norms are not changed. The text's first tokens are scored; the tokens after them, or those
+of another text, are used for calibration.
 """
 
 import argparse
@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
         "--inputs", type=int, default=4096, metavar="N",
         help="calibration tokens, after the scored ones (4096); 0: round to the nearest",
     )  # fmt: skip
+    made.add_argument(
+        "--inputs-text", type=Path, metavar="FILE", help="take calibration tokens from this file"
+    )
     made.add_argument("--group", type=positive_count, default=32, help="columns of a scale (32)")
     made.add_argument("--symmetric", action="store_true", help="without zero points")
     made.add_argument(
@@ -63,16 +66,13 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(args.threads)
     load, begin = load_average(), perf_counter()
     folder = resolve_model(args.model)
-    ids = _read_ids(args, folder)
+    scored, inputs = _read_ids(args, folder)
     grid = Grid(args.group, args.symmetric)
     with TemporaryDirectory() as temporary:
         out = args.out or Path(temporary)
-        write_checkpoint(
-            folder, out, round_products(folder, ids[args.score_tokens :], args.inputs, grid), grid
-        )
+        write_checkpoint(folder, out, round_products(folder, inputs, args.inputs, grid), grid)
         quantize_s = perf_counter() - begin
-        before = _score(folder, ids[: args.score_tokens])
-        after = _score(out, ids[: args.score_tokens])
+        before, after = _score(folder, scored), _score(out, scored)
         sizes = [sum(file.stat().st_size for file in weight_files(each)) for each in (folder, out)]
     result: dict[str, object] = {
         "model": args.model,
@@ -98,14 +98,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read_ids(args: argparse.Namespace, folder: Path) -> Int32s:
+def _read_ids(args: argparse.Namespace, folder: Path) -> tuple[Int32s, Int32s]:
+    """Tokens to score, and to round for."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = np.array(tokenizer.encode(args.text.read_text()).ids, np.int32)
-    if len(ids) < args.score_tokens + args.inputs:
-        raise ConfigError(
-            f"{args.text} has {len(ids):,} tokens; --score-tokens and --inputs ask for more"
-        )
-    return ids
+
+    def read(file: Path, count: int) -> Int32s:
+        ids = np.array(tokenizer.encode(file.read_text()).ids, np.int32)
+        if len(ids) < count:
+            raise ConfigError(f"{file} has {len(ids):,} tokens; {count:,} are asked for")
+        return ids[:count]
+
+    if args.inputs_text is not None:
+        return read(args.text, args.score_tokens), read(args.inputs_text, args.inputs)
+    ids = read(args.text, args.score_tokens + args.inputs)
+    return ids[: args.score_tokens], ids[args.score_tokens :]
 
 
 def _score(folder: Path, ids: Int32s) -> float:

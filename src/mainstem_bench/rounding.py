@@ -2,9 +2,10 @@
 
 `nearest` uses only the weight. `for_inputs` minimises the change of the product's outputs over the
 inputs from a text: r G r', where G is the Gram matrix of these inputs and r the error of a row.
-Columns are rounded one by one, those with the largest inputs first, and later columns compensate
-the error of earlier ones (GPTQ). Then scales are fitted by least squares and columns rounded again
-with all others fixed (coordinate descent).
+Columns are rounded one by one, groups with the largest inputs first, and later columns compensate
+the error of earlier ones (GPTQ). Each group is rounded with several scales, and each row keeps the
+scale with the least error. Then scales are fitted by least squares and columns rounded again with
+all others fixed (coordinate descent).
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from torch import Tensor
 LEVELS = 15  # the largest
 MIDDLE = 8
 # this part of the Gram matrix's mean diagonal is added to it, since there are few tokens. Less of
-# it, or more sweeps, fits the calibration text better and other text worse (docs/log/cpu.md)
-_DAMPING = 0.05
-_SHRINKS = tuple(1.0 - 0.04 * step for step in range(10))  # factors of the range that levels cover
-_BLOCK = 48  # columns whose effect on later ones is computed in one product
+# it fits the calibration text better and other text worse (docs/log/cpu.md)
+_DAMPING = 0.15
+# scales that are tried: levels cover this part of a group's range. More of them gain little
+_RATIOS = tuple(0.8 + 0.4 * step / 19 for step in range(20))
+_BLOCK = 48  # columns whose effect on the rest is computed in one product
 _SWEEPS = 1
 
 
@@ -49,21 +51,19 @@ class Rounded:
 
 def nearest(weight: Tensor, grid: Grid) -> Rounded:
     columns = weight.t().contiguous()
-    scales, zeros = _choose_scales(columns, torch.ones(len(columns)), grid, shrinks=(1.0,))
-    groups, out = scales.shape
-    levels = columns.view(groups, -1, out) / scales[:, None] + zeros[:, None]
-    levels = levels.round_().clamp_(0, LEVELS).view(-1, out)
-    return Rounded(levels, scales, zeros)
+    numbers = columns.view(-1, grid.group, columns.shape[1])
+    scales, zeros = (each[:, 0] for each in _scales(numbers, grid, (1.0,)))
+    levels = (numbers / scales[:, None] + zeros[:, None]).round_().clamp_(0, LEVELS)
+    return Rounded(levels.view(columns.shape), scales, zeros)
 
 
 def for_inputs(weight: Tensor, gram: Tensor, grid: Grid) -> Rounded:
     """`gram` [in, in] is the mean of x' x over the inputs x."""
     columns, gram = weight.t().contiguous(), damped(gram, _DAMPING)
-    scales, zeros = _choose_scales(columns, gram.diagonal(), grid, _SHRINKS)
-    rounded = Rounded(_round_columns(columns, gram, grid.group, scales, zeros), scales, zeros)
+    rounded = _round_groups(columns, gram, grid)
     for _ in range(_SWEEPS):
         scales = _fit_scales(columns, gram, rounded)
-        rounded = Rounded(rounded.levels, scales, zeros)
+        rounded = Rounded(rounded.levels, scales, rounded.zeros)
         _round_again(columns, gram, grid.group, rounded)
     return rounded
 
@@ -74,62 +74,61 @@ def damped(gram: Tensor, share: float) -> Tensor:
     return damped
 
 
-def _choose_scales(
-    columns: Tensor, importance: Tensor, grid: Grid, shrinks: tuple[float, ...]
-) -> tuple[Tensor, Tensor]:
-    """Scales and zeros of the ranges with the least error, weighted by the importance [in] of
-    columns. A range covers all numbers of a group, or a part of them."""
-    out = columns.shape[1]
-    numbers, weights = columns.view(-1, grid.group, out), importance.view(-1, grid.group, 1)
-    highest, lowest = numbers.amax(1).clamp(min=0), numbers.amin(1).clamp(max=0)
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    for shrink in shrinks:
-        if grid.is_symmetric:
-            scales = torch.maximum(highest, -lowest) * (shrink / (MIDDLE - 0.5))
-        else:
-            scales = (highest - lowest) * (shrink / LEVELS)
-        scales = scales.clamp_(min=1e-7).half().float()
-        zeros = torch.full_like(scales, MIDDLE)
-        if not grid.is_symmetric:
-            zeros = (-lowest * shrink / scales).round_().clamp_(0, LEVELS)
-        found = (numbers / scales[:, None]).add_(zeros[:, None]).round_().clamp_(0, LEVELS)
-        found.sub_(zeros[:, None]).mul_(scales[:, None])
-        errors = found.sub_(numbers).square_().mul_(weights).sum(1)
-        if best is None:
-            best = scales, zeros, errors
-        else:
-            is_better = errors < best[2]
-            new = (scales, zeros, errors)
-            best = tuple(torch.where(is_better, a, b) for a, b in zip(new, best, strict=True))  # type: ignore[assignment]
-    assert best is not None
-    return best[0], best[1]
+def _scales(numbers: Tensor, grid: Grid, ratios: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [groups, ratios, out] of numbers [groups, columns, out]: levels cover these
+    parts of the range of each group."""
+    highest = numbers.amax(1, keepdim=True).clamp(min=0)
+    lowest = numbers.amin(1, keepdim=True).clamp(max=0)
+    parts = torch.tensor(ratios)[:, None]
+    if grid.is_symmetric:
+        scales = torch.maximum(highest, -lowest) * (parts / (MIDDLE - 0.5))
+    else:
+        scales = (highest - lowest) * (parts / LEVELS)
+    scales = scales.clamp_(min=1e-7).half().float()
+    if grid.is_symmetric:
+        return scales, torch.full_like(scales, MIDDLE)
+    return scales, (LEVELS / 2 - (highest + lowest) / (2 * scales)).round_().clamp_(0, LEVELS)
 
 
-def _round_columns(
-    columns: Tensor, gram: Tensor, group: int, scales: Tensor, zeros: Tensor
-) -> Tensor:
-    """The levels [in, out], for given scales and zeros."""
-    size, out = columns.shape
-    order = gram.diagonal().argsort(descending=True)
-    left, gram = columns[order], gram[order][:, order]
+def _round_groups(columns: Tensor, gram: Tensor, grid: Grid) -> Rounded:
+    """Group by group, with the scales that leave least in each row."""
+    (size, out), group = columns.shape, grid.group
+    loudness = gram.diagonal().view(-1, group)
+    inside = loudness.argsort(dim=1, descending=True)
+    groups = loudness.sum(1).argsort(descending=True)
+    order = (groups[:, None] * group + inside[groups]).flatten()
     # row i of the factor: how later columns compensate a change of column i
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
-    factor = torch.linalg.cholesky(inverse, upper=True)
-    pivots = factor.diagonal().tolist()
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order].double()))
+    factor = torch.linalg.cholesky(inverse, upper=True).float()
+    left = columns[order]
     levels = torch.empty_like(columns)
-    for first in range(0, size, _BLOCK):
-        end = min(first + _BLOCK, size)
-        errors = torch.empty(end - first, out)
-        for place in range(first, end):
-            column = int(order[place])
-            scale, zero = scales[column // group], zeros[column // group]
-            level = (left[place] / scale).add_(zero).round_().clamp_(0, LEVELS)
-            levels[column] = level
-            error = (left[place] - (level - zero) * scale).div_(pivots[place])
-            errors[place - first] = error
-            left[place + 1 : end].addr_(factor[place, place + 1 : end], error, alpha=-1)
-        left[end:].addmm_(factor[first:end, end:].t(), errors, alpha=-1)
-    return levels
+    scales, zeros = torch.empty(2, size // group, out)
+    for place, index in enumerate(groups.tolist()):
+        first, end = place * group, (place + 1) * group
+        tried = _scales(left[None, first:end], grid, _RATIOS)
+        found, errors = _try_scales(left[first:end], factor[first:end, first:end], *tried)
+        best = errors.square().sum(0).argmin(0)[None]  # [1, out]
+        scales[index], zeros[index] = (each[0].gather(0, best)[0] for each in tried)
+        kept = best.expand(group, 1, out)
+        levels[order[first:end]] = found.gather(1, kept)[:, 0]
+        left[end:].addmm_(factor[first:end, end:].t(), errors.gather(1, kept)[:, 0], alpha=-1)
+    return Rounded(levels, scales, zeros)
+
+
+def _try_scales(
+    numbers: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Levels and errors [columns, ratios, out] of a group [columns, out], column by column."""
+    group, ratios = len(numbers), scales.shape[1]
+    left = numbers[:, None].repeat(1, ratios, 1)
+    levels, errors = torch.empty_like(left), torch.empty_like(left)
+    for place in range(group):
+        level = (left[place] / scales[0]).add_(zeros[0]).round_().clamp_(0, LEVELS)
+        levels[place] = level
+        errors[place] = (left[place] - (level - zeros[0]) * scales[0]) / factor[place, place]
+        after = left.view(group, -1)[place + 1 :]
+        after.addr_(factor[place, place + 1 :], errors[place].view(-1), alpha=-1)
+    return levels, errors
 
 
 def _fit_scales(columns: Tensor, gram: Tensor, rounded: Rounded) -> Tensor:

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mainstem.core.errors import UnsupportedModel
+from mainstem.core.errors import ConfigError, UnsupportedModel
 from mainstem.models.families import read_spec
 from mainstem.models.packed import PackedWeight
 from mainstem.models.weights import Checkpoint
@@ -64,11 +65,30 @@ def test_other_layouts_are_refused(tmp_path: Path) -> None:
         round_products(tmp_path, np.zeros(8, np.int32), 0, GRIDS[0])
 
 
+def test_inputs_may_come_from_another_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint("llama", tmp_path)
+    words = {f"w{index}": index for index in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = [tmp_path / "scored.txt", tmp_path / "inputs.txt"]
+    for text, count in zip(texts, (40, 600), strict=True):
+        text.write_text(" ".join(f"w{index % VOCAB}" for index in range(count)))
+    command = ["--model", str(tmp_path), "--text", str(texts[0]), "--inputs-text", str(texts[1])]
+    sizes = ["--score-tokens", "40", "--inputs", "512", "--group", "16", "--json"]
+    assert main([*command, *sizes]) == 0
+    assert json.loads(capsys.readouterr().out)["scored_tokens"] == 40
+    with pytest.raises(ConfigError, match="has 600 tokens; 601 are asked for"):
+        main([*command, *sizes[:3], "601"])
+
+
 @pytest.mark.slow
 def test_4_bits_cost_little_on_real_text(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For 4,096 tokens of input 2.4 %; docs/log/cpu.md has more."""
+    """Other text costs 2 to 3 % (docs/log/cpu.md)."""
     text = ["--text", str(TEXT), "--score-tokens", "2048", "--inputs", "4096"]
     assert main(["--model", str(smollm2_folder), *text, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
