@@ -150,7 +150,7 @@ def test_a_model_tells_what_its_keys_and_values_take(
     assert doctor.main(["--model", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "256 bytes a token in bfloat16" in told
-    assert "75% of that has left the windows" in told
+    assert "75% of that is outside the sliding windows" in told
     assert "  ranks     2: " in told
     assert "128 bytes of KV a token each" in told
     assert "weights   bfloat16" in told

@@ -270,7 +270,7 @@ def test_a_bad_item_of_a_list_is_named(
 
 
 def test_a_warmup_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leaves none of 400 requests"):
+    with pytest.raises(ConfigError, match="leaves no request to count: there are 400"):
         cli.main([str(MOONCAKE), "--host-gb", "1", "--warmup", "400", *FLAGS])
 
 
