@@ -143,7 +143,9 @@ def test_ids_of_another_page_size_are_refused_with_the_size_that_fits(
 
 def test_the_first_request_that_does_not_fit_is_named(tmp_path: Path) -> None:
     lines = [GOOD, mooncake(1, 1024, [1, 2, 3, 4]), mooncake(2, 2048, [9] * 8)]
-    with pytest.raises(InvalidRequest, match=r"trace:2: hash_ids has 4 ids, its tokens make at mo"):
+    with pytest.raises(
+        InvalidRequest, match=r"trace:2: hash_ids has 4 ids, but its tokens make at"
+    ):
         read(tmp_path, "".join(lines))
 
 
