@@ -168,7 +168,7 @@ def test_closing_ends_a_stream_with_an_error(llm: LLM) -> None:
         list(stream)
 
 
-def test_ctrl_c_ends_a_stream_and_the_llm_goes_on(llm: LLM, engines: FakeEngines) -> None:
+def test_ctrl_c_ends_a_stream_and_the_llm_can_be_used_again(llm: LLM, engines: FakeEngines) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     try:
         stream = llm.stream("one", LONG)
@@ -267,7 +267,9 @@ def test_whole_answers_and_chats_of_an_async_llm(loop: Loop) -> None:
     loop.run(body)
 
 
-def test_an_async_stream_ends_where_nobody_reads_on(loop: Loop, engines: FakeEngines) -> None:
+def test_an_async_stream_ends_when_its_caller_stops_reading(
+    loop: Loop, engines: FakeEngines
+) -> None:
     async def body(llm: AsyncLLM) -> None:
         async for piece in llm.stream("one", LONG):
             assert piece.text

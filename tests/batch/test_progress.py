@@ -77,7 +77,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_is_told_at_once_and_cleaned_up() -> None:
+def test_a_terminal_shows_progress_at_once_and_is_cleaned_up() -> None:
     shown = Terminal()
     line = PhaseLine("mainstem plan", True, shown)
     line.show("reading 5 rows")

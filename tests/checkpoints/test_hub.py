@@ -350,7 +350,9 @@ def test_two_processes_build_once(package: TinyPackage, tmp_path: Path) -> None:
     assert left_behind(tmp_path) == {folder.name, "tiny.lock"}
 
 
-def test_waiting_is_told_only_by_who_waits(package: TinyPackage, tmp_path: Path) -> None:
+def test_waiting_is_reported_only_while_the_lock_is_held(
+    package: TinyPackage, tmp_path: Path
+) -> None:
     with (tmp_path / "tiny.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
@@ -378,7 +380,9 @@ def write_model_folder(folder: Path, *shards: str) -> Path:
     return folder
 
 
-def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_is_used_without_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_model_folder(tmp_path / "owner" / "name", "model.safetensors")
     assert hub.resolve_model(str(folder)) == folder
     monkeypatch.chdir(tmp_path)
@@ -402,9 +406,7 @@ def test_a_sharded_folder_must_have_every_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["b.safetensors", "tokenizer.json", "model.safetensors.index.json"]
 )
-def test_a_folder_cloned_without_git_lfs_is_told_from_a_damaged_one(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_folder_cloned_without_git_lfs_has_its_own_error(tmp_path: Path, name: str) -> None:
     folder = write_model_folder(tmp_path, "a.safetensors")
     text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
     (folder / name).write_text(text)

@@ -61,7 +61,7 @@ def test_what_is_ignored_is_part_of_what_pages_are_named_after(folder: Path) -> 
     assert checkpoint_digest(folder) == plain.weights.wait()
 
 
-def test_a_runner_is_closed_where_the_rest_cannot_be_made(
+def test_a_runner_is_closed_if_the_engine_cannot_be_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its processes would go on."""
@@ -90,7 +90,7 @@ def with_disk(folder: Path, disk: Path) -> Engine:
     )
 
 
-def test_an_emptied_store_is_told_once_and_every_store_has_a_name(
+def test_an_emptied_store_is_reported_once_and_every_store_has_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger("mainstem"), "propagate", False)  # not to pytest

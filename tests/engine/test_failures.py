@@ -73,7 +73,7 @@ both_ways = pytest.mark.parametrize(
 
 
 @both_ways
-def test_a_step_that_fails_once_costs_nobody_an_answer(can_overlap: bool, at_wait: bool) -> None:
+def test_a_step_that_fails_once_loses_no_answer(can_overlap: bool, at_wait: bool) -> None:
     left = [4]
 
     def fails(_: Step) -> bool:
@@ -157,7 +157,7 @@ def test_all_answers_of_a_poisonous_request_end_together(can_overlap: bool, at_w
 
 @both_ways
 @pytest.mark.parametrize("count", [10, 20, 200])
-def test_an_engine_whose_steps_all_fail_is_lost_and_blames_nobody(
+def test_an_engine_whose_steps_all_fail_is_lost_and_blames_no_request(
     can_overlap: bool, at_wait: bool, count: int
 ) -> None:
     runner = PoisonedRunner(can_overlap, lambda _: True, at_wait)
@@ -187,7 +187,7 @@ def test_a_good_answer_between_poisonous_ones_shows_that_the_engine_lives() -> N
         run_all(engine, [a_request(asked, 3)], 20)
 
 
-def test_between_two_suspects_somebody_else_runs() -> None:
+def test_between_two_suspects_another_sequence_runs() -> None:
     tried: list[list[int]] = []
 
     def fails(step: Step) -> bool:
@@ -206,7 +206,7 @@ def test_between_two_suspects_somebody_else_runs() -> None:
     assert got.tokens["4", 0] == fake_answer([4, 5], 4, VOCAB)
 
 
-def test_requests_at_fault_end_when_the_others_are_taken_back() -> None:
+def test_requests_at_fault_end_when_the_others_are_aborted() -> None:
     """Nothing is left to show whether steps end well without them."""
     engine = an_engine_over(PoisonedRunner(False, has_poison, False))
     failed: list[StepFailed] = []

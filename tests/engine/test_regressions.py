@@ -182,7 +182,7 @@ def test_an_urgent_request_starts_though_decodes_fill_the_chunk() -> None:
     assert steps_until_heard(engine, "urgent") < 5
 
 
-def test_news_of_an_aborted_request_is_not_taken_for_its_namesakes() -> None:
+def test_a_name_is_refused_until_its_aborted_request_has_ended() -> None:
     engine = an_engine()
     engine.submit(a_request([1, 2, 3], 4, name="a"))
     engine.step()
@@ -318,7 +318,7 @@ def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
 
 
 @pytest.mark.serial
-def test_taking_a_request_in_does_not_look_through_what_is_to_be_told() -> None:
+def test_submitting_a_request_does_not_search_pending_outputs() -> None:
     """A crowd gives up, and others come before anybody was told."""
     engine = an_engine()
     names = [str(number) for number in range(3000)]

@@ -200,7 +200,7 @@ def test_impossible_scorings_are_refused(sampling: SamplingParams, scoring: Scor
 
 
 @pytest.mark.parametrize("top", [0, 1, 2])
-def test_prompts_whose_logprobs_nobody_can_reuse_do_not_wait_for_each_other(top: int) -> None:
+def test_prompts_with_logprobs_that_cannot_be_reused_do_not_wait_for_each_other(top: int) -> None:
     engine = an_engine(num_pages=512, config=SchedConfig(chunk_tokens=512))
     counters = Counters().attach(engine.bus)
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=top, ignore_eos=True)
@@ -211,7 +211,7 @@ def test_prompts_whose_logprobs_nobody_can_reuse_do_not_wait_for_each_other(top:
 
 
 @pytest.mark.parametrize("ends", ["later", "never"])
-def test_no_page_is_told_before_the_one_it_follows(ends: str) -> None:
+def test_no_page_is_reported_before_its_predecessor(ends: str) -> None:
     recorder, mirror = Recorder(bus := EventBus()), Mirror(4)
     engine = an_engine(page_size=4, config=SchedConfig(chunk_tokens=3), bus=bus)
     engine.submit(a_request(CONTEXT[:8], 1, "slow", priority=1))

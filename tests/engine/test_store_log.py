@@ -9,7 +9,9 @@ from mainstem.engine import store_log
 from mainstem.engine.store_log import StoreLog
 
 
-def test_trouble_is_told_at_once_and_then_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_logged_at_once_and_then_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[tuple[str, object]] = []
 
     def warning(words: str, extra: dict[str, object]) -> None:

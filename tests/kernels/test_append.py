@@ -96,7 +96,7 @@ def test_a_token_with_a_negative_slot_is_not_written() -> None:
     assert (v_pages[0, 0, 3] == 1).all()
 
 
-def test_rope_append_names_what_it_does_not_take() -> None:
+def test_rope_append_names_the_argument_that_it_refuses() -> None:
     q, kv, pages = torch.ones(2, 2, 64), torch.ones(2, 1, 64), torch.zeros(1, 1, 16, 64)
     positions, slots, freq = torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.ones(32)
     with pytest.raises(LayoutError, match="v is"):

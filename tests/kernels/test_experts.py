@@ -155,7 +155,7 @@ def test_rows_may_lie_apart() -> None:
     assert bool(wide[:, : case.hidden].isnan().all())
 
 
-def test_a_deterministic_row_does_not_depend_on_the_rows_beside_it(
+def test_a_deterministic_row_does_not_depend_on_other_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Enough tokens that router sums are not split over programs. The interpreter multiplies
@@ -282,7 +282,7 @@ def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose(512 * 128, 128, x, is_deterministic=False) is tiles
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     case = CASES[0]
     layer = a_layer(case, some_tensors(case), 4)
     with pytest.raises(PlanTooLarge, match="5 tokens, buffers were made for 4"):

@@ -38,7 +38,7 @@ def test_it_is_the_product(tokens: int, num_out: int, num_in: int, dtype: torch.
     assert torch.equal(matmul(x, weight, bias), wide[:tokens, :num_out])
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     x, weight = some(140, 96), some(80, 96, seed=1)
     together = matmul(x, weight)
     for first, last in ((0, 1), (139, 140), (17, 90)):
@@ -46,7 +46,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     assert torch.equal(matmul(x.flip(0), weight).flip(0), together)
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     x, weight = some(2, 32), some(16, 32)
     with pytest.raises(LayoutError, match="must agree"):
         matmul(x, some(16, 24))

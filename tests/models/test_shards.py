@@ -283,7 +283,7 @@ def test_a_rank_alone_makes_no_calls(name: str, tmp_path: Path) -> None:
     check_same(outputs(tmp_path, Deaf()), outputs(tmp_path), 0.0)
 
 
-def test_pages_of_other_ranks_and_numbers_are_told_apart(tmp_path: Path) -> None:
+def test_pages_of_other_ranks_and_numbers_of_ranks_have_other_names(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["llama"], tmp_path)
 
     def identity(ranks: Collectives) -> bytes:

@@ -191,7 +191,7 @@ def test_the_papers_figure_4_argument() -> None:
     assert draft_saving(first_level_enlarged(tree)) == 8 + 2
 
 
-def test_algorithm_1_charges_the_last_fork_for_a_prefix_nobody_needs_any_more() -> None:
+def test_algorithm_1_charges_the_last_fork_for_a_prefix_that_is_no_longer_needed() -> None:
     """Each fork alone loses 2 tokens; both together leave no one behind and gain 6."""
     prompts = [branch(110, mid, end) for mid in (208, 308) for end in (401, 501)]
     tree = build_tree(Prompts.from_lists(prompts))
@@ -199,7 +199,7 @@ def test_algorithm_1_charges_the_last_fork_for_a_prefix_nobody_needs_any_more() 
     assert best_single_level_saving(prompts) == 2 * 18
 
 
-def test_algorithm_1_decides_sub_problems_without_what_lies_above() -> None:
+def test_algorithm_1_decides_sub_problems_without_the_nodes_above() -> None:
     """Below, 4 prompts share 4 tokens and 2 of them 5 more: forking pays there, but what is left
     is too little to be forked past the 10 tokens above, which the 4 together would have been."""
     lower = [branch(110, 204, 305, 401), branch(110, 204, 305, 501)]

@@ -50,7 +50,7 @@ def test_constant_outputs_give_equation_4() -> None:
     assert [group_of(plan, i).prefix_tokens for i in range(3)] == [10, 20, 40]
 
 
-def test_groups_keep_the_order_of_their_first_prompts_where_nothing_is_reordered() -> None:
+def test_groups_keep_the_order_of_their_first_prompts_without_reordering() -> None:
     heads = {1: 40, 2: 10, 3: 20}
     rows = [(token, i) for i in range(3) for token in heads]
     prompts = Prompts.from_lists([[token] * heads[token] + [token + 10 + i] for token, i in rows])

@@ -142,7 +142,7 @@ def test_a_stored_response_outlives_a_restart_of_the_engine(is_down: bool) -> No
     play(scene)
 
 
-def test_a_response_whose_home_is_not_known_is_looked_for() -> None:
+def test_a_response_whose_replica_is_unknown_is_searched_for() -> None:
     async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
         name, home = await made(front)
         front._router._sessions.clear()  # as after a start of the front

@@ -119,7 +119,7 @@ def test_min_p_is_relative_to_the_likeliest() -> None:
     assert_shares(counts(four_tokens(), SamplingParams(min_p=0.45)), expected)
 
 
-def test_equals_at_a_limit_are_taken_in_the_order_of_ids() -> None:
+def test_ties_at_a_limit_are_broken_by_the_lowest_id() -> None:
     logits = torch.zeros(VOCAB)
     logits[20] = 1.0
     for sampling in (SamplingParams(top_k=6), SamplingParams(top_p=0.14)):

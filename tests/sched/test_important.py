@@ -113,9 +113,7 @@ def test_choices_of_other_sessions_salts_and_pasts_are_not_used() -> None:
         assert truncation.weighing is not None
 
 
-def test_a_conversation_taken_up_again_earlier_is_weighed_again_where_the_choice_is_too_long() -> (
-    None
-):
+def test_a_conversation_continued_from_an_earlier_turn_is_weighed_again() -> None:
     truncator = a_truncator(window=80)
     _, truncation = truncator.fit(important_request(list(range(79)), max_tokens=10))
     assert truncation is not None

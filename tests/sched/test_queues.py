@@ -60,7 +60,7 @@ def test_answers_then_own_prompts_then_the_next_prefix(
             assert max(own_places) < seen.index(group + 1)
 
 
-def test_every_answer_that_can_go_on_is_in_the_step() -> None:
+def test_every_answer_that_can_continue_is_in_the_step() -> None:
     """Decodes come out of the budget before any prompt."""
     engine = an_engine(512, PAGE, SchedConfig(chunk_tokens=16))
     prompts = a_job(3, 4, 24, 3)

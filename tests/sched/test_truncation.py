@@ -68,7 +68,7 @@ class Chat:
     keep_tokens=st.integers(0, 40),
     chooses=st.booleans(),
 )
-def test_whatever_is_cut_fits_and_keeps_what_it_must(
+def test_every_cut_fits_the_window_and_keeps_the_required_tokens(
     num_prompt: int,
     window: int,
     max_tokens: int | None,
@@ -240,7 +240,7 @@ def test_keys_are_moved_from_the_original_while_it_is_there() -> None:
     assert len(by) > 1, "every move was by one step only: from the copy, not from the original"
 
 
-def test_nothing_is_moved_where_nothing_is_shared() -> None:
+def test_nothing_is_moved_if_nothing_is_shared() -> None:
     engine = an_engine(64, PAGE, SchedConfig(share=Share.NONE), max_model_len=WINDOW)
     chat = Chat(engine, "s")
     chat.say(tokens(28))
@@ -261,7 +261,7 @@ def test_a_public_prefix_can_be_cut_like_any_other(public: int, overflow: Overfl
 
 @pytest.mark.parametrize("preload", ["auto", "all", "0"])
 @pytest.mark.parametrize("num_turns_before", [1, 2, 3])
-def test_what_lies_in_lower_tiers_is_brought_up_and_moved(
+def test_pages_in_lower_tiers_are_loaded_and_moved(
     preload: str, num_turns_before: int, tmp_path: Path
 ) -> None:
     """The session was idle and the device forgot it; sink and originals come from below."""
@@ -415,7 +415,7 @@ def test_many_answers_of_one_truncated_prompt_move_its_pages_once() -> None:
     assert moves == 2
 
 
-def test_a_move_gives_way_where_pages_are_short() -> None:
+def test_a_move_is_left_out_if_pages_are_short() -> None:
     """Window and memory are the same: originals and their copies do not both fit."""
     config = SchedConfig(truncation_ratio=0.2)
     engine = an_engine(WINDOW // PAGE, PAGE, config, max_model_len=WINDOW)

@@ -108,7 +108,7 @@ def test_a_full_disk_is_tried_ever_more_rarely(tmp_path: Path, disk: Disk) -> No
         until(lambda: client.batches.retrieve(batch_id).status == "cancelled")
 
 
-def test_what_a_full_disk_cannot_take_is_refused(tmp_path: Path, disk: Disk) -> None:
+def test_files_that_do_not_fit_on_a_full_disk_are_refused(tmp_path: Path, disk: Disk) -> None:
     rows: dict[str, Any] = {
         "files": {"file": ("in", lines([a_row("a", "x")]))},
         "data": {"purpose": "batch"},

@@ -354,7 +354,7 @@ def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> Non
         assert again.status_code == 200
 
 
-def test_an_upload_that_stands_still_is_given_up(shared: Running) -> None:
+def test_an_upload_that_pauses_too_long_is_refused(shared: Running) -> None:
     head = (
         f"POST /v1/files HTTP/1.1\r\nhost: [::1]\r\nauthorization: Bearer {ALICE}\r\n"
         "connection: close\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -475,7 +475,7 @@ def test_what_a_running_batch_has_written_counts_for_uploads(tmp_path: Path) -> 
         assert running.client.post("/v1/files", **form).status_code == 413
 
 
-def test_a_killed_server_goes_on_with_its_batches(tmp_path: Path) -> None:
+def test_a_killed_server_continues_its_batches_after_a_restart(tmp_path: Path) -> None:
     flags = ["--data-dir", str(tmp_path)]
     rows = [a_row(f"r{n}", f"row {n % 50} of many", max_tokens=40) for n in range(400)]
     rows.append(a_row("bad", "x", n=0))

@@ -231,7 +231,7 @@ def test_replay_goes_back_as_far_as_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
         router.close()
 
 
-def test_no_event_is_built_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_built_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("an event was built")
 

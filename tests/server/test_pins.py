@@ -49,7 +49,7 @@ def run(work: object) -> tuple[FakeEngine, PrefixPins]:
     return engine, pins
 
 
-def test_a_prefix_that_goes_on_takes_the_place_of_its_beginning() -> None:
+def test_a_longer_prefix_replaces_its_beginning() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 300)
         pins.keep("a", prefix((1, 20), (2, 10)), 300)

@@ -78,7 +78,7 @@ def test_old_files_go_again_and_again(tmp_path: Path, monkeypatch: pytest.Monkey
             until(lambda: running.get("/v1/files").json()["data"] == [])
 
 
-def test_a_file_tells_when_it_goes(tmp_path: Path) -> None:
+def test_a_file_reports_when_it_expires(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path, limits=ServerLimits(file_ttl_s=500.5)) as running:
         made = upload(running)
         assert made["expires_at"] == made["created_at"] + 500
@@ -177,7 +177,7 @@ def test_a_batch_that_fails_keeps_what_is_answered(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("batches/*/*.work.jsonl"))
 
 
-def test_a_batch_whose_answers_are_damaged_fails_and_goes_in_its_time(tmp_path: Path) -> None:
+def test_a_batch_with_damaged_answers_fails_and_expires_like_others(tmp_path: Path) -> None:
     batches = BatchStore(tmp_path / "batches")
     with a_server(data_dir=tmp_path) as running:
         made = upload(running)

@@ -33,7 +33,7 @@ def test_mooncake_keeps_whole_pages_in_order_of_arrival(tmp_path: Path) -> None:
     assert [list(r.keys) for r in trace.requests] == [[1, 2], [1, 2]]
 
 
-def test_a_prompt_that_goes_on_where_another_ended_is_of_its_session(tmp_path: Path) -> None:
+def test_a_prompt_that_continues_another_belongs_to_its_session(tmp_path: Path) -> None:
     lines = [
         mooncake(0, 512 * 4, [0, 1, 2, 3]),
         mooncake(1, 512 * 2, [0, 9]),
@@ -175,7 +175,7 @@ def weka(requests: list[tuple[float, str, int, list[list[int]]]], **more: object
     return json.dumps({"session": "s", "block_size": 64, "requests": rows, **more}) + "\n"
 
 
-def test_weka_ids_are_of_their_session_and_agents_go_on_by_themselves(tmp_path: Path) -> None:
+def test_weka_ids_are_local_to_a_session_and_agents_run_independently(tmp_path: Path) -> None:
     requests = [
         (0.0, "main", 130, [[1, 2]]),
         (9.0, "agent_1", 64, [[50, 1]]),

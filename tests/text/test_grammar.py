@@ -266,7 +266,7 @@ def test_a_form_that_costs_too_much_is_refused(form: str) -> None:
         Grammars(a_tokenizer()).compile(form)
 
 
-def test_a_refused_form_leaves_nothing_behind() -> None:
+def test_a_refused_form_keeps_no_memory() -> None:
     """An error's frames held the parser, tens of megabytes, until garbage was collected."""
     grammars, refused = Grammars(a_tokenizer()), []
     for number in range(3):

@@ -97,7 +97,7 @@ def test_no_rank_falls_far_behind() -> None:
 
 
 @pytest.mark.parametrize("can_overlap", [False, True])
-def test_ctrl_c_leaves_an_engine_that_goes_on(can_overlap: bool) -> None:
+def test_an_engine_continues_after_ctrl_c(can_overlap: bool) -> None:
     moments = random.Random(0)
     with ranked(FakeOrigin(can_overlap, slow_rank=0)) as ranks:
         for number in range(8):
