@@ -1,4 +1,5 @@
-"""A bad prompt among good ones: named, or answered with an error of its own. Without a model."""
+"""A bad prompt among good ones: the error names it, or only its own result has an error. Without a
+model."""
 
 import copy
 import pickle

@@ -127,7 +127,7 @@ def test_streams_of_several_threads(llm: LLM) -> None:
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(lambda prompt: joined(list(llm.stream(prompt, SHORT))), prompts)
     assert list(found) == [expected_text(prompt, 9) for prompt in prompts]
-    next(llm.stream("one", SHORT))  # somebody sees to what threads have left
+    next(llm.stream("one", SHORT))  # the next step handles what threads have left
     assert at_rest(llm)
 
 

@@ -46,7 +46,7 @@ def run(
     resume: str = "--resume",
     flags: Sequence[str] = (),
 ) -> int:
-    """Start or resume the job in a process of its own; 0: it may come to its end."""
+    """Start or resume the job in a separate process; 0: it may run to its end."""
     module = [sys.executable, "-m", "tests.batch.fake_batch", str(kill_at_bytes)]
     job = [str(source), "-o", str(output), "--no-progress", resume, "--window-mib", "64", *flags]
     done = subprocess.run([*module, *job], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""What is said while a job or a plan is under way."""
+"""What is shown while a job or a plan runs."""
 
 import io
 from array import array

@@ -196,7 +196,7 @@ def test_bundles_are_taken_from_the_own_share_and_from_the_end_of_the_longest() 
     assert bundles.take(0) is None
     assert bundles.take_from_others() is third
     assert bundles.take(1) is first
-    task = Task(*(None,) * 4)  # type: ignore[arg-type]  # nobody looks into it
+    task = Task(*(None,) * 4)  # type: ignore[arg-type]  # it is not used
     bundles.give_back([task])
     returned = bundles.take(1)
     assert returned is not None

@@ -289,7 +289,7 @@ def test_a_failure_at_any_moment_leaves_nothing_broken(
     steps = FailAt(0)
     embedded_folder(package.model, tmp_path / "whole", package.fetch, steps)
     num_calls = len(steps.stages)
-    assert num_calls > NUM_LAYERS * 9  # every tensor is a moment of its own
+    assert num_calls > NUM_LAYERS * 9  # a kill may come at every tensor
     for call in range(1, num_calls + 1):
         models_dir = tmp_path / str(call)
         with pytest.raises(Killed):
@@ -449,7 +449,7 @@ def test_a_hub_id_takes_only_safe_files(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_unreachable_hub_says_what_to_do(tmp_path: Path) -> None:
-    """In a process of its own, since the hub's client reads its settings when imported."""
+    """In a separate process, since the hub's client reads its settings when it is imported."""
     code = "from mainstem.checkpoints.hub import resolve_model; resolve_model('owner/name')"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": os.defpath}
     done = subprocess.run(

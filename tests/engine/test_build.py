@@ -1,4 +1,4 @@
-"""An engine as it is put together: config.json with unknown fields, and the store beside it."""
+"""How an engine is built: config.json with unknown fields, and the store."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ def test_what_is_ignored_is_part_of_what_pages_are_named_after(folder: Path) -> 
 def test_a_runner_is_closed_if_the_engine_cannot_be_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its processes would go on."""
+    """Otherwise its processes would keep running."""
     made: list[Runner] = []
     closed: list[Runner] = []
 

@@ -207,7 +207,7 @@ def test_between_two_suspects_another_sequence_runs() -> None:
 
 
 def test_requests_at_fault_end_when_the_others_are_aborted() -> None:
-    """Nothing is left to show whether steps end well without them."""
+    """No other request is left to show that steps succeed without them."""
     engine = an_engine_over(PoisonedRunner(False, has_poison, False))
     failed: list[StepFailed] = []
     engine.bus.subscribe(StepFailed, failed.append)
@@ -220,7 +220,7 @@ def test_requests_at_fault_end_when_the_others_are_aborted() -> None:
     got = run_all(engine, [], 20)
     assert got.reasons["bad", 0] is FinishReason.ERROR
     assert got.reasons["x", 0] is FinishReason.ABORT
-    run_all(engine, [a_request([1, 5], 2, name="bad")], 20)  # the name is nobody's any more
+    run_all(engine, [a_request([1, 5], 2, name="bad")], 20)  # the name is free again
 
 
 class OverlapCounter(PoisonedRunner):

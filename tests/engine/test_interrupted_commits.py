@@ -51,7 +51,8 @@ def fail_at(
 
 
 def requests() -> list[Request]:
-    """Of every kind: told at each step or at the end, with logprobs, ended by a stop token."""
+    """Requests of every kind: delivered at each step or at the end, with logprobs, with a stop
+    token."""
     eos = fake_answer(PROMPTS[3], 6, VOCAB)[4]
     with_logprobs = SamplingParams(temperature=0.0, max_tokens=9, logprobs=1)
     return [
@@ -98,7 +99,7 @@ def test_a_commit_that_fails_loses_no_token(
 
 
 class FailingRunner(FakeRunner):
-    """Its steps fail as they are waited for, once `error` is set."""
+    """Once `error` is set, waiting for a step raises it."""
 
     def __init__(self) -> None:
         super().__init__(64, 4, VOCAB, can_overlap=True)

@@ -51,7 +51,7 @@ def test_a_failed_launch_leaves_nothing_running(can_overlap: bool) -> None:
 
 
 class InterruptedRunner(FakeRunner):
-    """Ctrl-C comes when step number `when` is launched, but nobody has taken note of it."""
+    """Ctrl-C comes when step number `when` is launched, before the engine has recorded that."""
 
     when = 2
 
@@ -261,7 +261,8 @@ def test_an_error_in_the_scheduler_loses_nothing(
 
 
 class LateRunner(FakeRunner):
-    """The host runs ahead: a step is computed when somebody waits for it, or for all."""
+    """The host runs ahead: a step is computed only when the caller waits for it, or for all
+    steps."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size, VOCAB, can_overlap=True)
@@ -319,7 +320,7 @@ def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
 
 @pytest.mark.serial
 def test_submitting_a_request_does_not_search_pending_outputs() -> None:
-    """A crowd gives up, and others come before anybody was told."""
+    """Many requests are aborted, and others arrive before any output was delivered."""
     engine = an_engine()
     names = [str(number) for number in range(3000)]
     for name in names:

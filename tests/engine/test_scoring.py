@@ -150,7 +150,7 @@ def test_pages_without_logprobs_are_computed_again() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_logprobs_are_right_in_any_company(seed: int) -> None:
-    """Few pages, so that they change hands; some requests are given up."""
+    """There are few pages, so that they are evicted and reused; some requests are aborted."""
     rng = np.random.default_rng(seed)
     engine = an_engine(24, 4, SchedConfig(chunk_tokens=int(rng.integers(3, 40))), bool(seed % 2))
     stems = [rng.integers(0, VOCAB, 30).tolist() for _ in range(3)]

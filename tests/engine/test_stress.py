@@ -80,7 +80,7 @@ class _Asked:
     ends: dict[int, FinishReason] = field(default_factory=dict)
 
     def alone(self, length: int | None = None) -> tuple[list[int], FinishReason]:
-        """What it is told if nobody else is there."""
+        """The expected answer, as if no other request were running."""
         request, form = self.request, self.request.grammar
         known, output = request.prompt_ids.tolist(), list[int]()
         while len(output) < (length or self.max_tokens):

@@ -65,7 +65,7 @@ def test_every_unit_has_one_program(
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=80))
 def test_no_load_is_far_from_the_mean(us: list[float]) -> None:
-    """Longest-processing-time-first: nobody ends later than the mean and a longest unit."""
+    """Longest-processing-time-first: no program ends later than the mean plus the longest unit."""
     shares, _ = assign_units(np.array(us), NONE, 8, shape_of(8, 0.0, INTERPRETER))
     loads = [
         sum(us[unit] for unit in shares.order[b:e])

@@ -300,7 +300,7 @@ def test_many_heads_over_one_and_runs_of_unequal_length() -> None:
     ],
 )
 def test_evenly_spaced_queries_are_read_in_place(rows: list[list[int]], is_copied: bool) -> None:
-    q = torch.randn(6, 5, 4)[:, :3]  # query heads beside those of keys and values
+    q = torch.randn(6, 5, 4)[:, :3]  # query heads next to those of keys and values
     found = find_queries(np.array(rows)).read(q)
     assert torch.equal(found, q[torch.tensor(rows)])
     is_own = found.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()

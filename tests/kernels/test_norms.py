@@ -148,7 +148,7 @@ def test_groups_of_columns_have_scales_of_their_own() -> None:
 
 def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:
     whole, norm = some(2, 200), a_norm("layer", 64)
-    x = whole[:, 8:72]  # rows that lie apart
+    x = whole[:, 8:72]  # rows with gaps between them
     wide = torch.full((4, 160), float("nan"))
     first, second = wide[1:3, 16:80], wide[1:3, 88:152]
     norm_twice(x, (norm, norm), out=(first, second))

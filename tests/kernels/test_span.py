@@ -96,7 +96,7 @@ def check(
     spans = make_spans(runs, page_size)
     k_pages, v_pages = make_pages(spans, (kv_heads, page_size, dim), dtype)
     num_tokens = int(spans.query_rows.max()) + 1
-    q = torch.randn(num_tokens + 1, heads, dim).to(dtype)  # the last token lies in no span
+    q = torch.randn(num_tokens + 1, heads, dim).to(dtype)  # the last token is in no span
     out = torch.full_like(q, 7.0)
     lse = torch.full((num_tokens + 1, heads), 7.0)
     before = [x.clone() for x in (q, k_pages, v_pages)]
@@ -335,7 +335,7 @@ def test_a_broken_plan_is_refused() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Spans]:
-    """The steps that are planned anew."""
+    """The steps for which a new plan is made."""
     spans_of_plans: list[Spans] = []
 
     def counted(spans: Spans, *rest: Any) -> KernelPlan:

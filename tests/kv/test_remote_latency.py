@@ -33,7 +33,7 @@ VOCAB = 40_000
 
 @contextmanager
 def proxy_url(server: RedisServer, delay_ms: float) -> Iterator[str]:
-    """A proxy in a process of its own, so that it does not share Python's lock."""
+    """A proxy in a separate process, so that it does not share Python's lock."""
     command = [sys.executable, "-m", "tests.kv.redis_server", str(server.port), str(delay_ms / 1e3)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

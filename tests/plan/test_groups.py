@@ -192,7 +192,8 @@ def test_the_papers_figure_4_argument() -> None:
 
 
 def test_algorithm_1_charges_the_last_fork_for_a_prefix_that_is_no_longer_needed() -> None:
-    """Each fork alone loses 2 tokens; both together leave no one behind and gain 6."""
+    """Each fork alone loses 2 tokens; with both, no prompt needs the child any more, which
+    gains 6."""
     prompts = [branch(110, mid, end) for mid in (208, 308) for end in (401, 501)]
     tree = build_tree(Prompts.from_lists(prompts))
     assert draft_saving(first_level_enlarged(tree)) == 3 * 10
@@ -215,7 +216,8 @@ def test_algorithm_1_decides_sub_problems_without_the_nodes_above() -> None:
 
 
 def documents(head: int, count: int, degree: int, doc: int, tail: int) -> Prompts:
-    """`count` documents of `doc` tokens behind one head, `degree` questions of `tail` on each."""
+    """`count` documents of `doc` tokens after a common head, with `degree` questions of `tail`
+    tokens."""
     rng = np.random.default_rng(0)
     start = list(range(head))
     prompts = []

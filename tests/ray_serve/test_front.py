@@ -35,7 +35,7 @@ def names_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PlayedReplica:
-    """A handle: keeps responses in memory and answers as it is told to."""
+    """A fake handle: keeps responses in memory and gives the prepared answers."""
 
     def __init__(self, place: int) -> None:
         self.status_code = 200  # of its answers

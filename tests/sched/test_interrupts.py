@@ -1,4 +1,4 @@
-"""Ctrl-C: at whatever line it comes, nothing is lost and nothing told twice."""
+"""Ctrl-C at any line: nothing is lost, and nothing is delivered twice."""
 
 import signal
 import sys
@@ -54,7 +54,7 @@ class Interrupt:
         self._guard.__exit__(None, None, None)
 
     def _on_call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        # what was taken out is the caller's: nobody can hand it out twice
+        # outputs that were returned belong to the caller and cannot be delivered twice
         is_ours = any(name in frame.f_code.co_filename for name in PACKAGES)
         return self._on_line if is_ours and frame.f_code is not TAKE_OUTPUTS else None
 

@@ -297,8 +297,8 @@ def test_a_long_conversation_over_tiers_is_right_in_every_turn(tmp_path: Path) -
 
 @pytest.mark.parametrize("seed", [0, 40, 42, 44])
 def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: Path) -> None:
-    """Turns follow one another before the last is answered, pages and slots are short, some are
-    given up: what is loaded for one is evicted for the next."""
+    """A turn may come before the last one is answered, pages and slots are short, and some turns
+    are aborted: pages loaded for one sequence are evicted for the next."""
     rng = Random(seed)
     window = rng.choice([16, 24, 40])
     page_size = rng.choice([2, 4])

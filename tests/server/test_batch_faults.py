@@ -196,7 +196,7 @@ def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
         until(lambda: num_answered(running, at_work) > 5)
         with disk.full("answer", "file", "state"):
             for batch_id in (queued, at_work):
-                for _ in range(2):  # a client that asks again hears the same
+                for _ in range(2):  # a client that asks again gets the same reply
                     reply = running.post(f"/v1/batches/{batch_id}/cancel", {})
                     assert (reply.status_code, reply.json()["status"]) == (200, "cancelling")
         for batch_id in (queued, at_work):

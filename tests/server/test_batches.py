@@ -163,7 +163,7 @@ def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
     [("/v1/chat/completions", {"max_tokens": 1}), ("/v1/score", {"choices": ["yes", "no"]})],
 )
 def test_texts_of_a_batch_are_known_to_its_key_only(shared: Running, url: str, asked: Json) -> None:
-    """How long a prompt takes must not say whether somebody else has sent it."""
+    """The time of a prompt must not reveal whether another tenant has sent it."""
     messages = [{"role": "user", "content": f"A text that only Alice's batch of {url} has had."}]
     body = {"messages": messages} | asked
     rows: list[Json] = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
@@ -312,7 +312,7 @@ def test_a_huge_file_is_refused_whatever_its_headers_say(shared: Running) -> Non
 
 
 def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> None:
-    """All of them are under way before the first is complete."""
+    """All of them are in progress before the first is complete."""
     size, num_uploads = 60_000, 8
     head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     head += b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'

@@ -1,4 +1,5 @@
-"""The engine's process ends, in whatever way: clients hear of it, and another one takes over."""
+"""When the engine's process ends in any way, clients get an error and another process is
+started."""
 
 import asyncio
 import json
@@ -35,7 +36,7 @@ APP = "Be brief. "
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A server whose engine, a fake one, has a process of its own."""
+    """A server with a fake engine in a separate process."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "app.txt").write_text(APP)
     flags = ["--data-dir", str(folder / "data"), "--app", f"brief={folder / 'app.txt'}"]
@@ -137,7 +138,7 @@ def test_an_engine_that_is_killed_again_and_again(split: Process) -> None:
 
 
 def test_each_engine_reports_only_its_own_pages_to_routers(split: Process) -> None:
-    """The same addresses, other numbers: a router that begins anew knows what there is now."""
+    """The same addresses, other numbers: a router that starts again learns the present pages."""
 
     def told() -> Mirror:
         said = [line for line in split.lines if line["event"] == "publishing KV events"][-1]
@@ -186,7 +187,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def test_an_engine_that_is_loading_ends_when_its_front_dies() -> None:
-    """It is still making its engine, and does not read what it is told."""
+    """It is still making its engine, and does not read messages."""
     ours, theirs = socket.socketpair()
     code = (
         "import sys, time\n"

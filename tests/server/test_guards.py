@@ -1,4 +1,4 @@
-"""What a hostile or clumsy client may send: a clear 4xx each time, and the engine goes on."""
+"""What a hostile or clumsy client may send: it gets a clear 4xx, and the engine continues."""
 
 import json
 import socket
@@ -322,7 +322,7 @@ def test_a_client_that_leaves_frees_its_pages(tight: Running, is_streaming: bool
 
 
 def test_a_client_that_stops_reading_is_disconnected(tight: Running) -> None:
-    """Its answer goes on into the socket's buffers until they are full."""
+    """The server keeps sending its answer until the socket's buffers are full."""
     body = json.dumps(
         {"prompt": "stalled", "max_tokens": 700, "n": 6, "ignore_eos": True, "stream": True}
     ).encode()

@@ -1,4 +1,4 @@
-"""What a server does, and tells, while nobody asks for anything or a step takes long."""
+"""What a server does and reports while there are no requests, or while a step takes long."""
 
 import asyncio
 import sqlite3

@@ -285,7 +285,8 @@ def test_what_claude_code_sends_reaches_the_model(with_tools: Running) -> None:
 
 
 def test_blocks_become_messages() -> None:
-    """Results before text, thoughts and calls beside it, and errors that say so."""
+    """Tool results before text, reasoning and calls together with it, and results marked as
+    errors."""
     turns: list[Json] = [
         {"role": "user", "content": []},
         {

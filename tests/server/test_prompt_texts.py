@@ -118,7 +118,7 @@ def test_what_may_outgrow_the_window_is_read(server: Running) -> None:
 
 
 def test_one_keys_texts_are_unknown_to_another(locked: Running) -> None:
-    """How long a prompt takes must not say whether somebody else has sent it."""
+    """The time of a prompt must not reveal whether another tenant has sent it."""
     tokenizer = locked.gateway.engine.tokenizer
     messages = [{"role": "user", "content": "A text that only Alice has sent until now."}]
     body = {"messages": messages, "max_tokens": 1}

@@ -79,7 +79,9 @@ def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path
 def test_a_data_folder_without_write_permission_is_refused_before_the_model_is_loaded(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "lock").mkdir()  # stands for a folder without permission, which root always has
+    (
+        tmp_path / "lock"
+    ).mkdir()  # in place of a folder without permission, since root has every permission
     with pytest.raises(ConfigError, match="cannot write to the folder"):
         main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
 

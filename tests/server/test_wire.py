@@ -407,7 +407,7 @@ def test_the_reply_to_a_wrong_method_names_the_right_ones(server: Running) -> No
 
 
 def test_each_chunk_has_the_usage_so_far_when_asked(server: Running) -> None:
-    """As GuideLLM asks; the end tells the usage of all answers."""
+    """A request like GuideLLM's; the last event has the usage of all answers."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     fields = {"max_tokens": 4, "ignore_eos": True, "n": 2, "stream_options": options}
     for path, prompt in PROMPTS.items():

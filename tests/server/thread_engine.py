@@ -1,4 +1,5 @@
-"""An engine for a server under test: as in a process of its own, but on a thread, within reach."""
+"""An engine for a server under test: like one in a separate process, but on a thread, so that tests
+can access it."""
 
 import logging
 import socket

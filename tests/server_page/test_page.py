@@ -84,7 +84,7 @@ def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubS
     (asked,) = server.asked
     assert asked["model"] == "tiny"
     assert asked["stream"] is True
-    assert asked["temperature"] is None  # the model's own, as nobody has set one
+    assert asked["temperature"] is None  # the model's default, since none was set
     assert asked["stream_options"] == {"include_usage": True}
 
     page.run("document.getElementById('app').value = 'legal'")

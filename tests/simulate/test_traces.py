@@ -1,4 +1,4 @@
-"""Traces are read as they are; what is wrong with one is said with the number of its line."""
+"""Traces are read unchanged; an error names the line."""
 
 import gzip
 import json

@@ -295,7 +295,7 @@ def test_large_forms_are_not_refused() -> None:
 
 
 def walk(mask: AnswerMask, num_tokens: int) -> int:
-    """How many tokens an answer of capital letters gets before its parser gives up."""
+    """How many tokens an answer of capital letters has before its parser fails."""
     ids = np.resize(np.frombuffer(b"ABCDEFGHIJK", np.uint8), num_tokens).astype(np.int32) - 0x20
     for end in range(num_tokens):
         mask.allowed(ids[:end])
@@ -401,7 +401,7 @@ def test_nobody_waits_for_all_the_forms_of_another(monkeypatch: pytest.MonkeyPat
     assert queue.submit(regex_form("later"), "two").cancelled()
 
 
-# --- answers that cannot go on -------------------------------------------------------------------
+# --- answers that cannot continue ----------------------------------------------------------------
 
 
 def test_an_answer_beyond_its_parsers_limits_ends_alone_with_the_reason(

@@ -1,5 +1,5 @@
 """Answers as models of each family write them: read the same however they are cut."""
-# ruff: noqa: E501  # answers stand as they were written
+# ruff: noqa: E501  # answers are quoted unchanged
 
 from dataclasses import dataclass
 from time import process_time

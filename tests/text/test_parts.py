@@ -553,7 +553,7 @@ def test_a_chat_that_is_too_long_is_refused_before_it_is_rendered(
 
 @pytest.mark.serial
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
-    """With the interpreter lock held they would stand still for all of it."""
+    """If the interpreter lock were held, they would stop for the whole time."""
     text = "Nothing in here is worth a second look, or is it? " * 8000
     ended, beats = Event(), count()
 

@@ -148,7 +148,7 @@ def test_lone_surrogates_are_the_callers_fault(tokenizer: Tokenizer) -> None:
 
 
 def write_folder(folder: Path, source: Path, **files: object) -> Path:
-    """A copy of the embedded tokenizer with other settings beside it."""
+    """A copy of the embedded tokenizer with other settings in its folder."""
     shutil.copy(source / "tokenizer.json", folder)
     for name, value in files.items():
         (folder / f"{name}.json").write_text(json.dumps(value))

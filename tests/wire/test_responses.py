@@ -95,7 +95,7 @@ def test_effort_is_refused_if_the_template_does_not_support_it(effort: str, temp
 
 
 class Script:
-    """A reader that says what it is told to, one entry for each push."""
+    """A fake parser that returns prepared parts, one entry for each push."""
 
     def __init__(self, parts: Sequence[Sequence[Part]]) -> None:
         self._parts = [list(each) for each in parts]

@@ -1,4 +1,4 @@
-"""A rank over FakeRunner, which starts quickly and fails as it is told to."""
+"""A rank over FakeRunner, which starts quickly and fails on request."""
 
 import os
 import signal

@@ -27,7 +27,7 @@ from tests.builders import a_request, run_all
 from tests.fakes import fake_answer
 from tests.runner.ranks.fake_rank import MODULE, VOCAB, FakeOrigin, Fault, a_config
 
-LIMIT_S = 5.0  # in which the end of a rank is told
+LIMIT_S = 5.0  # within which the end of a rank is reported
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, number] for number in range(6)]
 
 
@@ -73,7 +73,7 @@ def ranked(origin: FakeOrigin, num_ranks: int = 2) -> Iterator[Ranked]:
 
 
 def is_over(pid: int) -> bool:
-    """A process whose parent was killed may stay behind as a zombie, if nobody takes it over."""
+    """A process whose parent was killed may remain as a zombie if no other process adopts it."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
