@@ -39,7 +39,7 @@ def smollm2_folder() -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_logs() -> Iterator[None]:
-    """What a program says of its logs holds for its own test."""
+    """A test's changes to logging end with the test."""
     loggers = [logging.getLogger(name) for name in ("mainstem", "uvicorn")]
     before = [(each.handlers, each.propagate, each.level) for each in loggers]
     yield

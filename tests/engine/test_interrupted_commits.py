@@ -1,4 +1,4 @@
-"""Errors and interrupts in the taking in of a step: answers are right, nothing goes unheard."""
+"""Errors and interrupts during a commit: answers are right, and every output is delivered."""
 
 from collections.abc import Callable
 

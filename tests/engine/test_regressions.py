@@ -64,7 +64,7 @@ class InterruptedRunner(FakeRunner):
 
 
 def check_goes_on(engine: Engine) -> None:
-    """After Ctrl-C: what ran can be dropped, and others are answered as ever."""
+    """After Ctrl-C, running requests can be aborted, and others are answered as usual."""
     for name in "abc":
         engine.abort(RequestId(name))
     run_all(engine, [], max_steps=50)
@@ -83,7 +83,7 @@ def test_an_interrupt_right_after_a_launch_does_not_lose_the_step(can_overlap: b
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("kind", [SequenceFinished, StepFinished])
 def test_an_interrupt_while_a_step_is_committed(kind: type[Event], can_overlap: bool) -> None:
-    """Listeners are called in the midst of it."""
+    """Listeners are called in the middle of the change."""
     bus = EventBus()
     engine = an_engine(bus=bus, can_overlap=can_overlap)
     pressed: list[Event] = []

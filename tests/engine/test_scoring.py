@@ -112,7 +112,7 @@ def test_scores_are_complete_after_preemption() -> None:
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("num_context", [32, 37])
 def test_prompt_logprobs_are_kept_beside_pages(can_overlap: bool, num_context: int) -> None:
-    """As lm-evaluation-harness asks: context and choice, each time with all logprobs."""
+    """Requests like those of lm-evaluation-harness: context and choice, each with all logprobs."""
     engine, counters = counted(200, 16, can_overlap=can_overlap)
     prompts = [CONTEXT[:num_context] + choice for choice in CHOICES]
     for place, prompt in enumerate([*prompts, *prompts]):

@@ -51,7 +51,7 @@ NUM_OTHERS = 200
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt, and what a CPU says to it in fp32."""
+    """A prompt, and a CPU's answer to it in fp32."""
 
     prompt_ids: list[int]
     answer_ids: list[int]

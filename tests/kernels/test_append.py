@@ -43,7 +43,8 @@ def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_heads_are_normed_before_they_are_rotated(dim: int, half: int, dtype: torch.dtype) -> None:
-    """As by a norm and then a rope: all heads, the padding token included, and no value."""
+    """The same as a norm and then a rope: for all heads, including the padding token, but no
+    value."""
     torch.manual_seed(0)
     qkv = torch.randn(3, 5 + 2 + 2, dim).to(dtype) + 1
     gains = [torch.randn(dim).to(dtype) for _ in range(2)]

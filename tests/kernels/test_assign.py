@@ -1,4 +1,4 @@
-"""Units are assigned whole: every one once, whatever the programs have to do already."""
+"""Units are assigned as a whole, each once, whatever load the programs already have."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ NONE = np.empty(0)
 
 
 def shape_of(programs: int, queued_share: float = 0.25, tiles: Tiles = HOPPER_SPLIT) -> Shape:
-    """One unit a piece, of either kind; on Hopper two programs a multiprocessor."""
+    """One unit per piece, of either kind; on Hopper two programs per multiprocessor."""
     tiles = replace(tiles, queued_share=queued_share, pace=Pace())
     return Shape(1, 1, 16, num_programs=programs, tiles=tiles)
 

@@ -275,7 +275,7 @@ def test_tiles_follow_the_number_of_rows() -> None:
 
 
 def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows of x are 32 bytes, or a multiple, apart."""
+    """With rows of x that are a multiple of 32 bytes apart."""
     monkeypatch.setattr(choose_module, "hopper_kernels", lambda device: products)
     for width, tiles in ((64, HOPPER), (72, MANY)):
         x = torch.empty(1, width, dtype=torch.bfloat16)

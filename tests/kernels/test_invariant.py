@@ -1,4 +1,4 @@
-"""The product of the deterministic setting: right, and each row by itself."""
+"""The product of the deterministic setting is right, and each row is independent of other rows."""
 
 import pytest
 

@@ -52,7 +52,7 @@ def sample(logits: Tensor, settings: list[SamplingParams], keys: Int64s) -> Tens
 
 
 def draw(logits: Tensor, settings: list[SamplingParams], keys: Int64s) -> Tensor:
-    """As `sample`, where there is no top_k and no top_p."""
+    """Like `sample`, without top_k and top_p."""
     batch = a_sample_batch(settings, logits.shape[1], keys)
     columns = (batch.temperature, batch.min_p, batch.noise_keys)
     return kernel.draw(logits, *(torch.from_numpy(column) for column in columns))
@@ -67,7 +67,7 @@ def sorted_draw(logits: Tensor, settings: list[SamplingParams], keys: Int64s) ->
 def test_argmax_takes_the_first_id_on_a_tie(rows: int, vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randint(-3, 3, (rows, vocab), generator=generator).to(dtype)
-    for _ in range(2):  # the meeting places are left as they were found
+    for _ in range(2):  # the buffers in which parts meet are reset
         assert torch.equal(argmax(logits), logits.argmax(dim=-1))
 
 

@@ -129,7 +129,7 @@ def _check_first_units(
     ints: np.ndarray, kind: int, table: np.ndarray, units: np.ndarray, pieces_at: int,
     per_piece: int, shape: Shape,
 ) -> None:  # fmt: skip
-    """What a share says of its first unit is what the orders and pieces say."""
+    """A share's copy of its first unit equals the fields in orders and pieces."""
     for share in table[table[:, 2 * kind] < table[:, 2 * kind + 1]]:
         begin, end = share[2 * kind : 2 * kind + 2]
         first = int(units[begin])

@@ -87,9 +87,9 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[Int32s]:
 
 
 def measure_traffic(folder: Path, server: RedisServer) -> Found:
-    """Half of the requests find their prefix on the server. One request after the other, each
-    asked of an engine without a store and of one for each distance, so that all see the same
-    machine."""
+    """Half of the requests find their prefix on the server. Requests are sent one after the other,
+    each to an engine without a store and to one engine for each distance, so that the machine is in
+    the same state for all."""
     rng = np.random.default_rng(0)
     lengths = np.geomspace(SHORTEST, LONGEST, NUM_REQUESTS).astype(int)
     rng.shuffle(lengths)

@@ -1,4 +1,4 @@
-"""Packed weights: parts, joins and stacks mean what the whole does."""
+"""Packed weights: parts, joins and stacks have the same numbers as the whole."""
 
 from dataclasses import replace
 

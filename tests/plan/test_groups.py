@@ -251,7 +251,7 @@ def test_a_system_prompt_with_too_much_below_it_is_opened_into_groups() -> None:
 
 
 def test_documents_that_begin_with_the_same_words_are_not_one_group() -> None:
-    """40 tokens in common are a span, but a document of 300 is what its questions wait for."""
+    """40 common tokens are a span, but the document of 300 tokens makes the group."""
     plan = plan_prompts(documents(head=40, count=5, degree=4, doc=300, tail=5))
     assert plan.num_groups == 5
     assert plan.node_is_span[plan.node_tokens == 40].all()

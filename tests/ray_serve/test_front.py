@@ -1,6 +1,5 @@
-"""The front over replicas that are played in this process: what it learns, and from which answers.
-
-Ray is not needed: of it the front uses handles, which are played too, and the names of exceptions.
+"""The front over fake replicas in this process: what it learns, and from which answers. Ray is not
+needed: the front uses only its handles, which are fakes here, and names of its exceptions.
 """
 
 import asyncio

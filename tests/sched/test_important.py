@@ -1,4 +1,4 @@
-"""Truncation by attention: which pages go, which sequence finds that out, and what it leaves."""
+"""Truncation by attention: which pages are dropped, and the sequence that finds them."""
 
 from dataclasses import replace
 from random import Random
@@ -25,7 +25,7 @@ from tests.sched.test_truncation import PAGE, WINDOW, Chat, a_truncator, tokens
 
 
 def kept_ids(truncator: Truncator, request: Request) -> list[int]:
-    """What a FakeRunner's attention leaves of a prompt."""
+    """The part of a prompt that a FakeRunner's attention keeps."""
     kept, truncation = truncator.fit(request)
     if truncation is not None and truncation.weighing is not None:
         weighing = truncation.weighing

@@ -66,7 +66,7 @@ class Interrupt:
 
 
 def run_through(engine: Engine, when: int) -> tuple[Collector, int]:
-    """With an interrupt; returns what came, and how many lines ran."""
+    """Run with an interrupt; returns the outputs, and how many lines ran."""
     collector = Collector()
     requests = [
         a_request(prompt, length, name=str(number), expected_tokens=1)
@@ -139,7 +139,7 @@ def test_an_interrupt_as_one_is_preempted_costs_nothing() -> None:
 
 
 def test_an_interrupt_while_pages_are_copied_costs_nothing() -> None:
-    """What copies hold stays theirs."""
+    """Pages that copies hold stay held."""
 
     def make_engine() -> Engine:
         tiered = a_tiered_engine(num_pages=8)

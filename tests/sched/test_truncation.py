@@ -1,4 +1,5 @@
-"""Conversations that outgrow the window: what is kept, where its KV comes from, and its use."""
+"""Conversations that outgrow the window: what is kept, where its KV comes from, and which requests
+may use it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -355,7 +356,8 @@ def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: P
 def test_moved_pages_serve_neither_other_sessions_nor_plain_prompts(
     salt: bytes, session: str | None, shared: int
 ) -> None:
-    """The sink is where it was and anybody's; of the page after it tokens may be copied."""
+    """The sink has not moved, so any request may use it; tokens of the page after it may be
+    copied."""
     engine = an_engine(num_pages=128, page_size=PAGE, max_model_len=WINDOW)
     chat = Chat(engine, "a")
     chat.say(tokens(28))
@@ -379,7 +381,8 @@ def test_another_session_with_the_same_words_has_its_own_truncated_pages() -> No
 
 
 def test_a_session_that_changes_its_past_does_not_meet_its_old_pages() -> None:
-    """Same session, same kept tokens, other dropped tokens: the moved pages know the old ones."""
+    """Same session, same kept tokens, other dropped tokens: the moved pages depend on the dropped
+    ones."""
     engine = an_engine(num_pages=128, page_size=PAGE, max_model_len=WINDOW)
     chat = Chat(engine, "a")
     chat.say(tokens(28))

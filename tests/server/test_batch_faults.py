@@ -1,4 +1,4 @@
-"""Batches on a disk that fails, or that a kill has left torn: nothing that was answered is lost."""
+"""Batches on a disk that fails, or with files that a kill has cut: no answer is lost."""
 
 import errno
 import io

@@ -36,7 +36,7 @@ def prefix(*runs: tuple[int, int], salt: bytes = b"") -> Prefix:
 
 
 def run(work: object) -> tuple[FakeEngine, PrefixPins]:
-    """Whatever `work` does with the pins of an engine, and what has become of them."""
+    """Run `work` on the pins of an engine, and return the pinned prefixes afterwards."""
     engine = FakeEngine()
     pins = PrefixPins(engine, 0.25)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What a request says is text to the model, and is not read at all where it is far too long."""
+"""The contents of a request are text to the model, and are not encoded if they are far too long."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command itself: what is wrong is said before a model is loaded; logs are JSON lines."""
+"""The command itself: errors are reported before a model is loaded; logs are JSON lines."""
 
 import json
 import logging

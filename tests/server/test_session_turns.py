@@ -1,4 +1,5 @@
-"""Sessions over HTTP: turns extend each other, tenants are apart, the window may be outgrown."""
+"""Sessions over HTTP: turns extend each other, tenants share nothing, and a conversation may
+outgrow the window."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor

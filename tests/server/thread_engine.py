@@ -16,7 +16,7 @@ from mainstem.text.text_engine import TextEngine
 
 
 class ThreadEngine:
-    """What EngineProcess is to the front."""
+    """Has the interface of EngineProcess for the front."""
 
     def __init__(self, text_engine: TextEngine) -> None:
         self.connection, self._theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Answers of a given form, whatever the engine does in between."""
+"""Answers of a given form, with preemption, batching and other work in between."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What scripts hand to LLM: every way that vLLM knows is taken or refused by name."""
+"""Prompts that scripts pass to LLM: every form that vLLM has is accepted, or refused by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tools that a request offers: which way the model writes calls, and the form of a required one."""
+"""Tools that a request offers: how the model writes calls, and the form of a required call."""
 
 import json
 

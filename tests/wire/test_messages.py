@@ -1,4 +1,4 @@
-"""Answers in the words of Anthropic's Messages API, whole and streamed."""
+"""Answers in the format of Anthropic's Messages API, whole and streamed."""
 
 import json
 

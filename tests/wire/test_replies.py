@@ -1,4 +1,4 @@
-"""Answers as OpenAI writes them; what a stream leaves out of its way must not change a byte."""
+"""Answers in OpenAI's format; the fast path of a stream must not change a byte."""
 
 import json
 import random

@@ -113,7 +113,7 @@ def answer(
     *,
     has_one_tool_call: bool = False,
 ) -> tuple[list[Json], Json]:
-    """The events and the response of an answer whose reader gives these parts, a token each."""
+    """The events and the response of an answer whose parser returns these parts, one token each."""
     sampling = SamplingParams()
     tools = ToolUse((), ToolFormat.HERMES)
     call = Call(Kind.CHAT, sampling, tools=tools, has_one_tool_call=has_one_tool_call)

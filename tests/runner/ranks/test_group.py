@@ -1,4 +1,4 @@
-"""Ranks as processes: answers are those of one runner, and the end of one is the end of all."""
+"""Ranks as processes: their answers equal those of one runner, and if one ends, all end."""
 
 import gc
 import os
@@ -43,8 +43,8 @@ class Ranked:
         return self.runner.ranks.pids
 
     def lose(self, words: str) -> None:
-        """Step until the engine is lost: within the limit, by a rank that `words` name; then no
-        rank is left."""
+        """Step until the engine is lost, within the limit. The error must contain `words`, and no
+        rank may be left."""
         for number in range(4):
             self.engine.submit(a_request(PROMPTS[number], 40))
         with pytest.raises(EngineLost, match=words):
@@ -123,7 +123,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_ends_is_named_while_another_hangs(name: str) -> None:
-    """As ranks do that wait for each other in the middle of a product."""
+    """Like ranks that wait for each other in the middle of a product."""
     fault, words = FAULTS[name]
     hanging = Fault(1 - fault.rank, 3, "hang")
     with ranked(FakeOrigin(can_overlap=name == "raises", faults=(fault, hanging))) as ranks:
