@@ -17,9 +17,9 @@ from mainstem.core.errors import ConfigError
 from mainstem.runner.load import load_runner
 from mainstem_bench.paper import command, engines
 from mainstem_bench.paper.batchllm_plans import industry
-from mainstem_bench.paper.engines import Engines
+from mainstem_bench.paper.engines import Engines, Size
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
-from mainstem_bench.paper.jobs import Job, Size, run
+from mainstem_bench.paper.jobs import Job, run
 from mainstem_bench.paper.lengths import mmlu_subjects, sharegpt_requests, sharegpt_turns
 from mainstem_bench.paper.registry import ITEMS, find_items
 from mainstem_bench.paper.relay_serving import sustained
@@ -171,11 +171,11 @@ def test_three_systems_on_one_loaded_model_save_what_they_share() -> None:
 
 def test_a_model_stays_loaded_until_another_is_asked_for() -> None:
     engines = Engines()
-    with engines.engine("tiny", 1024):
+    with engines.engine(Size("tiny", 1024)):
         assert engines.is_new(Share.READS)
-    with engines.engine("tiny", 1024):
+    with engines.engine(Size("tiny", 1024)):
         assert not engines.is_new(Share.READS)
-    with engines.engine("tiny", 2048):
+    with engines.engine(Size("tiny", 2048)):
         assert engines.is_new(Share.READS)
     engines.close()
 
@@ -271,7 +271,7 @@ def test_a_model_is_freed_before_the_next_one_is_loaded(monkeypatch: pytest.Monk
     monkeypatch.setattr(engines, "load_runner", load)
     kept = Engines()
     for kv_tokens in (1024, 1024, 2048):
-        with kept.engine("tiny", kv_tokens):
+        with kept.engine(Size("tiny", kv_tokens)):
             pass
     kept.close()
     assert alive == [0, 0]
