@@ -30,7 +30,7 @@ SEND_S = 5.0  # how long requests arrive
 
 def run_rates(settings: Settings) -> Iterator[Line]:
     """Measure each rate for a few seconds; stop after a rate that is far too high to sustain."""
-    size = LLAMA_7B.of(settings)
+    size = settings.sized(LLAMA_7B)
     for share, rates in RATES.items():
         for rate in (20,) if settings.is_quick else rates:
             count = 10 if settings.is_quick else max(40, round(SEND_S * rate))
