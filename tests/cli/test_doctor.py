@@ -150,7 +150,7 @@ def test_a_models_size_of_keys_and_values_is_shown(
     assert "256 bytes a token in bfloat16" in told
     assert "75% of that is outside the sliding windows" in told
     assert "  ranks     2: " in told
-    assert "128 bytes of KV a token each" in told
+    assert "128 bytes of KV a token, each" in told
     assert "weights   bfloat16" in told
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -46,7 +46,7 @@ def test_an_unknown_field_is_ignored_with_a_line_on_stderr(
     build_engine(folder, a_config("scale_depth", "not_there")).close()
     told = [line for line in capsys.readouterr().err.splitlines() if "config.json" in line]
     assert len(told) == 1
-    assert "mine: ignored scale_depth, as" in told[0]
+    assert "mine: ignored scale_depth because of" in told[0]
 
 
 def test_what_is_ignored_is_part_of_what_pages_are_named_after(folder: Path) -> None:
