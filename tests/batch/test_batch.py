@@ -117,7 +117,7 @@ def test_the_summary_is_silent_about_a_sound_store(
     assert "store" not in capsys.readouterr().err
 
 
-# --- fields that rows leave out -------------------------------------------------------------------
+# --- fields that rows leave out ------------------------------------------------------------------
 
 
 def test_a_row_wins_over_the_flags_and_the_flags_over_the_models_advice(folder: Folder) -> None:

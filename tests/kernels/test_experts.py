@@ -51,7 +51,7 @@ pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
 SMALL = Tiles(Tile(16, 32, 64, warps=4, stages=1), Tile(16, 64, 64, warps=4, stages=1))
-# Relative. The interpreter cuts bf16 instead of rounding.
+# Relative. The interpreter truncates bf16 instead of rounding it.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 

@@ -14,7 +14,7 @@ from mainstem.kernels.dense.invariant import matmul  # noqa: E402
 pytestmark = pytest.mark.torch
 
 # Relative to the largest output. Inputs are equal on both sides; only the sum's order and the
-# output's rounding differ (the interpreter cuts bf16 instead of rounding).
+# output's rounding differ (the interpreter truncates bf16 instead of rounding it).
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
@@ -26,7 +26,9 @@ def some(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tokens", "num_out", "num_in"), [(1, 64, 64), (70, 150, 100), (3, 201, 180)]
 )
-def test_it_is_the_product(tokens: int, num_out: int, num_in: int, dtype: torch.dtype) -> None:
+def test_matmul_agrees_with_torch_in_double(
+    tokens: int, num_out: int, num_in: int, dtype: torch.dtype
+) -> None:
     x, weight = some(tokens, num_in).to(dtype), some(num_out, num_in, seed=1).to(dtype)
     bias = some(num_out, seed=2).to(dtype)
     wide = torch.full((tokens + 1, num_out + 8), float("nan"), dtype=dtype)

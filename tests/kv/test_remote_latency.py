@@ -1,6 +1,6 @@
 """How the round trip to a server changes the time to the first token, with a real model.
 
-Long: 90,000 tokens of prompts on a CPU. Run as a script it prints what it measured.
+This takes long: 90,000 tokens of prompts on a CPU. Run as a script, it prints its measurements.
 """
 
 import subprocess
@@ -126,7 +126,7 @@ def measure_traffic(folder: Path, server: RedisServer) -> Found:
 
 
 def measure_hit(folder: Path, server: RedisServer, num_tokens: int = 1024) -> Found:
-    """One prefix at 1 ms, loaded by engines that never saw it, against computing it."""
+    """Compares computing a prefix with loading it from a server 1 ms away, in a new engine."""
     seconds: dict[str, list[float]] = {"none": [], "1 ms": []}
     num_cached = 0
     with proxy_url(server, 1) as url:
