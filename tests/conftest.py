@@ -10,9 +10,7 @@ import pytest
 from mainstem.checkpoints.hub import resolve_model
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 LONGEST_FIRST = (
     "kernels/test_aot.py",
