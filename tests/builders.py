@@ -1,4 +1,4 @@
-"""Short ways to say what a test needs."""
+"""Short functions that build what tests need."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -81,7 +81,7 @@ class Collector:
     def add(self, outputs: list[Output]) -> None:
         for output in outputs:
             key = (str(output.request_id), output.index)
-            assert key not in self.reasons, "news after the end"
+            assert key not in self.reasons, "an output came after the last one"
             self.outputs.append(output)
             self.tokens.setdefault(key, []).extend(output.token_ids)
             if output.finish_reason is not None:
@@ -98,12 +98,12 @@ def run_all(engine: Engine, requests: Sequence[Request], max_steps: int = 10_000
             break
         collector.add(engine.step())
         engine.check()
-    assert not engine.has_work, "the engine did not come to rest"
+    assert not engine.has_work, "the engine still has work"
     engine.check()
     return collector
 
 
-# more optional properties than the parser of a form can follow at once, seen when they are met
+# has more optional properties than the grammar's parser can follow; this fails while it runs
 _MANY = {f"property {number}": {"type": "boolean"} for number in range(700)}
 _LATER = {"type": "object", "properties": _MANY, "additionalProperties": False}
 BEYOND = {

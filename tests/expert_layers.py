@@ -1,4 +1,4 @@
-"""Small mixtures of experts with every part in use, and what they must answer."""
+"""Small mixtures of experts that use every option, and the outputs they must give."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,7 +14,7 @@ from mainstem.models.spec import Activation, ExpertsSpec
 
 @dataclass(frozen=True)
 class Case:
-    """A layer's recipe by a name, and its hidden size."""
+    """A named recipe of a layer, with its hidden size."""
 
     name: str
     spec: ExpertsSpec
@@ -83,7 +83,7 @@ def in_dtype(tensors: ExpertTensors, dtype: torch.dtype) -> ExpertTensors:
 
 
 def right_answer(x: Tensor, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor:
-    """Token by token and expert by expert, in fp32."""
+    """The exact output, computed token by token and expert by expert in fp32."""
     logits = x.float() @ tensors.router.float().t()
     if tensors.router_bias is not None:
         logits = logits + tensors.router_bias.float()

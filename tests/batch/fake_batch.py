@@ -1,4 +1,4 @@
-"""`mainstem batch` over FakeRunner: exact answers, no tensors. Also run as a program, to be killed.
+"""Runs `mainstem batch` over FakeRunner: exact answers, no tensors. Tests of kills run it as a program.
 
 python -m tests.batch.fake_batch STEP_SECONDS IN -o OUT [flags]
 """
@@ -55,7 +55,7 @@ def a_tokenizer(
 
 
 class FakeEngines:
-    """Makes engines as `main` asks for them; keeps the last config and engine to look at."""
+    """Makes engines for `main`, and keeps the last config and engine for tests to look at."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ def expected_text(prompt: str, max_tokens: int) -> str:
 
 
 def kill_at(num_bytes: int) -> None:
-    """From now on, the write that brings a file to this size is the last thing the process does."""
+    """The process is killed by the first write that brings a file to this size."""
 
     class Mortal(io.FileIO):
         def write(self, data: Any, /) -> int:

@@ -41,7 +41,7 @@ def test_only_one_item_is_made_ahead() -> None:
     ahead = Ahead(items())
     assert ahead.wait(never) == 0
     assert ahead.wait(never) == 1
-    assert is_made.wait(5.0), "the one after those that were taken is made meanwhile"
+    assert is_made.wait(5.0), "the third item is made while the caller has two"
     assert len(made) == 3
     ahead.close()
 

@@ -51,7 +51,7 @@ class Folder:
         return {row["custom_id"]: row for row in found}
 
     def texts(self) -> dict[str | None, str]:
-        """What was answered, by custom_id."""
+        """Answer texts by custom_id."""
         answers = {}
         for name, row in self.rows().items():
             if row["response"] is not None:
@@ -85,7 +85,7 @@ def prompts(count: int, **fields: object) -> list[Row | str]:
 # --- the store ------------------------------------------------------------------------------------
 
 
-def test_the_summary_tells_of_a_store_that_lost_pages(
+def test_the_summary_reports_a_store_that_lost_pages(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make = folder.engines
@@ -108,7 +108,7 @@ def test_the_summary_tells_of_a_store_that_lost_pages(
     assert "stored pages that were lost and computed again: index 5, checksum 1" in told
 
 
-def test_the_summary_is_silent_about_a_sound_store(
+def test_the_summary_does_not_mention_an_undamaged_store(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.write(prompts(1, max_tokens=1))
@@ -120,7 +120,7 @@ def test_the_summary_is_silent_about_a_sound_store(
 # --- fields that rows leave out ------------------------------------------------------------------
 
 
-def test_a_row_wins_over_the_flags_and_the_flags_over_the_models_advice(folder: Folder) -> None:
+def test_rows_override_flags_and_flags_override_generation_config(folder: Folder) -> None:
     advice: dict[str, object] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     folder.engines = FakeEngines(sampling_defaults=advice)
     folder.write([{"prompt": "x", "max_tokens": 2, "temperature": 0.1}])
@@ -129,7 +129,7 @@ def test_a_row_wins_over_the_flags_and_the_flags_over_the_models_advice(folder: 
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.1, 0.5, 20)
 
 
-def test_the_models_advice_can_be_left_out(folder: Folder) -> None:
+def test_generation_config_can_be_ignored(folder: Folder) -> None:
     folder.engines = FakeEngines(sampling_defaults={"temperature": 0.6})
     folder.write([{"prompt": "x", "max_tokens": 2}])
     folder.run("--generation-config", "none")
@@ -137,7 +137,7 @@ def test_the_models_advice_can_be_left_out(folder: Folder) -> None:
     assert sampling.temperature == 1.0
 
 
-def test_advice_that_is_impossible_is_refused_with_its_file(folder: Folder) -> None:
+def test_an_invalid_generation_config_is_refused_with_its_file_name(folder: Folder) -> None:
     folder.engines = FakeEngines(sampling_defaults={"top_p": 7})
     folder.write([{"prompt": "x", "max_tokens": 2}])
     with pytest.raises(ConfigError, match=r"generation_config.json: top_p: .*, got 7"):
@@ -178,7 +178,7 @@ def test_a_row_may_require_a_tool_call(folder: Folder) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-def test_tools_of_a_model_that_was_taught_none_are_an_error_row(folder: Folder) -> None:
+def test_tools_for_a_model_without_tool_support_are_an_error_row(folder: Folder) -> None:
     folder.write([{"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER]}])
     assert folder.run() == 1
     assert folder.rows()["line-1"]["error"]["param"] == "tools"
@@ -225,7 +225,7 @@ def test_an_openai_batch_is_answered_in_openais_form(folder: Folder) -> None:
     assert body["choices"][0]["text"] == expected_text("once upon", 5)
 
 
-def test_plain_rows_and_token_ids(folder: Folder) -> None:
+def test_plain_rows_and_token_ids_are_answered(folder: Folder) -> None:
     ids = [ord(letter) - 32 for letter in "abc"]
     folder.write(
         [
@@ -250,7 +250,7 @@ def test_plain_rows_and_token_ids(folder: Folder) -> None:
         ("--share", "none", "--no-plan", "--no-dedupe"),
     ],
 )
-def test_answers_do_not_depend_on_how_they_are_made(folder: Folder, flags: tuple[str, ...]) -> None:
+def test_answers_do_not_depend_on_sharing_or_planning(folder: Folder, flags: tuple[str, ...]) -> None:
     rows = prompts(30, max_tokens=6)
     folder.write(rows)
     assert folder.run(*flags) == 0
@@ -295,14 +295,14 @@ def test_rows_are_submitted_in_planned_order(folder: Folder) -> None:
     assert order == list(range(1, 41))
 
 
-def test_flags_are_the_defaults_of_rows(folder: Folder) -> None:
+def test_flags_set_fields_that_rows_leave_out(folder: Folder) -> None:
     folder.write([{"prompt": "abc"}, {"prompt": "abc", "max_tokens": 2}])
     assert folder.run("--max-tokens", "9", "--temperature", "0", "--ignore-eos") == 0
     usage = [row["response"]["body"]["usage"] for row in folder.rows().values()]
     assert sorted(entry["completion_tokens"] for entry in usage) == [2, 9]
 
 
-def test_n_answers_logprobs_and_stops(folder: Folder) -> None:
+def test_rows_may_ask_for_n_answers_logprobs_and_stops(folder: Folder) -> None:
     text = expected_text("abc", 12)
     ask = {"temperature": 0, "max_tokens": 12}
     chat = [{"role": "user", "content": "x"}]
@@ -332,7 +332,7 @@ def test_n_answers_logprobs_and_stops(folder: Folder) -> None:
     assert len(bodies["p"]["choices"][0]["prompt_logprobs"]) == 3
 
 
-def test_rows_may_ask_for_a_form(folder: Folder) -> None:
+def test_rows_may_ask_for_a_grammar(folder: Folder) -> None:
     form = {"prompt": "x", "temperature": 0, "max_tokens": 20}
     bad = {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}
     folder.write(
@@ -365,7 +365,7 @@ def test_equal_greedy_rows_are_answered_once(folder: Folder) -> None:
     assert (summary["answered"], summary["deduplicated"]) == (4, 0)
 
 
-def test_sampled_rows_depend_on_their_id_alone(
+def test_the_answer_of_a_sampled_row_depends_only_on_its_custom_id(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seed comes from custom_id, so neither the order nor other rows change an answer."""
@@ -399,7 +399,7 @@ def test_sampled_rows_depend_on_their_id_alone(
 # --- rows that fail ------------------------------------------------------------------------------
 
 
-def test_a_bad_line_becomes_an_error_row_and_the_rest_goes_on(folder: Folder) -> None:
+def test_a_bad_line_becomes_an_error_row_and_other_lines_are_answered(folder: Folder) -> None:
     folder.write(
         [
             {"custom_id": "a", "prompt": "fine", "max_tokens": 2},
@@ -470,7 +470,7 @@ def test_an_empty_input_is_an_empty_output(folder: Folder) -> None:
     assert folder.output.read_bytes() == b""
 
 
-def test_rows_that_name_another_model_are_answered_and_told(
+def test_rows_that_name_another_model_are_answered_with_a_warning(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder.write([{"prompt": "a", "model": "gpt-9", "max_tokens": 1}])
@@ -507,7 +507,7 @@ def test_wrong_calls_are_refused_before_a_model_is_loaded(folder: Folder) -> Non
     assert folder.engines.config is None
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_output_as_it_was(folder: Folder) -> None:
+def test_a_model_that_cannot_be_loaded_leaves_the_output_unchanged(folder: Folder) -> None:
     def missing(config: EngineConfig) -> TextEngine:
         raise ModelNotFound("no such model")
 
@@ -522,7 +522,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_output_as_it_was(folder: Folde
     assert folder.output.read_text() == "mine\n"
 
 
-# --- going on ------------------------------------------------------------------------------------
+# --- resuming ------------------------------------------------------------------------------------
 
 
 def test_resume_answers_what_is_missing_and_nothing_twice(folder: Folder) -> None:
@@ -542,7 +542,7 @@ def test_resume_answers_what_is_missing_and_nothing_twice(folder: Folder) -> Non
 
 
 def essence(line: str) -> str:
-    """A row without what may differ between runs: the clock and what was cached."""
+    """A row without fields that may differ between runs: times and cached tokens."""
     row = json.loads(line)
     if row["response"] is not None:
         del row["response"]["body"]["created"]
@@ -550,7 +550,7 @@ def essence(line: str) -> str:
     return json.dumps(row, sort_keys=True)
 
 
-def test_resume_of_nothing_is_a_first_run(folder: Folder) -> None:
+def test_resume_without_an_output_is_a_first_run(folder: Folder) -> None:
     folder.write(prompts(3, max_tokens=2))
     assert folder.run("--resume") == 0
     assert len(folder.texts()) == 3
@@ -580,7 +580,7 @@ def test_ctrl_c_stops_between_steps_and_can_be_resumed(folder: Folder) -> None:
 
 
 def check_exactly_once(folder: Folder, rows: Sequence[Row]) -> None:
-    """Every row has one line, and it is what this row asks for now."""
+    """Every row has one line, with the answer to the row as it is now."""
     lines = [json.loads(line) for line in folder.output.read_text().splitlines()]
     assert sorted(line["custom_id"] for line in lines) == sorted(row["custom_id"] for row in rows)
     assert folder.texts() == {
@@ -630,7 +630,7 @@ def test_answers_of_another_model_are_counted_and_redone_when_asked(
     assert models == {"two"}
 
 
-def test_only_flags_that_a_row_leaves_open_change_it(folder: Folder) -> None:
+def test_a_flag_changes_only_rows_that_leave_its_field_out(folder: Folder) -> None:
     row = {"prompt": "x", "temperature": 0}
     folder.write([row | {"custom_id": "own", "max_tokens": 2}, row | {"custom_id": "open"}])
     folder.run("--max-tokens", "3")
@@ -642,7 +642,7 @@ def test_only_flags_that_a_row_leaves_open_change_it(folder: Folder) -> None:
     }  # fmt: skip
 
 
-def test_a_mended_row_is_answered_where_its_error_row_was(folder: Folder) -> None:
+def test_the_answer_of_a_corrected_row_replaces_its_error_row(folder: Folder) -> None:
     rows: list[Row | str] = [*greedy(3), "broken", {"custom_id": "bad", "prompt": "x", "nope": 1}]
     folder.write(rows)
     assert folder.run() == 1
@@ -699,7 +699,7 @@ def test_a_linked_output_stays_a_link(folder: Folder) -> None:
     assert folder.texts() == {"a": expected_text("another", 4)}
 
 
-def test_an_output_of_an_older_version_is_resumed_without_a_word(
+def test_an_output_of_an_older_version_is_resumed_without_a_warning(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows: list[Row | str] = [*prompts(6, max_tokens=4), "broken"]
@@ -715,21 +715,21 @@ def test_an_output_of_an_older_version_is_resumed_without_a_word(
     shown = capsys.readouterr().err
     assert "changed" not in shown
     assert "another model" not in shown
-    assert folder.run_with_summary("--resume=changed")["redone"] == 2  # those with a mark
+    assert folder.run_with_summary("--resume=changed")["redone"] == 2  # the two rows that this version wrote
 
 
-def test_standard_input_cannot_be_looked_through_for_changes(folder: Folder) -> None:
+def test_changed_rows_cannot_be_found_in_standard_input(folder: Folder) -> None:
     with pytest.raises(InvalidRequest, match="read twice"):
         main(["-", "-o", str(folder.output), "--resume=changed"], folder.engines)
 
 
-def test_resume_may_stand_before_the_input(folder: Folder) -> None:
+def test_the_resume_flag_may_come_before_the_input(folder: Folder) -> None:
     folder.write(greedy(2))
     assert main(["--resume", str(folder.input), "-o", str(folder.output)], folder.engines) == 0
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
-def test_rows_that_failed_for_want_of_a_package_are_tried_again(
+def test_rows_that_failed_because_a_package_was_missing_are_tried_again(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     form = {"temperature": 0, "max_tokens": 9, "guided_choice": ["left", "right"]}
@@ -752,7 +752,7 @@ def read_output(path: Path) -> bytes:
     return gzip.decompress(data) if path.suffix == ".gz" else data
 
 
-def test_rows_over_which_the_engine_failed_are_tried_again(folder: Folder) -> None:
+def test_rows_that_failed_with_the_engine_are_tried_again(folder: Folder) -> None:
     folder.write(greedy(2))
     folder.run()
     lines = folder.output.read_text().splitlines(keepends=True)
@@ -775,7 +775,7 @@ def test_a_full_disk_ends_the_job_with_a_reason(
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_an_input_that_breaks_off_is_answered_up_to_there(
+def test_a_truncated_input_is_answered_up_to_its_end(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in prompts(40, max_tokens=2))
@@ -795,7 +795,7 @@ def test_an_input_that_breaks_off_is_answered_up_to_there(
 # --- streams -------------------------------------------------------------------------------------
 
 
-def test_windows_bound_what_is_held_at_once(
+def test_a_window_bounds_the_rows_in_memory(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several plans give the same answers; equal rows of different windows run twice."""
@@ -810,7 +810,7 @@ def test_windows_bound_what_is_held_at_once(
     }
 
 
-def test_gzip_in_and_out_and_resumed(folder: Folder) -> None:
+def test_gzip_files_are_read_written_and_resumed(folder: Folder) -> None:
     lines = "".join(json.dumps(row) + "\n" for row in prompts(12, max_tokens=3))
     folder.input = folder.path / "in.jsonl.gz"
     folder.input.write_bytes(gzip.compress(lines.encode()))
@@ -824,7 +824,7 @@ def test_gzip_in_and_out_and_resumed(folder: Folder) -> None:
     assert sorted(map(essence, again)) == sorted(map(essence, whole))
 
 
-def test_standard_input_and_output(folder: Folder, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_runs_from_standard_input_to_standard_output(folder: Folder, capfd: pytest.CaptureFixture[str]) -> None:
     folder.write(prompts(3, max_tokens=2))
     with folder.input.open("rb") as source:
         saved = os.dup(0)
@@ -841,7 +841,7 @@ def test_standard_input_and_output(folder: Folder, capfd: pytest.CaptureFixture[
     assert "requests/s" in captured.err
 
 
-def test_the_bar_tells_speed_saving_and_total(
+def test_the_progress_bar_shows_speed_saving_and_total(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.write(prompts(12, max_tokens=2))

@@ -49,7 +49,7 @@ def skip_without_zstd(suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_what_was_written_is_read(tmp_path: Path, suffix: str) -> None:
+def test_every_compression_reads_back_what_it_wrote(tmp_path: Path, suffix: str) -> None:
     skip_without_zstd(suffix)
     path = tmp_path / f"out{suffix}"
     write(path, ["a", "b"])
@@ -74,7 +74,7 @@ def test_a_cut_gzip_input_is_a_fault(tmp_path: Path) -> None:
     source.close()
 
 
-def test_what_is_not_gzip_is_a_fault(tmp_path: Path) -> None:
+def test_an_input_named_gz_that_is_not_gzip_is_a_fault(tmp_path: Path) -> None:
     path = tmp_path / "in.gz"
     path.write_bytes(b"plain text\n")
     source = InputFile(str(path))
@@ -95,7 +95,7 @@ def test_an_input_that_shrinks_is_a_fault(tmp_path: Path) -> None:
     source.close()
 
 
-def test_a_line_beyond_the_limit_is_passed_over(
+def test_a_line_beyond_the_limit_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 8)
@@ -106,7 +106,7 @@ def test_a_line_beyond_the_limit_is_passed_over(
     source.close()
 
 
-def test_a_missing_input_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_input(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="nowhere"):
         InputFile(str(tmp_path / "nowhere"))
 
@@ -126,7 +126,7 @@ def test_zst_without_its_package_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_each_row_is_there_as_soon_as_it_is_appended(tmp_path: Path, suffix: str) -> None:
+def test_each_row_is_in_the_file_as_soon_as_it_is_appended(tmp_path: Path, suffix: str) -> None:
     skip_without_zstd(suffix)
     path = tmp_path / f"out{suffix}"
     with AnswerFile(str(path), Existing.REFUSE) as out:
@@ -141,8 +141,8 @@ def test_each_row_is_there_as_soon_as_it_is_appended(tmp_path: Path, suffix: str
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_resume_cuts_a_torn_end_wherever_it_is_torn(tmp_path: Path, suffix: str) -> None:
-    """A file cut at any byte keeps its whole lines, and the result is whole again."""
+def test_resume_cuts_an_incomplete_last_line(tmp_path: Path, suffix: str) -> None:
+    """A file cut at any byte keeps its complete lines; after resuming, it is complete again."""
     skip_without_zstd(suffix)
     path = tmp_path / f"out{suffix}"
     names = [f"row {number}" for number in range(20)]
@@ -185,7 +185,7 @@ def test_an_output_with_answers_is_not_overwritten_by_accident(tmp_path: Path) -
     assert path.read_bytes() == b""
 
 
-def test_resume_refuses_a_file_that_is_something_else(tmp_path: Path) -> None:
+def test_resume_refuses_a_file_that_is_not_a_batch_output(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text('{"prompt": "mine"}\n')
     with pytest.raises(InvalidRequest, match="line 1"):
@@ -202,7 +202,7 @@ def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
         AnswerFile(str(path), Existing.RESUME)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="does not exist"):
         AnswerFile(str(tmp_path / "no" / "out.jsonl"), Existing.REFUSE)
 
@@ -220,7 +220,7 @@ def test_a_full_disk_is_a_fault_with_a_reason() -> None:
         out.append(answer("a"))
 
 
-def test_a_row_that_is_written_in_part_is_taken_back(
+def test_a_partly_written_row_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that fills up in the middle of a line leaves the lines before it."""

@@ -46,7 +46,7 @@ def run(
     resume: str = "--resume",
     flags: Sequence[str] = (),
 ) -> int:
-    """Start or resume the job in a separate process; 0: it may run to its end."""
+    """Start or resume the job in a separate process, killed at this many bytes; 0: never."""
     module = [sys.executable, "-m", "tests.batch.fake_batch", str(kill_at_bytes)]
     job = [str(source), "-o", str(output), "--no-progress", resume, "--window-mib", "64", *flags]
     done = subprocess.run([*module, *job], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
@@ -54,7 +54,7 @@ def run(
 
 
 def essences(path: Path) -> list[str]:
-    """The rows as a sorted list, without the clock and what happened to be cached."""
+    """The rows as a sorted list, without times and cached tokens."""
     found = []
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -79,7 +79,7 @@ def check_kills(tmp_path: Path, num_kills: int) -> None:
     assert essences(output) == essences(whole)
 
 
-def test_kills_while_changed_rows_are_redone(tmp_path: Path) -> None:
+def test_kills_while_changed_rows_are_redone_lose_no_answer(tmp_path: Path) -> None:
     """Some of the points are within the copy that removes the changed rows, some after it."""
     source, whole, output = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     write_input(source)
@@ -89,16 +89,16 @@ def test_kills_while_changed_rows_are_redone(tmp_path: Path) -> None:
     assert run(source, whole) == SOME_FAILED
     num_bytes = whole.stat().st_size
     assert run(source, output, num_bytes // 2, "--resume=changed") == -signal.SIGKILL
-    assert essences(output) == before, "the old file is whole until the copy is"
+    assert essences(output) == before, "the old file must be complete until the copy is"
     assert run(source, output, num_bytes * 9 // 10, "--resume=changed") == -signal.SIGKILL
     assert run(source, output, resume="--resume=changed") == SOME_FAILED
     assert essences(output) == essences(whole)
 
 
-def test_three_kills(tmp_path: Path) -> None:
+def test_three_kills_lose_no_answer(tmp_path: Path) -> None:
     check_kills(tmp_path, 3)
 
 
 @pytest.mark.slow
-def test_twenty_kills(tmp_path: Path) -> None:
+def test_twenty_kills_lose_no_answer(tmp_path: Path) -> None:
     check_kills(tmp_path, 20)

@@ -55,13 +55,13 @@ def a_planner() -> WindowPlanner:
 
 
 def planned(prompts: list[list[int]], rows: list[Row] | None = None) -> list[Stretch]:
-    """The stretches of a window if no answers become known in the meantime."""
+    """The stretches of a window if no answers arrive between them."""
     return list(a_planner().plan(a_window(prompts, rows)).stretches(LengthEstimate()))
 
 
 @settings(deadline=None)
 @given(workloads)
-def test_shared_with_next_is_what_neighbours_have_in_common(prompts: list[list[int]]) -> None:
+def test_shared_with_next_counts_the_common_tokens_of_neighbours(prompts: list[list[int]]) -> None:
     plan = plan_prompts(Prompts.from_lists(prompts))
     order = plan.members.tolist()
     pairs = pairwise(order)
@@ -72,7 +72,7 @@ def test_shared_with_next_is_what_neighbours_have_in_common(prompts: list[list[i
 @settings(deadline=None)
 @given(workloads, st.data())
 def test_every_row_runs_once_and_by_priority(prompts: list[list[int]], data: st.DataObject) -> None:
-    """For any number of stretches, and any answers in between."""
+    """For any number of stretches, whatever answers arrive between them."""
     count = len(prompts)
     priorities = data.draw(st.lists(st.integers(-1, 1), min_size=count, max_size=count))
     rows = [a_row(index, priority=priorities[index]) for index in range(count)]
@@ -95,7 +95,7 @@ def test_every_row_runs_once_and_by_priority(prompts: list[list[int]], data: st.
     assert ran == sorted(ran)
 
 
-def test_a_large_workload_comes_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_workload_is_cut_into_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordering, "STRETCH_ROWS", 8)
     prompts = [[doc, doc, doc, question] for question in range(5) for doc in range(20)]
     stretches = planned(prompts)
@@ -106,7 +106,7 @@ def test_a_large_workload_comes_in_stretches(monkeypatch: pytest.MonkeyPatch) ->
         assert all(docs.count(doc) == 5 for doc in docs)
 
 
-def test_what_one_window_taught_orders_the_next() -> None:
+def test_answer_lengths_of_one_window_order_the_next() -> None:
     """Groups with longer answers go first (BatchLLM Eq. 3); before that, input order decides."""
     prompts = [[kind, kind, question, question] for kind in (5, 6) for question in range(4)]
     estimate, planner = LengthEstimate(), a_planner()
@@ -182,14 +182,14 @@ def test_rows_that_must_get_the_same_answer_are_found() -> None:
     assert found == {0: [1, 5], 2: [], 3: [], 4: [], 6: [], 7: []}
 
 
-def test_an_answer_that_is_parsed_is_no_copy_of_one_that_is_not() -> None:
+def test_a_chat_answer_is_not_copied_from_a_completion() -> None:
     """A prompt may equal a rendered chat; special tokens are text in the chat's answer."""
     plain, chat = a_row(0, GREEDY), a_row(1, GREEDY)
     chat = replace(chat, call=replace(chat.call, reasoning=ReasoningFormat.THINK))
     assert group_equals([plain, chat], Prompts.from_lists([[1, 2], [1, 2]])) == {0: [], 1: []}
 
 
-def test_expectations_begin_when_enough_was_seen() -> None:
+def test_lengths_are_expected_only_after_enough_answers() -> None:
     estimate = LengthEstimate()
     assert estimate.expect(0, 100) is None
     for _ in range(200):

@@ -89,7 +89,7 @@ def test_a_terminal_shows_progress_at_once_and_is_cleaned_up() -> None:
     assert shown.getvalue().endswith("\r\x1b[K")
 
 
-def test_a_log_hears_of_long_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_lines_only_about_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
     times = array("d", [0.0])
     monkeypatch.setattr(bar, "monotonic", lambda: times[0])
     shown = io.StringIO()
@@ -106,7 +106,7 @@ def test_a_log_hears_of_long_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_nothing_is_said_where_that_is_asked_for() -> None:
+def test_a_disabled_line_prints_nothing() -> None:
     shown = Terminal()
     line = PhaseLine("mainstem plan", False, shown)
     line.show("reading")

@@ -92,13 +92,13 @@ def test_two_actors_answer_as_one_engine_does(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [*rows(), {"prompt": "x" * 900}])
     alone, spread = tmp_path / "alone.jsonl", tmp_path / "spread.jsonl"
     assert answer(source, alone) == 1
-    assert answer(source, spread, *ON_RAY) == 1, "one row is too long"
+    assert answer(source, spread, *ON_RAY) == 1, "one row is too long and must fail"
     assert answers(spread) == answers(alone)
     assert len(answers(spread)) == NUM_ROWS + 2
 
 
 def grown(output: Path, over: Event) -> Callable[[], bool]:
-    """Whether a file has grown since, or the job has ended."""
+    """Whether the file has grown since this call, or the job has ended."""
     size = output.stat().st_size
     return lambda: output.stat().st_size > size or over.is_set()
 
@@ -125,7 +125,7 @@ def check_actor_kills(tmp_path: Path, num_kills: int) -> None:
     over.set()
     killer.join()
     assert status == 0
-    assert len(killed) == num_kills, "the job was over too soon"
+    assert len(killed) == num_kills, "the job ended before all kills"
     found = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
     assert sorted(found) == sorted(row["custom_id"] for row in rows(150 * num_kills))
     alone = tmp_path / "alone.jsonl"
@@ -134,13 +134,13 @@ def check_actor_kills(tmp_path: Path, num_kills: int) -> None:
 
 
 @needs_ray
-def test_two_kills_of_an_actor(tmp_path: Path) -> None:
+def test_two_kills_of_an_actor_lose_no_answer(tmp_path: Path) -> None:
     check_actor_kills(tmp_path, 2)
 
 
 @needs_ray
 @pytest.mark.slow
-def test_ten_kills_of_an_actor(tmp_path: Path) -> None:
+def test_ten_kills_of_an_actor_lose_no_answer(tmp_path: Path) -> None:
     check_actor_kills(tmp_path, 10)
 
 
@@ -160,7 +160,7 @@ def check_driver_kills(tmp_path: Path, num_kills: int) -> None:
 
 @needs_ray
 @pytest.mark.slow
-def test_ten_kills_of_the_driver(tmp_path: Path) -> None:
+def test_ten_kills_of_the_driver_lose_no_answer(tmp_path: Path) -> None:
     check_driver_kills(tmp_path, 10)
 
 
@@ -175,8 +175,7 @@ def cluster() -> Iterator[None]:
 
 
 class _Echo:
-    """A stand-in for Generate, for tests of how rows are distributed: it returns the size of its
-    batch."""
+    """Stands for Generate in tests of how rows are distributed: returns the size of its batch."""
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return batch | {"size": [len(batch["prompt"])] * len(batch["prompt"])}
@@ -229,7 +228,7 @@ def test_generate_and_plan_with_parquet_in_and_json_out(
     pool = ray.data.ActorPoolStrategy(size=2)
     sizes = found.map_batches(_Echo, batch_size=None, compute=pool).take_all()
     assert sorted(row["n"] for row in sizes) == list(range(24))
-    assert {row["size"] for row in sizes} != {24}, "there are several bundles"
+    assert {row["size"] for row in sizes} != {24}, "there must be several bundles"
     settings: dict[str, Any] = {"model": tiny_model, "sampling": SAMPLING, "kv_tokens": 8192}
     answered = found.map_batches(
         Generate, fn_constructor_kwargs=settings, batch_size=None, compute=pool

@@ -1,4 +1,4 @@
-"""What a line of a batch file asks, and how lines that ask nothing sensible are refused."""
+"""Lines of a batch file are read as requests, and invalid lines are refused."""
 
 import json
 from array import array
@@ -37,7 +37,7 @@ def chat_row(**body: object) -> dict[str, object]:
     }
 
 
-def test_an_openai_chat_row() -> None:
+def test_an_openai_chat_row_is_read() -> None:
     row, prompt = parsed(chat_row(max_completion_tokens=5, temperature=0, stop="x", seed=3))
     assert (row.line, row.custom_id, row.call.kind, row.call.model) == (7, "a", Kind.CHAT, "m")
     assert prompt == Chat([{"role": "user", "content": "hi"}])
@@ -47,7 +47,7 @@ def test_an_openai_chat_row() -> None:
     assert row.call.sampling.seed == 3
 
 
-def test_an_openai_completion_row() -> None:
+def test_an_openai_completion_row_is_read() -> None:
     body = {"prompt": "once", "logprobs": 2, "logit_bias": {"5": -1}}
     row, prompt = parsed({"custom_id": "a", "url": "/v1/completions", "body": body})
     assert (row.call.kind, prompt) == (Kind.COMPLETION, "once")
@@ -55,7 +55,7 @@ def test_an_openai_completion_row() -> None:
     assert row.call.sampling.logit_bias == {5: -1.0}
 
 
-def test_plain_rows_hold_everything_beside_the_prompt() -> None:
+def test_plain_rows_have_their_fields_next_to_the_prompt() -> None:
     row, prompt = parsed({"prompt": [1, 2, 3], "max_tokens": 4, "top_k": 3, "cache_salt": "s"})
     assert prompt == array("i", [1, 2, 3])
     assert (row.custom_id, row.call.sampling.max_tokens, row.call.sampling.top_k) == (
@@ -81,7 +81,7 @@ def test_the_jobs_defaults_fill_in_what_a_row_leaves_out() -> None:
     assert (row.call.sampling.max_tokens, row.call.sampling.temperature) == (9, 0.5)
 
 
-def test_wrong_defaults_are_the_callers_fault() -> None:
+def test_invalid_defaults_raise_in_the_caller() -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
         CallParser({"temperature": -1.0})
 
@@ -132,19 +132,19 @@ def test_harmless_fields_are_accepted() -> None:
     parsed(chat_row(**values))
 
 
-def test_fields_that_only_say_what_happens_anyway_are_accepted() -> None:
+def test_fields_that_ask_for_the_default_behaviour_are_accepted() -> None:
     row, _ = parsed(chat_row(stream=False, response_format={"type": "text"}))
     assert row.call.sampling.grammar is None
     assert refused(chat_row(stream=True)).param == "stream"
 
 
-def test_a_row_may_ask_for_a_form() -> None:
+def test_a_row_may_ask_for_a_grammar() -> None:
     row, _ = parsed(chat_row(response_format={"type": "json_object"}))
     assert row.call.sampling.grammar == json_form({"type": "object"})
     assert refused(chat_row(response_format={"type": "xml"})).param == "response_format"
 
 
-def test_a_row_may_bring_tools() -> None:
+def test_a_row_may_have_tools() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     row, prompt = parsed(chat_row(tools=[tool], tool_choice="required"))
     assert isinstance(prompt, Chat)
@@ -154,7 +154,7 @@ def test_a_row_may_bring_tools() -> None:
 
 
 @pytest.mark.parametrize("name", ["session_id", "context_overflow", "echo"])
-def test_what_needs_a_client_that_waits_is_refused(name: str) -> None:
+def test_fields_that_only_servers_support_are_refused(name: str) -> None:
     error = refused({"prompt": "a", name: "x"})
     assert (error.code, error.param) == ("unknown_field", name)
 
@@ -214,7 +214,7 @@ def test_text_parts_become_one_text() -> None:
         ({"url": "/v1/completions", "body": {"prompt": ""}, "x": 1}, "unknown_field", "x"),
     ],
 )
-def test_what_is_refused_names_its_field(row: object, code: str, param: str | None) -> None:
+def test_an_error_names_the_field_that_is_refused(row: object, code: str, param: str | None) -> None:
     error = refused(row)
     assert error.code == code
     if param is not None:
@@ -223,7 +223,7 @@ def test_what_is_refused_names_its_field(row: object, code: str, param: str | No
 
 
 @pytest.mark.parametrize("data", [b"{", b"nonsense", b"\xff\xfe{}", b"[" * 100_000])
-def test_what_is_not_json_is_refused(data: bytes) -> None:
+def test_a_line_that_is_not_json_is_refused(data: bytes) -> None:
     with pytest.raises(WireError) as caught:
         parse_json(Line(1, data))
     assert caught.value.code == "invalid_json"

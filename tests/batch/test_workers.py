@@ -60,7 +60,7 @@ def answer(source: Path, output: Path, *flags: str) -> int:
 
 
 def answers(path: Path) -> list[str]:
-    """As a sorted list, without times, cached tokens and the worker's name."""
+    """Rows as a sorted list, without times, cached tokens and the worker's name."""
     found = []
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -96,7 +96,7 @@ def test_two_servers_answer_as_one_engine_does(servers: list[Running], tmp_path:
     assert two["deduplicated"] == 1
     same = ("rows", "answered", "failed", "prompt_tokens", "generated_tokens")
     assert [one[name] for name in same] == [two[name] for name in same]
-    assert all(server.engines.samplings for server in servers), "both worked"
+    assert all(server.engines.samplings for server in servers), "both servers must have answered"
     for server in servers:
         server.settle()
 
@@ -127,7 +127,7 @@ def test_rows_that_fail_are_error_rows(servers: list[Running], tmp_path: Path) -
     assert found["line-3"]["error"]["line"] == 3
 
 
-def test_a_server_that_has_too_many_gets_the_rest_later(tmp_path: Path) -> None:
+def test_a_server_that_refuses_for_load_gets_the_rows_later(tmp_path: Path) -> None:
     from mainstem.server.limits import ServerLimits  # noqa: PLC0415
 
     source, output = write(tmp_path / "in.jsonl", rows(30)), tmp_path / "out.jsonl"
@@ -136,7 +136,7 @@ def test_a_server_that_has_too_many_gets_the_rest_later(tmp_path: Path) -> None:
     assert len(answers(output)) == 31
 
 
-def test_keys_come_from_a_file_and_who_refuses_is_set_aside(
+def test_keys_come_from_a_file_and_a_server_that_refuses_them_gets_no_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], servers: list[Running]
 ) -> None:
     source, output = write(tmp_path / "in.jsonl", rows(10)), tmp_path / "out.jsonl"
@@ -150,7 +150,7 @@ def test_keys_come_from_a_file_and_who_refuses_is_set_aside(
         assert "no worker is left" in shown
         assert output.read_text() == ""
         both = ["--workers", f"{locked.url},{servers[0].url}", "--resume"]
-        assert answer(source, output, *both) == 0, "the other answers them"
+        assert answer(source, output, *both) == 0, "the other server answers the rows"
         assert "is no longer used" in capsys.readouterr().err
         output.unlink()
         assert answer(source, output, *at_locked, "--worker-key-file", str(key)) == 0
@@ -171,14 +171,14 @@ def test_keys_come_from_a_file_and_who_refuses_is_set_aside(
         (["--workers", "http://a", "--worker-key-file", "/nowhere/k"], "cannot be read"),
     ],
 )
-def test_wrong_calls(tmp_path: Path, flags: list[str], reason: str) -> None:
+def test_wrong_calls_are_refused(tmp_path: Path, flags: list[str], reason: str) -> None:
     source = write(tmp_path / "in.jsonl", rows(3))
     with pytest.raises(ConfigError, match=reason):
         answer(source, tmp_path / "out.jsonl", *flags)
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_the_word_after_ray_is_its_value_only_where_it_is_an_address() -> None:
+def test_the_word_after_ray_is_its_value_only_if_it_is_an_address() -> None:
     assert join_ray_address(["--ray", "in.jsonl"]) == ["--ray=local", "in.jsonl"]
     assert join_ray_address(["--ray", "auto", "in"]) == ["--ray=auto", "in"]
     assert join_ray_address(["--ray", "ray://head:10001"]) == ["--ray=ray://head:10001"]
@@ -186,7 +186,7 @@ def test_the_word_after_ray_is_its_value_only_where_it_is_an_address() -> None:
     assert join_ray_address(["--ray=10.0.0.1:6379"]) == ["--ray=10.0.0.1:6379"]
 
 
-def test_bundles_are_taken_from_the_own_share_and_from_the_end_of_the_longest() -> None:
+def test_a_worker_without_bundles_steals_from_the_end_of_the_longest_share() -> None:
     bundles = Bundles(2)
     first, second, third, mine = (Bundle((), seconds) for seconds in (3.0, 2.0, 1.0, 1.0))
     for bundle in (first, second, third):
@@ -200,7 +200,7 @@ def test_bundles_are_taken_from_the_own_share_and_from_the_end_of_the_longest() 
     bundles.give_back([task])
     returned = bundles.take(1)
     assert returned is not None
-    assert list(returned.tasks) == [task], "what was lost goes first"
+    assert list(returned.tasks) == [task], "a returned task goes first"
     assert bundles.take_from_others() is second
     assert not bundles
     assert bundles.take_from_others() is None
@@ -234,12 +234,12 @@ def without_marks(path: Path) -> list[str]:
     return sorted(found)
 
 
-def test_two_kills_of_the_driver(tmp_path: Path, servers: list[Running]) -> None:
+def test_two_kills_of_the_driver_lose_no_answer(tmp_path: Path, servers: list[Running]) -> None:
     check_driver_kills(tmp_path, 2, servers)
 
 
 @pytest.mark.slow
-def test_ten_kills_of_the_driver(tmp_path: Path, servers: list[Running]) -> None:
+def test_ten_kills_of_the_driver_lose_no_answer(tmp_path: Path, servers: list[Running]) -> None:
     check_driver_kills(tmp_path, 10, servers)
 
 
@@ -281,16 +281,16 @@ def check_worker_kills(tmp_path: Path, lasting: Running, num_kills: int, num_row
         killer.join()
         lasting.settle()
     assert status == 0
-    assert num_killed == num_kills, "the job was over too soon"
+    assert num_killed == num_kills, "the job ended before all kills"
     found = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
     assert sorted(found) == sorted(row["custom_id"] for row in rows(num_rows))
     assert answers(output) == answers(alone)
 
 
-def test_two_kills_of_a_worker(tmp_path: Path, servers: list[Running]) -> None:
+def test_two_kills_of_a_worker_lose_no_answer(tmp_path: Path, servers: list[Running]) -> None:
     check_worker_kills(tmp_path, servers[0], 2, 100)
 
 
 @pytest.mark.slow
-def test_ten_kills_of_a_worker(tmp_path: Path, servers: list[Running]) -> None:
+def test_ten_kills_of_a_worker_lose_no_answer(tmp_path: Path, servers: list[Running]) -> None:
     check_worker_kills(tmp_path, servers[0], 10, 1000)

@@ -1,4 +1,4 @@
-"""Poisson arrivals and the latencies they meet."""
+"""Poisson arrivals, and latencies measured from them."""
 
 import numpy as np
 import pytest

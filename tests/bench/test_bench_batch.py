@@ -1,4 +1,4 @@
-"""`mainstem bench batch` hands the engine's flags on to the runs it compares."""
+"""`mainstem bench batch` passes the engine's flags to the runs that it compares."""
 
 import pytest
 
@@ -23,6 +23,6 @@ def test_every_flag_of_the_engine_reaches_the_runs() -> None:
     assert engine_config(handed_on) == engine_config(args)
 
 
-def test_sharing_is_not_up_to_the_caller() -> None:
+def test_the_share_flag_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="--share"):
         engine_flags(parser().parse_args(["--share", "reads"]))

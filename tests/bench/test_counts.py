@@ -1,4 +1,4 @@
-"""Counts that no benchmark can run with are refused by name."""
+"""A count of zero is refused, and the error names the flag."""
 
 import pytest
 
@@ -23,7 +23,7 @@ from mainstem_bench import batch, cpu, host, offline, serve, sessions
         (sessions.parser, "--at-once"),
     ],
 )
-def test_a_count_of_none_is_refused(
+def test_a_count_of_zero_is_refused(
     parser: object, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert callable(parser)

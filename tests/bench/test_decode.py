@@ -1,4 +1,4 @@
-"""What `mainstem bench decode` times, on the tiny shape."""
+"""`mainstem bench decode` on the tiny shape."""
 
 import json
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 TINY = ["--model-shape", "tiny", "--own", "20", "--steps", "5"]
 
 
-def test_a_line_for_each_number_of_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_number_of_sequences_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--seqs", "1,4", "--prefix", "40", "--degree", "1", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["seqs"] for line in lines] == [1, 4]
@@ -34,6 +34,6 @@ def test_sequences_that_do_not_fit_are_refused() -> None:
         main([*TINY, "--own", "200", "--seqs", "8", "--kv-tokens", "600"])
 
 
-def test_groups_of_a_rest_are_refused() -> None:
+def test_groups_of_unequal_size_are_refused() -> None:
     with pytest.raises(ConfigError, match="--degree 2"):
         main([*TINY, "--seqs", "4,3", "--degree", "2"])

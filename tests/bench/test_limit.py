@@ -1,4 +1,4 @@
-"""The limits of the card and the prompts rivals were given."""
+"""The limits of the card, and the prompts that other engines were measured with."""
 
 from dataclasses import replace
 from hashlib import sha256
@@ -33,11 +33,11 @@ def limit(name: str, kv_tokens: int | None = None, gemm: float | None = None) ->
 
 
 @pytest.mark.parametrize("name", OFFLINE_JOBS)
-def test_limits_of_an_h200(name: str) -> None:
+def test_limits_of_an_h200_are_those_worked_out_by_hand(name: str) -> None:
     assert limit(name) == pytest.approx(LIMITS[name], rel=0.05)
 
 
-def test_faster_products_lift_the_limit_but_attention_stays() -> None:
+def test_faster_products_raise_the_limit_but_not_attention() -> None:
     assert 1.4 < limit("b2000-sd16", gemm=2 * H200.flops_per_s) / limit("b2000-sd16") < 2.0
 
 
@@ -52,7 +52,7 @@ def test_less_memory_means_more_reads_of_a_prefix() -> None:
         ("relay-512", 1000, "3a24ae88818a77c7"),
     ],
 )
-def test_prompts_are_those_rivals_were_given(name: str, count: int, digest: str) -> None:
+def test_prompts_are_those_that_other_engines_were_measured_with(name: str, count: int, digest: str) -> None:
     prompts = shuffled(OFFLINE_JOBS[name].prompts(128_256))
     found = sha256()
     for prompt in prompts:

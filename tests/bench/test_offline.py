@@ -1,4 +1,4 @@
-"""The offline benchmark: what it feeds, what it checks, what it reports."""
+"""The offline benchmark: when it submits prompts, what it checks and what it reports."""
 
 import json
 from pathlib import Path
@@ -41,10 +41,10 @@ def test_new_tokens_are_those_the_prompt_before_does_not_share() -> None:
     order = Order.planned(prompts, np.full(len(prompts), 4))
     new = order.new_tokens(prompts)
     assert sorted(new.tolist()) == [5] * 12 + [29] * 6
-    assert Order.as_given(prompts).new_tokens(prompts).tolist() == [16] * 18  # nothing is known
+    assert Order.as_given(prompts).new_tokens(prompts).tolist() == [16] * 18  # no order is known
 
 
-def test_feed_keeps_what_the_next_steps_need_and_no_more() -> None:
+def test_feed_keeps_only_the_prompts_that_the_next_steps_need() -> None:
     prompts, outputs = some_prompts(groups=60), np.full(180, 4)
     engine = an_engine(num_pages=2048, config=SchedConfig(chunk_tokens=40))
     feed = Feed(engine, prompts, Order.planned(prompts, outputs), outputs)
@@ -69,7 +69,7 @@ def test_a_job_gives_every_prompt_its_answer(is_planned: bool, can_overlap: bool
     engine.check()
 
 
-def test_a_plan_saves_where_memory_is_short() -> None:
+def test_a_plan_saves_tokens_if_memory_is_short() -> None:
     """Room for two groups: in shuffled order their prefixes are evicted before they return."""
     prompts = some_prompts(groups=12, degree=4)
     saved = {}
@@ -98,11 +98,11 @@ def test_steps_are_never_short_of_waiting_prompts(
 
 
 @pytest.mark.parametrize("can_overlap", [True, False])
-def test_host_time_includes_launching_where_steps_overlap(
+def test_host_time_includes_launching_if_steps_overlap(
     can_overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If steps do not overlap, launching runs the step: its time is device time."""
-    launch, launch_s = FakeRunner.launch, 0.05  # far above what the rest takes
+    launch, launch_s = FakeRunner.launch, 0.05  # far longer than everything else in the test
 
     def slow_launch(runner: FakeRunner, step: Step) -> InFlight:
         sleep(launch_s)
@@ -118,13 +118,13 @@ def test_host_time_includes_launching_where_steps_overlap(
 # --- checks and reports ---------------------------------------------------------------------------
 
 
-def test_busy_is_device_time_over_the_time_between_first_and_last_step() -> None:
+def test_busy_is_device_time_divided_by_the_time_between_first_and_last_step() -> None:
     log = StepLog(began_s=10.0, ended_s=14.0, device_s=3.0)
     assert log.busy == 0.75
     assert StepLog().busy == 0.0
 
 
-def test_sharing_is_checked_before_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_is_checked_before_the_measured_run(monkeypatch: pytest.MonkeyPatch) -> None:
     job = OfflineJob("few", "tiny", 4096, 2, 4, 40, 8, 8)
     config = EngineConfig(model=ModelConfig(model="tiny"))
     check_sharing(job, config)
@@ -138,7 +138,7 @@ def test_sharing_is_checked_before_the_clock(monkeypatch: pytest.MonkeyPatch) ->
         check_sharing(job, config)
 
 
-def test_one_line_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_has_every_result(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SMALL) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["workload"] == "relay-64"
@@ -199,7 +199,7 @@ def test_wrong_calls_are_refused(flags: list[str], named: str) -> None:
         main([*SMALL, *flags])
 
 
-def test_a_shape_beyond_the_memory_is_refused_before_it_is_made() -> None:
+def test_a_shape_that_exceeds_memory_is_refused_before_it_is_made() -> None:
     with pytest.raises(ConfigError, match="llama31-8b with 450,000 tokens of KV takes 150 GB"):
         check_room("llama31-8b", 450_000, 24 * 10**9, "--model-shape tiny")
     check_room("tiny", 450_000, 24 * 10**9, "--model-shape tiny")

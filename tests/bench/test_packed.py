@@ -14,7 +14,7 @@ from tests.bench.test_offline import SMALL
 LAYER = "model.layers.3."
 
 
-def test_the_head_stays_as_it_is_and_layers_are_packed() -> None:
+def test_layers_are_packed_and_the_head_is_not() -> None:
     for name in ("gptq", "awq", "fp8", "fp8-blocks"):
         spec = PACKED[name]
         assert spec.packing_of("lm_head") is None
@@ -26,7 +26,7 @@ def test_the_head_stays_as_it_is_and_layers_are_packed() -> None:
     assert PACKED["mxfp4"].packing_of(f"{LAYER}mlp.router") is None
 
 
-def test_what_weights_weigh() -> None:
+def test_packed_weights_have_their_expected_size() -> None:
     per_param = {
         weights: shape_with("llama31-70b", weights).bytes_per_param(2)
         for weights in (None, "gptq", "awq", "fp8", "fp8-blocks")
@@ -41,7 +41,7 @@ def test_what_weights_weigh() -> None:
     assert weights + 2 * 2 * gpt_oss.num_head_params < 16e9
 
 
-def test_a_step_reads_packed_weights_or_computes_in_16_bits() -> None:
+def test_small_steps_read_packed_weights_and_large_steps_compute_in_16_bits() -> None:
     config = EngineConfig(ModelConfig(model="llama31-70b"))
     packed = model_cost(shape_with("llama31-70b", "gptq"), config, has_gpu=True).size
     plain = model_cost(shape_with("llama31-70b", None), config, has_gpu=True).size
@@ -59,7 +59,7 @@ def test_the_limit_of_fp8_checkpoints_is_that_of_fp8() -> None:
         assert cost.gemm_flops_per_s == FP8_FLOPS_PER_S
 
 
-def test_steps_are_larger_where_weights_are_dequantized() -> None:
+def test_steps_are_larger_if_weights_are_dequantized() -> None:
     def tokens(name: str, weights: str | None) -> int:
         return full_speed_tokens(H200, shape_with(name, weights).moved_bytes_per_param)
 
@@ -69,7 +69,7 @@ def test_steps_are_larger_where_weights_are_dequantized() -> None:
 
 
 @pytest.mark.torch
-def test_a_job_on_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_runs_on_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--weights", "awq"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["weights"] == "awq"

@@ -96,14 +96,14 @@ def test_a_quick_run_prints_and_keeps_lines_with_their_origin(
     assert "not run yet: a quick run" in shown.err
 
 
-def test_what_needs_a_card_is_refused_without_one(
+def test_an_item_that_needs_a_card_is_refused_without_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["relay-fig7", "--results", str(tmp_path)]) == 1
     assert "relay-fig7 needs a CUDA device" in capsys.readouterr().err
 
 
-def test_of_several_items_those_that_need_a_card_are_left_out_without_one(
+def test_without_a_card_a_run_of_all_items_skips_those_that_need_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     items = [replace(an_item(), name="some-fig2", where=Where.GPU), an_item()]
@@ -147,7 +147,7 @@ def test_draw_uses_stored_lines_and_measures_nothing(
     assert "reproduced: 3 lines" in capsys.readouterr().err
 
 
-def test_quick_lines_and_no_lines_prove_nothing() -> None:
+def test_quick_lines_and_missing_lines_give_no_verdict() -> None:
     item = an_item()
     assert command.judged(item, []).outcome is Outcome.OPEN
     quick = {"command": "mainstem bench paper some-fig1 --quick"}
@@ -180,7 +180,7 @@ def test_a_model_stays_loaded_until_another_is_asked_for() -> None:
     engines.close()
 
 
-def test_lengths_are_those_of_the_data() -> None:
+def test_lengths_are_drawn_from_the_data() -> None:
     assert len(sharegpt_turns()) == 5671
     drawn = sharegpt_requests(50, 100)
     assert drawn.users.min() >= 4
@@ -252,7 +252,7 @@ def test_a_row_without_a_line_is_an_error() -> None:
     assert "plan.jsonl has no line" in done.stderr
 
 
-def test_one_names_what_is_missing() -> None:
+def test_one_names_the_line_that_is_missing() -> None:
     with pytest.raises(KeyError, match="prefix"):
         one([{"prefix": 1}], prefix=2)
 

@@ -1,4 +1,4 @@
-"""`mainstem bench policies`: the same arrivals for every policy, and a line each."""
+"""`mainstem bench policies`: it replays the same arrivals for every policy and prints a line for each."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from mainstem_bench.policies import Turns, made_up
 SMALL = ["--model-shape", "tiny", "--device", "cpu", "--store-fetch", "always", "--json"]
 
 
-def test_turns_go_on_where_their_conversation_was() -> None:
+def test_a_turn_continues_its_conversation() -> None:
     arrivals = made_up(Turns(3, 3, 20, 5, 4, 10.0), 100)
     assert [arrival.due_s for arrival in arrivals] == sorted(a.due_s for a in arrivals)
     prompts = [arrival.prompt_ids.tolist() for arrival in arrivals]
@@ -21,7 +21,7 @@ def test_turns_go_on_where_their_conversation_was() -> None:
         assert sum(later[: len(before)] == before for before in prompts) in (2, 3)  # itself, too
 
 
-def test_a_line_for_each_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_policy_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     work = ["--sessions", "6", "--turns", "3", "--history", "64", "--new", "8", "--output", "4"]
     room = ["--device-sessions", "2", "--host-sessions", "4", "--disk-sessions", "9"]
     argv = [*SMALL, *work, *room, "--rate", "1000", "--policy", "lookahead,lru"]

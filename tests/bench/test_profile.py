@@ -47,7 +47,7 @@ def test_the_name_of_a_kernel_decides_its_kind(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_enclosing_work_does_not_count_what_it_encloses() -> None:
+def test_the_time_of_an_operation_excludes_operations_inside_it() -> None:
     works = [work("outer", 0, 10), work("inner", 2, 3), work("innermost", 3, 1), work("next", 8, 2)]
     assert self_us(works) == [("outer", 5), ("inner", 2), ("innermost", 1), ("next", 2)]
 
@@ -62,13 +62,13 @@ def test_busy_time_on_two_streams_counts_once() -> None:
     assert busy_us(works) == 7
 
 
-def test_shares_and_idle() -> None:
+def test_shares_and_idle_time_are_reported() -> None:
     works = [work("nvjet", 0, 6), work("_span_kernel", 6, 2), work("nvjet", 9, 1)]
     assert shares_of(works) == {"gemm": 0.7, "attention": 0.2, "idle": 0.1}
     assert shares_of([]) == {"idle": 1.0}
 
 
-def test_of_a_trace_with_kernels_the_host_events_are_left_out(tmp_path: Path) -> None:
+def test_host_events_are_left_out_of_a_trace_with_kernels(tmp_path: Path) -> None:
     event = {"ph": "X", "pid": 0, "tid": 7}
     events = [
         event | {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 50},

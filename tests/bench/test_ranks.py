@@ -1,4 +1,4 @@
-"""What `mainstem bench ranks` adds up, on the tiny shape."""
+"""`mainstem bench ranks` on the tiny shape."""
 
 import json
 
@@ -11,7 +11,7 @@ from mainstem_bench.ranks import CALL_S, NVLINK_BYTES_PER_S, collectives_s, main
 pytestmark = pytest.mark.torch
 
 
-def test_a_line_for_each_kind_of_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_kind_of_step_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--cases", "tiny:2", "--seqs", "1,3", "--own", "20", "--steps", "3", "--json"]
     assert main([*args, "--chunk-tokens", "64"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -23,17 +23,17 @@ def test_a_line_for_each_kind_of_step(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[0]["kv_bytes_per_token"] == 2 * 2 * 2 * 1 * 64  # one of two KV heads
 
 
-def test_collectives_are_counted_by_hand() -> None:
+def test_collectives_are_as_many_as_counted_by_hand() -> None:
     """Llama-65B on 4: 161 sums of 8,192 numbers a token, then 32,000 logits of each sample."""
     spec = SHAPES["llama-65b"]
     moved = 161 * 8192 * 2 * 100 * 1.5 + 3 * 32_000 * 2 * 0.75
     expected = 162 * CALL_S + moved / NVLINK_BYTES_PER_S
     assert collectives_s(spec, 4, 100, 3) == pytest.approx(expected)
-    parallel = SHAPES["falcon-40b"]  # attention and MLP of a layer in one
+    parallel = SHAPES["falcon-40b"]  # one sum for attention and MLP of a layer
     assert collectives_s(parallel, 4, 0, 0) == pytest.approx(62 * CALL_S)
 
 
-def test_cases_that_cannot_be_are_refused() -> None:
+def test_impossible_cases_are_refused() -> None:
     with pytest.raises(ConfigError, match="not SHAPE:RANKS"):
         main(["--cases", "llama-31b:2"])
     with pytest.raises(ConfigError, match=r"num_attention_heads=52 .* possible .*: 1, 2, 4, 13"):

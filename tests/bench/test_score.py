@@ -1,4 +1,4 @@
-"""What `mainstem bench score` measures, on the tiny shape."""
+"""`mainstem bench score` on the tiny shape."""
 
 import json
 
@@ -13,7 +13,7 @@ def test_scoring_computes_less_than_generating(capsys: pytest.CaptureFixture[str
     sizes = ["--contexts", "4", "--context-tokens", "42", "--choices", "3", "--choice-tokens", "4"]
     assert main(["--model-shape", "tiny", "--kv-tokens", "8192", *sizes, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    # the context, and of each choice all but the last token; for all but the first choice also the
+    # computed: the context, and all but the last token of each choice; for all but the first also the
     # context's last token, whose logits are wanted
     assert result["computed_per_context"] == 42 + 3 * 3 + 2
     assert result["generate_computed_per_context"] >= 42 + 3 * 4

@@ -22,7 +22,7 @@ KEY = "k-123"
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers by the name of the model; remembers what was asked and how much at once."""
+    """Answers by the name of the model; records the requests and how many ran at once."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -141,7 +141,7 @@ def test_a_closed_loop_measures_every_request(
     assert result["output_tokens"] == 40
     assert result["prompt_tokens"] == 400
     assert result["cached_tokens"] == (None if model == "plain" else 320)
-    assert server.most_open <= 6  # of 3 clients; one that has ended may not be counted off yet
+    assert server.most_open <= 6  # there are 3 clients; a request that has ended may still be counted
     assert 10 <= float(str(result["ttft_ms_p50"])) < 5000
     assert 5 <= float(str(result["itl_ms_mean"])) < 5000
     assert float(str(result["e2e_ms_p50"])) > float(str(result["ttft_ms_p50"]))
@@ -162,7 +162,7 @@ def test_poisson_arrivals_do_not_wait_for_answers(
 ) -> None:
     status, result = measure(server, capsys, "--requests 20 --rate inf --prefix 0 --own 3")
     assert status == 0
-    assert result["model"] == "plain"  # the first the server lists
+    assert result["model"] == "plain"  # the first model that the server lists
     assert server.most_open > 5
     status, _ = measure(server, capsys, "--requests 20 --rate 50 --prefix 0 --own 3")
     assert status == 0
@@ -191,7 +191,7 @@ def test_turns_carry_the_answers_before_them(
         ("keyed", "401"),
     ],
 )
-def test_failures_are_told_and_left_out_of_the_numbers(
+def test_failures_are_reported_and_left_out_of_the_numbers(
     server: FakeServer, capsys: pytest.CaptureFixture[str], model: str, reason: str
 ) -> None:
     flags = ["--json", "--warmup", "0", "--requests", "3", "--model", model, "--prefix", "0"]
@@ -214,7 +214,7 @@ def test_a_key_comes_from_a_file(
     assert status == 0
 
 
-def test_our_own_server_tells_what_was_cached(capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_own_server_reports_cached_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     with a_server() as running:
         flags = "--json --requests 6 --concurrency 2 --prefix 40 --own 4 --max-tokens 5"
         assert main(["--url", running.url, *flags.split(), "--ignore-eos"]) == 0
@@ -224,12 +224,12 @@ def test_our_own_server_tells_what_was_cached(capsys: pytest.CaptureFixture[str]
     assert result["cached_tokens"] > result["prompt_tokens"] // 2
 
 
-def test_a_table_is_for_people(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_the_result_is_a_table(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", f"{server.url}/v1/", "--requests", "2"]) == 0
     assert "goodput_per_s" in capsys.readouterr().out
 
 
-def test_no_server_is_an_error_not_a_trace() -> None:
+def test_a_missing_server_is_an_error_without_a_traceback() -> None:
     with pytest.raises(MainstemError, match=r"127\.0\.0\.1"):
         main(["--url", "http://127.0.0.1:1", "--requests", "1", "--timeout-s", "5"])
 
@@ -253,14 +253,14 @@ def an_answer(first_s: float, gap_s: float) -> StreamedAnswer:
     return StreamedAnswer(sent_s=10, piece_s=pieces, ended_s=pieces[-1], output_tokens=3)
 
 
-def test_goodput_counts_requests_that_keep_both_limits() -> None:
+def test_goodput_counts_requests_within_both_limits() -> None:
     answers = [an_answer(0.1, 0.01), an_answer(0.9, 0.01), an_answer(0.1, 0.5)]
     assert summary(answers, 2.0, LoadLimits())["goodput_per_s"] == 1.5
     assert summary(answers, 2.0, LoadLimits(ttft_s=0.5))["goodput_per_s"] == 1.0
     assert summary(answers, 2.0, LoadLimits(ttft_s=0.5, itl_s=0.1))["goodput_per_s"] == 0.5
 
 
-def test_made_up_conversations_are_seeded_and_share_by_group() -> None:
+def test_synthetic_conversations_are_seeded_and_share_by_group() -> None:
     shape = Shape(prefix_words=6, own_words=3, groups=2, turns=2)
     first = list(islice(made_up(shape, 1), 6))
     assert first == list(islice(made_up(shape, 1), 6))
@@ -275,7 +275,7 @@ def test_take_cuts_the_last_conversation() -> None:
     assert [each.questions for each in taken] == [("a", "b"), ("c",)]
 
 
-def test_every_shape_of_a_dataset_is_read(tmp_path: Path) -> None:
+def test_every_format_of_a_dataset_is_read(tmp_path: Path) -> None:
     user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     rows = [
         {"prompt": "q"},

@@ -17,7 +17,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, object
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_line_a_turn_and_later_turns_find_their_history(
+def test_each_turn_gets_a_line_and_later_turns_find_their_history(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = run(capsys, "--tier", "host", "--tier", "none", "--store-fetch", "always")
@@ -31,7 +31,7 @@ def test_a_line_a_turn_and_later_turns_find_their_history(
     assert all(line["p95_ttft_ms"] > 0 for line in lines)  # type: ignore[operator]
 
 
-def test_a_part_that_fails_is_told_and_the_others_go_on(
+def test_a_part_that_fails_is_reported_and_the_others_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(bench: Bench) -> Iterator[dict[str, object]]:
@@ -92,12 +92,12 @@ def test_real_conversations_come_back_after_a_close_and_after_a_kill(
     assert all(line["loaded_pages"].get("disk", 0) > 0 for line in lines[2:4])
 
 
-def test_conversations_that_are_not_there_are_said_in_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_of_conversations_is_reported_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         sessions.main(["--conversations", str(tmp_path / "none.jsonl")])
 
 
-def test_a_shape_that_does_not_fit_names_the_flag_there_is(
+def test_the_error_for_a_shape_that_does_not_fit_names_a_flag_to_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(settings, "available_bytes", lambda: 1_000_000)

@@ -84,6 +84,6 @@ def test_too_few_requests_are_refused() -> None:
         main(["--requests", "2"])
 
 
-def test_a_soak_without_want_of_memory_is_no_soak() -> None:
+def test_a_soak_that_preempts_nothing_fails() -> None:
     with pytest.raises(ConfigError, match="nothing was preempted"):
         main(["--requests", "4", "--model-shape", "tiny", "--device", "cpu"])

@@ -97,7 +97,7 @@ def test_moved_keys_predict_better_than_misplaced_ones(
     assert kv.perplexity < naive.perplexity
 
 
-def test_a_text_that_is_hardly_cut_is_refused(smollm2_folder: Path, text_ids: list[int]) -> None:
+def test_a_text_too_short_for_many_cuts_is_refused(smollm2_folder: Path, text_ids: list[int]) -> None:
     with pytest.raises(ConfigError, match="too short"):
         read_on(smollm2_folder, CONFIG, WAYS["kv"], text_ids[:100], TURN)
 
@@ -120,19 +120,18 @@ def test_questions_are_asked_after_the_cut(
     assert score.accuracy == 100.0
 
 
-def test_ways_are_compared_question_by_question() -> None:
+def test_methods_are_compared_question_by_question() -> None:
     some = [ScoredAnswer(n // 2, 100.0 * (n % 2), 50.0) for n in range(40)]
     same = compare(some, some, "right")
     assert (same.mean, same.margin) == (0.0, 0.0)
-    better = [ScoredAnswer(a.document, a.right, 60.0) for a in some]  # by as much everywhere
+    better = [ScoredAnswer(a.document, a.right, 60.0) for a in some]  # the same difference for every question
     found = compare(some, better, "f1")
     assert found.mean == pytest.approx(10.0)
     assert found.margin == pytest.approx(0.0)
 
 
-def test_the_margin_is_that_of_documents_drawn_again() -> None:
-    """A bootstrap over documents (questions about one document are not independent) gives the
-    same."""
+def test_the_margin_equals_that_of_a_bootstrap_over_documents() -> None:
+    """Documents are drawn, not questions: questions about one document are not independent."""
     rng = np.random.default_rng(0)
     points = [(n, float(rng.normal(rng.normal(0, 8), 20))) for n in range(150) for _ in range(5)]
     zeros = [ScoredAnswer(n, 0.0, 0.0) for n, _ in points]
@@ -142,14 +141,14 @@ def test_the_margin_is_that_of_documents_drawn_again() -> None:
     assert found.margin == pytest.approx(1.96 * float(np.std(means)), rel=0.08)
 
 
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"doc": "x", "items": []}\n{"doc": "x"}\n')
     with pytest.raises(InvalidRequest, match="line 2"):
         read_documents(path)
 
 
-def test_the_command_prints_a_line_a_way(
+def test_the_command_prints_a_line_for_each_method(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--model", str(smollm2_folder), "--threads", "1", "--max-model-len", "64"]
@@ -163,7 +162,7 @@ def test_the_command_prints_a_line_a_way(
     assert all(row["perplexity"] > 1 for row in rows)
 
 
-def test_chats_go_through_the_template_that_is_named(smollm2_folder: Path, tmp_path: Path) -> None:
+def test_chats_are_rendered_with_the_template_that_is_given(smollm2_folder: Path, tmp_path: Path) -> None:
     model = ModelConfig(threads=1, chat_template=str(tmp_path / "none.jinja"))
     config = EngineConfig(model=model, sched=SchedConfig(max_model_len=256))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):

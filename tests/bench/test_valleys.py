@@ -15,8 +15,8 @@ def results(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, f
 
 
 def test_a_planned_job_reaches_the_limit_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps of 2,048 tokens over a sixth of the workload: only its ramp, its tail and
-    reading weights are lost."""
+    """Steps of 2,048 tokens over a sixth of the workload: the loss is the ramp, the tail and
+    the reading of weights."""
     flags = ["--workload", "b2000-sd16", "--groups", "16", "--chunk-tokens", "2048"]
     off, on = results(
         capsys, *flags, "--spread", "0", "--kv-tokens", "100000", "--ways", "as given", "planned"
@@ -35,7 +35,7 @@ def test_answers_of_unequal_length_are_not_compared_with_the_limit(
     assert on["saving_ratio"] >= off["saving_ratio"]
 
 
-def test_a_spread_beyond_the_mean_is_refused() -> None:
+def test_a_spread_larger_than_the_mean_is_refused() -> None:
     with pytest.raises(ConfigError, match="--spread"):
         main(["--spread", "1"])
 
@@ -64,7 +64,7 @@ def test_a_valley_is_a_small_step_while_prompts_wait_and_the_tail_is_not() -> No
     assert thin["tokens"] == [100.0, 25.0, 60.0, 10.0]
 
 
-def test_fewer_at_once_are_more_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_sequences_at_once_need_more_steps(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--groups", "30", "--output", "20", "--max-seqs", "8", "--kv-tokens", "40000"]
     capped, given = results(capsys, *flags, "--ways", "capped", "as given")
     assert capped["steps"] > given["steps"]

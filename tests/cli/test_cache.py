@@ -51,7 +51,7 @@ def test_stats_name_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "org/tiny  fake" in capsys.readouterr().out
 
 
-def test_a_store_that_was_cleared_is_not_missed(
+def test_a_cleared_store_is_not_reported_as_lost(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAINSTEM_CACHE", str(folder / "cache"))

@@ -1,4 +1,4 @@
-"""`mainstem calibrate` measures this machine and `card_for` finds what it kept."""
+"""`mainstem calibrate` measures this machine, and `card_for` finds the result."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_a_calibrated_device_is_found_again(
     assert 0 < card.launch_s < 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fact about CPUs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests what CPUs report")
 def test_on_a_cpu_the_command_says_that_no_costs_were_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""What doctor says about this machine, and about machines that are not here."""
+"""The report of `mainstem doctor` about this machine and about simulated ones."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_the_report_is_json_and_complete(
     assert {"device", "dtype", "why_dtype", "attention", "threads"} <= set(found["use"])
 
 
-def test_the_text_says_what_will_be_used(
+def test_the_text_names_the_dtype_and_kernels_in_use(
     empty_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor.main([]) == 0
@@ -66,7 +66,7 @@ def test_the_text_says_what_will_be_used(
     assert str(empty_cache) in text
 
 
-def test_looking_creates_nothing(empty_cache: Path) -> None:
+def test_doctor_creates_no_file(empty_cache: Path) -> None:
     doctor.report()
     assert list(empty_cache.iterdir()) == []
 
@@ -159,7 +159,7 @@ def test_a_models_size_of_keys_and_values_is_shown(
 
 
 def test_ranks_that_fit_and_ranks_that_do_not_are_shown() -> None:
-    """A card of 140 GiB: 0.9 of it, less 2 GiB of buffers, less the weights."""
+    """A card of 140 GiB: pages get 0.9 of it, minus 2 GiB of buffers, minus the weights."""
     gib = 1 << 30
     large, half = RankSize(1, 130 * gib, 1 << 20), RankSize(2, 65 * gib, 1 << 19)
     assert doctor.fitting_tokens(large, GPU) == 0

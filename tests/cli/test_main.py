@@ -28,13 +28,13 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("failing")
-def test_what_the_system_refuses_is_said_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_os_error_is_reported_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 1
     said = capsys.readouterr().err
     assert said == "mainstem doctor: [Errno 28] No space left on device: 'out.jsonl'\n"
 
 
-def test_only_programs_set_how_often_threads_take_turns() -> None:
+def test_only_programs_set_the_thread_switch_interval() -> None:
     before = sys.getswitchinterval()
     try:
         cli.main(["--version"])
@@ -47,7 +47,7 @@ def test_only_programs_set_how_often_threads_take_turns() -> None:
     assert sorted(found) == [package / program for program in programs]
 
 
-def test_a_terminal_without_a_character_gets_a_question_mark(
+def test_a_character_that_the_terminal_lacks_is_shown_as_a_question_mark(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -67,7 +67,7 @@ def test_a_terminal_without_a_character_gets_a_question_mark(
         (["bench", "zzzz"], "mainstem bench: no benchmark 'zzzz'.\n"),
     ],
 )
-def test_a_slip_in_a_name_is_answered_with_the_name_that_was_meant(
+def test_a_misspelt_command_is_answered_with_the_likely_one(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(argv) == 2
@@ -82,7 +82,7 @@ def test_a_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPa
         generate.main(["-", "--model", "./nowhere"])
 
 
-def test_a_plan_of_what_is_not_text_names_the_line(
+def test_plan_names_a_line_that_is_not_utf8(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "in.jsonl"
@@ -92,12 +92,12 @@ def test_a_plan_of_what_is_not_text_names_the_line(
 
 
 @pytest.mark.parametrize("name", ["owner/model", "./folder", "SmolLM2"])
-def test_only_what_has_sums_can_be_verified(name: str) -> None:
+def test_only_models_with_checksums_can_be_verified(name: str) -> None:
     with pytest.raises(InvalidRequest, match="--verify"):
         models.main(["--verify", name])
 
 
-def test_a_bench_of_few_prompts_reports_no_growth(
+def test_a_plan_benchmark_of_few_prompts_prints_no_ratio(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan, "measure", lambda *_, **__: (1.0, 1.0))

@@ -1,4 +1,4 @@
-"""`mainstem plan`: every form of row in, clear errors, the report and the files out."""
+"""`mainstem plan` reads every form of row, reports errors clearly and writes its report and files."""
 
 import gzip
 import json
@@ -53,7 +53,7 @@ def read(path: Path) -> ReadPrompts:
 
 
 def test_rows_are_read_as_batch_reads_them(tmp_path: Path) -> None:
-    """Tools are accepted, and what a row is expected to answer is what batch expects."""
+    """Tools are accepted, and the expected answer lengths are those of batch."""
     tool = {"type": "function", "function": {"name": "f"}}
     question = [{"role": "user", "content": "q"}]
     rows = [
@@ -130,7 +130,7 @@ def test_bad_lines_are_counted_and_emitted_last(
     ]  # fmt: skip
 
 
-def test_an_app_is_in_front_of_the_rows_that_name_it(
+def test_the_prompt_of_an_app_precedes_rows_that_name_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = tmp_path / "polite.txt"
@@ -163,7 +163,7 @@ def test_json_has_counts_times_and_savings(
     }
 
 
-def test_text_is_read_with_the_model_and_the_template_that_were_named(
+def test_text_is_read_with_the_given_model_and_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[tuple[str, str | None]] = []
@@ -275,7 +275,7 @@ def test_impossible_flags_are_refused(
         main([str(path), *flags], no_tokenizer)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_the_error_names_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     broken, cut = (tmp_path / name for name in ("a.jsonl.gz", "c.jsonl.gz"))
     broken.write_bytes(b"not gzip")
     cut.write_bytes(gzip.compress(b'{"prompt": [1]}\n' * 1000)[:40])
@@ -291,7 +291,7 @@ def test_an_empty_file_is_an_empty_plan(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(path), "--plot", str(tmp_path / "x.png")], no_tokenizer) == 0
 
 
-def test_phases_are_shown_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_are_shown_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "in.jsonl", [{"prompt": [7, 7, n]} for n in range(300)])
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
@@ -316,7 +316,7 @@ def test_a_line_that_is_not_utf8_is_named_and_the_others_are_planned(
     assert (found.failures[0].line, found.failures[0].error.code) == (2, "invalid_json")
 
 
-def test_the_cut_for_workers_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_split_over_workers_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "in.jsonl", [{"prompt": prompt, "max_tokens": 8} for prompt in DOCS])
     assert main([str(source), "--workers", "3"], no_tokenizer) == 0
     shown = capsys.readouterr().out

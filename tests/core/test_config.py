@@ -1,4 +1,4 @@
-"""Settings: defaults, file, flags; nothing unknown, nothing out of range."""
+"""Settings come from defaults, a file and flags; unknown names and bad values are refused."""
 
 import argparse
 import os
@@ -88,7 +88,7 @@ def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", SETTINGS, ids=lambda row: row.name)
-def test_everything_that_is_to_be_said_of_a_setting_is(row: Setting) -> None:
+def test_every_setting_has_a_help_text_and_a_valid_default(row: Setting) -> None:
     assert row.is_optional == (row.default is None) == bool(row.about.unset)
     assert row.about.help
     assert row.read(row.default, "test") == row.default
@@ -111,7 +111,7 @@ def test_the_table_of_the_docs_is_made_from_the_settings() -> None:
     assert done.returncode == 0, "docs/settings.md is out of date: python docs/settings_table.py"
 
 
-def test_a_share_of_memory_can_be_asked_for() -> None:
+def test_kv_memory_can_be_a_share_of_memory() -> None:
     config = engine_config(parse(["--gpu-memory-utilization", "0.9"]))
     assert config.cache.memory_share == 0.9
 
@@ -137,7 +137,7 @@ def test_the_store_is_set_by_flags() -> None:
     assert store.host_bytes == 2_500_000_000
 
 
-def test_a_disk_brings_host_memory_along() -> None:
+def test_a_disk_or_remote_tier_turns_the_host_tier_on() -> None:
     assert StoreConfig().host_bytes == 0
     assert StoreConfig(disk_dir="/d").host_bytes == 1_000_000_000
     assert StoreConfig(remote="redis://h").host_bytes == 1_000_000_000
@@ -156,7 +156,7 @@ def test_the_cache_folder_can_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_dir() == Path("/xdg/mainstem")
 
 
-def test_freed_memory_is_kept_unless_the_user_said_otherwise(
+def test_freed_memory_is_kept_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MIMALLOC_PURGE_DELAY", raising=False)
@@ -167,7 +167,7 @@ def test_freed_memory_is_kept_unless_the_user_said_otherwise(
     assert os.environ["MIMALLOC_PURGE_DELAY"] == "10"
 
 
-def test_names_come_from_repeated_flags_lists_and_text(tmp_path: Path) -> None:
+def test_names_may_be_repeated_flags_a_list_or_text(tmp_path: Path) -> None:
     wanted = ("a", "b", "c")
     flags = ["--ignore-config-fields", "a, b", "--ignore-config-fields", "c"]
     assert engine_config(parse(flags)).model.ignore_config_fields == wanted

@@ -40,7 +40,7 @@ def test_the_old_file_is_there_until_the_block_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_whole_files_are_private_and_others_obey_the_umask(tmp_path: Path) -> None:
+def test_write_whole_makes_private_files_and_replacing_obeys_the_umask(tmp_path: Path) -> None:
     write_whole(tmp_path / "private", b"x")
     with replacing(tmp_path / "shared") as file:
         file.write(b"x")
@@ -50,7 +50,7 @@ def test_whole_files_are_private_and_others_obey_the_umask(tmp_path: Path) -> No
     assert modes["shared"] == modes["plain"]
 
 
-def test_leftovers_of_one_file_go_and_others_stay(tmp_path: Path) -> None:
+def test_only_leftovers_of_the_given_file_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "a[1].json"
     for name in ("a[1].json", "a[1].json.12ab34cd.fresh", "a1.json.12ab34cd.fresh"):
         (tmp_path / name).touch()

@@ -24,7 +24,7 @@ def guarded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("guarded")
-def test_an_interrupt_comes_when_what_holds_it_is_done() -> None:
+def test_an_interrupt_is_raised_when_the_held_change_is_complete() -> None:
     done: list[int] = []
 
     @held_interrupts()
@@ -41,7 +41,7 @@ def test_an_interrupt_comes_when_what_holds_it_is_done() -> None:
 
 
 @pytest.mark.usefixtures("guarded")
-def test_the_outermost_lets_it_through() -> None:
+def test_the_end_of_the_outermost_change_raises_the_interrupt() -> None:
     done: list[str] = []
 
     @held_interrupts()
@@ -56,7 +56,7 @@ def test_the_outermost_lets_it_through() -> None:
 
 
 @pytest.mark.usefixtures("guarded")
-def test_an_interrupt_outweighs_an_error() -> None:
+def test_an_interrupt_is_raised_instead_of_an_error() -> None:
     @held_interrupts()
     def fail() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -68,12 +68,12 @@ def test_an_interrupt_outweighs_an_error() -> None:
 
 
 @pytest.mark.usefixtures("guarded")
-def test_each_change_holds_anew() -> None:
+def test_each_change_holds_interrupts_again() -> None:
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt), held_interrupts():
             signal.raise_signal(signal.SIGINT)
         with held_interrupts():
-            pass  # the one before has gone through, once
+            pass  # the first interrupt was raised, once
 
 
 def test_the_handler_of_the_process_is_replaced_once_and_put_back() -> None:
@@ -99,7 +99,7 @@ def test_a_handler_of_the_callers_own_is_called_between_changes() -> None:
         assert heard == ["heard", "heard"]
 
 
-def test_who_ignores_interrupts_is_left_in_peace() -> None:
+def test_a_process_that_ignores_interrupts_keeps_ignoring_them() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with guarded_interrupts(), held_interrupts():
@@ -110,7 +110,7 @@ def test_who_ignores_interrupts_is_left_in_peace() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_have_nothing_to_hold() -> None:
+def test_holding_does_nothing_on_other_threads() -> None:
     handler, seen = signal.getsignal(signal.SIGINT), []
 
     def look() -> None:

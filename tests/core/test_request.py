@@ -69,7 +69,7 @@ def test_stop_ids_join_eos_and_the_callers_own() -> None:
     assert Request(RequestId("a"), prompt, ignoring, eos_ids=(2,)).stop_ids == (7,)
 
 
-def test_a_temperature_that_would_overflow_is_greedy() -> None:
+def test_a_temperature_so_low_that_logits_would_overflow_is_greedy() -> None:
     assert SamplingParams(temperature=1e-40).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
 
@@ -85,10 +85,10 @@ def test_the_ids_of_a_prompt_are_copied_once() -> None:
     whole = np.array([1, 2, 3], np.int32)
     view = whole[:2]
     view.setflags(write=False)
-    assert id_array(view) is not view, "the owner of the whole may change it"
+    assert id_array(view) is not view, "the owner of the underlying array may change it"
 
 
-def test_the_least_top_p_leaves_the_likeliest_token() -> None:
+def test_the_smallest_top_p_leaves_the_likeliest_token() -> None:
     for top_p in (0, 0.0, 1e-7):
         assert SamplingParams(top_p=top_p).is_greedy
     assert not SamplingParams(top_p=1e-5).is_greedy

@@ -29,7 +29,7 @@ GIVEN: dict[str, object] = {row.argument: row.default for row in SETTINGS} | {"d
         ({"tokenizer": "smollm2"}, "model", "smollm2"),
     ],
 )
-def test_what_means_the_same_is_taken(others: dict[str, object], name: str, value: object) -> None:
+def test_arguments_with_the_same_meaning_are_accepted(others: dict[str, object], name: str, value: object) -> None:
     assert own_arguments(GIVEN, others)[name] == value
 
 
@@ -37,7 +37,7 @@ def test_what_means_the_same_is_taken(others: dict[str, object], name: str, valu
     ("dtype", "own"),
     [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16"), ("auto", "auto")],
 )
-def test_vllms_names_of_dtypes_are_taken(dtype: str, own: str) -> None:
+def test_names_of_dtypes_in_vllm_are_accepted(dtype: str, own: str) -> None:
     assert own_arguments({**GIVEN, "dtype": dtype}, {})["dtype"] == own
 
 
@@ -56,7 +56,7 @@ def test_vllms_names_of_dtypes_are_taken(dtype: str, own: str) -> None:
         ({"max_loras": 5}, "unknown setting 'max_loras'"),
     ],
 )
-def test_what_means_something_else_is_refused_with_what_to_use(
+def test_arguments_with_another_meaning_are_refused_with_a_replacement(
     others: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -76,7 +76,7 @@ def test_the_tables_name_nothing_that_is_a_setting_here() -> None:
     assert not {field.name for field in fields(SamplingParams)} & SAMPLING_ARGUMENTS.keys()
 
 
-def test_sampling_params_declare_what_the_table_names_in_its_order() -> None:
+def test_sampling_params_declare_the_names_of_the_table_in_its_order() -> None:
     declared = [name for name in signature(SamplingParams).parameters if name in SAMPLING_ARGUMENTS]
     assert declared == [*SAMPLING_ARGUMENTS]
 
@@ -84,7 +84,7 @@ def test_sampling_params_declare_what_the_table_names_in_its_order() -> None:
 @pytest.mark.parametrize(
     "others", [{"best_of": 1}, {"best_of": None}, {"bad_words": []}, {"detokenize": True}]
 )
-def test_what_changes_nothing_is_taken(others: dict[str, Any]) -> None:
+def test_sampling_arguments_without_effect_are_accepted(others: dict[str, Any]) -> None:
     assert SamplingParams(**others) == SamplingParams()
     assert replace(SamplingParams(**others), n=3, best_of=3) == SamplingParams(n=3)
 
@@ -99,6 +99,6 @@ def test_what_changes_nothing_is_taken(others: dict[str, Any]) -> None:
         ({"detokenize": False}, "detokenize: False"),
     ],
 )
-def test_what_would_change_the_answer_is_refused(others: dict[str, Any], complaint: str) -> None:
+def test_sampling_arguments_that_would_change_the_answer_are_refused(others: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         SamplingParams(**others)

@@ -49,7 +49,7 @@ def test_an_unknown_field_is_ignored_with_a_line_on_stderr(
     assert "mine: ignored scale_depth because of" in told[0]
 
 
-def test_what_is_ignored_is_part_of_what_pages_are_named_after(folder: Path) -> None:
+def test_ignored_fields_change_the_name_of_pages(folder: Path) -> None:
     """A version that knows the field computes other pages from the same file."""
     ignoring = folder_origin(folder, ["scale_depth"]).digest()
     assert folder_origin(folder, ["scale_depth", "not_there"]).digest() == ignoring

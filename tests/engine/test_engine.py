@@ -47,12 +47,12 @@ def test_preempted_sequences_give_the_same_answer(can_overlap: bool) -> None:
         a_request(p, max_tokens=25, name=str(i), expected_tokens=1) for i, p in enumerate(prompts)
     ]
     got = run_all(engine, requests)
-    assert preempted, "the pool was meant to be too small"
+    assert preempted, "the pool should have been too small"
     for i, prompt in enumerate(prompts):
         assert got.tokens[str(i), 0] == fake_answer(prompt, 25, VOCAB)
 
 
-def test_a_shared_prefix_is_computed_once_even_when_all_come_at_once() -> None:
+def test_a_shared_prefix_is_computed_once_even_if_all_requests_arrive_together() -> None:
     bus = EventBus()
     counters = Counters().attach(bus)
     engine = an_engine(num_pages=200, page_size=4, config=SchedConfig(chunk_tokens=8), bus=bus)
@@ -173,8 +173,8 @@ def test_abort_at_any_step_frees_everything(can_overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("can_overlap", [False, True])
-def test_stop_from_outside_ends_one_answer_where_the_caller_saw_it(can_overlap: bool) -> None:
-    """With a stop string no token may be scheduled before the caller saw the last."""
+def test_the_callers_stop_ends_one_answer_at_its_last_delivered_token(can_overlap: bool) -> None:
+    """With a stop string, no token may be scheduled before the caller has seen the one before it."""
     engine = an_engine(can_overlap=can_overlap)
     sampling = SamplingParams(temperature=0.0, max_tokens=30, stop="x")
     request = a_request(PREFIX, sampling=sampling)
@@ -192,7 +192,7 @@ def test_stop_from_outside_ends_one_answer_where_the_caller_saw_it(can_overlap: 
     engine.check()
 
 
-def test_priority_goes_first() -> None:
+def test_requests_of_higher_priority_run_first() -> None:
     engine = an_engine(num_pages=8, page_size=4)
     late = a_request(PREFIX[:20], max_tokens=4, name="late", priority=5)
     urgent = a_request(PREFIX[5:25], max_tokens=4, name="urgent", priority=0)
@@ -218,7 +218,7 @@ def test_a_single_long_sequence_may_fill_every_page() -> None:
         ([1], SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias"),
     ],
 )
-def test_impossible_requests_are_refused_by_field(
+def test_the_error_for_an_impossible_request_names_the_field(
     prompt: list[int], sampling: SamplingParams, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:

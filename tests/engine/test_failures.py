@@ -1,5 +1,5 @@
-"""Steps that fail: a single failure only costs time, a request that always fails ends alone, and a
-lost engine raises."""
+"""Steps that fail: a single failure only costs time; a request whose steps always fail ends with an
+error and no other request does; a lost engine raises."""
 
 from collections.abc import Callable
 
@@ -107,11 +107,11 @@ def test_a_poisonous_request_ends_and_the_others_are_answered(
     assert got.reasons[str(place), 0] is FinishReason.ERROR
     (last,) = [output for output in got.outputs if output.finish_reason is FinishReason.ERROR]
     assert last.fault == "RuntimeError: poison"
-    assert runner.num_launched < 80  # each suspect once alone, not again and again
+    assert runner.num_launched < 80  # each suspect runs alone once
 
 
 @both_ways
-def test_poison_that_comes_while_others_run_does_not_end_them(
+def test_a_poisonous_request_that_arrives_later_does_not_end_running_ones(
     can_overlap: bool, at_wait: bool
 ) -> None:
     engine = an_engine_over(PoisonedRunner(can_overlap, has_poison, at_wait))
@@ -255,7 +255,7 @@ class _Counted:
         return self._done.has_ended()
 
 
-def test_one_who_waits_after_a_failure_does_not_slow_the_others_for_long() -> None:
+def test_a_suspect_that_waits_does_not_slow_other_requests_for_long() -> None:
     runner = OverlapCounter(lambda _: runner.num_launched == 2)
     engine = an_engine_over(runner, num_pages=40)
     waits = list(range(20))
@@ -276,10 +276,10 @@ def test_a_lone_request_is_tried_twice() -> None:
     assert not engine.has_work
 
 
-def test_an_error_in_the_making_of_a_step_ends_who_causes_it(
+def test_an_error_while_a_step_is_made_ends_the_request_that_causes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Like a grammar that cannot compute which tokens may follow."""
+    """An example is a grammar that cannot compute which tokens may follow."""
     engine = an_engine_over(FakeRunner(256, 4, VOCAB))
     look_up = Loader.look_up
 
@@ -317,7 +317,7 @@ def test_an_aborted_suspect_does_not_hold_up_the_others() -> None:
 
 
 class SmallRunner(FakeRunner):
-    """Has memory for steps of `most` tokens."""
+    """Has memory for steps of up to `most` tokens."""
 
     def __init__(self, most: int) -> None:
         super().__init__(4096, 4, VOCAB)
@@ -336,7 +336,7 @@ def long_requests(count: int) -> list[Request]:
     return [a_request(rng.integers(0, 90, 400).tolist(), 2) for _ in range(count)]
 
 
-def test_steps_grow_back_to_their_size_when_memory_is_there_again(
+def test_steps_return_to_full_size_when_memory_is_free_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mainstem.sched.step_size.GROW_STEPS", 10)
@@ -353,7 +353,7 @@ def test_steps_grow_back_to_their_size_when_memory_is_there_again(
     assert runner.largest == 512
 
 
-def test_steps_that_stay_too_large_are_tried_ever_more_rarely(
+def test_full_size_steps_that_keep_failing_are_tried_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mainstem.sched.step_size.GROW_STEPS", 4)

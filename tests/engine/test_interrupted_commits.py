@@ -181,5 +181,5 @@ def test_closing_over_a_step_that_fails_closes_everything(
             engine.close()
     assert closed
     assert runner.is_closed
-    assert store.num_cached_pages == 0  # the step may have left anything in them
+    assert store.num_cached_pages == 0  # the failed step may have written anything to these pages
     assert store.num_held() == 0

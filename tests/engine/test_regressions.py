@@ -50,7 +50,7 @@ def test_a_failed_launch_leaves_nothing_running(can_overlap: bool) -> None:
 
 
 class InterruptedRunner(FakeRunner):
-    """Ctrl-C comes when step number `when` is launched, before the engine has recorded that."""
+    """Ctrl-C comes when step number `when` is launched, before the engine has recorded the launch."""
 
     when = 2
 
@@ -81,7 +81,7 @@ def test_an_interrupt_right_after_a_launch_does_not_lose_the_step(can_overlap: b
 
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("kind", [SequenceFinished, StepFinished])
-def test_an_interrupt_while_a_step_is_committed(kind: type[Event], can_overlap: bool) -> None:
+def test_an_interrupt_while_a_step_is_committed_loses_no_answer(kind: type[Event], can_overlap: bool) -> None:
     """Listeners are called in the middle of the change."""
     bus = EventBus()
     engine = an_engine(bus=bus, can_overlap=can_overlap)
@@ -111,7 +111,7 @@ def test_pages_of_a_failed_step_are_not_served_from_the_cache(can_overlap: bool)
 
 
 def test_a_similar_page_does_not_keep_a_large_prompt_from_starting() -> None:
-    """It needs all 4 pages, and the page it would copy from is leased: never enough."""
+    """The prompt needs all 4 pages, so it cannot keep a lease on the similar page to copy from it."""
     engine = an_engine(num_pages=4, page_size=4)
     run_all(engine, [a_request([1, 2, 3, 4], 2)])
     prompt = [1, 2, *range(50, 63)]
@@ -119,7 +119,7 @@ def test_a_similar_page_does_not_keep_a_large_prompt_from_starting() -> None:
     assert got.tokens["b", 0] == fake_answer(prompt, 1, VOCAB)
 
 
-def test_a_prefix_is_not_given_up_before_its_tail() -> None:
+def test_a_prefix_is_not_evicted_before_its_tail() -> None:
     """A copied page is touched alone, after the prefix of the sequence that copied it."""
     engine = an_engine(num_pages=12, page_size=2)
     run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1)])
@@ -129,7 +129,7 @@ def test_a_prefix_is_not_given_up_before_its_tail() -> None:
     assert got.outputs[-1].num_cached_tokens > 0
 
 
-def test_nobody_waits_for_a_page_that_is_ready() -> None:
+def test_no_request_waits_for_a_page_that_is_ready() -> None:
     engine = an_engine(12, 2, SchedConfig(chunk_tokens=2), can_overlap=True)
     run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1)])
     run_all(engine, [a_request([1, 2, 3, 4, 5, 8], 1)])  # [5 6] is now younger than its prefix
@@ -191,7 +191,7 @@ def test_a_name_is_refused_until_its_aborted_request_has_ended() -> None:
 
 
 @pytest.mark.parametrize("ids", [np.array([2**32 + 5]), np.array([1.9]), [2**31]])
-def test_ids_that_are_no_int32_are_refused(ids: object) -> None:
+def test_ids_that_do_not_fit_int32_are_refused(ids: object) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         Request(RequestId("a"), ids)  # type: ignore[arg-type]  # wrong on purpose
 
@@ -218,7 +218,7 @@ def test_prompt_logprobs_are_computed_for_one_answer_only() -> None:
     assert counters.computed_tokens < 2 * 36
 
 
-def test_prompt_logprobs_of_a_prompt_of_one_token() -> None:
+def test_a_prompt_of_one_token_has_no_prompt_logprob() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     (output,) = run_all(an_engine(), [a_request([1], sampling=sampling)]).outputs
     assert output.prompt_logprobs == (None,)
@@ -242,7 +242,7 @@ def test_settings_under_which_no_request_can_run_are_refused(setting: dict[str, 
 def test_an_error_in_the_scheduler_loses_nothing(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages it had named were never filled; the sequence goes back to the queue."""
+    """The pages that it had allocated were never filled; the sequence goes back to the queue."""
     engine = an_engine(num_pages=32, page_size=4)
     first, prompt = list(range(12)), [*range(12), 40, 41, 42]
     run_all(engine, [a_request(first, 3)])
@@ -300,7 +300,7 @@ class _LateStep:
 
 
 def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
-    """A launch fails while the step before it runs: its pages are free once it is over."""
+    """A launch fails while the previous step runs, whose pages are free only when it has ended."""
     runner = LateRunner(16, 4)
     bus = EventBus()
     store = KVStore(16, 4, b"fake", bus)

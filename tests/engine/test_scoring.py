@@ -59,7 +59,7 @@ def counted(
 
 
 def score_all(engine: Engine, context: list[int], run: int = 0) -> None:
-    """Score CHOICES, each with two last tokens, and compare."""
+    """Score CHOICES, each with two possible last tokens, and compare with the exact scores."""
     asked = [(choice[:-1], (choice[-1], 5)) for choice in CHOICES]
     requests = [scored(context, *each, f"{run}-{i}") for i, each in enumerate(asked)]
     got = told(run_all(engine, requests).outputs)
@@ -80,17 +80,17 @@ def test_scores_do_not_depend_on_settings(
     score_all(engine, CONTEXT[:num_context], run=1)  # warm
 
 
-@pytest.mark.parametrize("num_context", [32, 33, 37])  # at the end of a page, and within one
+@pytest.mark.parametrize("num_context", [32, 33, 37])  # the context ends with a page, or inside one
 def test_a_context_is_computed_once_for_all_its_choices(num_context: int) -> None:
     engine, counters = counted(200, 16)
     score_all(engine, CONTEXT[:num_context])
-    # all but the last token of each choice, and the context's last one, whose logits are wanted
+    # all but the last token of each choice; the context's last token, since its logits are needed
     assert counters.computed_tokens == num_context - 1 + len(CHOICES) * 3
     score_all(engine, CONTEXT[:num_context], run=1)
     assert counters.computed_tokens == num_context - 1 + 2 * len(CHOICES) * 3
 
 
-def test_labels_of_one_token_are_one_row_of_logits() -> None:
+def test_labels_of_one_token_need_one_row_of_logits() -> None:
     engine, counters = counted(200, 16)
     got = told(run_all(engine, [scored(CONTEXT, [], (1, 2, 3), "a")]).outputs)
     assert got["a"] == scores_of(CONTEXT, [], (1, 2, 3))
@@ -111,14 +111,14 @@ def test_scores_are_complete_after_preemption() -> None:
 
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("num_context", [32, 37])
-def test_prompt_logprobs_are_kept_beside_pages(can_overlap: bool, num_context: int) -> None:
+def test_prompt_logprobs_are_cached_with_pages(can_overlap: bool, num_context: int) -> None:
     """Requests like those of lm-evaluation-harness: context and choice, each with all logprobs."""
     engine, counters = counted(200, 16, can_overlap=can_overlap)
     prompts = [CONTEXT[:num_context] + choice for choice in CHOICES]
     for place, prompt in enumerate([*prompts, *prompts]):
         got = run_all(engine, [a_request(prompt, sampling=ECHOED, name=str(place))])
         assert told(got.outputs)[str(place)] == echo_of(prompt)
-    # the token before the first that differs, then the choice; at last the last token alone
+    # first run: the token before a choice, and the choice; second run: the last token of each prompt
     most = num_context - 1 + len(CHOICES) * 4 + len(CHOICES)
     assert counters.computed_tokens <= most
 
@@ -149,7 +149,7 @@ def test_pages_without_logprobs_are_computed_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_logprobs_are_right_in_any_company(seed: int) -> None:
+def test_logprobs_are_right_whatever_else_runs(seed: int) -> None:
     """There are few pages, so that they are evicted and reused; some requests are aborted."""
     rng = np.random.default_rng(seed)
     engine = an_engine(24, 4, SchedConfig(chunk_tokens=int(rng.integers(3, 40))), bool(seed % 2))
@@ -215,7 +215,7 @@ def test_no_page_is_reported_before_its_predecessor(ends: str) -> None:
     recorder, mirror = Recorder(bus := EventBus()), Mirror(4)
     engine = an_engine(page_size=4, config=SchedConfig(chunk_tokens=3), bus=bus)
     engine.submit(a_request(CONTEXT[:8], 1, "slow", priority=1))
-    engine.step()  # its first page is not full, and waits for what is more urgent
+    engine.step()  # its first page is not full; it waits for the more urgent request
     urgent = scored(CONTEXT[:2], CONTEXT[2:16], (), "urgent")  # does not wait for these two pages
     engine.submit(replace(urgent, priority=0))
     for number in range(20):

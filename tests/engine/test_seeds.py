@@ -1,10 +1,10 @@
 """A seed's answer: the same alone, in a batch and after preemption.
 
-Logits are rounded otherwise in each of these. A tiny model is too exact to show what that does, so
-its logits get errors of up to ERROR, as a large one's in fp32 have. A draw changes with a
-probability of at most 2 ERROR, on average ERROR / 3: one of the 1,920 compared here in 6 % of all
-choices of seeds, and not with these. Draws by inverting the distribution change more than five
-times.
+Logits are rounded differently in each case. A tiny model is too exact to show the effect, so
+its logits get errors of up to ERROR, as large as those of a large model in fp32. A draw changes with a
+probability of at most 2 ERROR, on average ERROR / 3. So in 6 % of all choices of seeds one of the
+1,920 draws compared here changes; with these seeds none does. Draws by inverting the distribution
+change more than five times as often.
 """
 
 from collections.abc import Iterator
@@ -106,5 +106,5 @@ def test_a_seed_gives_the_same_answer_after_preemption(alone: list[list[int]]) -
     counters = Counters().attach(bus)
     engine = an_engine(kv_tokens=400, bus=bus)
     assert answers(engine, list(range(len(PROMPTS)))) == alone
-    assert counters.preemptions > 0, "memory was meant to be too small"
+    assert counters.preemptions > 0, "memory should have been too small"
     engine.close()

@@ -47,7 +47,7 @@ NUM_ACTIONS = 80
 
 @dataclass
 class _Mask:
-    """Some ids in turn."""
+    """Allows some ids at each position."""
 
     ids: list[list[int]]
     fault: str | None = None
@@ -68,7 +68,7 @@ class _Form:
 
 @dataclass
 class _Asked:
-    """A request as it runs, and what came of its answers."""
+    """A request while it runs, and what was received of its answers."""
 
     request: Request
     max_tokens: int
@@ -96,7 +96,7 @@ class _Asked:
 
     def take(self, news: Output) -> None:
         index = news.index
-        assert index not in self.ends, "news after the end"
+        assert index not in self.ends, "an output came after the last one"
         assert news.num_cached_tokens < len(self.request.prompt_ids)
         self.tokens.setdefault(index, []).extend(news.token_ids)
         self.logprobs.setdefault(index, []).extend(news.logprobs)
@@ -123,11 +123,11 @@ class _Asked:
             (first, *others) = self.prompt_logprobs[0]
             told = [logprobs.token_id for logprobs in others if logprobs is not None]
             assert (first, told) == (None, self.request.prompt_ids[1:].tolist())
-            assert len(self.prompt_logprobs) == 1, "prompt logprobs were told twice"
+            assert len(self.prompt_logprobs) == 1, "prompt logprobs were delivered twice"
 
 
 class _Stress:
-    """An engine with any settings, over tiers or not, and a crowd that asks it anything."""
+    """An engine with random settings, with or without tiers, and random requests to it."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.rng = rng = Random(seed)
@@ -286,7 +286,7 @@ class _Stress:
             stop_token_ids=rng.sample(range(VOCAB), rng.choice([0, 0, 1, 30])),
             logprobs=rng.choice([None, None, 1]),
             prompt_logprobs=rng.choice([None, None, None, 0]),
-            presence_penalty=rng.choice([0.0, 0.5]),  # FakeRunner does not care
+            presence_penalty=rng.choice([0.0, 0.5]),  # FakeRunner ignores it
             grammar="form" if has_form else None,
         )
 
@@ -305,7 +305,7 @@ class _Stress:
             if not self.engine.has_work:
                 break
             self.step()
-        assert not self.engine.has_work, "the engine did not come to rest"
+        assert not self.engine.has_work, "the engine still has work"
         self.engine.check()
         truncator = self.engine._scheduler._intake._truncator  # it knows what was chosen
         for asked in self.asked.values():
@@ -328,7 +328,7 @@ class _Stress:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Failures are meant here."""
+    """Do not log the failures that this test causes."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -348,11 +348,11 @@ def run(seed: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_everything_at_once(seed: int, tmp_path: Path) -> None:
+def test_random_operations_give_right_answers(seed: int, tmp_path: Path) -> None:
     run(seed, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 250))
-def test_everything_at_once_for_long(seed: int, tmp_path: Path) -> None:
+def test_many_random_operations_give_right_answers(seed: int, tmp_path: Path) -> None:
     run(seed, tmp_path)

@@ -20,7 +20,7 @@ from tests.builders import a_request, run_all
 from tests.models.checkpoints import VOCAB, make_checkpoint
 
 NEW_TOKENS = 20
-MODELS = ("mistral window", "qwen2 windows above")  # of every layer, and of some
+MODELS = ("mistral window", "qwen2 windows above")  # windows in every layer, and in some
 Made = tuple[Path, PreTrainedModel]
 
 
@@ -48,7 +48,7 @@ def an_engine(
 ) -> Engine:
     config = EngineConfig(cache=cache, sched=sched)
     runner, facts = load_cpu_runner(folder_origin(folder), config)
-    for layer in range(runner.pages.num_layers):  # whatever was in memory must not matter
+    for layer in range(runner.pages.num_layers):  # old contents must not matter
         runner.pages.keys(layer).fill_(float("nan"))
         runner.pages.values(layer).fill_(float("nan"))
     return join(runner, facts, config, bus or EventBus())
@@ -92,17 +92,17 @@ def test_answers_are_those_of_transformers(
     assert answers(an_engine(made[0], cache, sched), prompts()) == expected
 
 
-def test_prompts_that_come_alone_are_answered_the_same(
+def test_prompts_that_run_alone_get_the_same_answers(
     made: Made, expected: list[list[int]]
 ) -> None:
     engine = an_engine(made[0], CacheConfig(page_size=16, kv_tokens=512), SchedConfig())
     assert [answers(engine, [prompt])[0] for prompt in prompts()] == expected
 
 
-def test_preempted_sequences_answer_the_same(made: Made, expected: list[list[int]]) -> None:
+def test_preempted_sequences_give_the_same_answers(made: Made, expected: list[list[int]]) -> None:
     bus = EventBus()
     preempted: list[SequencePreempted] = []
     bus.subscribe(SequencePreempted, preempted.append)
     engine = an_engine(made[0], CacheConfig(page_size=8, kv_tokens=240), SchedConfig(), bus)
     assert answers(engine, prompts()) == expected
-    assert preempted, "the pool was meant to be too small"
+    assert preempted, "the pool should have been too small"

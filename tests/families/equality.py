@@ -22,13 +22,13 @@ from mainstem.runner.cpu import CpuRunner
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import write_checkpoint
 
-TOLERANCE = 1e-4  # gelu and its approximation differ by more
+TOLERANCE = 1e-4  # gelu and its approximation differ by more than this
 PAGE = 4
-PREFIX_TOKENS = 5 * PAGE + 1  # that all prompts begin with
+PREFIX_TOKENS = 5 * PAGE + 1  # all prompts begin with them
 OWN_TOKENS = (3, 24, 9, 0)
 ANSWER_TOKENS = 12
 CONTEXT = PREFIX_TOKENS + max(OWN_TOKENS) + ANSWER_TOKENS  # of the longest request
-TOP = 4  # logprobs that are compared at each place
+TOP = 4  # logprobs compared at each position
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Expected:
 
     prompt: list[int]
     answer: list[int]
-    logprobs: torch.Tensor  # [prompt + answer - 1, vocab]: of the token after each
+    logprobs: torch.Tensor  # [prompt + answer - 1, vocab]: row i is of token i + 1
 
 
 def check_family(
     config: PreTrainedConfig, folder: Path, *, max_model_len: int | None = None
 ) -> None:
-    """Write a random model of this config to `folder` and compare; prompts have PREFIX_TOKENS and
-    more, so that a window or an original context of less is exceeded by all."""
+    """Write a random model of this config to `folder` and compare its answers. Every prompt has at
+    least PREFIX_TOKENS: longer than any window or original context below that."""
     expected = _all_expected(write_checkpoint(config, folder))
     with_room = _engine(folder, max_model_len, kv_tokens=16 * CONTEXT, chunk_tokens=512)
     for index, each in enumerate(expected):
@@ -77,14 +77,14 @@ def _all_expected(model: PreTrainedModel) -> list[Expected]:
 def _check_chunked_and_preempted(
     folder: Path, max_model_len: int | None, expected: Sequence[Expected]
 ) -> None:
-    """Chunks that end inside pages; a pool that holds one request and little more."""
+    """Run with chunks that end inside pages, and a pool that holds hardly more than one request."""
     preempted: list[SequencePreempted] = []
     bus = EventBus()
     bus.subscribe(SequencePreempted, preempted.append)
     narrow = _engine(folder, max_model_len, kv_tokens=CONTEXT + PAGE, chunk_tokens=7, bus=bus)
     requests = [_request(e.prompt, i, b"", expected_tokens=1) for i, e in enumerate(expected)]
     _check("chunked and preempted", run_all(narrow, requests).outputs, expected)
-    assert preempted, "the pool was meant to be too small"
+    assert preempted, "the pool should have been too small"
     narrow.close()
 
 
@@ -149,7 +149,7 @@ def _request(
 def _check(
     mode: str, outputs: Sequence[Output], expected: Sequence[Expected], first: int = 0
 ) -> None:
-    """`first` is the number of the first of the `expected`."""
+    """`first` is the number of the first request in `expected`."""
     for index, each in enumerate(expected, first):
         own = [output for output in outputs if output.request_id == str(index)]
         answer = [token_id for output in own for token_id in output.token_ids]
@@ -164,7 +164,7 @@ def _check(
 def _check_logprobs(
     mode: str, records: Sequence[TokenLogprobs | None], table: torch.Tensor
 ) -> None:
-    """The first records against the first rows."""
+    """Compare the first records with the first rows."""
     for record, row in zip(records, table, strict=False):
         assert record is not None
         ids = torch.tensor([record.token_id, *record.top_ids])

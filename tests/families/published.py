@@ -1,6 +1,6 @@
-"""config.json of published models; the lists of LongRoPE's factors have their length alone."""
+"""config.json of published models. LongRoPE's lists of factors have the right length only."""
 
-_PAIRS = 48  # that the Phi models of 128k tokens rotate
+_PAIRS = 48  # pairs of dims that the Phi models of 128k tokens rotate
 
 PUBLISHED: dict[str, dict[str, object]] = {
     "huggyllama/llama-7b": {

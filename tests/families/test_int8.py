@@ -1,4 +1,4 @@
-"""--quantize int8 on blocks other than Llama's: answers stay near."""
+"""--quantize int8 on blocks other than Llama's keeps logprobs close to the plain model's."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_quantized_decoder_stays_near(name: str, tmp_path: Path) -> None:
+def test_logprobs_of_a_quantized_decoder_are_close(name: str, tmp_path: Path) -> None:
     model = write_checkpoint(CONFIGS[name], tmp_path)
     prompt = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():

@@ -94,7 +94,7 @@ def rename_as_older_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [gemma, mistral])
-def test_the_text_part_answers_as_the_whole(
+def test_the_text_part_answers_as_the_whole_model(
     make: type[PreTrainedModel], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = save(make(), tmp_path)
@@ -105,7 +105,7 @@ def test_the_text_part_answers_as_the_whole(
     assert answer_of(tmp_path) == expected
 
 
-def test_other_tensors_than_those_of_images_are_not_dropped(tmp_path: Path) -> None:
+def test_only_tensors_of_images_are_dropped(tmp_path: Path) -> None:
     save(gemma(), tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), "audio_tower.weight": torch.zeros(2)}, path)

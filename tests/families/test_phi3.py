@@ -1,4 +1,4 @@
-"""Phi 3 and 4: fused products, LongRoPE by the engine's context, a part of heads rotated."""
+"""Phi 3 and 4: fused products, LongRoPE factors by the engine's context, partly rotated heads."""
 
 from pathlib import Path
 from typing import Any
@@ -32,21 +32,20 @@ def test_phi_3_with_plain_rope_and_a_window(tmp_path: Path) -> None:
     check_family(Phi3Config(**SMALL, sliding_window=PREFIX_TOKENS // 2), tmp_path)
 
 
-def test_short_factors_within_the_original_context(tmp_path: Path) -> None:
+def test_short_factors_are_used_within_the_original_context(tmp_path: Path) -> None:
     config = Phi3Config(**longrope(CONTEXT, num_pairs=4))
     check_family(config, tmp_path, max_model_len=CONTEXT)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.75])
-def test_long_factors_beyond_it(share: float, tmp_path: Path) -> None:
-    """Phi-4-mini rotates three quarters of a head; LongRoPE's score factor applies only to
-    these."""
+def test_long_factors_are_used_beyond_the_original_context(share: float, tmp_path: Path) -> None:
+    """Phi-4-mini rotates three quarters of a head; LongRoPE's score factor applies only to them."""
     assert PREFIX_TOKENS > ORIGINAL
     fields = longrope(ORIGINAL, num_pairs=int(4 * share), partial_rotary_factor=share, factor=4.0)
     check_family(Phi3Config(**fields), tmp_path)
 
 
-def test_pages_of_short_and_long_factors_are_told_apart(tmp_path: Path) -> None:
+def test_pages_of_short_and_long_factors_have_different_names(tmp_path: Path) -> None:
     write_checkpoint(Phi3Config(**longrope(ORIGINAL, num_pairs=4)), tmp_path)
 
     def identity(max_model_len: int) -> bytes:

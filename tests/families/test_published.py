@@ -39,9 +39,9 @@ BILLIONS = {  # of weights, as published
     "stabilityai/stablelm-2-1_6b": 1.64,
     "google/gemma-2-2b": 2.61,
     "google/gemma-3-270m": 0.27,
-    "google/gemma-3-12b-it": 11.77,  # its text part, as the next
+    "google/gemma-3-12b-it": 11.77,  # the text part, here and in the next line
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503": 23.57,
-    # with experts: those that a token meets
+    # with experts: the weights that one token uses
     "mistralai/Mixtral-8x7B-v0.1": 12.88,
     "Qwen/Qwen1.5-MoE-A2.7B": 2.69,
     "Qwen/Qwen3-30B-A3B": 3.35,
@@ -89,7 +89,7 @@ def test_phi_4() -> None:
     mini = read("microsoft/Phi-4-mini-instruct")
     assert (mini.head_dim, mini.rotary_dim, mini.has_tied_embeddings) == (128, 96, True)
     with pytest.raises(UnsupportedModel, match="longrope"):
-        replace(mini, qk_norm=QkNorm.HEADS)  # the factor on scores would be normed away
+        replace(mini, qk_norm=QkNorm.HEADS)  # a norm would cancel the factor on scores
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_llama_1(name: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_a_family_does_not_have_is_refused_by_name(
+def test_the_error_names_a_feature_that_a_family_does_not_have(
     name: str, changes: dict[str, object]
 ) -> None:
     with pytest.raises(UnsupportedModel, match=next(iter(changes))):
@@ -184,7 +184,7 @@ def test_gemma_2_2b() -> None:
     assert spec.norm.gain_offset == 1.0
 
 
-def test_gemma_2_scales_its_scores_by_a_number_of_its_own() -> None:
+def test_gemma_2_scales_scores_by_query_pre_attn_scalar() -> None:
     spec = read("google/gemma-2-2b", query_pre_attn_scalar=144, attn_logit_softcapping=None)
     assert {kind.scale for kind in spec.attention_kinds} == {1 / 12}
     assert {kind.softcap for kind in spec.attention_kinds} == {None}
@@ -246,7 +246,7 @@ def test_other_decoders_under_the_name_of_mistral_small_are_refused() -> None:
 
 
 def experts_of(spec: ModelSpec) -> ExpertsSpec:
-    """Those of all layers, which are the same."""
+    """The experts of the layers, which are the same in all."""
     (mlp,) = {layer.mlp for layer in spec.layers}
     assert isinstance(mlp, ExpertsSpec)
     return mlp
@@ -310,7 +310,7 @@ def test_gpt_oss_20b() -> None:
         ({"rope_scaling": None}, "rope_scaling is missing"),
     ],
 )
-def test_what_gpt_oss_does_not_know_is_refused(changes: dict[str, object], said: str) -> None:
+def test_unknown_features_of_gpt_oss_are_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         read("openai/gpt-oss-20b, in 16 bits", **changes)
 

@@ -1,4 +1,4 @@
-"""Real weights answer as with transformers: converted from GGUF, greedy, eight prompts each."""
+"""Models converted from GGUF give the greedy answers of transformers, to eight prompts each."""
 
 from pathlib import Path
 
@@ -55,9 +55,9 @@ ANSWER_TOKENS = 16
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # downloads up to 1.1 GB and makes 6.2 GB of it
+@pytest.mark.timeout(3600)  # downloads up to 1.1 GB and converts it to 6.2 GB
 @pytest.mark.parametrize("model", [GEMMA, QWEN], ids=lambda model: model.name)
-def test_real_weights_answer_as_with_transformers(model: EmbeddedModel) -> None:
+def test_real_weights_give_the_answers_of_transformers(model: EmbeddedModel) -> None:
     folder = embedded_folder(model, cache_dir() / "models")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
@@ -76,7 +76,7 @@ def test_real_weights_answer_as_with_transformers(model: EmbeddedModel) -> None:
 
 
 def _answers(folder: Path, prompts: list[list[int]]) -> list[list[Output]]:
-    """All prompts at once."""
+    """Answers to all prompts, submitted at once."""
     config = EngineConfig(model=ModelConfig(dtype=DType.FP32), cache=CacheConfig(kv_tokens=4096))
     engine = build_engine(folder, config)
     sampling = SamplingParams(

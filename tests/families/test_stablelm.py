@@ -11,7 +11,7 @@ from tests.families.equality import check_family
 from tests.families.published import PUBLISHED
 from tests.models.checkpoints import SMALL
 
-HEADS_OF_16 = SMALL | {"hidden_size": 96}  # of which 4 dims are rotated
+HEADS_OF_16 = SMALL | {"hidden_size": 96}  # 4 of its dims are rotated
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
@@ -22,7 +22,7 @@ def test_stablelm(is_parallel: bool, tmp_path: Path) -> None:
     check_family(config, tmp_path)
 
 
-def test_norms_of_heads_are_refused_by_name() -> None:
+def test_the_error_for_norms_of_heads_names_the_field() -> None:
     published = PUBLISHED["stabilityai/stablelm-2-1_6b"]
     assert spec_from_config(published).rotary_dim == 16
     with pytest.raises(UnsupportedModel, match="qk_layernorm"):

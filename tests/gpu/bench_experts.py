@@ -3,10 +3,10 @@
 `PYTHONPATH=src:. python -m tests.gpu.bench_experts [--checks-only | --sweep] [--seconds 60]
 [--methods ours,hopper,library] [--json FILE]`
 
-Prints one JSON line per number of tokens, microseconds: both grouped products alone, in our kernels
-(`ours` and `hopper`, activation included in gate_up) and in torch._grouped_mm (`library`), routing
-and sum, and the whole layer as `choose` runs it and by each method. `tflops` are of the products'
-arithmetic;
+Prints one JSON line per number of tokens, in microseconds: both grouped products alone, by our
+kernels (`ours` and `hopper`, gate_up with its activation) and by torch._grouped_mm (`library`); the
+routing and the sum; and the whole layer, by the method of `choose` and by each method. `tflops`
+counts the products alone;
 `weights_us` is the time that reading the weights of the experts in use takes at the card's speed.
 `busiest` is the load of the busiest expert over the average. Inputs rotate so that the experts of
 small steps come from memory. --sweep times other tiles instead.
@@ -45,8 +45,8 @@ from mainstem.models.spec import Activation, ExpertsSpec
 from tests.expert_layers import in_dtype
 from tests.gpu.bench_fused import COPY_BYTES_PER_US, Report, off_by, some, time_us
 
-TOKENS = (8192, 16, 1, 512, 128, 2048)  # the most telling first
-COPIES = 4  # of inputs, in turns
+TOKENS = (8192, 16, 1, 512, 128, 2048)  # the most informative first
+COPIES = 4  # inputs that are used in turn
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda")
 
@@ -117,7 +117,7 @@ def a_space(shape: Shape, max_tokens: int) -> ExpertSpace:
 
 
 def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: Shape) -> Tensor:
-    """In fp32, expert by expert, of the experts that were chosen; check_routing judges these."""
+    """The exact output in fp32, by the experts that the kernel chose; check_routing checks the choice."""
     spec, routing = shape.spec, space.routing
     ids, weights = routing.ids[: len(x)], routing.weights[: len(x)]
     out = torch.zeros(x.shape, device="cuda")
@@ -148,7 +148,7 @@ def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: S
 
 
 def check_routing() -> None:
-    """What is chosen is the best within the rounding of a sum; weights follow; rows are sorted."""
+    """The chosen experts are the best ones within rounding, their weights match, and rows are sorted."""
     for shape in (QWEN3, GPT_OSS, MIXTRAL, QWEN2):
         tensors, space, spec = some_weights(shape), a_space(shape, 3000), shape.spec
         layer = GpuExperts(tensors, spec, space, plain_linear)
@@ -178,7 +178,7 @@ def check_routing() -> None:
 
 
 def check_layer() -> None:
-    """Act, rows and answer are rounded to bf16: 2^-9 each, in norm."""
+    """Activations, rows and output are rounded to bf16, each with an error of 2^-9 in norm."""
     for shape in (QWEN3, GPT_OSS, MIXTRAL, QWEN2):
         for is_skewed in (False, True):
             tensors, space = some_weights(shape, is_skewed), a_space(shape, 3000)
@@ -202,7 +202,7 @@ def check_fp32() -> None:
 
 
 def check_rows_are_independent() -> None:
-    """Bits of a row alone and in batches that take other tiles and other parts of router sums."""
+    """A row has the same bits alone and in batches with other tiles and other parts of router sums."""
     for shape in (QWEN3, GPT_OSS, QWEN2):
         tensors, space = some_weights(shape), a_space(shape, 4000)
         layer = GpuExperts(tensors, shape.spec, space, invariant_linear, is_deterministic=True)
@@ -215,7 +215,7 @@ def check_rows_are_independent() -> None:
 
 
 def check_graphs_and_no_waiting() -> None:
-    """A captured layer follows its input; nothing waits for the device."""
+    """A replayed graph of a layer reads its new input, and no call waits for the device."""
     shape = QWEN3
     tensors, space = some_weights(shape), a_space(shape, 1024)
     for tiles in (None, *ALL_TILES):
@@ -246,7 +246,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 class Timing:
-    """One layer of a shape, and times of its parts."""
+    """One layer of a shape; measures the times of its parts."""
 
     def __init__(self, shape: Shape, is_skewed: bool) -> None:
         self.name = f"{shape.name} {'skewed' if is_skewed else 'uniform'}"
@@ -263,8 +263,8 @@ class Timing:
         return time_us([lambda x=x: layer(x, out) for x in self.inputs(tokens)])  # type: ignore[misc]
 
     def parts_us(self, tokens: int, tiles: Tiles, methods: Sequence[Method]) -> dict[str, float]:
-        """Products without the kernels before them. The routing is always the same, so small ones
-        find weights in the L2 cache; `layer_us` has them from memory."""
+        """Times of the products alone. Their routing is always the same, so weights of small steps
+        are in the L2 cache; in `layer_us` they come from memory."""
         spec, routing, tensors = self.shape.spec, self.space.routing, self.tensors
         x, rows = self.inputs(tokens)[0], tokens * spec.top_k
         out = torch.empty_like(x)
@@ -328,8 +328,8 @@ class Timing:
 
 
 def compare_bits(report: Report) -> None:
-    """Whether tiles give the same bits as those of 64 rows, the ones of the deterministic
-    setting, which could then use them."""
+    """Whether tiles give the same bits as the tiles of 64 rows that the deterministic setting
+    uses: then this setting could use them, too."""
     space, tensors = a_space(QWEN3, 2000), some_weights(QWEN3)
     x = some(2000, QWEN3.hidden)
 
@@ -370,13 +370,13 @@ def time_one(report: Report, timing: Timing, tokens: int, methods: Sequence[Meth
 
 
 def tiles_of(tokens: int, shape: Shape) -> Tiles:
-    """What `choose` takes."""
+    """The tiles that `choose` chooses."""
     x, spec = torch.empty(1, shape.hidden, dtype=BF16, device=CUDA), shape.spec
     return choose(tokens * spec.top_k, spec.num_experts, x, is_deterministic=False)
 
 
 def ours_of(tokens: int, shape: Shape) -> Tiles:
-    """Those for any card."""
+    """The tiles of the method that runs on any card."""
     tiles = tiles_of(tokens, shape)
     return tiles if tiles.method is Method.OURS else MANY
 

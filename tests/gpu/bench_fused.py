@@ -58,7 +58,7 @@ COPY_BYTES_PER_US = 4.3e6
 
 
 def some(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Complete when this returns, since kernels read gains before the previous kernel has ended."""
+    """Gains that are complete on return: kernels read them before the previous kernel has ended."""
     generator = torch.Generator("cuda").manual_seed(seed)
     made = torch.randn(shape, generator=generator, device="cuda").to(dtype)
     torch.cuda.synchronize()
@@ -78,7 +78,7 @@ def right_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def off_by(found: Tensor, right: Tensor) -> float:
-    """Norm of the difference over the norm of what is right."""
+    """Norm of the difference divided by the norm of the right answer."""
     return float((found.double() - right.double()).norm() / right.double().norm())
 
 
@@ -166,7 +166,7 @@ def check_logits() -> None:
 
 
 def check_rope_append() -> None:
-    """Heads of other sizes, rotated in part or not at all; the CPU's sines differ by an ulp."""
+    """Check heads of other sizes, rotated partly or not at all; the CPU's sines differ by an ulp."""
     cases = ((32, 32, 80, 16), (71, 1, 64, 32), (128, 8, 64, 32), (16, 8, 256, 128),
              (32, 32, 96, 48), (16, 4, 128, 0))  # fmt: skip
     for heads, kv_heads, dim, half in cases:
@@ -235,7 +235,7 @@ def check_fp8_linear() -> None:
 
 
 def check_rows_are_independent() -> None:
-    """Bits of a row alone, in a batch of 200 and of 3,000, in all kernels of deterministic mode."""
+    """In all kernels of deterministic mode a row has the same bits alone, among 200 and among 3,000."""
     x, weight, bias = some(3000, HIDDEN), some(6144, HIDDEN, seed=1), some(6144, seed=3)
     rms, layer = a_norm("rms", HIDDEN), a_norm("layer", HIDDEN)
     runs: dict[str, Callable[[Tensor], Tensor]] = {
@@ -330,7 +330,7 @@ def _drawer(batch: SampleBatch) -> Callable[[Tensor], Tensor]:
 
 
 def check_sampler_does_not_wait() -> None:
-    """Penalties, bias, masks and draws: tokens of the CPU's sampler, and no synchronisation."""
+    """Penalties, bias, masks and draws give the tokens of the CPU's sampler without synchronising."""
     vocab, rows = 5000, 40
     settings = [
         SamplingParams(
@@ -376,7 +376,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def time_us(runs: Sequence[Callable[[], object]], replays: int = 7) -> float:
-    """Median time of one of `runs`, captured together as a graph; outputs are thrown away."""
+    """Median time of one of `runs`, which are captured together as a graph; outputs are dropped."""
     for run in runs:
         run()
     torch.cuda.synchronize()
@@ -397,7 +397,7 @@ def time_us(runs: Sequence[Callable[[], object]], replays: int = 7) -> float:
 
 
 class Report:
-    """Prints figures and keeps them."""
+    """Prints results and keeps them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -3,7 +3,7 @@
 
 `PYTHONPATH=src:. python -m tests.gpu.bench_int4 [--only PART] [--sweep] [--warm I/N]`
 
-One line per figure: microseconds, achieved GB/s of packed weights, TFLOP/s. Copies of the weights
+Prints one line per result: microseconds, GB/s of packed weights read, TFLOP/s. Copies of the weights
 rotate, so that they come from memory, and a graph of several products is replayed. `--sweep` tries
 many tiles; `--warm I/N` only compiles, so that each of N processes compiles its share.
 """
@@ -42,7 +42,7 @@ TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
 GPT_OSS = ExpertsSpec(32, 4, 2880, Activation.CLAMPED_SILU, has_bias=True)
 GPT_OSS_HIDDEN = 2880
 CUDA = torch.device("cuda")
-_CACHE_BYTES = 150 << 20  # copies of a weight are more than this together
+_CACHE_BYTES = 150 << 20  # bytes that the copies of a weight exceed together
 _SWEPT = tuple(
     Int4Tile(*sizes)
     for sizes in (
@@ -55,7 +55,7 @@ _SWEPT = tuple(
         (128, 128, 8, 3, 1), (256, 128, 8, 3, 1), (128, 256, 8, 3, 1),
     )
 )  # fmt: skip
-# Relative: sums in fp32 of the same numbers, the output rounded once
+# relative error: sums in fp32 of the same numbers, the output rounded once
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 
 
@@ -105,7 +105,7 @@ def off_by(found: Tensor, right: Tensor) -> float:
 
 
 def check_int4() -> None:
-    """Every tile, dtype and group size; twice, since split products must reset their counters."""
+    """Check every tile, dtype and group size; twice, since split products must reset their counters."""
     for num_out, num_in, group, dtype, all_tokens in (
         (1024, 4096, 128, torch.bfloat16, (1, 7, 16, 33, 100, 300)),
         (520, 2880, 32, torch.bfloat16, (5, 100)),
@@ -148,7 +148,7 @@ def check_mxfp4() -> None:
 
 
 def gpt_oss_layer(kind: PackedKind | None, max_tokens: int, seed: int = 0) -> GpuExperts:
-    """A layer of gpt-oss-20b; None: its weights dequantized."""
+    """A layer of gpt-oss-20b; with None, its weights are dequantized."""
     experts, size, hidden = GPT_OSS.num_experts, GPT_OSS.size, GPT_OSS_HIDDEN
     of = PackedKind.MXFP4 if kind is None else kind
     gate_up = some_packed(experts, 2 * size, hidden, group=32, kind=of, seed=seed)
@@ -166,7 +166,7 @@ def gpt_oss_layer(kind: PackedKind | None, max_tokens: int, seed: int = 0) -> Gp
 
 
 def check_experts() -> None:
-    """Packed against dequantized weights, which other kernels multiply, for every kind of tile."""
+    """For every kind of tile, compare packed weights with dequantized ones in other kernels."""
     packed_layer, dense_layer = gpt_oss_layer(PackedKind.MXFP4, 1024), gpt_oss_layer(None, 1024)
     for tokens in (1, 50, 200, 1024):
         x = some(tokens, GPT_OSS_HIDDEN, seed=tokens)
@@ -175,9 +175,9 @@ def check_experts() -> None:
 
 
 def check_fp8_blocks() -> None:
-    """Rows are rounded as on a CPU, to the bit. Sums are checked against the rounded numbers' in
-    fp64: the output's rounding is 0.17 %, and Hopper's sums of 128 columns, in 14 bits, add 0.01 %.
-    Rounding the rows, 2.6 %, is in neither. Scales differ by 2^8 and more, so that one in the
+    """Rounded rows have the bits of a CPU's. Products of rounded rows are compared with those in
+    fp64: rounding the output costs 0.17 %, and Hopper's sums of 128 columns in 14 bits cost 0.01 %.
+    Rounding the rows costs 2.6 %, on both sides. Scales differ by 2^8 and more, so that one in the
     wrong place is seen."""
     for num_out, num_in in ((1024, 4096), (4096, 14336)):
         values = (100 * some(num_out, num_in)).clamp_(-448, 448).to(torch.float8_e4m3fn)
@@ -219,7 +219,7 @@ CHECKS = {
 
 
 def microseconds(run: Callable[[int], object], copies: int) -> float:
-    """Of one call, the median over replays of a graph of some."""
+    """Time of one call: the median over replays of a graph of several."""
     calls = max(copies, 8)
     for index in range(copies):
         run(index)
@@ -246,7 +246,7 @@ def show(what: str, us: float, weight_bytes: float, flops: float) -> None:
 
 
 def tiles_for(tokens: int, args: Arguments) -> Iterator[Int4Tile]:
-    """Tiles that waste little, and the largest for more tokens than it has."""
+    """Tiles that waste few rows; if there are more tokens than rows, also the largest tile."""
     for tile in _SWEPT if args.is_sweep else TILES:
         fits = tile.tokens >= tokens and (tile.tokens < 2 * tokens or tile.tokens <= 16)
         if fits or (tokens > tile.tokens >= 128 and tokens % tile.tokens == 0):

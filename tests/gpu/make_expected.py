@@ -1,9 +1,9 @@
-"""The answers of a CPU in fp32, for `tests/gpu/test_equal.py` to compare a GPU with.
+"""Writes the answers of a CPU in fp32; `tests/gpu/test_equal.py` compares a GPU with them.
 
     python -m tests.gpu.make_expected carry/expected.json
 
-Prompts are those of tests/data/prompts50.jsonl. For every answer token there are its logprob and
-its margin over the next best token: where that is within rounding, either may be chosen.
+Prompts are those of tests/data/prompts50.jsonl. Every answer token has its logprob and
+its margin over the next best token: if the margin is within rounding, either may be chosen.
 """
 
 import json
@@ -31,7 +31,7 @@ def read_prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
 
 
 def margin(chosen_id: int, place: PlaceLogprobs) -> float:
-    """How far the chosen token is ahead of the best other one; below 0 where it is not."""
+    """Logprob of the chosen token minus that of the best other one; may be below 0."""
     others = [found.logprob for token_id, found in place.items() if token_id != chosen_id]
     return place[chosen_id].logprob - max(others)
 

@@ -1,7 +1,7 @@
 """A real model on a GPU gives the answers it gives on a CPU; run with `make test-gpu`.
 
 MAINSTEM_TEST_MODEL     the folder of smollm2
-MAINSTEM_TEST_EXPECTED  what tests/gpu/make_expected.py wrote (carry/expected.json)
+MAINSTEM_TEST_EXPECTED  the file of tests/gpu/make_expected.py (carry/expected.json)
 """
 
 import json
@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.skipif(not EXPECTED.is_file(), reason=f"{EXPECTED} is not there"),
 ]
 
-TIE = 1e-3  # logits are about 20 and sums of 600 products: fp32 orders differ by up to 2e-4
+TIE = 1e-3  # logits are about 20 and sum 600 products: in fp32, another order changes them by up to 2e-4
 # bf16 keeps 8 bits: 30 layers of rounding in a residual stream move a logit of 20 by some tenths
 BF16_MEAN, BF16_WORST = 0.1, 1.5
 KV_TOKENS = 131_072
@@ -112,7 +112,7 @@ def greedy(row: Row, logprobs: int | None = None) -> SamplingParams:
 
 
 def is_equal_or_tied(row: Row, got: list[int]) -> bool:
-    """Equal; or different first where the CPU's choice was within rounding of another."""
+    """Whether answers are equal, or first differ where the CPU's choice was within rounding."""
     assert len(got) == len(row.answer_ids)
     pairs = zip(row.answer_ids, got, row.margins, strict=True)
     return next((margin < TIE for wanted, had, margin in pairs if wanted != had), True)
@@ -168,7 +168,7 @@ def test_logprobs_of_given_tokens_are_near_those_of_a_cpu(rows: list[Row], dtype
 
 
 def test_deterministic_answers_do_not_depend_on_other_requests(rows: list[Row]) -> None:
-    """To the last bit of every logprob: alone, among 200 others, with and without sharing."""
+    """Logprobs have the same bits alone, among 200 others, with and without sharing."""
     chosen = rows[::6]
     rng = random.Random(0)
     others = [rng.choice(rows) for _ in range(NUM_OTHERS)]

@@ -16,6 +16,6 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("name", list(CHECKS))
-def test_on_a_card(name: str) -> None:
+def test_experts_pass_all_checks_on_a_card(name: str) -> None:
     with torch.inference_mode():
         CHECKS[name]()

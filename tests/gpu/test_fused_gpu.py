@@ -16,5 +16,5 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("name", list(CHECKS))
-def test_on_a_card(name: str) -> None:
+def test_fused_kernels_pass_all_checks_on_a_card(name: str) -> None:
     CHECKS[name]()

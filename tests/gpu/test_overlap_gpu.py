@@ -46,7 +46,7 @@ BLOCK = 8192
 
 @triton.jit
 def _copy_at_once_kernel(target_ptr, source_ptr, size, BLOCK: tl.constexpr):
-    """Waits for no other kernel."""
+    """Does not wait for any other kernel."""
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target_ptr + lanes, tl.load(source_ptr + lanes, mask=lanes < size), mask=lanes < size)
 
@@ -120,7 +120,7 @@ def _rope_append(x: Tensor, norms: HeadNorms | None = None) -> Tensor:
     return torch.cat([x.flatten(), PAGES.flatten()])
 
 
-# Between the late kernel and these nothing else may be launched, as an allocation of zeros would.
+# Nothing may be launched between the late kernel and these; an allocation of zeros would be a launch.
 READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "norm": (HIDDEN, lambda x: norm_rows(x, NORM)),
     "norm_fp8": (HIDDEN, lambda x: norm_rows_fp8(x, NORM)[0].float()),
@@ -222,7 +222,7 @@ def test_nothing_is_written_before_it_is_read(
 
 @pytest.mark.parametrize("behind", [0, 1])
 def test_an_event_between_two_launches_is_waited_for(behind: int) -> None:
-    """Like layers that wait for pages which another stream loads."""
+    """Layers wait like this for pages that another stream loads."""
     source = some(TOKENS, HIDDEN, seed=9)
     right = norm_rows(source, NORM)
     quantize_rows(ASIDE)  # compiled
@@ -254,10 +254,10 @@ CASES = {
 @pytest.mark.parametrize("launch", [eagerly, as_a_graph])
 @pytest.mark.parametrize("has_all", [False, True], ids=["as planned", "all launches"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_attention_waits_for_queries_and_the_next_kernel_for_attention(
+def test_attention_waits_for_queries_and_the_next_kernel_waits_for_attention(
     name: str, has_all: bool, launch: Callable[[Callable[[], None]], None]
 ) -> None:
-    """Late queries, rope, attention, and the quantization of its output, as a layer has them."""
+    """Late queries, rope, attention and the quantization of its output, in the order of a layer."""
     case = AttentionCase(name, CASES[name], HEADS, KV_HEADS, DIM, page_size=16)
     spans = case.spans()
     shape = (int(spans.page_ids.max()) + 5, KV_HEADS, 16, DIM)

@@ -13,6 +13,6 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", list(CHECKS))
-def test_on_a_card(name: str) -> None:
+def test_packed_weights_pass_all_checks_on_a_card(name: str) -> None:
     with torch.inference_mode():
         CHECKS[name]()

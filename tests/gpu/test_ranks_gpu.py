@@ -1,4 +1,4 @@
-"""Two ranks on one card, over gloo: the answers of one process, token for token.
+"""Two ranks on one card, over gloo, give the answers of one process, token for token.
 
 This does not measure speed: every sum goes through the host. Ranks on separate cards use NCCL.
 """
@@ -47,7 +47,7 @@ Answers = dict[str, list[tuple[int, float]]]  # tokens and their logprobs
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with random weights, large enough that a wrong layer shows."""
+    """A Llama whose random weights are so large that a wrong layer changes answers."""
     made = tmp_path_factory.mktemp("ranks") / "model"
     made.mkdir()
     config = {
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_config(num_ranks: int, disk: Path) -> EngineConfig:
-    """Little room on the device, so that sequences are preempted and pages leave it."""
+    """So few device pages that sequences are preempted and pages are evicted."""
     model = ModelConfig(
         dtype=DType.FP32,
         device=Device.CUDA,
@@ -134,7 +134,7 @@ def test_two_ranks_on_one_card_answer_as_one(folder: Path, tmp_path: Path) -> No
         engine.flush()
         engine.clear_device()
         assert_same(asked(engine, shared_prompts()), expected)
-        assert counters.loaded_pages["host"] >= 9, "the pages that all share"
+        assert counters.loaded_pages["host"] >= 9, "the shared pages are loaded"
     with closing(build_engine(folder, config, bus)) as engine:
         assert_same(asked(engine, shared_prompts()), expected)
         assert counters.loaded_pages["disk"] + counters.prefetched_pages >= 9

@@ -1,4 +1,4 @@
-"""Every kind of block on a card, split over two ranks that are threads; NCCL's calls in a graph."""
+"""Every kind of block on a card, split over two ranks that are threads; also NCCL in a graph."""
 
 from pathlib import Path
 
@@ -41,14 +41,14 @@ def test_two_ranks_have_the_logprobs_of_one_cpu(name: str) -> None:
     assert apart.max() < worst, apart.max()
 
 
-def test_graphs_hold_the_calls_of_nccl(tmp_path: Path) -> None:
-    """One rank, since there is one card: what torch does around the call is the same."""
+def test_calls_of_nccl_can_be_captured_in_a_graph(tmp_path: Path) -> None:
+    """With one rank, since there is one card: torch does the same around each call."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         group = ProcessGroup()
         assert group.is_capturable
         x = torch.zeros(4, 8, device="cuda")
-        gathered = group.gather(group.sum_(x))  # the first call connects
+        gathered = group.gather(group.sum_(x))  # the first call opens connections
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

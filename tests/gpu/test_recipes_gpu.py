@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-LIMITS = {DType.FP32: (2e-3, 1e-2), DType.BF16: (0.1, 1.0)}  # in the mean, and at worst
+LIMITS = {DType.FP32: (2e-3, 1e-2), DType.BF16: (0.1, 1.0)}  # of the mean and of the largest error
 
 
 def logprobs(engine: Engine) -> np.ndarray:
@@ -41,7 +41,7 @@ def logprobs(engine: Engine) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", list(LIMITS), ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("name", RECIPES)
-def test_same_logprobs_as_on_the_cpu(name: str, dtype: DType) -> None:
+def test_logprobs_are_those_of_the_cpu(name: str, dtype: DType) -> None:
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs a card
 
     origin, config = RecipeOrigin(deeper(RECIPES[name])), a_config(dtype)

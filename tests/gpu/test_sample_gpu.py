@@ -1,4 +1,4 @@
-"""Draws on a card: the tokens that a CPU draws with the same noise keys."""
+"""A card draws the tokens that a CPU draws with the same noise keys."""
 
 import numpy as np
 import pytest
@@ -26,8 +26,8 @@ SETTINGS = [
 @pytest.mark.parametrize("has_limits", [False, True], ids=["plain", "mixed"])
 @pytest.mark.parametrize("rows", [1, 8, 300])
 def test_a_card_draws_what_a_cpu_draws(rows: int, has_limits: bool) -> None:
-    """Scores differ in the last bits of fp32, about 1e-6: of 300 draws none changes but once in
-    thousands of runs; one is allowed where top_p has an edge."""
+    """Scores differ in the last bits of fp32, about 1e-6, which changes one of 300 draws once in
+    thousands of runs. One difference is allowed, at the limit of top_p."""
     from mainstem.kernels.sampling import sample as kernel  # noqa: PLC0415  # brings Triton
 
     generator = torch.Generator().manual_seed(rows)

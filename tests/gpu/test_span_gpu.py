@@ -24,7 +24,7 @@ from mainstem_bench.workloads import AttentionCase, Run, mixed_cases
 
 pytestmark = pytest.mark.gpu
 
-# Largest error over largest value. Weights and outputs are rounded to the dtype (2^-9, 2^-12
+# Largest error divided by largest value. Weights and outputs are rounded to the dtype (2^-9, 2^-12
 # relative), sums are fp32; fp32 itself sums up to 10^4 terms in tiles.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 2e-5}
 
@@ -56,7 +56,7 @@ CASES = {
     "a short prefix of a few": _decode([128] * 16, [(range(16), 200)]),
     "a prompt of three tokens": (*_decode([40, 50]), Run((2, 3, 4), 300, is_causal=True)),
     "a prefix without keys": _decode([30] * 64, [(range(64), 0), (range(64), 500)]),
-    # units of 20 rows, for which one group of warps has nothing to do, between those of 128
+    # units of 20 rows, which leave one group of warps idle, between units of 128
     "few rows and many": _decode(
         [9] * 160,
         [*((range(i, i + 5), 1000 + i) for i in range(0, 80, 5)), (range(80, 160), 3001)],
@@ -254,8 +254,8 @@ def test_deterministic_setting_agrees_too(name: str) -> None:
 
 
 def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
-    """A sequence of 700 keys: alone, in a batch, with its first 512 keys shared, as part of a
-    prompt.
+    """A sequence of 700 keys has the same bits alone, in a batch, with 512 shared keys and as part
+    of a prompt.
     """
     torch.manual_seed(1)
     heads, kv_heads, dim, page = 32, 8, 128, 16
@@ -293,7 +293,7 @@ def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
 
 
 def test_lse_spread_of_80_is_merged_without_overflow() -> None:
-    """One span's scores are 80 above the other's, which then has no weight; no inf or NaN."""
+    """Scores of one span are 80 above those of the other, whose weight is then 0, not inf or NaN."""
     case = AttentionCase("spread", _decode([40] * 4, [(range(4), 100)]))
     spans = case.spans()
     k_pages, v_pages = (torch.randn(40, 8, 16, 128, device="cuda") for _ in range(2))
@@ -318,7 +318,7 @@ def test_scores_that_rise_from_key_to_key_agree(rise: float) -> None:
     spans = case.spans()
     shape = (int(spans.page_ids.max()) + 1, case.kv_heads, case.page_size, case.head_dim)
     k_pages, v_pages = (torch.randn(shape, device="cuda") for _ in range(2))
-    # All spans have the same largest score, at their end or at their begin.
+    # All spans have the same largest score, at their end or at their beginning.
     num_pages = np.diff(spans.page_starts)
     first = (
         spans.page_starts[:-1] * case.page_size + (spans.key_tokens if rise > 0 else 0)
@@ -437,8 +437,8 @@ POOLS = {
 
 
 @pytest.mark.parametrize("name", list(POOLS))
-def test_queued_units_are_all_computed_and_the_queue_is_ready_again(name: str) -> None:
-    """Many runs, one right after the other: each begins with all tickets."""
+def test_all_queued_units_are_computed_and_the_queue_is_reset(name: str) -> None:
+    """Of many runs, one right after the other, each begins with a full queue."""
     runs, kv_heads = POOLS[name]
     case = AttentionCase(name, runs, 32, kv_heads)
     spans = case.spans()

@@ -1,4 +1,4 @@
-"""Pages between a GPU and pinned memory: right, fast enough, and waited for layer by layer."""
+"""Copies between a GPU and pinned memory are right and fast, and steps wait for them layer by layer."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ LONG_PROMPTS = np.random.default_rng(1).integers(0, 500, (12, 900)).astype(np.in
 
 
 @pytest.mark.parametrize("max_pitch", [MAX_PITCH, 0], ids=["as rows", "one by one"])
-def test_pages_come_back_as_they_went_and_fast(
+def test_pages_come_back_unchanged_and_fast(
     max_pitch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_transfer, "MAX_PITCH", max_pitch)
@@ -71,7 +71,7 @@ def test_pages_come_back_as_they_went_and_fast(
 
 TokenLogits = tuple[int, float, tuple[float, ...]]
 
-# Eighteen layers are three pieces of a graph and of a load; 28,000 ids show every logit that moves
+# 18 layers make three pieces of a graph and of a load; 28,000 logits show any difference
 DEEP = llama_shape(512, 1024, 18, 8, 2, 128, 28_000, 10_000.0, max_positions=4096)
 
 
@@ -88,7 +88,7 @@ def ask(engine: Engine, number: int) -> list[TokenLogits]:
 
 
 def ask_in_place() -> list[list[TokenLogits]]:
-    """Answers on prompts that are on the device: nothing is saved, nothing loaded."""
+    """Answers to prompts whose pages are on the device: nothing is saved or loaded."""
     config = EngineConfig(cache=CacheConfig(kv_tokens=2048))
     roomy = build_random_engine(DEEP, config, EventBus())
     for number in range(4):
@@ -108,7 +108,7 @@ def test_logits_after_save_and_load_are_the_same_bits(preload: str, tmp_path: Pa
         host_gb=0.05, disk_dir=str(tmp_path), disk_gb=0.2, fetch=Fetch.ALWAYS, preload=preload
     )
     config = EngineConfig(cache=CacheConfig(kv_tokens=112), store=store)
-    small = build_random_engine(DEEP, config, bus)  # a prompt and its answer, and no more
+    small = build_random_engine(DEEP, config, bus)  # only one prompt with its answer fits
     for number in range(4):
         ask(small, number)
     assert [ask(small, number) for number in range(4)] == in_place

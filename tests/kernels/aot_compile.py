@@ -84,19 +84,19 @@ FLOAT_POINTERS = (
     "weights_ptr", "shared_weights_ptr", "sinks_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
-SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # of Hopper, and of consumer cards
+SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # on Hopper, and on consumer cards
 
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel with its constants; `types` of arguments that do not follow from their names."""
+    """A kernel with its constants. `types` are those that do not follow from arguments' names."""
 
     kernel: triton.JITFunction
     constants: Mapping[str, object]
     types: dict[str, str] = field(default_factory=dict)
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
     source: type[ASTSource] = ASTSource
-    most_shared: int | None = None  # bytes of shared memory that it may take
+    most_shared: int | None = None  # limit of shared memory in bytes
 
 
 def _type_of(name: str) -> str:
@@ -126,7 +126,7 @@ def _span_constants(tiles: Tiles, head_dim: int = 128) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class HopperShape:
-    """What Hopper's kernels are compiled for."""
+    """The constants that Hopper's kernels are compiled with."""
 
     head_dim: int = 128
     page_size: int = 16
@@ -270,7 +270,7 @@ def _activation_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[
 
 
 def _nothing(*names: str) -> dict[str, object]:
-    """Arguments that are left out."""
+    """Optional arguments, which are not given."""
     return dict.fromkeys(names)
 
 
@@ -319,7 +319,7 @@ def _expert_jobs(target: str) -> Iterator[Job]:
 
 
 def _hopper_expert_jobs() -> Iterator[Job]:
-    """Both products, and gate_up with all that it may have."""
+    """Both products; gate_up has every option."""
     boxes = [f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>" for rows in (64, 128)]
     constants = {"STAGES": hopper_experts.STAGES, "GROUP_ROWS": hopper_experts.GROUP_ROWS}
     for is_gated, has_bias in ((False, False), (True, False), (True, True)):
@@ -354,7 +354,7 @@ def _grouped_jobs(tiles: ExpertTiles, target: str, overlaps: dict[str, bool]) ->
 
 
 def _packed_jobs(target: str) -> Iterator[Job]:
-    """4-bit weights."""
+    """Kernels for 4-bit weights."""
     common = {"OVERLAPS": target == "sm_90", "IS_PTX": target != "gfx942"}
     int4 = {"GROUP": 128, "IS_MXFP4": False, "IS_EVEN": True, **common}
     mxfp4 = {"GROUP": 32, "IS_MXFP4": True, "IS_EVEN": False, **common}

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Relative. fp16 rounds alike; the interpreter truncates bf16 instead of rounding it, twice in a
-# row.
+# Relative errors. fp16 is rounded the same way on both sides; the interpreter truncates bf16
+# instead of rounding it, twice in succession.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)
 
@@ -28,8 +28,8 @@ def assert_close(found: Tensor, right: Tensor) -> None:
 
 
 def assert_fp8_close(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> None:
-    """At most one step of fp8 apart (1/8), and nearly always equal: the inputs may differ by a few
-    ulp of fp32."""
+    """Values differ by at most one step of fp8 (1/8) and are nearly always equal: the inputs may
+    differ by a few ulp of fp32."""
     torch.testing.assert_close(found[1], right[1], rtol=2e-6, atol=0)
     apart = (found[0].float() - right[0].float()).abs()
     assert bool((apart <= right[0].float().abs() / 7 + 2**-8).all())

@@ -1,4 +1,4 @@
-"""Activations, fp8 rows and what is done to logits."""
+"""Activations, fp8 rows, and the scaling and capping of logits."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_gates_agree_with_the_reference(act: Act, size: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", PLAIN)
-def test_without_gates_it_agrees_with_the_reference(act: Act, dtype: torch.dtype) -> None:
+def test_activations_without_gates_agree_with_the_reference(act: Act, dtype: torch.dtype) -> None:
     x = some(2, 200, dtype)
     right = reference.activation(x, act.value)
     assert_close(activate(x, act), right)
@@ -63,7 +63,7 @@ def test_nan_is_not_hidden(act: Act) -> None:
         assert bool(activate_gated(gate_up, act)[0, 0].isnan())
 
 
-def test_fp8_variants_quantize_what_the_plain_ones_return() -> None:
+def test_fp8_variants_quantize_the_output_of_the_plain_ones() -> None:
     x = some(3, 576)
     x[1] = 0.0
     assert_fp8_close(quantize_rows(x), a_quantization(x))
@@ -73,7 +73,7 @@ def test_fp8_variants_quantize_what_the_plain_ones_return() -> None:
     assert_fp8_close(activate_fp8(x, Act.GELU_TANH), a_quantization(activate(x, Act.GELU_TANH)))
 
 
-def test_groups_of_columns_have_scales_of_their_own() -> None:
+def test_each_group_of_columns_has_its_own_scale() -> None:
     x = some(5, 4608) * torch.logspace(-2, 2, 36).repeat_interleave(128)
     x[1, :128] = 0.0
     found = quantize_rows(x, per=Fp8Per.GROUP)
@@ -88,7 +88,7 @@ def test_groups_of_columns_have_scales_of_their_own() -> None:
         quantize_rows(some(3, 576), per=Fp8Per.GROUP)
 
 
-def test_room_for_groups_ends_at_a_multiple_of_16_rows() -> None:
+def test_buffers_for_groups_have_a_multiple_of_16_rows() -> None:
     values, scales = quantize_rows(some(5, 256), per=Fp8Per.GROUP)
     all_values, all_scales = with_padding((values, scales))
     assert all_values.shape == (16, 256)
@@ -98,14 +98,14 @@ def test_room_for_groups_ends_at_a_multiple_of_16_rows() -> None:
     assert torch.equal(all_scales[:5], scales)
 
 
-def test_fp8_rows_reach_the_end_of_the_range() -> None:
+def test_fp8_rows_use_the_whole_range() -> None:
     values, scales = quantize_rows(torch.tensor([[3.0, -6.0] * 4, [0.0] * 8]))
     assert values.float()[0, :2].tolist() == [224.0, -448.0]
     assert scales[0, 0] == pytest.approx(6.0 / 448.0)
     assert values.float()[1].abs().max() == 0
 
 
-def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:
+def test_given_outputs_are_filled_and_no_other_memory_changes() -> None:
     gate_up, wide = some(2, 128), torch.full((4, 96), float("nan"))
     out = wide[1:3, 16:80]
     assert activate_gated(gate_up, Act.SILU, out) is out
@@ -143,14 +143,14 @@ def test_the_largest_logits_are_capped_without_overflow() -> None:
     assert bool(logits[0, 5].isnan())
 
 
-def test_no_tokens_is_no_work() -> None:
+def test_a_call_without_tokens_does_nothing() -> None:
     assert activate_gated(torch.empty(0, 64), Act.SILU).shape == (0, 32)
     assert activate(torch.empty(0, 64), Act.RELU).shape == (0, 64)
     assert quantize_rows(torch.empty(0, 64))[1].shape == (0, 1)
     scale_logits_(torch.empty(0, 64), 2.0)
 
 
-def test_refused_arguments_are_named() -> None:
+def test_the_error_names_a_refused_argument() -> None:
     x = some(2, 64)
     with pytest.raises(LayoutError, match="needs gates"):
         activate(x, Act.CLAMPED_SILU)
@@ -169,7 +169,7 @@ def test_refused_arguments_are_named() -> None:
 
 
 def test_rows_may_be_wider_than_a_block_of_fp8() -> None:
-    """As wide as Gemma 2 27B's; only fp8 needs a row in one block."""
+    """Rows are as wide as those of Gemma 2 27B; only fp8 needs a row in one block."""
     gate_up = torch.randn(1, 2 * 36_864)
     right = reference.gated(gate_up, Act.GELU_TANH.value)
     torch.testing.assert_close(activate_gated(gate_up, Act.GELU_TANH), right)

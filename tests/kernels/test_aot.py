@@ -18,7 +18,7 @@ import pytest
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "gfx942", "layouts")),
     ],
 )
-def test_every_kernel_compiles_for(target: str) -> None:
+def test_every_kernel_compiles_for_the_target(target: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.aot_compile", target],

@@ -43,8 +43,8 @@ def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_heads_are_normed_before_they_are_rotated(dim: int, half: int, dtype: torch.dtype) -> None:
-    """The same as a norm and then a rope: for all heads, including the padding token, but no
-    value."""
+    """The result is that of a norm followed by a rope, for all heads and also for the padding
+    token; values are not normed."""
     torch.manual_seed(0)
     qkv = torch.randn(3, 5 + 2 + 2, dim).to(dtype) + 1
     gains = [torch.randn(dim).to(dtype) for _ in range(2)]
@@ -72,7 +72,7 @@ def test_heads_are_normed_before_they_are_rotated(dim: int, half: int, dtype: to
 
 
 @pytest.mark.parametrize("dim", [64, 80])
-def test_without_frequencies_keys_are_appended_as_they_are(dim: int) -> None:
+def test_without_frequencies_keys_are_appended_unchanged(dim: int) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(3, 3 + 2 + 2, dim)
     before = qkv.clone()

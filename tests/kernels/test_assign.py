@@ -21,7 +21,7 @@ NONE = np.empty(0)
 
 
 def shape_of(programs: int, queued_share: float = 0.25, tiles: Tiles = HOPPER_SPLIT) -> Shape:
-    """One unit per piece, of either kind; on Hopper two programs per multiprocessor."""
+    """A plan with one unit per piece of each kind; on Hopper, with two programs per multiprocessor."""
     tiles = replace(tiles, queued_share=queued_share, pace=Pace())
     return Shape(1, 1, 16, num_programs=programs, tiles=tiles)
 
@@ -64,7 +64,7 @@ def test_every_unit_has_one_program(
 
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=80))
-def test_no_load_is_far_from_the_mean(us: list[float]) -> None:
+def test_no_load_exceeds_the_mean_by_more_than_one_unit(us: list[float]) -> None:
     """Longest-processing-time-first: no program ends later than the mean plus the longest unit."""
     shares, _ = assign_units(np.array(us), NONE, 8, shape_of(8, 0.0, INTERPRETER))
     loads = [
@@ -74,7 +74,7 @@ def test_no_load_is_far_from_the_mean(us: list[float]) -> None:
     assert max(loads) <= sum(us) / 8 + max(us) + 1e-6
 
 
-def test_the_queue_has_the_shortest_units_the_longest_first() -> None:
+def test_the_queue_has_the_shortest_units_in_descending_order() -> None:
     us = np.array([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
     _, small = assign_units(NONE, us, 2, shape_of(4))
     assert np.diff(small.ends).tolist() == [1, 1, 1, 1]
@@ -82,15 +82,15 @@ def test_the_queue_has_the_shortest_units_the_longest_first() -> None:
     assert small.queued.tolist() == [4, 5, 6, 7]
 
 
-def test_a_unit_for_each_program_is_not_queued() -> None:
+def test_one_unit_per_program_is_not_queued() -> None:
     _, small = assign_units(NONE, np.full(4, 9.0), 2, shape_of(4))
     assert small.ends.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_programs_that_begin_late_have_no_share() -> None:
+def test_programs_that_begin_late_take_units_from_the_queue_only() -> None:
     _, small = assign_units(np.array([100.0]), np.full(16, 10.0), 1, shape_of(4))
     kept = np.diff(small.ends).tolist()
-    assert kept[2:] == [0, 0], "programs of the multiprocessor that is taken"
+    assert kept[2:] == [0, 0], "the programs on the multiprocessor with large units"
     assert 0 < kept[1] <= kept[0] < 8
 
 
@@ -100,7 +100,7 @@ def test_all_units_are_queued_if_all_programs_begin_late() -> None:
     assert small.queued.tolist() == list(range(16))
 
 
-def test_without_a_queue_late_programs_get_less() -> None:
+def test_without_a_queue_late_programs_get_fewer_units() -> None:
     _, small = assign_units(np.array([50.0]), np.full(20, 10.0), 1, shape_of(4, 0.0))
     assert small.ends[-1] == 20
     assert np.diff(small.ends).tolist() == [7, 7, 3, 3]
@@ -115,15 +115,15 @@ def test_a_program_without_large_units_begins_at_once() -> None:
 
 def test_equal_large_units_are_assigned_in_turn() -> None:
     shape = replace(shape_of(8, 0.0, INTERPRETER), kv_heads=4)
-    large, _ = assign_units(np.full(3, 10.0), NONE, 5, shape)  # on 0, 2, 4, 6 and 1
+    large, _ = assign_units(np.full(3, 10.0), NONE, 5, shape)  # on programs 0, 2, 4, 6 and 1
     assert np.diff(large.ends).tolist() == [3, 2, 3, 0, 2, 0, 2, 0]
     assert large.order.tolist() == [0, 5, 10, 4, 9, 1, 6, 11, 2, 7, 3, 8]
 
 
-def test_large_units_take_neighbours_where_most_are_taken() -> None:
+def test_large_units_run_on_neighbouring_programs_if_they_need_most_of_them() -> None:
     assert large_slots(6, 8, True).tolist() == [7, 6, 5, 4, 3, 2]
-    assert large_slots(8, 12, True).tolist() == [11, 10, 9, 8, 5, 4, 3, 2], "pairs apart"
+    assert large_slots(8, 12, True).tolist() == [11, 10, 9, 8, 5, 4, 3, 2], "pairs with free pairs between"
     assert large_slots(9, 12, True).tolist() == [11, 10, 9, 8, 7, 5, 4, 3, 2]
     assert large_slots(8, 8, True).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert large_slots(4, 8, True).tolist() == [0, 2, 4, 6], "each beside a free one"
-    assert large_slots(6, 8, False).tolist() == [0, 2, 4, 6, 1, 3], "one kernel for both kinds"
+    assert large_slots(4, 8, True).tolist() == [0, 2, 4, 6], "each next to a free program"
+    assert large_slots(6, 8, False).tolist() == [0, 2, 4, 6, 1, 3], "with one kernel for both kinds"

@@ -12,7 +12,7 @@ from mainstem.kernels.attention.cpu.queries import find_queries
 from mainstem.kernels.attention.window import clip_spans
 from tests.runner.steps import make_spans, positions_of
 
-# fp32, sums of up to a few thousand products of unit normals: 1e-5 is about 100 rounding errors
+# fp32 sums of up to a few thousand products of unit normals: 1e-5 is about 100 rounding errors
 TOLERANCE = 1e-5
 
 
@@ -34,8 +34,7 @@ def check(
     softcap: float | None = None,
     has_sinks: bool = False,
 ) -> None:
-    """Compare with the reference over pages whose unused slots are NaN, side by side and
-    shuffled."""
+    """Compare with the reference, with adjacent and with shuffled pages; unused slots are NaN."""
     if window is not None:
         spans = clip_spans(spans, positions_of(spans, num_tokens), window, page_size)
     sinks = torch.linspace(-2.0, 3.0, heads) if has_sinks else None
@@ -153,14 +152,14 @@ def test_softcaps_and_sinks_match_the_reference(name: str) -> None:
     check(*CASES[name], softcap=3.0, has_sinks=True, window=9, heads=5, kv_heads=1)
 
 
-def test_scores_with_a_softcap_are_held_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_few_scores_with_a_softcap_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainstem.kernels.attention.cpu.softcap._MAX_SCORES", 500)
     check(*CASES["prefill chunks and decodes"], softcap=0.7)
     check(*CASES["ragged decodes"], softcap=0.7, window=20)
 
 
 @pytest.mark.parametrize("window", [20, 100])
-def test_a_long_prompt_with_a_window(window: int) -> None:
+def test_a_long_prompt_with_a_window_matches_the_reference(window: int) -> None:
     own = pages_for(420, 16, 0)
     spans = spans_of((list(range(300)), own, 420, True), ([300], [60, 61], 32, True))
     check(spans, 301, window=window)
@@ -173,8 +172,8 @@ def test_masks_of_long_prompts_are_bounded(most: int, monkeypatch: pytest.Monkey
     check(spans_of((list(range(200)), pages_for(320, 16, 0), 320, True)), 200, window=40)
 
 
-def test_rows_that_see_none_of_many_keys_in_front() -> None:
-    """More keys than torch's kernel takes at once: the maximum of a row is -inf for a while."""
+def test_rows_that_see_none_of_the_first_keys_match_the_reference() -> None:
+    """There are more keys than torch's kernel takes at once, so a row's maximum is -inf at first."""
     prefix = ([0, 1, 2], pages_for(1600, 16, 0), 1600, False)
     own = [([row], pages_for(keys, 16, 200 + 50 * row), keys, False)
            for row, keys in enumerate((1, 700, 3))]  # fmt: skip
@@ -184,18 +183,18 @@ def test_rows_that_see_none_of_many_keys_in_front() -> None:
 
 @pytest.mark.parametrize("dim", [80, 256])
 @pytest.mark.parametrize("heads", [(71, 1), (4, 2)])
-def test_wide_heads_and_many(dim: int, heads: tuple[int, int]) -> None:
+def test_wide_heads_and_many_heads_match_the_reference(dim: int, heads: tuple[int, int]) -> None:
     spans, num_tokens = CASES["prefill chunks and decodes"]
     check(spans, num_tokens, dim=dim, heads=heads[0], kv_heads=heads[1], window=12, has_sinks=True)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 1), (8, 2), (9, 3)])
-def test_any_head_ratio(heads: tuple[int, int]) -> None:
+def test_any_head_ratio_matches_the_reference(heads: tuple[int, int]) -> None:
     check(*CASES["prefill chunks and decodes"], heads=heads[0], kv_heads=heads[1])
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 8, 64])
-def test_any_page_size(page_size: int) -> None:
+def test_any_page_size_matches_the_reference(page_size: int) -> None:
     prefix = pages_for(24, page_size, 0)
     first = len(prefix)
     spans = []
@@ -221,20 +220,20 @@ def test_long_shared_run_is_split_and_merged(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("num_queries", [63, 64, 100, 191, 192])
-def test_many_queries_over_one_run(num_queries: int) -> None:
-    """Around the sizes where the query heads of a KV head are laid end to end."""
+def test_many_queries_over_one_run_match_the_reference(num_queries: int) -> None:
+    """Sizes around the one from which the query heads of a KV head are concatenated."""
     rows = list(range(num_queries))
     shared = (rows, list(range(9)), 139, False)
     own = [([row], [20 + row], 3, True) for row in rows]
     check(spans_of(shared, *own), num_queries, heads=6, kv_heads=2, dim=8)
 
 
-def test_lse_spread_of_eighty() -> None:
+def test_an_lse_spread_of_80_is_merged_without_overflow() -> None:
     """One part outweighs the other by e^80: no overflow, no NaN."""
     check(*CASES["shared prefix, own tails"], spread=40.0)
 
 
-def test_random_spans() -> None:
+def test_random_spans_match_the_reference() -> None:
     """Random trees of spans; the seed is fixed, so a failure repeats."""
     rng = np.random.default_rng(3)
     for _ in range(25):
@@ -260,7 +259,7 @@ def test_random_spans() -> None:
 
 
 def test_neighbouring_pages_are_not_copied() -> None:
-    """A shared run and equally long tails, as the pool lends them; nothing is gathered."""
+    """A shared run and equally long tails, in pages as the pool returns them; nothing is gathered."""
     own = [([row], [4 + 2 * row, 5 + 2 * row], 20, True) for row in range(5)]
     spans = spans_of(([0, 1, 2, 3, 4], [0, 1, 2, 3], 64, False), *own)
     plan = cpu.plan(spans, 5, cpu.PageShape(6, 2, 14, 16), 0.25)
@@ -275,8 +274,8 @@ def test_unequal_tails_do_not_read_slots_after_their_end() -> None:
     check(spans_of(([0, 1], [0], 16, False), *own), 2)
 
 
-def test_many_heads_over_one_and_runs_of_unequal_length() -> None:
-    """Enough heads per KV head that even a few queries are laid end to end, with masked keys."""
+def test_many_heads_per_kv_head_and_unequal_runs_match_the_reference() -> None:
+    """So many heads per KV head that the heads of even a few queries are concatenated, with masks."""
     rows = [list(range(0, 7)), list(range(7, 14))]
     own = [([row], [10 + row], 2, True) for row in range(14)]
     check(
@@ -300,7 +299,7 @@ def test_many_heads_over_one_and_runs_of_unequal_length() -> None:
     ],
 )
 def test_evenly_spaced_queries_are_read_in_place(rows: list[list[int]], is_copied: bool) -> None:
-    q = torch.randn(6, 5, 4)[:, :3]  # query heads next to those of keys and values
+    q = torch.randn(6, 5, 4)[:, :3]  # query heads are followed by those of keys and values
     found = find_queries(np.array(rows)).read(q)
     assert torch.equal(found, q[torch.tensor(rows)])
     is_own = found.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""What `mainstem bench cuts` reports about a step, without a card."""
+"""The report of `mainstem bench cuts` about a step; needs no card."""
 
 import random
 
@@ -16,7 +16,7 @@ def test_equal_seeds_give_equal_steps() -> None:
     assert random_step(random.Random(3)) == random_step(random.Random(3))
 
 
-def test_the_best_way_is_what_the_planner_is_compared_with() -> None:
+def test_the_planner_is_compared_with_the_best_cut() -> None:
     line = summary("step", {(8, 264, 8): 20.0, (16, 264, 16): 10.0}, 15.0)
     assert (line["us"], line["best_us"], line["over_best"]) == (15.0, 10.0, 1.5)
     assert line["ways"] == [
@@ -25,12 +25,12 @@ def test_the_best_way_is_what_the_planner_is_compared_with() -> None:
     ]
 
 
-def test_a_step_that_no_cut_fits_has_a_line() -> None:
+def test_a_step_that_fits_no_cut_has_a_line() -> None:
     line = summary("step", {}, 15.0)
     assert (line["best_us"], line["over_best"], line["ways"]) == (15.0, 1.0, [])
 
 
-def test_no_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_count_of_zero_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--steps", "0"])
     assert "--steps" in capsys.readouterr().err

@@ -45,25 +45,25 @@ def test_many_small_units_are_as_fast_as_the_memory() -> None:
     assert alone_us(work) == pytest.approx(work.keys / PACE.reads, rel=0.02)
 
 
-def test_a_few_small_units_do_not_lack_memory() -> None:
+def test_a_few_small_units_are_not_limited_by_memory() -> None:
     work = small(20)
     assert alone_us(work) == pytest.approx(work.longest_us[0])
 
 
-def test_large_units_alone_take_their_rounds() -> None:
+def test_large_units_alone_take_the_time_of_their_rounds() -> None:
     assert step_us(large(264), NOTHING, 132) == pytest.approx(60.0, rel=0.1)
     assert step_us(large(265), NOTHING, 132) == pytest.approx(90.0, rel=0.1)
 
 
 @pytest.mark.parametrize("units", [100, 264, 1000, 4000])
 @pytest.mark.parametrize("sms", [8, 64, 131, 132])
-def test_both_take_longer_than_either(units: int, sms: int) -> None:
+def test_large_and_small_units_take_longer_than_either_kind_alone(units: int, sms: int) -> None:
     both = step_us(large(sms), small(units), sms)
     assert both >= alone_us(small(units)) - 1e-9
     assert both >= step_us(large(sms), NOTHING, sms) - 1e-9
 
 
-def test_both_take_less_than_one_after_the_other() -> None:
+def test_large_and_small_units_take_less_than_the_sum_of_both() -> None:
     """64 multiprocessors have large units, so 136 programs of small ones begin at once."""
     apart = step_us(large(64), NOTHING, 64) + alone_us(small(2000))
     assert step_us(large(64), small(2000), 64) < 0.97 * apart
@@ -78,12 +78,12 @@ def test_a_long_small_unit_begins_at_once_if_some_multiprocessor_has_no_large_on
     assert after > beside + 25.0
 
 
-def test_partials_cost() -> None:
+def test_partials_cost_time() -> None:
     assert alone_us(small(264, rows=1e5)) > alone_us(small(264))
 
 
 def test_a_shared_prefix_is_cut_for_the_multiprocessors() -> None:
-    """The example of the module: 2 tiles of rows x 4 stretches x 8 KV heads."""
+    """The example in the module's docstring: 2 tiles of rows x 4 stretches x 8 KV heads."""
     cut = cut_spans(AttentionCase("64", (Run(tuple(range(64)), 2048),)).spans(), SHAPE)
     assert (cut.num_large, cut.row_tiles[0], cut.parts[0], cut.stretches[0]) == (1, 2, 4, 512)
     assert cut.sms == 64

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
 SMALL = Tiles(Tile(16, 32, 64, warps=4, stages=1), Tile(16, 64, 64, warps=4, stages=1))
-# Relative. The interpreter truncates bf16 instead of rounding it.
+# Relative errors. The interpreter truncates bf16 instead of rounding it.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
@@ -68,7 +68,7 @@ def a_layer(
     is_deterministic: bool = False,
 ) -> GpuExperts:
     space = ExpertSpace.make(case.spec, case.hidden, max_tokens, tensors.router.dtype, CPU)
-    space.rows.fill_(float("nan"))  # rows that were not written must not be read
+    space.rows.fill_(float("nan"))  # NaN, since rows that were not written must not be read
     space.act.fill_(float("nan"))
     return GpuExperts(
         tensors, case.spec, space, plain_linear, is_deterministic=is_deterministic, tiles=tiles
@@ -93,8 +93,8 @@ def case_of(name: str) -> Case:
 @pytest.mark.parametrize(
     "name", ["gelu", "top 8", "everything", "not normalized", "shared", "wide"]
 )
-def test_a_layer_answers_as_the_reference(name: str) -> None:
-    """Two blocks of routing, the last not full; then one token in the same buffers."""
+def test_a_layer_agrees_with_the_reference(name: str) -> None:
+    """Tokens for two blocks of routing, the last not full; then one token in the same buffers."""
     case = case_of(name)
     tensors = some_tensors(case)
     layer = a_layer(case, tensors, 18)
@@ -108,27 +108,27 @@ def test_a_layer_answers_as_the_reference(name: str) -> None:
 @pytest.mark.parametrize(
     "tiles", [FEW, SOME, MANY, GROUPED], ids=["few", "some", "many", "grouped"]
 )
-def test_all_tiles_and_the_library_answer_alike(tiles: Tiles) -> None:
+def test_all_tiles_and_the_library_agree(tiles: Tiles) -> None:
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(5, case.hidden)
     assert_right(run(a_layer(case, tensors, 5, tiles), x), x, tensors, case.spec)
 
 
-def test_devices_without_boxes_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_tensor_descriptors_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "has_boxes", lambda device: False)
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(5, case.hidden)
     assert_right(run(a_layer(case, tensors, 5, SMALL), x), x, tensors, case.spec)
 
 
-def test_bf16() -> None:
+def test_bf16_agrees_with_the_reference() -> None:
     case = case_of("everything")
     tensors = some_tensors(case, torch.bfloat16)
     x = some_rows(7, case.hidden, torch.bfloat16)
     assert_right(run(a_layer(case, tensors, 7), x), x, tensors, case.spec)
 
 
-def test_all_tokens_may_want_the_same_experts() -> None:
+def test_all_tokens_may_be_routed_to_the_same_experts() -> None:
     case = Case("skewed", replace(a_spec(num_experts=9, top_k=2), has_bias=True))
     tensors = some_tensors(case)
     assert tensors.router_bias is not None
@@ -138,13 +138,13 @@ def test_all_tokens_may_want_the_same_experts() -> None:
     assert_right(run(layer, x), x, tensors, case.spec)
 
 
-def test_no_tokens_is_no_work() -> None:
+def test_a_call_without_tokens_does_nothing() -> None:
     case = CASES[0]
     layer = a_layer(case, some_tensors(case), 4)
     assert run(layer, torch.empty(0, case.hidden)).shape == (0, case.hidden)
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_have_gaps_between_them() -> None:
     case = CASES[0]
     tensors, whole = some_tensors(case), some_rows(9, 3 * case.hidden)
     x = whole[:, 8 : 8 + case.hidden]
@@ -176,7 +176,7 @@ def test_a_deterministic_row_does_not_depend_on_other_rows(
 
 
 def routed(logits: Tensor, top_k: int, is_normalized: bool, tile_rows: int = 4) -> Routing:
-    """Through a router that is the identity."""
+    """Routes these logits, with the identity as the router."""
     tokens, experts = logits.shape
     routing = Routing.make(experts, top_k, tokens, CPU)
     router = Router(torch.eye(experts), None, experts, top_k, is_normalized)
@@ -225,15 +225,15 @@ def test_rows_are_sorted_and_cut_into_tiles(tokens: int, tile_rows: int) -> None
     assert all(expert == -1 for expert, _, _ in tiles[len(right) :])
 
 
-def test_the_most_tiles_are_enough_and_reached() -> None:
+def test_the_largest_number_of_tiles_is_sufficient_and_reached() -> None:
     assert most_tiles(1, 128, 16) == 1
-    assert most_tiles(8, 128, 16) == 8  # one each
+    assert most_tiles(8, 128, 16) == 8  # one row each
     assert most_tiles(2 + 15, 2, 16) == 2  # 1 and 16
     assert most_tiles(2 + 16, 2, 16) == 3  # 1 and 17
     assert most_tiles(0, 8, 16) == 0
 
 
-def test_routing_of_nan_stays_in_range() -> None:
+def test_nan_is_routed_to_existing_experts() -> None:
     logits = some_rows(6, 8)
     logits[1] = float("nan")
     logits[2, 3], logits[3] = 3e38, -3e38
@@ -250,19 +250,19 @@ def test_zeros_of_both_signs_are_equal() -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_pass_of_activation(activation: str) -> None:
+def test_the_activation_agrees_with_the_reference(activation: str) -> None:
     both, out = some_rows(3, 80) * 2, torch.empty(3, 40)
-    both[0, :2] = both[1, 40:42] = torch.tensor([-9.0, 9.0])  # beyond what is clamped
+    both[0, :2] = both[1, 40:42] = torch.tensor([-9.0, 9.0])  # beyond the clamps
     gated_rows(both, activation, out)
     right = reference.gated(both[:, :40], both[:, 40:], activation)
     torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
 
 
-def test_every_activation_has_code() -> None:
+def test_every_activation_has_a_kernel_code() -> None:
     assert set(ACTIVATIONS) == {activation.value for activation in Activation}
 
 
-def test_tiles_follow_the_number_of_rows() -> None:
+def test_tiles_are_chosen_by_the_number_of_rows() -> None:
     x = torch.empty(1, 64, dtype=torch.bfloat16)
     assert choose(8, 128, x, is_deterministic=False) is FEW
     assert choose(32 * 128, 128, x, is_deterministic=False) is SOME
@@ -274,15 +274,15 @@ def test_tiles_follow_the_number_of_rows() -> None:
         assert tiles.gate_up.rows == tiles.down.rows
 
 
-def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rows of x that are a multiple of 32 bytes apart."""
+def test_hopper_has_its_own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need rows of x at multiples of 32 bytes."""
     monkeypatch.setattr(choose_module, "hopper_kernels", lambda device: products)
     for width, tiles in ((64, HOPPER), (72, MANY)):
         x = torch.empty(1, width, dtype=torch.bfloat16)
         assert choose(512 * 128, 128, x, is_deterministic=False) is tiles
 
 
-def test_refused_arguments_are_named() -> None:
+def test_the_error_names_a_refused_argument() -> None:
     case = CASES[0]
     layer = a_layer(case, some_tensors(case), 4)
     with pytest.raises(PlanTooLarge, match="5 tokens, buffers were made for 4"):

@@ -1,4 +1,4 @@
-"""fp8 linears: what rounding costs, on a CPU."""
+"""The rounding error of fp8 linears, on a CPU."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_a_quantized_weight_is_within_half_a_step() -> None:
     assert torch.equal(values.float().abs().amax(dim=1), torch.full((20,), 448.0))
 
 
-def test_a_token_is_quantized_by_its_own_peak() -> None:
+def test_each_token_is_scaled_by_its_own_largest_value() -> None:
     x = some(3, 32)
     x[1] *= 1000.0
     x[2] = 0.0
@@ -54,12 +54,12 @@ def test_the_answer_has_the_dtype_asked_for() -> None:
     assert Fp8Linear.quantize(some(16, 32))(some(2, 32)).dtype == torch.bfloat16
 
 
-def test_a_wrong_width_is_named() -> None:
+def test_the_error_names_a_wrong_width() -> None:
     with pytest.raises(ValueError, match="takes 32 columns, got 16"):
         Fp8Linear.quantize(some(16, 32))(some(2, 16))
 
 
-def test_an_old_card_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_card_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ConfigError, match=r"A100 has 8\.0"):

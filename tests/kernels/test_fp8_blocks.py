@@ -1,4 +1,4 @@
-"""fp8 weights with a scale for each block: on a CPU, by the same rounded numbers."""
+"""fp8 weights with a scale for each block: a CPU multiplies the same rounded numbers as a card."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def some(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_each_group_of_a_token_has_its_own_peak() -> None:
+def test_each_group_of_a_token_is_scaled_by_its_own_largest_value() -> None:
     x = some(3, 256)
     x[1, :128] *= 1000.0
     x[2] = 0.0
@@ -39,13 +39,13 @@ def test_the_linear_multiplies_the_rounded_numbers() -> None:
         linear(x).double(), rounded @ weight.t() + bias, rtol=1e-5, atol=1e-4
     )
     error = (linear(x) - (x.double() @ weight.t() + bias)).norm() / (x.double() @ weight.t()).norm()
-    # A number of 3 bits of mantissa is off by 2.6 % on average (root mean square). So is the sum:
-    # terms and their errors grow alike, with the root of their number.
+    # The rounding error of 3 bits of mantissa is 2.6 % (root mean square). So is the sum's: sums
+    # and their errors both grow with the root of the number of terms.
     assert 0.023 < float(error) < 0.03
     assert torch.equal(linear((x_values, x_scales)), linear(x))
 
 
-def test_shapes_that_the_library_does_not_take() -> None:
+def test_the_library_takes_multiples_of_128_in_bf16_only() -> None:
     cpu = torch.device("cpu")
     assert has_block_product(256, 512, torch.bfloat16, cpu)
     assert not has_block_product(200, 512, torch.bfloat16, cpu)
@@ -53,7 +53,7 @@ def test_shapes_that_the_library_does_not_take() -> None:
     assert not has_block_product(256, 512, torch.float16, cpu)
 
 
-def test_refused_arguments_are_named() -> None:
+def test_the_error_names_a_refused_argument() -> None:
     values = some(256, 512).to(torch.float8_e4m3fn)
     with pytest.raises(LayoutError, match="each block of 128 x 128"):
         Fp8BlockLinear(values, torch.ones(2, 2), None, torch.float32)

@@ -1,4 +1,4 @@
-"""What `mainstem bench heads` compares kernels with, without a card."""
+"""The bounds that `mainstem bench heads` compares kernels with; needs no card."""
 
 from dataclasses import replace
 
@@ -41,11 +41,11 @@ def test_random_shapes_have_all_head_dims_many_ratios_and_windows() -> None:
 
 
 def test_the_floor_of_a_window_counts_seen_keys_once() -> None:
-    """Decodes of 6,000 keys that see the last 4,096, and queries and answers."""
+    """Decodes over 6,000 keys read the last 4,096 and their queries, and write their outputs."""
     case = AttentionCase("window", own_runs([6000] * 64), window=4096)
     moved = 64 * (4096 * Heads(32, 8, 128).key_bytes + 2 * 32 * 128 * 2)
     assert floor_us(case) == pytest.approx(1e6 * moved / 4.3e12)
-    # A prompt is cut into runs of queries that read some pages twice: these count once.
+    # A prompt is cut into runs of queries. Pages that two runs read count once.
     prompt = AttentionCase("prompt", (Run(tuple(range(700)), 3000, is_causal=True),), window=1024)
     assert len(seen_spans(prompt)) > 1
     slow = replace(CARD, flops_per_s=float("inf"))
@@ -54,12 +54,12 @@ def test_the_floor_of_a_window_counts_seen_keys_once() -> None:
     assert floor_us(prompt, slow) == pytest.approx(1e6 * moved / 4.3e12, rel=0.01)
 
 
-def test_a_window_longer_than_all_contexts_has_the_floor_of_none() -> None:
+def test_a_window_longer_than_all_contexts_does_not_change_the_floor() -> None:
     case = AttentionCase("short", own_runs([300] * 64))
     assert floor_us(replace(case, window=4096)) == floor_us(case)
 
 
-def test_the_mean_and_the_worst_shape_have_bars() -> None:
+def test_the_mean_and_the_worst_shape_must_stay_within_bars() -> None:
     lines: list[dict[str, object]] = [{"over_floor_less_8_us": x} for x in (1.0, 2.2)]
     assert summary(lines, 0)["is_within_bar"]
     assert not summary([*lines, {"over_floor_less_8_us": 2.3}], 0)["is_within_bar"]

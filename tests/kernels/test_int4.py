@@ -1,4 +1,4 @@
-"""Products with 4-bit weights: the numbers are those of the packed weight, the sums right."""
+"""Products with 4-bit weights: weights are dequantized exactly, and the sums are right."""
 
 from dataclasses import dataclass
 
@@ -28,8 +28,8 @@ from mainstem.models.packed import PackedKind, PackedWeight  # noqa: E402
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
-# Relative to the largest output: the sum's order and the output's rounding (the interpreter cuts
-# bf16 instead of rounding, of weights too).
+# Errors relative to the largest output, from the order of sums and the rounding of the output (the
+# interpreter truncates bf16 instead of rounding it, for weights too).
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
 SPLIT = Int4Tile(outs=16, tokens=16, warps=4, stages=1, programs=1)
 
@@ -82,7 +82,7 @@ def some(*shape: int, seed: int = 0) -> Tensor:
 
 @by_name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_dequantized_numbers_are_the_weights(case: Case, dtype: torch.dtype) -> None:
+def test_packed_weights_are_dequantized_exactly(case: Case, dtype: torch.dtype) -> None:
     if case.is_mxfp4 and dtype == torch.float16:
         pytest.skip("not in fp16")
     weight = case.weight(dtype)
@@ -90,7 +90,7 @@ def test_dequantized_numbers_are_the_weights(case: Case, dtype: torch.dtype) -> 
     assert torch.equal(dequantize(packed(weight, dtype), out), weight.dense(dtype))
 
 
-def test_the_smallest_and_largest_exponents_of_mxfp4() -> None:
+def test_the_extreme_exponents_of_mxfp4_are_dequantized_exactly() -> None:
     weight = Case("mxfp4", 16, 192, 32, is_mxfp4=True).weight(torch.float32)
     weight.scales[:] = torch.tensor([0, 1, 2, 126, 127, 128], dtype=torch.uint8)
     dense = weight.dense(torch.float32)
@@ -102,7 +102,7 @@ def test_the_smallest_and_largest_exponents_of_mxfp4() -> None:
 
 @by_name
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_it_is_the_product(case: Case, dtype: torch.dtype) -> None:
+def test_multiply_agrees_with_a_product_in_double(case: Case, dtype: torch.dtype) -> None:
     if case.is_mxfp4 and dtype == torch.float16:
         pytest.skip("not in fp16")
     tokens = 5
@@ -116,13 +116,13 @@ def test_it_is_the_product(case: Case, dtype: torch.dtype) -> None:
     assert int(wide.isnan().sum()) == wide.numel() - tokens * case.num_out
 
 
-def test_a_sum_in_parts_is_the_same_sum() -> None:
+def test_a_split_sum_agrees_with_a_whole_one() -> None:
     case = Case("long", 24, 1536, 128)
     weight, x = case.weight(torch.float32), some(18, case.num_in)
     nibbles = packed(weight, torch.float32)
     assert num_splits(case.num_out, nibbles.num_blocks, SPLIT) == 3
     right = x.double() @ weight.dense(torch.float32).double().t()
-    for _ in range(2):  # counts of arrivals are left at zero
+    for _ in range(2):  # counters are reset to zero
         found = multiply(x, nibbles, None, torch.empty(18, 24), SPLIT)
         assert float((found - right).abs().max() / right.abs().max()) < 1e-6
 
@@ -153,13 +153,13 @@ def test_many_tokens_with_split_sums_take_several_launches(
     assert not nibbles.arrived.any()
 
 
-def test_tiles_hold_the_tokens() -> None:
+def test_a_tile_holds_the_tokens_and_wastes_less_than_half() -> None:
     for tokens in (1, 8, 9, 64, 65, 256):
         assert 2 * tokens + 8 > tile_for(tokens, torch.bfloat16, CPU).tokens >= tokens
     assert tile_for(5000, torch.bfloat16, CPU) == tile_for(256, torch.bfloat16, CPU)
 
 
-def test_memory_is_four_bits_and_factors() -> None:
+def test_packed_weights_take_four_bits_and_their_scales() -> None:
     weight = Case("large", 256, 1024, 128).weight(torch.bfloat16)
     nibbles = packed(weight, torch.bfloat16)
     assert nibbles.words.nbytes == weight.values.nbytes
@@ -180,7 +180,7 @@ def test_weights_that_kernels_do_not_support_are_not_packed() -> None:
         Nibbles.int4(mxfp4.values, torch.ones(8, 4), None, 16)
 
 
-def test_refused_arguments_are_named() -> None:
+def test_the_error_names_a_refused_argument() -> None:
     nibbles = packed(CASES[0].weight(torch.float32), torch.float32)
     x, out = some(2, 256), torch.empty(2, 48)
     with pytest.raises(LayoutError, match=r"x must be \[tokens, 256\]"):

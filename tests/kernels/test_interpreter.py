@@ -1,4 +1,4 @@
-"""Runs the tests of kernels and of the GPU runner under Triton's interpreter, in a process."""
+"""Runs the tests of kernels and of the GPU runner under Triton's interpreter, in another process."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ MODULES = [
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run directly")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on: these tests run in this process")
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_kernels_pass_their_tests_under_the_interpreter(which: str) -> None:
     paths = [

@@ -48,7 +48,7 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
     assert torch.equal(matmul(x.flip(0), weight).flip(0), together)
 
 
-def test_refused_arguments_are_named() -> None:
+def test_the_error_names_a_refused_argument() -> None:
     x, weight = some(2, 32), some(16, 32)
     with pytest.raises(LayoutError, match="must agree"):
         matmul(x, some(16, 24))

@@ -23,7 +23,7 @@ def test_kernels_have_the_fields_of_the_planner() -> None:
 
 
 @pytest.mark.parametrize("record", ["HEADER", "SHARE", "PIECE", "ENTRY", "MERGE", "NOTE"])
-def test_no_two_fields_of_a_record_have_one_place(record: str) -> None:
+def test_no_two_fields_of_a_record_have_the_same_offset(record: str) -> None:
     fields = {name: value for name, value in vars(layout).items() if name.startswith(f"{record}_")}
     size = fields.pop(f"{record}_ROWS", None) or fields.pop(f"{record}_INTS")
     assert len(set(fields.values())) == len(fields)
@@ -36,7 +36,7 @@ def test_first_units_fit_into_a_share() -> None:
     assert layout.SHARE_FIRST_SMALL + layout.PIECE_INTS <= layout.SHARE_INTS
 
 
-def test_notes_have_the_fields_of_a_unit_and_more() -> None:
+def test_notes_have_the_fields_of_a_unit_and_one_more() -> None:
     pieces = {value for name, value in vars(layout).items() if name.startswith("PIECE_")}
     assert layout.NOTE_HAS_UNIT not in pieces
     assert layout.PIECE_INTS <= layout.NOTE_INTS

@@ -42,7 +42,7 @@ def by_hand(
 @pytest.mark.parametrize(
     ("window", "softcap", "has_sinks"), [(None, None, False), (6, None, False), (9, 0.7, True)]
 )
-def test_masses_are_those_of_softmax(
+def test_masses_of_pages_are_sums_of_softmax_weights(
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
@@ -54,7 +54,7 @@ def test_masses_are_those_of_softmax(
     page_ids = torch.tensor([5, 2, 7, 0, 3])
     k_pages = torch.randn(9, KV_HEADS, PAGE, DIM)
     keys = k_pages[page_ids].transpose(0, 1).reshape(KV_HEADS, -1, DIM)[:, :18]
-    k_pages[3, :, 2:] = float("nan")  # slots after the last token
+    k_pages[3, :, 2:] = float("nan")  # slots after the last token must not count
     q = torch.randn(5, HEADS, DIM)
     sinks = torch.randn(HEADS) if has_sinks else None
     found = page_masses(

@@ -1,4 +1,4 @@
-"""merge: two Partials into one."""
+"""merge combines two Partials into one."""
 
 import pytest
 

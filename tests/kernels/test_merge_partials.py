@@ -1,4 +1,4 @@
-"""Partials of one step, merged: plain ones are checked by test_span.py, packed ones here."""
+"""The kernel that merges packed Partials of a step; test_span.py checks plain ones."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def _pack(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _plan(counts: list[int]) -> Tensor:
-    """A plan with nothing but merges of `counts` Partials each, tokens in reverse."""
+    """A plan of merges only, of `counts` Partials for each token, with tokens in reverse order."""
     parts = torch.tensor(counts, dtype=torch.int32)
     plan = torch.zeros(HEADER_INTS + MERGE_ROWS * len(counts), dtype=torch.int32)
     plan[HEADER_MERGES] = HEADER_INTS
@@ -57,15 +57,15 @@ def _plan(counts: list[int]) -> Tensor:
     ],
 )
 def test_packed_partials_are_merged(counts: list[int], dim: int) -> None:
-    """Also far outside of what fp16 can hold, with dims that are far smaller than others, and with
-    no keys.
+    """Also with values far outside the range of fp16, with dims that are far smaller than others,
+    and without keys.
     """
     torch.manual_seed(0)
     magnitudes = 10.0 ** torch.randint(-9, 9, (sum(counts), HEADS, 1))
     rows = torch.randn(sum(counts), HEADS, dim) * magnitudes
     rows[:, :, ::3] *= 2.0**-20
     lses = torch.randn(sum(counts), HEADS) * 4
-    lses[: counts[0] if len(counts) > 1 else 1] = float("-inf")  # a whole token, or a Partial
+    lses[: counts[0] if len(counts) > 1 else 1] = float("-inf")  # all Partials of a token, or one
     rows[0] = 0.0
     halves, factors = _pack(rows)
     out = torch.full((len(counts), HEADS, dim), float("nan"))
@@ -83,9 +83,9 @@ def test_packed_partials_are_merged(counts: list[int], dim: int) -> None:
         weights = (weights / weights.sum(0).clamp_min(1e-30))[:, :, None]
         right = (weights * parts.double()).sum(0)
         sizes = parts.double().abs()
-        # Rounding to fp16: of a value, or of the largest of its row where the value is far below.
+        # Rounding to fp16 is relative to the value, or to the row's largest if the value is far smaller.
         rounding = torch.maximum(sizes * 2**-11, sizes.amax(2, keepdim=True) * 2**-25)
-        allowed = (weights * (rounding + sizes * 2**-20)).sum(0)  # and sums in fp32
+        allowed = (weights * (rounding + sizes * 2**-20)).sum(0)  # 2**-20: sums in fp32
         assert ((out[token] - right).abs() <= allowed).all()
         right_lse = torch.logsumexp(part_lses.double() * 0.6931471805599453, 0)
         assert torch.allclose(lse[token].double(), right_lse, atol=1e-5)

@@ -63,7 +63,7 @@ def test_a_norm_agrees_with_the_reference(size: int, kind: str, dtype: torch.dty
 
 
 def test_a_gain_in_fp32_is_multiplied_before_rounding() -> None:
-    """Gains of 1 + 2^-12, which fp16 cannot hold: rounded early they would be lost."""
+    """fp16 cannot hold these gains, 1 + 2^-12: if they were rounded first, they would be 1."""
     x, gain = some(4, 4096, torch.float16), torch.full((4096,), 1 + 2.0**-12)
     once, twice = norm_rows(x, Norm(gain, EPS)), norm_rows(x, Norm(gain.half(), EPS))
     assert torch.equal(once, reference.rms_norm(x, gain, EPS))
@@ -89,7 +89,7 @@ def right_sum(x: Tensor, delta: Delta) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["rms", "rms, fp32 gain", "layer"])
 @pytest.mark.parametrize("name", list(DELTAS))
-def test_what_is_added_changes_the_residual_first(name: str, kind: str, dtype: torch.dtype) -> None:
+def test_rows_are_added_to_the_residual_before_the_norm(name: str, kind: str, dtype: torch.dtype) -> None:
     norm, after = a_norm(kind, 72, dtype), a_norm(kind, 72, dtype, seed=20)
     delta = DELTAS[name](some(3, 72, dtype, 1), some(3, 72, dtype, 2), after)
     kept = [x.clone() for x in (delta.rows, delta.more) if x is not None]
@@ -108,7 +108,7 @@ def test_what_is_added_changes_the_residual_first(name: str, kind: str, dtype: t
     assert all(torch.equal(a, b) for a, b in zip(changed, kept, strict=True))
 
 
-def test_adding_one_time_the_rows_is_adding_them() -> None:
+def test_a_scale_of_one_adds_the_rows_unchanged() -> None:
     """Llama's arithmetic has no scale."""
     x, rows = some(3, 576, torch.float16), some(3, 576, torch.float16, 1)
     total = x + rows
@@ -116,7 +116,7 @@ def test_adding_one_time_the_rows_is_adding_them() -> None:
     assert torch.equal(x, total)
 
 
-def test_fp8_variants_quantize_what_the_plain_ones_return() -> None:
+def test_fp8_variants_quantize_the_output_of_the_plain_ones() -> None:
     x, rows = some(3, 576), some(3, 576, seed=1)
     x[1] = rows[1] = 0.0
     for kind in KINDS:
@@ -135,7 +135,7 @@ def test_fp8_variants_quantize_what_the_plain_ones_return() -> None:
         assert torch.equal(paired, plain)
 
 
-def test_groups_of_columns_have_scales_of_their_own() -> None:
+def test_each_group_of_columns_has_its_own_scale() -> None:
     x, rows, norm = some(3, 640), some(3, 640, seed=1), a_norm("rms", 640)
     x[1, :128] = rows[1, :128] = 0.0
     plain = x.clone()
@@ -146,7 +146,7 @@ def test_groups_of_columns_have_scales_of_their_own() -> None:
     assert torch.equal(x, plain)
 
 
-def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:
+def test_given_outputs_are_filled_and_no_other_memory_changes() -> None:
     whole, norm = some(2, 200), a_norm("layer", 64)
     x = whole[:, 8:72]  # rows with gaps between them
     wide = torch.full((4, 160), float("nan"))
@@ -172,7 +172,7 @@ def test_a_row_does_not_depend_on_other_rows(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["rms", "rms, fp32 gain", "layer, no bias"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 80), (16, 8, 8)])
-def test_joint_norms_of_queries_and_keys_leave_the_values(
+def test_joint_norms_of_queries_and_keys_do_not_change_values(
     heads: int, kv_heads: int, dim: int, kind: str, dtype: torch.dtype
 ) -> None:
     qkv = some(3, (heads + 2 * kv_heads) * dim, dtype) + 1
@@ -187,8 +187,8 @@ def test_joint_norms_of_queries_and_keys_leave_the_values(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["rms", "rms, fp32 gain"])
-def test_joint_norms_of_heads_in_parts(kind: str, dtype: torch.dtype) -> None:
-    """Two parts of 3 query heads and a key head each, as two ranks have them."""
+def test_joint_norms_agree_if_heads_are_split_over_ranks(kind: str, dtype: torch.dtype) -> None:
+    """Each of two ranks has 3 query heads and a key head."""
     heads, kv_heads, dim = 6, 2, 24
     qkv = some(3, (heads + 2 * kv_heads) * dim, dtype) + 1
     q_norm, k_norm = a_norm(kind, heads * dim, dtype), a_norm(kind, kv_heads * dim, dtype, seed=1)
@@ -196,7 +196,7 @@ def test_joint_norms_of_heads_in_parts(kind: str, dtype: torch.dtype) -> None:
     joint_norm_(whole, q_norm, k_norm, heads, kv_heads, dim)
 
     def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
-        """Of rows or gains of queries, keys and values."""
+        """Splits rows or gains into those of queries, keys and values."""
         sizes = [n * dim for n in (heads, kv_heads, kv_heads)]
         thirds = [third.chunk(2, dim=-1) for third in torch.split(x, sizes, dim=-1)]
         return [torch.cat(pair, dim=-1) for pair in zip(*thirds, strict=True)]
@@ -213,7 +213,7 @@ def test_joint_norms_of_heads_in_parts(kind: str, dtype: torch.dtype) -> None:
         joint_norm_(parts[0], norms[0], norms[1], 3, 1, dim, squares[:2])
 
 
-def test_no_tokens_is_no_work() -> None:
+def test_a_call_without_tokens_does_nothing() -> None:
     norm, empty = a_norm("rms", 64), torch.empty(0, 64)
     assert norm_rows(empty, norm).shape == (0, 64)
     assert norm_rows_fp8(empty, norm)[1].shape == (0, 1)
@@ -221,7 +221,7 @@ def test_no_tokens_is_no_work() -> None:
     joint_norm_(torch.empty(0, 256), a_norm("rms", 128), norm, 2, 1, 64)
 
 
-def test_refused_arguments_are_named() -> None:
+def test_the_error_names_a_refused_argument() -> None:
     x, norm = some(2, 64), a_norm("rms", 64)
     with pytest.raises(LayoutError, match="multiple of 8"):
         norm_rows(some(2, 60), a_norm("rms", 60))

@@ -36,7 +36,7 @@ SMALL = Tiles(Tile(16, 32, 128, warps=4, stages=1), Tile(16, 64, 128, warps=4, s
 
 
 def some_packed(case: Case, kind: PackedKind, dtype: torch.dtype) -> ExpertTensors:
-    """As some_tensors, the experts' products packed."""
+    """Like some_tensors, with packed weights of experts."""
     generator = torch.Generator().manual_seed(5)
 
     def weight(out: int, width: int, spread: float) -> PackedWeight:
@@ -77,7 +77,7 @@ GPT_OSS = Case(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [PackedKind.MXFP4, PackedKind.INT4], ids=lambda kind: kind.value)
-def test_the_layer_is_that_of_the_dequantized_weights(kind: PackedKind, dtype: torch.dtype) -> None:
+def test_the_layer_agrees_with_dequantized_weights(kind: PackedKind, dtype: torch.dtype) -> None:
     tensors = some_packed(GPT_OSS, kind, dtype)
     x = some_rows(9, GPT_OSS.hidden, dtype)
     layer = a_layer(GPT_OSS, tensors, 16, SMALL)
@@ -99,7 +99,7 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     assert {choose_packed(n, 32, is_deterministic=True) for n in (1, 640, 16000)} == {SOME}
 
 
-def test_refused_arguments_are_named() -> None:
+def test_the_error_names_a_refused_argument() -> None:
     tensors = some_packed(GPT_OSS, PackedKind.MXFP4, torch.float32)
     assert isinstance(tensors.gate_up, PackedWeight)
     assert isinstance(tensors.down, PackedWeight)

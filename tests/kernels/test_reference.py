@@ -1,4 +1,4 @@
-"""The oracles themselves, against formulas they do not use."""
+"""The reference implementations, compared with formulas that they do not use."""
 
 import torch
 
@@ -44,14 +44,14 @@ def test_merge_of_nothing_with_nothing_is_zero() -> None:
     assert bool(merged_lse.isinf().all())
 
 
-def test_merge_survives_a_spread_of_eighty() -> None:
+def test_merge_of_an_lse_spread_of_80_does_not_overflow() -> None:
     small, large = torch.full((1, 1), -40.0), torch.full((1, 1), 40.0)
     merged, lse = reference.merge(torch.ones(1, 1, 2), small, torch.zeros(1, 1, 2), large)
     assert float(merged.abs().max()) < 1e-30
     assert float(lse) == 40.0
 
 
-def test_a_token_in_no_span_is_zero() -> None:
+def test_the_output_of_a_token_in_no_span_is_zero() -> None:
     spans = make_spans([([1], [0], 2, False)])
     out, lse = reference.span_attention(
         randn(2, 2, 4), randn(1, 1, 4, 4), randn(1, 1, 4, 4), spans, 1.0
@@ -70,10 +70,10 @@ def test_rope_keeps_lengths_and_depends_on_distance_only() -> None:
     torch.testing.assert_close(turned(q, 9).norm(), q.norm())
     near, far = (float((turned(q, p + 3) * turned(k, p)).sum()) for p in (0, 50))
     assert abs(near - far) < 1e-4
-    assert torch.equal(turned(q, 5)[..., 4:], q[..., 4:])  # partial rotary
+    assert torch.equal(turned(q, 5)[..., 4:], q[..., 4:])  # only a part of the dims is rotated
 
 
-def test_append_writes_its_slots_and_nothing_else() -> None:
+def test_append_writes_only_its_slots() -> None:
     k, v = randn(3, 2, 4, 8), randn(3, 2, 4, 8, seed=1)
     new_k, new_v = randn(2, 2, 8, seed=2), randn(2, 2, 8, seed=3)
     before = k.clone()
@@ -84,7 +84,7 @@ def test_append_writes_its_slots_and_nothing_else() -> None:
     assert int((k_after != k).any(dim=-1).sum()) == 4
 
 
-def test_norms_and_gated_unit() -> None:
+def test_norms_and_the_gated_unit_agree_with_torch() -> None:
     x, gain = randn(3, 8), randn(8, seed=1)
     expected = torch.nn.functional.rms_norm(x, (8,), gain, 1e-5)
     torch.testing.assert_close(rms_norm(x, gain, 1e-5), expected)

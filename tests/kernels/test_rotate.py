@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize(("dim", "half"), [(80, 32), (80, 16), (96, 48), (256, 128)])
-def test_turned_keys_equal_keys_computed_at_the_new_position(dim: int, half: int) -> None:
+def test_rotated_keys_equal_keys_computed_at_the_new_position(dim: int, half: int) -> None:
     torch.manual_seed(0)
     raw, values = torch.randn(48, 2, dim), torch.randn(48, 2, dim)
     inv_freq = 10000.0 ** (-torch.arange(half).float() / half)
@@ -33,7 +33,7 @@ def test_turned_keys_equal_keys_computed_at_the_new_position(dim: int, half: int
     assert torch.equal(k_pages[1], k[16:32].transpose(0, 1))
 
 
-def test_without_frequencies_pages_move_as_they_are() -> None:
+def test_without_frequencies_pages_are_moved_unchanged() -> None:
     torch.manual_seed(0)
     k_pages, v_pages = torch.randn(4, 2, 16, 80), torch.randn(4, 2, 16, 80)
     right = [pages[[0, 1, 2, 0]].clone() for pages in (k_pages, v_pages)]

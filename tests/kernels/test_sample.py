@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Token ids on the device: argmax and draws, against the sampler that sorts."""
+"""Argmax and draws on the device, compared with the sampler that sorts."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def sorted_draw(logits: Tensor, settings: list[SamplingParams], keys: Int64s) ->
 def test_argmax_takes_the_first_id_on_a_tie(rows: int, vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randint(-3, 3, (rows, vocab), generator=generator).to(dtype)
-    for _ in range(2):  # the buffers in which parts meet are reset
+    for _ in range(2):  # the buffers that parts share are reset
         assert torch.equal(argmax(logits), logits.argmax(dim=-1))
 
 
@@ -76,7 +76,7 @@ def test_argmax_reads_bf16() -> None:
     assert torch.equal(argmax(logits), logits.argmax(dim=-1))
 
 
-def test_argmax_of_parts_knows_signs_and_infinities() -> None:
+def test_argmax_of_parts_orders_signs_and_infinities() -> None:
     logits = torch.full((4, 10_000), float("-inf"))
     logits[0, 9_999] = -5.0
     logits[1, 9_000] = -0.0
@@ -106,9 +106,9 @@ def test_the_noise_of_a_token_has_the_bits_of_the_cpu() -> None:
     assert np.array_equal(bits.numpy(), right)
 
 
-def test_noise_keeps_its_digits_at_both_ends() -> None:
-    """2 rounding errors of logarithms near 33 and of a series of 7 terms: 4e-6."""
-    edge = 2**29  # where the series ends
+def test_noise_is_precise_at_both_ends() -> None:
+    """The bound, 4e-6, is 2 rounding errors of a value near 33 and of a series of 7 terms."""
+    edge = 2**29  # above it the series is not used
     given = [0, 1, 2, 1000, 2**20 + 1, edge - 1, edge, edge + 1, 2**31, 2**32 - 2, 2**32 - 1]
     given += np.random.default_rng(0).integers(0, 2**32, 64 - len(given)).tolist()
     bits, gumbel = torch.zeros(1, 64, dtype=torch.int64), torch.zeros(1, 64)
@@ -119,9 +119,9 @@ def test_noise_keeps_its_digits_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_a_draw_is_the_sorted_draw(name: str) -> None:
-    """Scores differ from the sorted path's in the seventh digit, so two would have to lie that
-    close together; with these seeds they do not."""
+def test_a_draw_equals_that_of_the_sampler_that_sorts(name: str) -> None:
+    """Scores of both samplers differ in the seventh digit. With these seeds no two tokens are so
+    close that this changes a draw."""
     rows, vocab = 3, 500
     logits = some_logits(rows, vocab, seed=len(name))
     settings, keys = [SETTINGS[name]] * rows, some_keys(rows)
@@ -146,7 +146,7 @@ def test_rows_with_different_settings_do_not_mix() -> None:
         assert int(alone[0]) == int(together[row])
 
 
-def test_a_draw_of_many_parts_is_that_of_one() -> None:
+def test_a_draw_does_not_depend_on_the_number_of_parts() -> None:
     settings = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(min_p=0.1)]
     logits = some_logits(3, 9000, seed=5)
     logits[1, [4000, 8000]] = 50.0
@@ -159,8 +159,8 @@ def test_a_draw_of_many_parts_is_that_of_one() -> None:
 
 def test_ties_are_broken_by_the_lowest_id() -> None:
     logits, settings, keys = torch.zeros(4, 5000), [SamplingParams(top_k=2003)] * 4, some_keys(4)
-    logits[:, 3000:3003] = 1e-3 * torch.arange(3)  # key steps are 3e-8
-    kept = np.r_[0:2001, 3001, 3002]  # 3000 is as likely as all the others
+    logits[:, 3000:3003] = 1e-3 * torch.arange(3)  # sort keys resolve 3e-8
+    kept = np.r_[0:2001, 3001, 3002]  # 3000 ties with all others and has a higher id
     bits = noise.bits_of(keys, np.broadcast_to(kept, (4, 2003)), 5000)
     right = kept[noise.pick(logits[:, kept].numpy(), bits)].tolist()
     assert sample(logits, settings, keys).tolist() == right
@@ -168,8 +168,8 @@ def test_ties_are_broken_by_the_lowest_id() -> None:
 
 
 @pytest.mark.parametrize("name", ["top_k 4500", "top_p 0.95", "both"])
-def test_a_limit_may_lie_beyond_the_likeliest(name: str) -> None:
-    """Nearly flat: 4,096 tokens are neither enough for 0.95 nor for rank 4,500."""
+def test_a_limit_may_lie_beyond_the_4096_likeliest_tokens(name: str) -> None:
+    """The distribution is nearly flat: 4,096 tokens reach neither 0.95 nor rank 4,500."""
     sampling = {
         "top_k 4500": SamplingParams(top_k=4500),
         "top_p 0.95": SamplingParams(top_p=0.95),
@@ -196,8 +196,8 @@ def test_nan_rows_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
         assert bool(((found >= 0) & (found < 600)).all())
 
 
-def test_draws_keep_to_the_limits() -> None:
-    """Shares are counted in `test_sampler.py`, over the draws that these are equal to."""
+def test_draws_stay_within_top_k_and_top_p() -> None:
+    """`test_sampler.py` counts how often tokens are drawn, for equal draws."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(7, -1).contiguous()
     settings, keys = [SamplingParams(top_p=0.65)] * 7, some_keys(7)
     ids = sample(logits, settings, keys).tolist()
@@ -212,7 +212,7 @@ def test_only_possible_tokens_are_drawn() -> None:
     assert set(ids[:4].tolist()) == set(ids[4:].tolist()) == {7, 30}
 
 
-def test_bf16_logits_are_those_numbers() -> None:
+def test_bf16_logits_draw_as_the_same_numbers_in_fp32() -> None:
     logits = some_logits(4, 300).bfloat16()
     settings, keys = [SamplingParams(top_p=0.9), SamplingParams()] * 2, some_keys(4)
     assert (
@@ -220,7 +220,7 @@ def test_bf16_logits_are_those_numbers() -> None:
     )
 
 
-def test_refused_arguments_are_named() -> None:
+def test_the_error_names_a_refused_argument() -> None:
     logits = some_logits(2, 50)
     ones, k = torch.ones(2), torch.ones(2, dtype=torch.int32)
     with pytest.raises(LayoutError, match="top_k"):

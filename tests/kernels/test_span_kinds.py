@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-# As in test_span.py; sinks round a second time, and the interpreter cuts off what bf16 cannot hold.
+# As in test_span.py; with sinks the output is rounded twice, and the interpreter truncates bf16.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LIMITS = AttentionLimits(max_tokens=256, max_pages=512)
 Heads = tuple[int, int, int, int]  # heads, kv heads, dim, page size
@@ -103,7 +103,7 @@ def test_windows_agree_with_the_reference(window: int) -> None:
     check(clipped)
 
 
-def test_a_window_that_shows_everything_changes_nothing() -> None:
+def test_a_window_longer_than_the_context_changes_nothing() -> None:
     check(a_case()[0])
 
 
@@ -117,7 +117,7 @@ def test_a_window_that_shows_everything_changes_nothing() -> None:
     ],
     ids=str,
 )
-def test_any_heads_have_windows_softcaps_and_sinks(heads: Heads) -> None:
+def test_any_shape_of_heads_may_have_windows_softcaps_and_sinks(heads: Heads) -> None:
     spans, positions = a_case(heads[3], prompt=2)
     clipped = clip_spans(spans, positions, 25, heads[3])
     check(clipped, heads, softcap=5.0, has_sinks=True, dtype=torch.bfloat16)
@@ -127,11 +127,11 @@ def test_softcaps_agree() -> None:
     check(a_case(prompt=2)[0], softcap=0.5)
 
 
-def test_sinks_of_rows_that_are_merged_and_of_others() -> None:
+def test_sinks_agree_for_merged_and_unmerged_rows() -> None:
     check(a_case(prompt=2)[0], has_sinks=True)
 
 
-def test_rows_that_see_none_of_the_keys_of_a_piece() -> None:
+def test_rows_that_see_no_key_of_a_piece_agree() -> None:
     """Every stretch of a span has such rows, in large and small units; one sees no key at all."""
     runs = (Run(tuple(range(12)), 128), Run((0, 12), 150), Run((13,), 32))
     spans = AttentionCase("", runs).spans()
@@ -140,7 +140,7 @@ def test_rows_that_see_none_of_the_keys_of_a_piece() -> None:
 
 
 def test_deterministic_rows_do_not_depend_on_batch_sharing_or_chunks() -> None:
-    """Bit for bit, with a window that begins within a stretch."""
+    """A row has the same bits, with a window that begins within a stretch."""
     heads, window = (4, 2, 64, 16), 50
     generator = torch.Generator().manual_seed(0)
     pages = torch.randn(2, 40, 2, 16, 64, generator=generator)
@@ -188,8 +188,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Spans]:
     return spans_of_plans
 
 
-def test_decode_steps_with_windows_are_planned_after_one_another(made: list[Spans]) -> None:
-    """Own spans grow by a key and lose a page in front now and then; the prefix loses pages."""
+def test_decode_steps_with_windows_reuse_the_plan(made: list[Spans]) -> None:
+    """Own spans grow by a key and sometimes lose their first page; the prefix loses pages."""
     attention = an_attention((4, 2, 64, 16), has_window=True)
     generator = torch.Generator().manual_seed(0)
     pages = torch.randn(2, 64, 2, 16, 64, generator=generator)
@@ -221,7 +221,7 @@ def test_joined_runs_keep_their_first_keys() -> None:
     torch.testing.assert_close(*outs)
 
 
-def test_attentions_in_turn_share_the_memory_for_partials() -> None:
+def test_attentions_that_run_in_turn_share_memory_for_partials() -> None:
     spans, positions = a_case(prompt=2)
     room = torch.empty(partial_bytes(4, 64, LIMITS), dtype=torch.uint8)
     whole = an_attention((4, 2, 64, 16), partials=room)
@@ -239,7 +239,7 @@ def test_attentions_in_turn_share_the_memory_for_partials() -> None:
         an_attention((4, 2, 64, 16), partials=room[:-4])
 
 
-def test_what_is_missing_is_named() -> None:
+def test_the_error_names_a_missing_argument() -> None:
     spans, positions = a_case()
     with pytest.raises(LayoutError, match="has_window"):
         an_attention((4, 2, 64, 16)).plan(clip_spans(spans, positions, 25, 16))

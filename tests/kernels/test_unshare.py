@@ -60,7 +60,7 @@ def test_the_answer_is_the_same_and_no_token_lies_in_two_spans() -> None:
 def test_short_spans_can_stay_shared() -> None:
     spans = make_spans(SHARED)
     joined = unshare(spans, PAGE, least_queries=4)
-    # row 3 is the one that still has three spans; rows 0 to 2 come in a span of three
+    # row 3 keeps its three spans; a span of rows 0 to 2 has fewer than 4 queries
     assert np.bincount(joined.query_rows).tolist() == [3, 3, 3, 3, 1, 1, 1, 1]
     assert torch.allclose(attend(joined), attend(spans), atol=1e-6)
 
@@ -69,7 +69,7 @@ def test_short_spans_can_stay_shared() -> None:
     "runs",
     [
         [([0, 1], PAGE + 1, False), ([0], 3, True), ([1], 2, True)],  # a page that is not full
-        [([0], PAGE, False), ([0, 1], 3, True)],  # rows of one span with different runs above
+        [([0], PAGE, False), ([0, 1], 3, True)],  # rows of one span have different runs before it
         [([0, 1], 2, True), ([0], PAGE, False), ([1], PAGE, False)],  # the own run is not last
     ],
 )

@@ -21,7 +21,7 @@ def test_rows_of_a_wider_array_are_copied(words: int) -> None:
     assert not target[:, words:].any()
 
 
-def test_on_a_cpu_it_is_a_copy() -> None:
+def test_on_a_cpu_upload_copies() -> None:
     source = torch.arange(12).view(2, 6)
     target = torch.zeros(2, 8, dtype=torch.int64)
     move_words(target[:, :5], source[:, :5])

@@ -67,7 +67,7 @@ def a_workload(rng: np.random.Generator, page_size: int, most_queries: int = 12)
 
 
 def dense(work: Workload, q: Tensor, kv: Tensor, window: int) -> Tensor:
-    """Each token over the keys of its sequence, up to its own, that the window shows."""
+    """Attention of each token to its own and earlier keys of its sequence, within the window."""
     outs = []
     for row, (position, pages) in enumerate(zip(work.positions, work.pages_of, strict=True)):
         k, v = (x[pages].transpose(0, 1).flatten(1, 2)[:, : position + 1] for x in kv)
@@ -95,7 +95,7 @@ def check(work: Workload, window: int, align: int | None = None) -> Spans:
     page_size=st.sampled_from([1, 2, 4, 16]),
     window=st.sampled_from([1, 2, 3, 7, 16, 17, 40, 1000]),
 )
-def test_any_tree_of_prefixes_shows_what_a_dense_mask_shows(
+def test_over_any_tree_of_prefixes_queries_see_the_keys_of_a_dense_mask(
     seed: int, page_size: int, window: int
 ) -> None:
     work = a_workload(np.random.default_rng(seed), page_size)
@@ -103,13 +103,13 @@ def test_any_tree_of_prefixes_shows_what_a_dense_mask_shows(
     assert (np.diff(clipped.query_starts) > 0).all()
     pages = np.diff(clipped.page_starts)
     assert (pages == -(-clipped.key_tokens // page_size)).all()
-    if clipped.first_keys is not None:  # each query of a span sees a key, one in the first page
+    if clipped.first_keys is not None:  # each query of a span sees a key; one sees a key of the first page
         lowest = np.minimum.reduceat(clipped.first_keys, clipped.query_starts[:-1])
         assert (lowest < page_size).all()
         assert (clipped.first_keys < clipped.key_tokens.repeat(np.diff(clipped.query_starts))).all()
 
 
-def test_a_window_that_hides_nothing_leaves_the_spans_alone() -> None:
+def test_a_window_that_hides_nothing_does_not_change_spans() -> None:
     work = a_workload(np.random.default_rng(1), 4)
     assert clip_spans(work.spans, work.positions, 10_000, 4) is work.spans
 
@@ -140,8 +140,8 @@ def test_spans_stay_aligned_for_rows_that_must_not_depend_on_the_batch() -> None
         assert not (clipped.key_positions % 16).any()
 
 
-def test_decodes_over_one_prefix_keep_to_their_own_windows() -> None:
-    """Three lengths: one sees much of the prefix, one its end, one nothing of it."""
+def test_decodes_over_one_prefix_have_their_own_windows() -> None:
+    """Of three sequences one sees much of the prefix, one its end, one nothing of it."""
     spans = make_spans(
         [([0, 1, 2], [0, 1, 2, 3], 16, False), ([0], [4], 1, False), ([1], [5, 6], 7, False),
          ([2], [7, 8, 9], 12, False)]

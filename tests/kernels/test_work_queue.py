@@ -1,4 +1,4 @@
-"""Which steps have a work queue, and what plans say about it."""
+"""Which steps have a work queue, and where plans record it."""
 
 import pytest
 
@@ -27,10 +27,10 @@ def _num_queued(runs: tuple[Run, ...]) -> int:
 @pytest.mark.parametrize(
     ("batch", "keys", "is_queued"),
     [
-        (132, 512, False),  # a unit for each program
-        (300, 600, True),  # three for some, two for most
-        (700, 100, True),  # five
-        (20, 300, False),  # not enough for one each
+        (132, 512, False),  # one unit for each program
+        (300, 600, True),  # three units for some programs, two for most
+        (700, 100, True),  # five for each
+        (20, 300, False),  # fewer units than programs
     ],
 )
 def test_units_are_queued_if_some_programs_have_several(
@@ -43,7 +43,7 @@ def test_units_after_large_ones_are_queued() -> None:
     assert _num_queued((Run(tuple(range(64)), 2048), *_own(256, 300))) > 0
 
 
-def test_prompts_alone_have_no_queue() -> None:
+def test_a_step_of_prompts_only_has_no_queue() -> None:
     assert _num_queued((Run(tuple(range(600)), 600, True),)) == 0
 
 

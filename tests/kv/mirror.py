@@ -1,4 +1,4 @@
-"""What a reader of KV events knows of the cache: a decoder written from their format."""
+"""The cache as a reader of KV events sees it: a decoder written from the format's description."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,7 +67,7 @@ class Mirror:
                 parent = key
 
     def known(self, stored: Mapping[str, object]) -> dict[str, set[bytes]]:
-        """The pages it knows in the tiers of a store; it must know of no other tiers."""
+        """The known pages in the tiers of a store; no other tier may have pages."""
         assert not any(pages for tier, pages in self.pages.items() if tier not in stored)
         return {tier: self.pages[tier] for tier in stored}
 

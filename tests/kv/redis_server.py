@@ -141,7 +141,7 @@ class Proxy:
                 continue
             self._open += [near, far]
             for one, other in ((near, far), (far, near)):
-                with suppress(OSError):  # it is cut already
+                with suppress(OSError):  # the connection is already closed
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 chunks: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
                 Thread(target=self._take, args=(one, chunks), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Copies that fail: no token, page or slot is lost, and waiting requests compute."""
+"""Copies that fail lose no token, page or slot, and waiting requests compute their pages."""
 
 from collections import deque
 from pathlib import Path
@@ -94,12 +94,12 @@ def test_a_request_whose_load_fails_computes(
     tiered.copier.load_faults.extend(["early"] * num_faults)
     cached = ask(tiered, TURNS)
     assert len(tiered.copier.load_faults) < num_faults
-    assert has_disk or cached.count(0) <= num_faults  # there may be no free slots, too
+    assert has_disk or cached.count(0) <= num_faults  # there may also be no free slots
     assert num_faults < 1000 or cached == [0] * len(TURNS)
     tiered.copier.load_faults.clear()
     tiered.store.flush()
     tiered.engine.clear_device()
-    assert ask(tiered, [TURNS[0]]) == [32]  # still stored, and tried again
+    assert ask(tiered, [TURNS[0]]) == [32]  # the pages are still stored, and loaded again
     assert not failed
     tiered.engine.close()
 
@@ -107,10 +107,10 @@ def test_a_request_whose_load_fails_computes(
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("has_disk", [False, True])
 @pytest.mark.parametrize("preload", ["all", "0"])
-def test_a_load_may_fail_under_way(
+def test_a_load_may_fail_while_it_runs(
     can_overlap: bool, has_disk: bool, preload: str, tmp_path: Path
 ) -> None:
-    """A step may already wait for it: the step fails, and its sequences start again."""
+    """If a step already waits for the load, the step fails and its sequences start again."""
     tiered, failed = an_engine(tmp_path if has_disk else None, can_overlap, preload)
     for chat in CHATS:
         ask(tiered, [chat])
@@ -122,7 +122,7 @@ def test_a_load_may_fail_under_way(
     tiered.engine.close()
 
 
-def test_an_error_elsewhere_loses_no_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_elsewhere_does_not_lose_finished_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     tiered, _ = an_engine(None, False)
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
@@ -144,7 +144,7 @@ def test_an_error_elsewhere_loses_no_arrivals(monkeypatch: pytest.MonkeyPatch) -
     tiered.engine.close()
 
 
-def test_a_load_that_cannot_be_made_leaves_no_page_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_cannot_be_made_leaks_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     tiered, _ = an_engine(None, False)
     ask(tiered, [CHATS[0]])
     tiered.store.flush()

@@ -122,7 +122,7 @@ def test_a_truncated_segment_loses_its_end_only(stored: Path) -> None:
     assert tier.lost == {"truncated": 2}
     tier.close()
     tier = open_tier(stored)
-    assert tier.found is None, "it is reported once"
+    assert tier.found is None, "the loss is reported once"
     tier.close()
 
 
@@ -175,7 +175,7 @@ def test_a_damaged_index_is_replaced_and_reported(stored: Path) -> None:
 
 @pytest.fixture
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file with the number of pages."""
+    """The file that records the number of pages."""
     return tmp_path_factory.mktemp("notes") / "count"
 
 
@@ -185,7 +185,7 @@ def open_counted(folder: Path, ledger: Path, room: int = ROOM) -> DiskTier:
 
 @pytest.fixture
 def counted(tmp_path: Path, ledger: Path) -> Path:
-    """As `stored`, with a ledger."""
+    """Like `stored`, with a ledger."""
     tier = open_counted(tmp_path, ledger)
     write(tier, 1, 2, 3, 4, 5)
     tier.close()
@@ -217,7 +217,7 @@ def damage(folder: Path, kind: str) -> None:
         ("nothing", None, {}),
     ],
 )
-def test_a_store_that_held_more_says_so_once(
+def test_a_store_that_lost_pages_reports_it_once(
     kind: str, words: str | None, lost: dict[str, int], counted: Path, ledger: Path
 ) -> None:
     damage(counted, kind)
@@ -231,7 +231,7 @@ def test_a_store_that_held_more_says_so_once(
     tier.close()
 
 
-def test_the_count_follows_what_is_written_and_deleted(tmp_path: Path, ledger: Path) -> None:
+def test_the_count_follows_writes_and_deletions(tmp_path: Path, ledger: Path) -> None:
     tier = open_counted(tmp_path, ledger)
     write(tier, *range(8))
     for number in (1, 2):
@@ -242,14 +242,14 @@ def test_the_count_follows_what_is_written_and_deleted(tmp_path: Path, ledger: P
         tier.delete(key(number))
     tier.close()
     tier = open_counted(tmp_path, ledger)
-    assert tier.found is None, "it was emptied by its owner"
+    assert tier.found is None, "the owner emptied the store"
     tier.close()
 
 
 def test_an_index_restored_from_an_earlier_day_is_reported(
     counted: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "MAX_BATCH", 2)  # what a kill may leave uncounted
+    monkeypatch.setattr(disk, "MAX_BATCH", 2)  # a kill may leave up to this many uncounted
     database = sqlite3.connect(counted / FILE)
     with database:
         database.execute("DELETE FROM pages WHERE record >= 2")
@@ -262,7 +262,7 @@ def test_an_index_restored_from_an_earlier_day_is_reported(
 
 
 @pytest.mark.parametrize("text", ["", "pages", "     x     "])
-def test_a_damaged_count_says_nothing(text: str, counted: Path, ledger: Path) -> None:
+def test_a_damaged_count_reports_no_loss(text: str, counted: Path, ledger: Path) -> None:
     ledger.write_text(text)
     shutil.rmtree(counted)
     tier = open_counted(counted, ledger)
@@ -270,34 +270,34 @@ def test_a_damaged_count_says_nothing(text: str, counted: Path, ledger: Path) ->
     tier.close()
 
 
-def test_a_count_that_cannot_be_written_is_not_needed(tmp_path: Path) -> None:
+def test_a_count_that_cannot_be_written_does_not_stop_the_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     tier = open_counted(tmp_path / "store", tmp_path / "file" / "count")
     write(tier, 1)
     tier.close()
 
 
-def test_a_smaller_bound_is_no_loss(counted: Path, ledger: Path) -> None:
+def test_a_smaller_bound_is_not_reported_as_loss(counted: Path, ledger: Path) -> None:
     tier = open_counted(counted, ledger, room=3 * PAGE)
     assert (tier.found, tier.lost) == (None, {})
     tier.close()
 
 
 def test_the_store_is_named_after_its_model_and_the_name_may_change(stored: Path) -> None:
-    assert MODEL not in read_about(stored), "an older store"
+    assert MODEL not in read_about(stored), "a store of an older version"
     for name in ("smollm2", "/models/smollm2"):
         tier = DiskTier(stored, PAGE, ROOM, "model", model=name)
         assert len(tier.recover()) == 5
         tier.close()
         assert read_about(stored)[MODEL] == name
     open_tier(stored).close()
-    assert read_about(stored)[MODEL] == name, "it stays"
+    assert read_about(stored)[MODEL] == name, "the name stays"
 
 
 @pytest.mark.parametrize(
     "code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_NOMEM]
 )
-def test_a_passing_error_of_the_index_costs_no_page(
+def test_a_temporary_error_of_the_index_costs_no_page(
     code: int, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: PageIndex) -> list[PageRow]:
@@ -503,7 +503,7 @@ def test_few_writes_wait_for_reads_but_not_for_ever(
     monkeypatch.setattr(disk, "READS_FIRST_S", 30.0)
     began_s = monotonic()
     write(tier, 2)
-    assert monotonic() - began_s < 10.0, "many writes wait for nobody"
+    assert monotonic() - began_s < 10.0, "many writes do not wait for reads"
     may_read.set()
     tier.close()
 
@@ -550,8 +550,8 @@ while True:
 
 @pytest.mark.serial
 @pytest.mark.parametrize("delay_ms", [0, 3, 11, 29, 53])
-def test_kill_9_leaves_what_was_committed(tmp_path: Path, delay_ms: int) -> None:
-    """At any moment: all pages that were flushed and not replaced are there and right."""
+def test_kill_9_keeps_committed_pages(tmp_path: Path, delay_ms: int) -> None:
+    """At any moment, all pages that were flushed and not replaced are readable and right."""
     code = WRITER.format(page=PAGE, room=ROOM)
     for _ in range(2):  # the second run begins where the first was killed
         with subprocess.Popen(
@@ -567,7 +567,7 @@ def test_kill_9_leaves_what_was_committed(tmp_path: Path, delay_ms: int) -> None
         assert tier.found is None
         found = read_all(tier)
         assert all(problem is None for problem in found.values())
-        # 16 records: of the flushed ones, at most the next batch of 5 was being replaced
+        # 16 records; at most the next batch of 5 was replacing flushed ones
         assert set(range(max(1, flushed - 10), flushed + 1)) <= found.keys()
         tier.close()
 
@@ -585,7 +585,7 @@ def test_a_full_disk_is_reported_and_not_tried_again_at_once(
     tier.write(WriteJob(key(1), b"tokens", contents(1)))
     tier.flush()
     assert list(tier.poll()) == [Written(key(1), "disk full")]
-    assert tier.take(key(1)), "its record can be used again"
+    assert tier.take(key(1)), "the record can be used again"
     assert not tier.take(key(2))
     monkeypatch.undo()
     tier.delete(key(1))
@@ -603,7 +603,7 @@ def sqlite_error(code: int) -> sqlite3.OperationalError:
 
 
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE])
-def test_a_disk_too_full_for_the_index_gives_up_the_last_pages(
+def test_if_the_disk_is_too_full_for_the_index_the_last_pages_are_dropped(
     code: int, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[Path] = []
@@ -616,7 +616,7 @@ def test_a_disk_too_full_for_the_index_gives_up_the_last_pages(
             super().__init__(folder, about)
 
     monkeypatch.setattr("mainstem.kv.bytes.disk.PageIndex", FullOnce)
-    monkeypatch.setattr("mainstem.kv.bytes.disk.LITTLE_ROOM", 1 << 60)  # fewer pages are left
+    monkeypatch.setattr("mainstem.kv.bytes.disk.LITTLE_ROOM", 1 << 60)  # any disk counts as nearly full
     monkeypatch.setattr("mainstem.kv.bytes.disk.INDEX_ROOM", PAGE + 1)
     tier = open_tier(stored)
     assert tier.found is not None
@@ -626,7 +626,7 @@ def test_a_disk_too_full_for_the_index_gives_up_the_last_pages(
     tier.close()
 
 
-def test_a_store_leaves_the_process_its_switch_interval(tmp_path: Path) -> None:
+def test_a_store_does_not_change_the_thread_switch_interval(tmp_path: Path) -> None:
     before = sys.getswitchinterval()
     tier = open_tier(tmp_path)
     assert sys.getswitchinterval() == before

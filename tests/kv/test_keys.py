@@ -24,7 +24,7 @@ def test_a_branch_renames_later_pages_only() -> None:
     assert branch.parent(3) == branch.keys[2]
 
 
-def test_branches_differ_by_mark_and_place_and_equal_ones_are_equal() -> None:
+def test_names_of_a_branch_depend_on_its_mark_and_place_only() -> None:
     plain = PageChain.of(ROOT, 4, IDS)
     names = [plain.branched(n, mark).extended(IDS).keys[-1] for n in (0, 1) for mark in (b"a", b"")]
     assert len({*names, plain.keys[-1]}) == 5
@@ -46,7 +46,7 @@ def test_a_branch_can_branch_again() -> None:
     hnp.arrays(np.int32, st.integers(0, 30), elements=st.integers(0, 1)),
     hnp.arrays(np.int32, st.integers(0, 30), elements=st.integers(0, 1)),
 )
-def test_a_neighbour_changes_no_name(ids: Int32s, others: Int32s) -> None:
+def test_a_neighbour_does_not_change_names(ids: Int32s, others: Int32s) -> None:
     neighbour = PageChain.of(ROOT, 4, others)
     assert PageChain.of(ROOT, 4, ids, neighbour).keys == PageChain.of(ROOT, 4, ids).keys
 
@@ -60,7 +60,7 @@ def test_pages_of_a_neighbour_are_not_hashed_again(monkeypatch: pytest.MonkeyPat
         PageChain.of(ROOT, 4, plain.token_ids, neighbour)
 
 
-def test_a_neighbour_of_another_root_or_with_a_branch_is_none() -> None:
+def test_a_neighbour_of_another_root_or_with_a_branch_is_ignored() -> None:
     other = root_key(b"model", 4, b"another tenant")
     chain = PageChain.of(ROOT, 4, IDS)
     assert PageChain.of(other, 4, IDS, chain).keys[0] != chain.keys[0]

@@ -34,7 +34,7 @@ while True:
 
 @pytest.mark.serial
 @pytest.mark.parametrize("delay_ms", [0, 17, 61])
-def test_an_engine_killed_while_it_saves_leaves_a_sound_store(
+def test_an_engine_killed_while_it_saves_leaves_an_undamaged_store(
     tmp_path: Path, delay_ms: int
 ) -> None:
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Which pages stay, move and leave: by rule, against a plain model, and in any order of calls."""
+"""Which pages stay, move and leave: single rules, comparison with a simple model, random calls."""
 
 import tracemalloc
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def tiers(policy: TierPolicy[str], keys: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("kind", PolicyKind)
-def test_a_chain_leaves_from_its_tail(kind: PolicyKind) -> None:
+def test_the_tail_of_a_chain_is_evicted_first(kind: PolicyKind) -> None:
     policy = a_policy(4, kind=kind)
     policy.admit("abcd", 0)
     assert policy.choose_victims(HOST, 2).drop == ["d", "c"]
@@ -41,14 +41,14 @@ def test_a_chain_leaves_from_its_tail(kind: PolicyKind) -> None:
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_without_a_queue_the_least_recent_goes(kind: PolicyKind) -> None:
+def test_without_a_queue_the_least_recently_used_page_is_evicted(kind: PolicyKind) -> None:
     policy = a_policy(3, kind=kind)
     for now, key in enumerate("abca"):
         policy.admit(key, now)
     assert policy.admit("x", 9).drop == ["b"]
 
 
-def test_fifo_does_not_care_about_use() -> None:
+def test_fifo_ignores_use() -> None:
     policy = a_policy(3, kind=PolicyKind.FIFO)
     for now, key in enumerate("abca"):
         policy.admit(key, now)
@@ -56,7 +56,7 @@ def test_fifo_does_not_care_about_use() -> None:
 
 
 @pytest.mark.parametrize("kind", SEEING)
-def test_pages_that_requests_wait_for_are_exempt(kind: PolicyKind) -> None:
+def test_pages_that_requests_wait_for_are_not_evicted(kind: PolicyKind) -> None:
     policy = a_policy(3, kind=kind)
     policy.admit("a", 0)
     policy.expect("job", "a")
@@ -76,7 +76,7 @@ def test_lru_and_fifo_do_not_see_the_queue(kind: PolicyKind) -> None:
     assert policy.num_queued == 0
 
 
-def test_awaited_pages_of_the_tail_of_the_queue_go_first() -> None:
+def test_awaited_pages_of_the_last_request_in_the_queue_are_evicted_first() -> None:
     """The paper's figure 9: host and disk are full of waiting jobs' pages."""
     policy = a_policy(2, 2)
     for now, key in enumerate("3412"):
@@ -85,7 +85,7 @@ def test_awaited_pages_of_the_tail_of_the_queue_go_first() -> None:
         policy.expect(job, job)
     policy.choose_prefetch(10)
     assert tiers(policy, "1234") == "hhdd"
-    moves = policy.choose_victims(HOST, 1)  # 2 is wanted later than 1, sooner than 3, 4
+    moves = policy.choose_victims(HOST, 1)  # 2 is needed later than 1 and sooner than 3 and 4
     assert moves.write == ["2"]
     assert moves.drop == ["4"]
     assert tiers(policy, "1234") == "hdd."
@@ -99,7 +99,7 @@ def test_a_page_worth_less_than_all_others_is_refused() -> None:
     assert tiers(policy, "abxy") == "hh.."
 
 
-def test_a_page_without_a_place_in_the_host_goes_straight_to_disk() -> None:
+def test_a_page_without_room_in_host_memory_goes_straight_to_disk() -> None:
     policy = a_policy(2, 2)
     policy.admit("ab", 0)
     policy.expect("job", "ab")
@@ -113,7 +113,7 @@ def test_a_chain_longer_than_the_host_keeps_its_head_there() -> None:
     assert tiers(policy, "abcdef") == "hhddd."
 
 
-def test_prefetch_brings_the_soonest_first_and_keeps_the_disk_copy() -> None:
+def test_prefetch_loads_the_page_needed_soonest_and_keeps_the_disk_copy() -> None:
     policy = a_policy(2, 10)
     for now, key in enumerate("abcdef"):
         policy.admit(key, now)
@@ -151,7 +151,7 @@ def test_prefetch_leaves_the_headroom_free() -> None:
     assert policy.num_pages(HOST) == 8
 
 
-def test_a_near_page_that_was_pushed_out_is_brought_back() -> None:
+def test_an_evicted_page_that_is_needed_soon_is_prefetched_again() -> None:
     policy = a_policy(2, 4)
     policy.admit("ab", 0)
     policy.expect("job", "ab")
@@ -205,7 +205,7 @@ def test_kept_pages_evict_nothing_that_requests_wait_for() -> None:
     assert tiers(policy, "abc") == "dhh"
 
 
-def test_pages_that_return_late_from_disk_take_free_room() -> None:
+def test_pages_that_return_late_from_disk_use_free_host_memory() -> None:
     policy: TierPolicy[str] = TierPolicy(PolicyConfig((10, 90), headroom=0.2))
     policy.recover(DISK, "zyxwvutsrqponmlkjihgfedcba", 0)
     assert not policy.keep("lmnopqrstu", 1)
@@ -213,7 +213,7 @@ def test_pages_that_return_late_from_disk_take_free_room() -> None:
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_some_conversations_that_return_in_turn_stay_in_the_host(kind: PolicyKind) -> None:
+def test_of_conversations_that_return_in_turn_some_stay_in_host_memory(kind: PolicyKind) -> None:
     """Three chains fit, six return in turn: with LRU each would evict the one needed next."""
     policy = a_policy(12, 99, kind)
     chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(6)]
@@ -229,18 +229,18 @@ def test_some_conversations_that_return_in_turn_stay_in_the_host(kind: PolicyKin
     assert hits == ([12] * 4 if kind is PolicyKind.LOOKAHEAD else [0] * 4)
 
 
-def test_if_most_return_soon_a_late_one_evicts_the_least_recent() -> None:
+def test_if_most_chains_return_soon_a_late_one_evicts_the_least_recently_used() -> None:
     policy = a_policy(120, 999)
     chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(60)]
     for chain in chains:
         policy.admit(chain, 0)
-    for now in range(1, 10):  # the last two continue
+    for now in range(1, 10):  # only the last two chains return
         for chain in chains[58:]:
             policy.keep(chain, now)
             policy.note_use(chain, now)
     policy.keep(chains[0], 10)
     assert not any(policy.find(chains[0]))
-    assert HOST not in policy.find(chains[30])  # the first of thirty that were there
+    assert HOST not in policy.find(chains[30])  # the first of the thirty chains in host memory
     policy.admit(["1-4"], 11, after=["1-3"])
     assert policy.tier_of("1-4") == HOST
     policy.drop(["1-4", *(key for chain in chains for key in chain)])  # all pages are new
@@ -255,7 +255,7 @@ def test_a_kept_page_is_not_evicted_for_itself() -> None:
     for now, key in enumerate("abc"):
         policy.admit(key, now)
     assert tiers(policy, "abc") == "ddh"
-    for now in range(3, 9):  # it returns again and again: room for it is made on disk, too
+    for now in range(3, 9):  # it returns repeatedly: room for it is made on disk, too
         policy.keep("a", now)
         policy.note_use("a", now)
         policy.check()
@@ -308,7 +308,7 @@ def test_unused_pages_expire_even_if_a_request_waits_for_them() -> None:
     assert policy.expire(15) == ["b"]
 
 
-def test_a_request_that_is_given_up_is_no_use_of_its_pages() -> None:
+def test_an_aborted_request_does_not_count_as_use_of_its_pages() -> None:
     policy = a_policy(2)
     policy.admit("a", 0)
     policy.admit("b", 1)
@@ -332,7 +332,7 @@ def test_without_prefetch_finished_requests_leave_no_memory() -> None:
     policy.check()
 
 
-def test_leaving_a_queue_of_requests_for_one_page_takes_no_search() -> None:
+def test_leaving_a_long_queue_for_one_page_takes_no_search() -> None:
     """Leaving a queue 64 times as long is about the same work."""
 
     def work(num_waiting: int) -> int:
@@ -351,7 +351,7 @@ def test_pages_found_at_the_start_are_on_disk_in_their_order() -> None:
     assert tiers(policy, "abc") == ".dd"
 
 
-def test_the_window_is_capacity_over_mean_size() -> None:
+def test_the_window_is_capacity_divided_by_mean_size() -> None:
     assert PolicyConfig((100, 900)).window_length(25.0) == 40
     assert PolicyConfig((0, 0)).window_length(25.0) == 1
 
@@ -371,7 +371,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
         PolicyConfig(**wrong)  # type: ignore[arg-type]
 
 
-# -- against a model that looks at everything ------------------------------------------------------
+# -- compared with a model that scans all pages ------------------------------------------------------
 
 
 def random_chains(seed: int, length: int) -> list[list[int]]:
@@ -431,13 +431,13 @@ def hits_of_model(chains: list[list[int]], capacity: int, known: int) -> int:
 
 @pytest.mark.parametrize("known", [0, 3, 30])
 @pytest.mark.parametrize("capacity", [3, 12, 40])
-def test_belady_hits_what_a_full_search_would(capacity: int, known: int) -> None:
+def test_belady_hits_as_many_pages_as_a_full_scan(capacity: int, known: int) -> None:
     chains = random_chains(capacity, 120)
     config = PolicyConfig((capacity,), kind=PolicyKind.BELADY)
     assert hits_of_policy(chains, config, known) == hits_of_model(chains, capacity, known)
 
 
-def test_two_tiers_hit_what_one_of_their_size_would() -> None:
+def test_two_tiers_hit_as_many_pages_as_one_of_their_total_size() -> None:
     """Except for a few hits: a page that moves up keeps its disk place until it has arrived."""
     chains = random_chains(7, 200)
     for kind in (PolicyKind.LOOKAHEAD, PolicyKind.LRU):
@@ -446,7 +446,7 @@ def test_two_tiers_hit_what_one_of_their_size_would() -> None:
         assert one == pytest.approx(two, rel=0.03), kind
 
 
-def test_knowing_more_of_the_queue_never_costs_hits() -> None:
+def test_a_longer_view_of_the_queue_never_costs_hits() -> None:
     chains = random_chains(3, 200)
     config = PolicyConfig((10, 20), headroom=0.0)
     hits = [hits_of_policy(chains, config, known) for known in (0, 5, 20, 200)]
@@ -461,12 +461,12 @@ CHAIN = st.builds(lambda start, size: range(start, start + size), KEYS, st.integ
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Any order of calls keeps the tiers whole, and the moves say what happened."""
+    """Any order of calls keeps the tiers consistent, and the moves match their contents."""
 
     @initialize(tier_pages=st.sampled_from([(6,), (6, 9), (6, 9, 12)]))
     def open(self, tier_pages: tuple[int, ...]) -> None:
         self.policy: TierPolicy[int] = TierPolicy(PolicyConfig(tier_pages, headroom=0.2, ttl_s=20))
-        # where a store that carries out every move has its bytes
+        # the bytes of a store that carries out every move
         self.tiers: list[set[int]] = [set() for _ in tier_pages]
         self.tickets: list[int] = []
         self.now = 0.0
@@ -479,8 +479,8 @@ class PolicyMachine(RuleBasedStateMachine):
         """Carry out moves as a store would; `in_hand` are the pages just computed."""
         lists = [*moves.load, *moves.write, *moves.free, *moves.drop]
         assert len(set(lists)) == len(lists), "a page is moved twice"
-        assert set(moves.write) <= self.stored() | set(in_hand), "bytes to write are not at hand"
-        assert set(moves.load) <= self.stored() - self.tiers[HOST], "bytes to load are not there"
+        assert set(moves.write) <= self.stored() | set(in_hand), "bytes to write are not available"
+        assert set(moves.load) <= self.stored() - self.tiers[HOST], "bytes to load are missing"
         for key in in_hand:
             if self.policy.tier_of(key) == HOST:
                 self.tiers[HOST].add(key)
@@ -493,7 +493,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self.put(key)
 
     def put(self, key: int) -> None:
-        """Place a page where the policy has it."""
+        """Put a page's bytes where the policy says."""
         for tier, pages in enumerate(self.tiers):
             (pages.add if self.policy.places(key) >> tier & 1 else pages.discard)(key)
 
@@ -528,7 +528,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def expect(self, keys: range, place: int | None) -> None:
         ticket = next(self.names)
         if place is not None:
-            place = place * 10_000 + ticket  # no two alike
+            place = place * 10_000 + ticket  # unique
         self.policy.expect(ticket, keys, place)
         self.tickets.append(ticket)
 

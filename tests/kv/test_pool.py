@@ -1,4 +1,4 @@
-"""PagePool: any order of take, share and give_back keeps it whole."""
+"""PagePool stays consistent under any order of take, share and give_back."""
 
 import numpy as np
 import pytest

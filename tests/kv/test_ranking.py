@@ -1,4 +1,4 @@
-"""What a use does to a page's rank, in lower tiers and on the device."""
+"""How a use changes a page's rank, in lower tiers and on the device."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def cached_by_policy(policy: StorePolicy) -> list[int]:
 
 
 def test_the_policy_of_the_store_reaches_the_device() -> None:
-    assert sum(cached_by_policy(StorePolicy.LRU)) <= 4  # each evicts the next one
+    assert sum(cached_by_policy(StorePolicy.LRU)) <= 4  # each conversation evicts the next one
     ahead = cached_by_policy(StorePolicy.LOOKAHEAD)
     assert ahead[:2] == [20, 20]
     assert ahead[2] >= 16

@@ -1,5 +1,5 @@
-"""Pages on a server that processes share: the next process finds them, checks them, and answers
-without them whatever the server does."""
+"""Pages on a server that processes share: the next process finds and checks them, and answers without
+them if the server fails in any way."""
 
 import logging
 import socket
@@ -55,7 +55,7 @@ def proxy(server: RedisServer) -> Iterator[Proxy]:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that failed is tried again at once."""
+    """Engines try a failed server again at once."""
     monkeypatch.setattr(remote_module, "PAUSE_S", 0.02)
 
 
@@ -128,16 +128,16 @@ def wait(tier: RemoteTier, count: int) -> list[object]:
     return found
 
 
-def test_over_tcp_with_either_url_scheme(server: RedisServer) -> None:
+def test_a_line_works_over_tcp_with_either_url_scheme(server: RedisServer) -> None:
     exchange(Address(server.url))
     exchange(Address(server.url.replace("redis://", "valkey://") + "/3"))
 
 
-def test_over_a_unix_socket(server: RedisServer) -> None:
+def test_a_line_works_over_a_unix_socket(server: RedisServer) -> None:
     exchange(Address(f"unix://{server.socket}"))
 
 
-def test_over_tls(tmp_path: Path) -> None:
+def test_a_line_works_over_tls(tmp_path: Path) -> None:
     skip_without_server()
     certificate, private = tmp_path / "server.crt", tmp_path / "server.key"
     subprocess.run(
@@ -179,25 +179,25 @@ def remote_port(server: RedisServer) -> int:
         ("redis://host?retries=3", "unknown option 'retries'"),
     ],
 )
-def test_addresses_that_are_refused(url: str, words: str) -> None:
+def test_bad_addresses_are_refused(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         check_url(url)
     assert "secret@" not in str(caught.value)
 
 
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
-def test_a_certificate_must_be_of_the_host(scheme: str) -> None:
+def test_a_certificate_must_name_the_host(scheme: str) -> None:
     pytest.importorskip("redis")
     connection: Any = Line(Address(f"{scheme}://host"))._connection
     assert connection.check_hostname
 
 
-def test_secrets_are_not_shown() -> None:
+def test_secrets_are_not_printed() -> None:
     assert "right" not in repr(Address("redis://host", "pages", "right"))
     assert "right" not in repr(replace(REMOTE, secret=b"right"))
 
 
-def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_module, "CLIENTS", ("no_such_client",))
     with pytest.raises(ConfigError, match=r"pip install 'mainstem\[remote\]'"):
         RemoteTier(Address("redis://host"), PAGE, REMOTE)
@@ -231,7 +231,7 @@ def test_credentials_come_from_a_file_or_the_environment(
 # -- what is shared --------------------------------------------------------------------------------
 
 
-def test_the_next_engine_finds_what_was_computed(server: RedisServer) -> None:
+def test_the_next_engine_finds_computed_pages(server: RedisServer) -> None:
     store_prompt(server.url)
     seen = Seen()
     second = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
@@ -247,7 +247,7 @@ store_prompt(sys.argv[1])
 """
 
 
-def test_another_process_finds_it_as_well(server: RedisServer) -> None:
+def test_another_process_finds_computed_pages(server: RedisServer) -> None:
     subprocess.run([sys.executable, "-c", ANOTHER, server.url], check=True, cwd=ROOT)
     seen = Seen()
     second = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
@@ -256,7 +256,7 @@ def test_another_process_finds_it_as_well(server: RedisServer) -> None:
     second.engine.close()
 
 
-def test_models_and_secrets_do_not_mix(server: RedisServer) -> None:
+def test_models_and_secrets_have_separate_pages(server: RedisServer) -> None:
     store_prompt(server.url)
     for other in (replace(REMOTE, identity=b"other"), replace(REMOTE, secret=b"other")):
         seen = Seen()
@@ -268,7 +268,7 @@ def test_models_and_secrets_do_not_mix(server: RedisServer) -> None:
 
 
 def test_values_without_the_secret_are_refused(server: RedisServer) -> None:
-    """Values of other names, flipped bits, and values that are no pages."""
+    """Values of other names, flipped bits, and values that are not pages."""
     store_prompt(server.url)
     names = sorted(server.names())
     values = [server.call("GET", name) for name in names]
@@ -305,7 +305,7 @@ def test_damaged_pages_are_stored_again(server: RedisServer) -> None:
     third.engine.close()
 
 
-def test_pages_that_the_disk_gives_up_go_to_the_server(server: RedisServer, tmp_path: Path) -> None:
+def test_pages_evicted_from_disk_go_to_the_server(server: RedisServer, tmp_path: Path) -> None:
     """Even if the server was down when they were saved."""
     tiered = a_tiered_engine(
         num_slots=48, num_records=50, disk_dir=tmp_path / "disk", remote=Address(server.url)
@@ -327,7 +327,7 @@ def test_pages_that_the_disk_gives_up_go_to_the_server(server: RedisServer, tmp_
     second.engine.close()
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
+# -- failures -------------------------------------------------------------------------------
 
 
 def test_an_unreachable_server_is_logged_once(
@@ -395,8 +395,8 @@ def test_a_request_does_not_wait_for_a_slow_answer(server: RedisServer) -> None:
 
 
 @pytest.mark.serial
-def test_a_late_answer_is_given_up(server: RedisServer) -> None:
-    """It was quick before."""
+def test_a_late_answer_is_not_waited_for(server: RedisServer) -> None:
+    """The server was quick before."""
     store_prompt(server.url)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
     server.pause()
@@ -408,7 +408,7 @@ def test_a_late_answer_is_given_up(server: RedisServer) -> None:
 
 
 @pytest.mark.serial
-def test_questions_that_wait_for_a_hanging_server_are_given_up(
+def test_queued_questions_to_a_hanging_server_are_dropped(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one times out, and the others are not sent."""
@@ -432,7 +432,7 @@ def test_a_line_that_is_cut_while_it_connects_sends_nothing(
     find = socket.getaddrinfo
 
     def find_late(*args: Any, **options: Any) -> object:
-        assert line.cut_if_overdue(), "the server's name takes longer to find than the call may"
+        assert line.cut_if_overdue(), "the name lookup takes longer than the time limit of the call"
         return find(*args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", find_late)
@@ -547,7 +547,7 @@ def test_closing_does_not_wait_long_for_a_slow_server(
     proxy.close()
 
 
-def test_a_server_without_a_bound_is_held_to_ours(server: RedisServer) -> None:
+def test_a_server_without_a_memory_bound_gets_ours(server: RedisServer) -> None:
     seen = Seen()
     small = replace(REMOTE, max_bytes=100_000)
     tiered = a_tiered_engine(remote=Address(server.url), remote_settings=small, bus=seen.bus)
@@ -613,7 +613,7 @@ def test_an_unexpected_error_in_a_thread_fails_its_loads(
     tiered.engine.close()
 
 
-def test_a_connection_that_is_cut_at_any_moment(proxy: Proxy) -> None:
+def test_a_connection_may_be_cut_at_any_moment(proxy: Proxy) -> None:
     tiered = a_tiered_engine(num_slots=8, remote=Address(proxy.url))
     for first in range(30):
         if first % 3 == 0:
@@ -640,4 +640,4 @@ def test_the_round_trip_is_measured_separately_from_the_rate(
     link.note_late()
     assert link.pass_s(100_000_000) == pytest.approx(2.001)
     now_s += 100.0
-    assert link.pass_s(100_000_000) == pytest.approx(1.001), "it gets another chance"
+    assert link.pass_s(100_000_000) == pytest.approx(1.001), "the link is tried again"

@@ -93,7 +93,7 @@ class Driver:
         self.tiered.engine.check()
 
     def ask(self) -> None:
-        """A new turn of something asked before, or a branch of it."""
+        """A new turn of an earlier conversation, or a branch of it."""
         rng = self.rng
         more = [rng.randrange(4) for _ in range(rng.randint(0, 14))]
         prompt = [*rng.choice(self.past), *more][: 64 - 6]
@@ -130,7 +130,7 @@ class Driver:
             if not self.tiered.engine.has_work:
                 break
             self.collector.add(self.tiered.engine.step())
-        assert not self.tiered.engine.has_work, "the engine did not come to rest"
+        assert not self.tiered.engine.has_work, "the engine still has work"
         self.compare()
         assert not self.waiting, "a request was forgotten"
         self.tiered.store.flush()
@@ -164,7 +164,7 @@ class Driver:
         self.server.go_on()
 
     def change_values(self) -> None:
-        """Another process writes to the server, or the server evicts."""
+        """Damage or delete pages on the server, as another process or an eviction would."""
         kind, where = self.rng.choice(CHANGES), self.rng.randint(0, 200)
         names = sorted(self.server.names())
         for index, name in enumerate(names[:12]):

@@ -43,7 +43,7 @@ def test_pages_of_an_answer_are_saved_as_they_fill(can_overlap: bool) -> None:
     counters = Counters().attach(bus := EventBus())
     tiered = a_tiered_engine(num_pages=32, bus=bus, can_overlap=can_overlap)
     tiered.engine.submit(a_request(PROMPT, 40))
-    steps(tiered, 11)  # K and V of 20 tokens are there: 2 full pages of the prompt, 3 of the answer
+    steps(tiered, 11)  # K and V of 20 tokens are computed: 2 full pages of the prompt, 3 of the answer
     tiered.engine.flush()
     assert counters.saved_pages["host"] == 5
     steps(tiered, 29)
@@ -52,7 +52,7 @@ def test_pages_of_an_answer_are_saved_as_they_fill(can_overlap: bool) -> None:
     assert counters.saved_pages["host"] == (len(PROMPT) + 40 - 1) // PAGE
 
 
-def test_saving_at_the_end_saves_prompts_before() -> None:
+def test_with_saving_at_the_end_prompts_are_still_saved_before() -> None:
     counters = Counters().attach(bus := EventBus())
     tiered = a_tiered_engine(num_pages=32, bus=bus, save=Saving.END)
     tiered.engine.submit(a_request(PROMPT, 40))
@@ -64,7 +64,7 @@ def test_saving_at_the_end_saves_prompts_before() -> None:
     assert counters.saved_pages["host"] == (len(PROMPT) + 40 - 1) // PAGE
 
 
-def test_saving_in_sync_saves_all_at_the_end_and_waits() -> None:
+def test_saving_in_sync_saves_everything_at_the_end_and_waits() -> None:
     counters = Counters().attach(bus := EventBus())
     tiered = a_tiered_engine(num_pages=32, bus=bus, save=Saving.SYNC)
     tiered.copier.patience = 1000  # copies proceed only when waited for
@@ -91,19 +91,19 @@ def test_an_aborted_answer_is_found_by_the_next_turn() -> None:
     tiered.engine.close()
 
 
-def test_another_request_finds_what_a_running_answer_has_filled() -> None:
+def test_another_request_finds_full_pages_of_a_running_answer() -> None:
     tiered = a_tiered_engine(num_pages=32)
     tiered.engine.submit(a_request(PROMPT, 40))
     got = steps(tiered, 21)
     tiered.engine.submit(a_request([*PROMPT, *got[:15], 5], 1, name="other"))
     outputs = [o for o in run_all(tiered.engine, []).outputs if o.request_id == "other"]
-    assert outputs[0].num_cached_tokens == len(PROMPT) + 15  # the last of them copied
+    assert outputs[0].num_cached_tokens == len(PROMPT) + 15  # the tokens of the last page are copied
     tiered.engine.close()
 
 
-def test_an_answer_is_still_named_when_its_twin_is_gone() -> None:
-    """The other request computes the same page at the same time and has its name; it is aborted
-    before that page is full, a token a step."""
+def test_an_answers_pages_get_their_names_after_an_equal_request_is_aborted() -> None:
+    """The other request computes the same page, one token a step, and holds its name. It is
+    aborted before that page is full."""
     tiered = a_tiered_engine(num_pages=64, chunk_tokens=2)
     tiered.engine.submit(a_request(PROMPT, 60))
     steps(tiered, 1)
@@ -155,7 +155,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def told_until_killed(program: str, folder: Path, num_tokens: int) -> tuple[list[int], int]:
-    """The tokens that a process printed before kill -9, and how many of them SURE_S before."""
+    """The tokens that a process printed before kill -9, and how many it printed SURE_S earlier."""
     told: list[tuple[float, int]] = []
     with subprocess.Popen(
         [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, cwd=ROOT
@@ -171,7 +171,7 @@ def told_until_killed(program: str, folder: Path, num_tokens: int) -> tuple[list
 
 
 @pytest.mark.serial
-def test_kill_9_within_an_answer_costs_its_last_second(tmp_path: Path) -> None:
+def test_kill_9_within_an_answer_loses_only_its_last_second(tmp_path: Path) -> None:
     told, num_sure = told_until_killed(TOLD, tmp_path, 300)
     assert 50 < num_sure < len(told) < ANSWER
     assert told == fake_answer(PROMPT, len(told), VOCAB)
@@ -187,7 +187,7 @@ def test_kill_9_within_an_answer_costs_its_last_second(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("smollm2_folder")
-def test_kill_9_of_a_real_model_costs_its_last_second(tmp_path: Path) -> None:
+def test_kill_9_of_a_real_model_loses_only_its_last_second(tmp_path: Path) -> None:
     told, num_sure = told_until_killed(TOLD_BY_A_MODEL, tmp_path, 200)
     assert 50 < num_sure < len(told) < ANSWER
     with a_model(None) as computed, a_model(str(tmp_path)) as stored:

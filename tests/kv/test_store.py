@@ -1,4 +1,4 @@
-"""KVStore and PrefixIndex against a dictionary that never forgets."""
+"""KVStore and PrefixIndex, compared with a dictionary that evicts nothing."""
 
 import numpy as np
 from hypothesis import settings
@@ -43,7 +43,7 @@ def test_keys_name_the_whole_prefix() -> None:
     a = page_keys(root, ids(1, 2, 3, 4), PAGE)
     b = page_keys(root, ids(9, 2, 3, 4), PAGE)
     assert len(a) == 2
-    assert a[1] != b[1], "same tokens after a different prefix are another page"
+    assert a[1] != b[1], "the same tokens after a different prefix are another page"
     assert page_keys(a[0], ids(3, 4, 5), PAGE) == [a[1]], "chains can be continued"
 
 
@@ -53,8 +53,8 @@ def test_keys_depend_on_model_page_size_and_salt() -> None:
     assert len(roots) == 5
 
 
-def test_a_page_comes_after_another_unless_it_is_the_first() -> None:
-    """Even where a chain branches, the previous page is a page and not the branch's mark."""
+def test_every_page_but_the_first_has_a_previous_page() -> None:
+    """Where a chain branches, too, the previous key is that of a page, not the branch's mark."""
     pool = PagePool(4)
     index = PrefixIndex(pool, PAGE, EventBus())
     chain = PageChain.of(root_key(b"m", PAGE, b""), PAGE, ids(1, 2, 3, 4))
@@ -85,7 +85,7 @@ def test_the_tail_is_evicted_before_the_prefix_and_the_oldest_first() -> None:
     old, new = ids(1, 2, 3, 4, 5, 6), ids(7, 8, 9, 9)
     fill(store, old)
     fill(store, new)
-    store.take(2)  # one is free, one must go
+    store.take(2)  # one is free, one must be evicted
     assert num_found(store, old) == 2
     assert num_found(store, new) == 2
     store.take(2)
@@ -93,7 +93,7 @@ def test_the_tail_is_evicted_before_the_prefix_and_the_oldest_first() -> None:
     assert num_found(store, new) == 2
 
 
-def test_a_page_that_begins_alike_is_found() -> None:
+def test_a_page_with_the_same_first_tokens_is_found() -> None:
     store = KVStore(8, 4, b"model", EventBus())
     pages = fill(store, ids(1, 2, 3, 4, 5, 6, 7, 8))
     fill(store, ids(1, 2, 3, 4, 5, 9, 9, 9))
@@ -107,7 +107,7 @@ def test_a_page_that_begins_alike_is_found() -> None:
     assert none.similar_page is None
 
 
-def test_a_page_that_begins_alike_is_found_among_many_that_do_not() -> None:
+def test_a_page_with_the_same_first_tokens_is_found_among_many() -> None:
     store = a_store(num_pages=400)
     page = fill(store, ids(7, 1))[0]
     for number in range(300):
@@ -116,7 +116,7 @@ def test_a_page_that_begins_alike_is_found_among_many_that_do_not() -> None:
     assert (match.similar_page, match.similar_tokens) == (page, 1)
 
 
-def test_evictions_are_events() -> None:
+def test_evictions_are_reported_as_events() -> None:
     bus = EventBus()
     seen: list[PagesEvicted] = []
     bus.subscribe(PagesEvicted, seen.append)
@@ -166,7 +166,7 @@ def test_a_page_pinned_twice_needs_two_unpins() -> None:
     assert store.num_available() == 4
 
 
-def test_public_pages_are_found_with_any_salt_and_later_ones_with_their_own() -> None:
+def test_public_pages_are_found_with_any_salt_and_later_pages_only_with_theirs() -> None:
     store = a_store(16)
     tokens = ids(1, 1, 2, 2, 3, 3, 4, 4)
     compute(store, store.chain(tokens[:4], b""))
@@ -180,9 +180,9 @@ def test_public_pages_are_found_with_any_salt_and_later_ones_with_their_own() ->
     match = store.lookup(bob, 8)
     assert len(match.pages) == 2
     assert match.similar_page is None
-    compute(store, store.chain(ids(1, 1, 2, 2, 3, 9), b""))  # the app, its last page filled up
+    compute(store, store.chain(ids(1, 1, 2, 2, 3, 9), b""))  # the app's pages, the last one filled with own tokens
     match = store.lookup(bob, 8)
-    assert (len(match.pages), match.similar_tokens) == (2, 1), "more than the public part"
+    assert (len(match.pages), match.similar_tokens) == (2, 1), "other salts find only the public part"
     assert len(store.lookup(store.chain(tokens, b"bob"), 8).pages) == 0
 
 

@@ -62,7 +62,7 @@ def test_pages_evicted_from_the_device_come_back(
 
 
 @pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO])
-def test_many_at_once_start_one_by_one_as_they_load(policy: PolicyKind, tmp_path: Path) -> None:
+def test_requests_start_one_by_one_as_their_pages_arrive(policy: PolicyKind, tmp_path: Path) -> None:
     tiered = a_tiered_engine(
         num_pages=40, num_slots=40, disk_dir=tmp_path, num_records=200, policy=policy
     )
@@ -152,7 +152,7 @@ def test_clearing_forgets_every_tier(tmp_path: Path) -> None:
 @pytest.mark.parametrize("can_overlap", [False, True])
 def test_clearing_forgets_pages_that_are_being_saved(tmp_path: Path, can_overlap: bool) -> None:
     tiered = a_tiered_engine(disk_dir=tmp_path, can_overlap=can_overlap)
-    tiered.copier.patience = 1000  # polls, before a copy is done
+    tiered.copier.patience = 1000  # number of polls before a copy is done
     ask(tiered, [CHATS[0]])
     assert tiered.engine.clear_cache() > 0
     assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
@@ -205,11 +205,11 @@ def test_a_slow_disk_delays_no_other_request(
 
 
 @pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_with_more_chats_than_host_memory_holds_some_come_from_it(
+def test_if_host_memory_holds_only_some_chats_these_load_from_it(
     policy: PolicyKind, tmp_path: Path
 ) -> None:
-    """Twelve chats of eight pages and more, of which host memory holds six: a chat that returns
-    from disk must not evict those that return next."""
+    """There are twelve chats of at least eight pages, and host memory holds six. A chat that
+    returns from disk must not evict those that return next."""
     bus = EventBus()
     counters = Counters().attach(bus)
     tiered = a_tiered_engine(24, 4, 64, tmp_path, num_records=200, bus=bus, policy=policy)
@@ -278,7 +278,7 @@ def test_a_request_that_waits_for_a_busy_disk_is_not_looked_up_again(
     for number, chat in enumerate(CHATS):
         again.engine.submit(a_request(chat, 4, name=str(number)))
     got.add(again.engine.step())
-    assert len(looked_up) == len(CHATS) + 1  # and the request whose turn it is
+    assert len(looked_up) == len(CHATS) + 1  # and the request that is next
     for _ in range(5):
         looked_up.clear()
         got.add(again.engine.step())
@@ -337,8 +337,8 @@ def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, CHATS[:2])
     tiered.engine.close()
-    again = a_tiered_engine(num_pages=16, num_slots=8, disk_dir=tmp_path)  # room for one of them
-    again.engine.submit(a_request([9] * 40, 20))  # and none on the device
+    again = a_tiered_engine(num_pages=16, num_slots=8, disk_dir=tmp_path)  # host memory for one of them
+    again.engine.submit(a_request([9] * 40, 20))  # and no free device memory
     again.engine.step()
     again.engine.submit(a_request(CHATS[0], 4))
     again.engine.submit(a_request(CHATS[1], 4, priority=-1))
@@ -346,7 +346,7 @@ def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None
     again.engine.step()
     deadline_s = monotonic() + 10
     while again.tiers.find(chains[1].keys).num_below and monotonic() < deadline_s:
-        again.store.poll()  # as steps do, which would end before a slow disk does
+        again.store.poll()  # steps do this, but would end before a slow disk does
         again.store.prefetch()
         sleep(0.001)
     assert again.engine.num_waiting == 2
@@ -376,14 +376,14 @@ def test_a_step_is_made_late_while_a_request_waits_for_the_disk(
     ends_s[0] = monotonic() + 5.0
     again.engine.step()
     was_reading.append(again.store.is_reading)
-    assert was_reading == [True, False], "it was waited for"
-    assert monotonic() < ends_s[0] - 2.0, "and no longer than that"
+    assert was_reading == [True, False], "the step waited for the read"
+    assert monotonic() < ends_s[0] - 2.0, "the step waited longer than the read took"
     assert len(again.runner.steps[-1].seq_slots) == 2
     again.engine.close()
     FaultyFiles.reset()
 
 
-def test_a_graceful_stop_saves_what_waits_in_the_write_buffer(tmp_path: Path) -> None:
+def test_a_graceful_stop_saves_the_pages_in_the_write_buffer(tmp_path: Path) -> None:
     token_ids = [i * 7 % 97 for i in range(200)]  # 50 pages
     sizes = {"num_pages": 80, "num_slots": 80, "num_records": 100, "disk_dir": tmp_path}
     tiered = a_tiered_engine(**sizes, chunk_tokens=512)  # type: ignore[arg-type]
@@ -405,7 +405,7 @@ def test_many_requests_for_one_history_are_looked_up_over_several_steps(
     ask(tiered, [history])
     engine.flush()
     with store.distrust():
-        pass  # it is in host memory only
+        pass  # the history is in host memory only
     tiered.copier.patience = 10**9
     engine.submit(a_request([1, 2, 3], 40, name="runs"))
     got = Collector()
@@ -424,7 +424,7 @@ def test_many_requests_for_one_history_are_looked_up_over_several_steps(
     for _ in range(20):
         num_looked_up = 0
         got.add(engine.step())
-        # prefetched and loaded; the last one may go beyond
+        # for prefetching and for loading; the last request may exceed the limit
         assert num_looked_up < 2 * (most + 20)
     assert num_looked_up == 0, "all wait for the load"
     tiered.copier.patience = 0

@@ -61,7 +61,7 @@ class TieredMachine(RuleBasedStateMachine):
         patience=st.integers(0, 3),
     )
     def ask(self, data: st.DataObject, more: list[int], max_tokens: int, patience: int) -> None:
-        """A new turn of something asked before, or a branch of it."""
+        """A new turn of an earlier conversation, or a branch of it."""
         history = data.draw(st.sampled_from(self.past))
         prompt = [*history, *more][: 64 - 6] or [0]
         self.tiered.copier.patience = patience
@@ -121,7 +121,7 @@ class TieredMachine(RuleBasedStateMachine):
             if not self.tiered.engine.has_work:
                 break
             self.collector.add(self.tiered.engine.step())
-        assert not self.tiered.engine.has_work, "the engine did not come to rest"
+        assert not self.tiered.engine.has_work, "the engine still has work"
         self.compare()
         assert not self.waiting, "a request was forgotten"
         self.tiered.store.flush()
@@ -156,7 +156,7 @@ TestTiers.settings = settings(max_examples=30, stateful_step_count=30, deadline=
 
 
 class LongMachine(TieredMachine):
-    """The same for 10,000 operations."""
+    """The same test over 10,000 operations."""
 
 
 TestTiersLong = pytest.mark.slow(LongMachine.TestCase)

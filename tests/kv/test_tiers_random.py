@@ -1,6 +1,6 @@
 """LowerTiers: random saves, loads and queues over tiers that are slow, full or fail. No threads.
 
-Bytes and policy must agree: a page is where the policy says, or nowhere at all.
+Bytes and policy must agree: a page is in the tier that the policy says, or in none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -95,7 +95,7 @@ class _Lower:
 
     def delete(self, key: PageKey) -> None:
         jobs = [job for job in self._under_way if isinstance(job, WriteJob | ReadJob)]
-        assert key not in {job.key for job in jobs}, "a page under way is deleted"
+        assert key not in {job.key for job in jobs}, "a page is deleted while it is copied"
         self._taken.remove(key)
         self._there.discard(key)
 
@@ -109,7 +109,7 @@ class _Lower:
         self._under_way.append(job)
 
     def read(self, jobs: Sequence[ReadJob], limit_s: float) -> None:
-        assert self._there.issuperset(job.key for job in jobs), "what is read is not there"
+        assert self._there.issuperset(job.key for job in jobs), "a page to read is not stored"
         self._under_way += jobs
 
     def ask(self, keys: Sequence[PageKey]) -> None:
@@ -214,7 +214,7 @@ def test_bytes_and_policy_agree(seed: int, stack: int, monkeypatch: pytest.Monke
     driver.tiers.flush()
     for _ in range(100):
         driver.awaited.difference_update(driver.tiers.poll().answered)
-    assert not driver.awaited, "somebody waits for an answer for ever"
+    assert not driver.awaited, "a request would wait for ever"
     driver.tiers.check()
     assert driver.tiers.num_copies == 0
     driver.tiers.clear()

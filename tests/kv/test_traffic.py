@@ -18,7 +18,7 @@ RNG = np.random.default_rng(0)
 
 
 def store_on_disk(folder: Path, prompts: list[list[int]]) -> None:
-    """Store prompts of 4-token pages on disk, and nothing in memory."""
+    """Store the 4-token pages of prompts on disk only."""
     tiered = a_tiered_engine(num_pages=200, num_slots=200, disk_dir=folder, num_records=200)
     run_all(tiered.engine, [a_request(prompt, 1) for prompt in prompts])
     tiered.engine.close()
@@ -32,7 +32,7 @@ def again_from_disk(folder: Path, num_pages: int, num_slots: int) -> tuple[Tiere
 
 
 @pytest.mark.parametrize("num_slots", [2, 8, 24, 40, 80])
-def test_a_history_longer_than_host_memory_comes_up_in_pieces(
+def test_a_history_larger_than_host_memory_is_loaded_in_pieces(
     num_slots: int, tmp_path: Path
 ) -> None:
     prompt = RNG.integers(0, VOCAB, 200).tolist()
@@ -101,7 +101,7 @@ def test_closing_ends_when_host_memory_refuses_postponed_saves(
     engine.close()
 
 
-def test_of_pages_put_off_only_as_many_are_looked_at_as_there_is_room_for(
+def test_only_as_many_postponed_pages_are_examined_as_can_be_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiered = a_tiered_engine(num_pages=64, num_slots=64, chunk_tokens=128)
@@ -129,7 +129,7 @@ def test_of_pages_put_off_only_as_many_are_looked_at_as_there_is_room_for(
 
 
 def test_a_load_is_startable_when_it_will_end_in_time() -> None:
-    """Loads are copied one after the other: time that the first needs is lost to the second."""
+    """Loads are copied one after the other, so the second also waits for the first."""
     tiered = a_tiered_engine(num_pages=32, num_slots=32)
     prompts = [[first, *RNG.integers(0, VOCAB, 15).tolist()] for first in range(2)]
     run_all(tiered.engine, [a_request(prompt, 1) for prompt in prompts])
@@ -154,7 +154,7 @@ def test_a_load_is_startable_when_it_will_end_in_time() -> None:
 
 
 def test_pages_wait_on_the_device_for_a_slow_disk(tmp_path: Path) -> None:
-    """Host memory is full of pages that the disk has not written yet: none is refused for that."""
+    """Host memory is full of pages that are not yet on disk; even so, no page is refused."""
     FaultyFiles.reset()
     FaultyFiles.writes.extend(["slow"] * 40)
     bus = EventBus()

@@ -27,7 +27,7 @@ from tests.builders import VOCAB
 from tests.fakes import FakeRunner
 
 REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=60.0, max_bytes=1 << 30)
-NUM_LAYERS = 2  # token ids and positions: a half-copied page shows
+NUM_LAYERS = 2  # token ids and positions, so that a half-copied page is noticed
 
 
 class CopyFault(Exception):
@@ -132,7 +132,7 @@ class FakeCopier:
         self._loads.pop(load_id, None)
 
     def finish(self, load_ids: Iterable[int]) -> None:
-        """As a gate: the step reads the pages, so the loads must be done."""
+        """Called as a gate: the step reads the pages now, so the loads must be done."""
         for load_id in load_ids:
             if (transfer := self._loads.get(LoadId(load_id))) is not None:
                 transfer.wait()

@@ -34,12 +34,12 @@ from mainstem.sched.fetching import Fetching, StepTimes
 from mainstem.sched.scheduler import Scheduler
 from tests.builders import a_request
 
-PAGE_BYTES = 2 << 20  # Llama 8B, 16 tokens in bf16
+PAGE_BYTES = 2 << 20  # 16 tokens of Llama 8B in bf16
 PAGE_SIZE = 16
 LAYERS = 32
 HOST_BYTES_PER_S = 50e9
-STEP_S, TOKEN_S, DECODE_S = 5.5e-3, 21.7e-6, 0.07e-3  # an H200 as measured
-LAUNCH_S = 2.5e-3  # of the host, a step
+STEP_S, TOKEN_S, DECODE_S = 5.5e-3, 21.7e-6, 0.07e-3  # measured on an H200
+LAUNCH_S = 2.5e-3  # host time per step
 
 
 class VirtualClock:
@@ -80,7 +80,7 @@ class VirtualTransfer:
 
 
 class VirtualCopier:
-    """One copy after the other, up and down."""
+    """Copies of both directions run one after the other."""
 
     num_layers = LAYERS
     page_bytes = PAGE_BYTES
@@ -161,7 +161,7 @@ class VirtualDisk:
         pass
 
     def end_soon(self) -> None:
-        """Nothing to do: writes always finish."""
+        """Does nothing: writes always finish."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         pass
@@ -236,7 +236,7 @@ class _InFlight:
 
 @dataclass
 class VirtualRunner:
-    """Steps one after the other; each layer waits for that layer of the step's loads."""
+    """Steps run one after the other; each layer waits until its pages are loaded."""
 
     clock: VirtualClock
     copier: VirtualCopier | None
@@ -265,7 +265,7 @@ class VirtualRunner:
         self.clock.wait_until(self.free_s)
 
     def check(self) -> None:
-        """Nothing to check: there is no other process."""
+        """Does nothing: there is no other process."""
 
     def close(self) -> None:
         pass
@@ -273,14 +273,14 @@ class VirtualRunner:
 
 @dataclass
 class VirtualCard:
-    """An engine on such a card, with calls that send it prompts."""
+    """An engine on a simulated card, with methods that send it prompts."""
 
     clock: VirtualClock
     engine: Engine
     counters: Counters = field(default_factory=Counters)
 
     def ask(self, prompts: Sequence[list[int]], output: int) -> list[float]:
-        """All at once; returns the seconds to the first token of each."""
+        """Send all prompts at once; returns the seconds to the first token of each."""
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         began_s = self.clock.now_s
         first_s: dict[str, float] = {}

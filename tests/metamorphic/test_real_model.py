@@ -18,7 +18,7 @@ from mainstem.text.tokenizer import Tokenizer
 from tests.builders import a_request
 
 DATA = Path(__file__).parent.parent / "data" / "prompts50.jsonl"
-TIE = 1e-3  # logits are about 20 and sums of 600 products: fp32 orders differ by up to 2e-4
+TIE = 1e-3  # logits are about 20 and sum 600 products: another order changes them by up to 2e-4
 QUICK = {
     "mt101-1-t1",  # a conversation and its next turn
     "mt101-1-t2",
@@ -28,7 +28,7 @@ QUICK = {
 }
 QUICK_TOKENS = 20  # every answer crosses into another page of 16
 ALL_TOKENS = 64
-LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes with a thread and a quiet core
+LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes with one thread on an idle core
 
 SETTINGS: dict[str, dict[str, int | str]] = {
     "chunk 16": {"chunk_tokens": 16},
@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, int | str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Prompts, and how many tokens each answer has."""
+    """Prompts, and the number of tokens of each answer."""
 
     prompts: list[list[int]]
     new_tokens: int
@@ -139,7 +139,7 @@ def test_settings_do_not_change_the_answer(
         assert_same_or_tied(oracle, prompt, expected, tokens)
 
 
-def test_alone_equals_batched_and_warm_equals_cold(
+def test_answers_are_equal_alone_and_batched_warm_and_cold(
     oracle: torch.nn.Module, asked: Asked, batched: list[list[int]]
 ) -> None:
     llm = LLM("smollm2")
@@ -159,8 +159,8 @@ def test_alone_equals_batched_and_warm_equals_cold(
 def test_a_seed_gives_the_same_answer_alone_and_batched(
     sampling: SamplingParams, asked: Asked
 ) -> None:
-    """Logits differ by up to 2e-4 (TIE), mostly by a tenth of that: a draw changes with twice that
-    probability at most, one of 512 in one case of 50, and none with these seeds."""
+    """Logits differ by up to 2e-4 (see TIE), mostly by a tenth of that. A draw changes with at most
+    twice this probability: one of 512 draws in one case of 50, and none with these seeds."""
     llm, few = LLM("smollm2"), asked.prompts[:8]
     params = [replace(sampling, seed=i, max_tokens=asked.new_tokens) for i in range(len(few))]
     batched = llm.generate(few, params, use_tqdm=False)
@@ -175,7 +175,7 @@ def test_preemption_does_not_change_the_answer(
     longest = max(map(len, asked.prompts)) + asked.new_tokens
     llm = LLM("smollm2", kv_tokens=longest + 200, page_size=4)
     for index, prompt in enumerate(asked.prompts):
-        # too low an expectation starts more than memory can hold to the end
+        # the expected length is too low, so more sequences start than fit
         llm.text_engine.submit(
             a_request(prompt, sampling=asked.params, name=str(index), expected_tokens=1)
         )
@@ -183,6 +183,6 @@ def test_preemption_does_not_change_the_answer(
     while llm.text_engine.has_work:
         for output in llm.text_engine.step():
             got[int(output.request_id)] += output.token_ids
-    assert llm.counters.preemptions > 0, "memory was meant to be too small"
+    assert llm.counters.preemptions > 0, "memory should have been too small"
     for prompt, expected, tokens in zip(asked.prompts, batched, got, strict=True):
         assert_same_or_tied(oracle, prompt, expected, tokens)

@@ -1,4 +1,4 @@
-"""How much memory tensors take, and took at most."""
+"""Counts the memory of tensors, now and at its peak."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""What a rank answers to some requests, and how answers are compared."""
+"""The outputs of a rank for some requests, and how outputs are compared."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ def a_config(quantize: Quantize = Quantize.NONE) -> EngineConfig:
 def outputs(
     folder: Path, ranks: Collectives = ALONE, quantize: Quantize = Quantize.NONE
 ) -> list[Output]:
-    """Outputs for prompts that share a beginning, longer than the windows, in chunks; then for a
+    """Outputs for prompts that share a prefix and exceed the windows, in chunks; then for a
     single prompt."""
     config = a_config(quantize)
     origin: Origin = folder_origin(folder)

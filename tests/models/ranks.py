@@ -15,17 +15,17 @@ from torch import Tensor
 from mainstem.models.shard import Shard
 
 T = TypeVar("T")
-_WAIT_S = 60.0  # for a rank that does not arrive since it makes other calls
+_WAIT_S = 60.0  # how long to wait for a rank that makes other calls
 
 
 class _Meeting:
-    """Where every rank puts a tensor and takes those of all."""
+    """Every rank puts a tensor here and takes the tensors of all."""
 
     def __init__(self, of: int) -> None:
         self.all_there, self.all_read = Barrier(of), Barrier(of)
         self.parts: list[Tensor] = [torch.empty(0)] * of
         self.turn = Lock()
-        self.are_apart = False  # ranks made different calls; an engine may try again after it
+        self.are_apart = False  # ranks made different calls; the engine may try again
 
     def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
         self.parts[rank] = part.clone()
@@ -73,7 +73,7 @@ class Thread:
 
 
 def run_ranks(of: int, work: Callable[[Thread], T]) -> list[T]:
-    """What each rank's `work` returns; the first error of any."""
+    """The results of each rank's `work`; raises the first error of any rank."""
     meeting = _Meeting(of)
 
     def run(rank: int) -> T:
@@ -81,7 +81,7 @@ def run_ranks(of: int, work: Callable[[Thread], T]) -> list[T]:
             with meeting.turn:
                 return work(Thread(Shard(rank, of), meeting))
         except BaseException:
-            meeting.abandon()  # the others would wait
+            meeting.abandon()  # otherwise the others would wait
             raise
 
     with ThreadPoolExecutor(of) as pool:

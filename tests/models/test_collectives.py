@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def _rank(rank: int, folder: str) -> None:
-    """Writes what its calls answered."""
+    """Writes the results of its calls."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -60,7 +60,7 @@ def test_ranks_agree_to_the_bit(tmp_path: Path) -> None:
     assert int(first["smallest"]) == 10
 
 
-def test_a_rank_alone_has_everything() -> None:
+def test_the_only_rank_has_everything() -> None:
     x = _part(0)
     assert ALONE.sum_(x) is x
     assert ALONE.gather(x) is x

@@ -1,4 +1,4 @@
-"""config.json -> ModelSpec: what is read, what is refused and by which name."""
+"""config.json becomes a ModelSpec: which fields are read, and which are refused with their name."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ LLAMA: dict[str, object] = {
 }
 
 
-def test_a_plain_llama() -> None:
+def test_a_plain_llama_is_read() -> None:
     spec = spec_from_config(LLAMA)
     assert spec.head_dim == 16
     assert spec.dtype is DType.BF16
@@ -46,7 +46,7 @@ def test_a_plain_llama() -> None:
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
     ],
 )
-def test_rope_settings_of_both_generations(rope: dict[str, object]) -> None:
+def test_rope_settings_in_both_formats_are_read(rope: dict[str, object]) -> None:
     found = spec_from_config({**LLAMA, **rope}).ropes[0]
     assert (found.theta, found.scaling, found.factor) == (5e5, RopeScaling.LINEAR, 2.0)
 

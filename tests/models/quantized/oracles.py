@@ -1,5 +1,5 @@
-"""Random tensors of every format, and their numbers, read one by one as the formats are described,
-without code of the engine. `name` is a product's, out and width are its shape."""
+"""Random tensors of every format and the numbers in them, decoded one by one from the formats'
+descriptions, without code of the engine. `name` is that of a product; out and width are its shape."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 Numbers = NDArray[np.float32]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of a word in its lowest bits, the next ones ...
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in a word's lowest bits, then in the next bits, ...
 
 
 @dataclass(frozen=True)
 class Case:
-    """A format, with what config.json says of it."""
+    """A format, with its quantization_config."""
 
     name: str
     config: dict[str, Any]
@@ -36,7 +36,7 @@ def number(word: int, nth: int, bits: int) -> int:
 
 
 def scales_of(rng: np.random.Generator, *shape: int) -> Tensor:
-    """In fp16, so that numbers of 4 bits are some tenths."""
+    """Scales in fp16, such that numbers of 4 bits become a few tenths."""
     return torch.from_numpy(rng.uniform(0.02, 0.06, shape).astype(np.float16))
 
 
@@ -66,7 +66,7 @@ def gptq(
         ]
         for g in range(groups)
     ]
-    if version == 1:  # the whole word less a one in every number: zeros borrow from neighbours
+    if version == 1:  # subtracts a word of ones: a zero borrows from the next number
         ones = sum(1 << (bits * n) for n in range(per_word))
         words = [[(word - ones) % 2**32 for word in row] for row in words]
     g_idx = np.arange(width) // group
@@ -156,7 +156,7 @@ def int_bytes(
     group: int | None = None,
     has_zeros: bool = False,
 ) -> tuple[Tensors, Numbers]:
-    """int-quantized: a byte each, whatever the bits; a scale for each row or group."""
+    """int-quantized: one byte per number for any bit width; a scale for each row or group."""
     shared, middle = group or width, 2 ** (bits - 1)
     weight = rng.integers(-middle, middle, (out, width)).astype(np.int8)
     scales = scales_of(rng, out, width // shared) / (1 if bits == 4 else 16)
@@ -186,7 +186,7 @@ def fp8(
     scale_name: str = "weight_scale",
     scale_shape: tuple[int, ...] | None = None,
 ) -> tuple[Tensors, Numbers]:
-    """By blocks, or by a scale of this shape."""
+    """FP8 with a scale for each block, or with scales of this shape."""
     stored = rng.integers(0, 127, (out, width)) | rng.choice([0, 128], (out, width))
     numbers = np.array([[e4m3(byte) for byte in row] for row in stored.tolist()], np.float32)
     if block is not None:

@@ -1,4 +1,4 @@
-"""compressed-tensors against the package that writes it, which need not be installed."""
+"""compressed-tensors, compared with the package that writes it; skipped if it is not installed."""
 
 from pathlib import Path
 from typing import Any

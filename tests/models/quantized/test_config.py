@@ -1,4 +1,4 @@
-"""quantization_config: what is read from it, and what is refused by name."""
+"""quantization_config: which fields are read, and which are refused with their name."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def quantized(config: dict[str, Any]) -> QuantizedSpec:
             "GPTQ, 8 bits, a scale per channel, zero points, act-order",
         ),
         (
-            gptq_config(dynamic={"+:.*down_proj": {"desc_act": True}}),  # of some products alone
+            gptq_config(dynamic={"+:.*down_proj": {"desc_act": True}}),  # for some products only
             "GPTQ, 4 bits, groups of 16, zero points, act-order",
         ),
         (AWQ, "AWQ, 4 bits, groups of 16, zero points"),
@@ -50,7 +50,7 @@ def test_a_format_is_described_in_words(config: dict[str, Any], words: str) -> N
     assert str(quantized(config)) == words
 
 
-# as published, fields in full
+# as published, with all fields
 PUBLISHED: dict[str, dict[str, Any]] = {
     "GPTQ, 4 bits, groups of 128": {
         "batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True,
@@ -137,18 +137,18 @@ def test_published_configs_are_read(words: str) -> None:
     assert str(quantized(PUBLISHED[words])) == words
 
 
-def test_stars_stand_for_anything() -> None:
+def test_stars_in_module_names_match_any_text() -> None:
     found = quantized(PUBLISHED["MXFP4, groups of 32"])
     assert found.packing_of("model.layers.7.self_attn.q_proj") is None
     assert found.packing_of("model.layers.7.mlp.experts.gate_up_proj") == found.packing
 
 
-def test_a_plain_checkpoint_has_none() -> None:
+def test_a_plain_checkpoint_has_no_quantization() -> None:
     assert spec_from_config(LLAMA).quantized is None
     assert spec_from_config({**LLAMA, "quantization_config": None}).quantized is None
 
 
-def test_modules_that_are_left_out_are_plain() -> None:
+def test_excluded_modules_are_plain() -> None:
     names = ["model.layers.0.mlp.gate", "self_attn"]
     for config in (
         {**AWQ, "modules_to_not_convert": names},
@@ -234,7 +234,7 @@ STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
         (compressed_config(ints(), output_activations=STATIC), "output_activations"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], said: str) -> None:
+def test_the_error_names_an_unsupported_field(config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         quantized(config)
 

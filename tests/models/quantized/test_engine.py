@@ -51,7 +51,7 @@ def test_a_llama_answers_as_its_dequantized_model(name: str, tmp_path: Path) -> 
     [
         Qwen2Config(**TWO_LAYERS),  # with biases
         Phi3Config(**TWO_LAYERS),  # fused products
-        # rows of queries, keys and values in turns
+        # rows of queries, keys and values alternate
         FalconConfig(
             **SMALL_FALCON | {"num_hidden_layers": 1},
             new_decoder_architecture=True,
@@ -62,7 +62,7 @@ def test_a_llama_answers_as_its_dequantized_model(name: str, tmp_path: Path) -> 
     ids=["biases", "fused", "turns"],
 )
 @pytest.mark.parametrize("name", ["gptq", pytest.param("fp8 blocks", marks=pytest.mark.slow)])
-def test_families_that_fuse_otherwise(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
+def test_families_with_other_fused_products_answer_as_dequantized_models(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
     check_batch(write_quantized(config, tmp_path, BY_NAME[name]), tmp_path)
 
 
@@ -99,12 +99,12 @@ MOE = Qwen3MoeConfig(
 @pytest.mark.parametrize(
     "name", ["gptq act-order", "awq", pytest.param("fp8 blocks", marks=pytest.mark.slow)]
 )
-def test_experts_stay_packed_but_in_act_order(name: str, tmp_path: Path) -> None:
+def test_experts_stay_packed_unless_they_are_in_act_order(name: str, tmp_path: Path) -> None:
     model = write_quantized_experts(MOE, tmp_path, BY_NAME[name])
     check_batch(model, tmp_path)
 
 
-def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+def test_gpt_oss_in_mxfp4_answers_as_its_dequantized_model(tmp_path: Path) -> None:
     config = GptOssConfig(
         **TWO_LAYERS | {"hidden_size": 64, "intermediate_size": 32},
         head_dim=16,
@@ -124,7 +124,7 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     check_batch(write_gpt_oss(config, tmp_path), tmp_path)
 
 
-def test_int8_is_made_of_quantized_weights_as_of_others(tmp_path: Path) -> None:
+def test_quantized_checkpoints_can_be_requantized_to_int8(tmp_path: Path) -> None:
     model = write_quantized(LlamaConfig(**TWO_LAYERS), tmp_path / "packed", BY_NAME["gptq"])
     model.save_pretrained(tmp_path / "plain")
     ids = np.random.default_rng(0).integers(3, SMALL["vocab_size"], 64).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Loading takes the packed weights and little more."""
+"""Loading takes little more memory than the packed weights."""
 
 from pathlib import Path
 
@@ -20,20 +20,20 @@ LAYERS = 32  # the memory for reading one layer is small compared with the model
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "awq", "compressed 4 bits zero points"])
-def test_loading_takes_the_packed_weights_and_little_more(name: str, tmp_path: Path) -> None:
+def test_loading_takes_little_more_memory_than_the_packed_weights(name: str, tmp_path: Path) -> None:
     config = LlamaConfig(**SMALL | {"num_hidden_layers": 1, "vocab_size": 16})
     write_quantized(config, tmp_path, BY_NAME[name])
     spec = read_spec(tmp_path)
     held = []
     with LiveBytes() as live:
-        for _ in range(LAYERS):  # the same layer again and again, from the same file
+        for _ in range(LAYERS):  # every layer is the same, from the same file
             source = Checkpoint(tmp_path, torch.float32, names=spec.names, quantized=spec.quantized)
             layer = TensorReader(source, spec).layer(0)
             assert isinstance(layer.mlp, MlpTensors)
             held += [layer.qkv, layer.out, layer.mlp.first, layer.mlp.down]
     assert all(isinstance(product.weight, PackedWeight) for product in held)
     packed = sum(product.weight.nbytes for product in held)
-    assert live.now <= packed, "nothing else is left"
+    assert live.now <= packed, "nothing but the weights stays in memory"
     assert live.most <= 1.1 * packed
     dense = sum(product.weight.shape.numel() for product in held) * 4
     assert packed < 0.3 * dense

@@ -51,7 +51,7 @@ def check_ranks(folder: Path, of: int = 2) -> None:
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BY_NAME]
 )
-def test_every_format_in_parts(name: str, tmp_path: Path) -> None:
+def test_ranks_answer_as_one_process_in_every_format(name: str, tmp_path: Path) -> None:
     write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME[name])
     check_ranks(tmp_path)
 
@@ -75,14 +75,14 @@ def test_every_format_in_parts(name: str, tmp_path: Path) -> None:
     ],
     ids=["fused", "turns"],
 )
-def test_fused_products_in_parts(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
+def test_ranks_with_fused_products_answer_as_one_process(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
     write_quantized(config, tmp_path, BY_NAME[name])
     check_ranks(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq act-order", "awq", "fp8 small blocks"])
-def test_experts_in_parts(name: str, tmp_path: Path) -> None:
+def test_ranks_with_quantized_experts_answer_as_one_process(name: str, tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         **WIDE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96
     )
@@ -91,7 +91,7 @@ def test_experts_in_parts(name: str, tmp_path: Path) -> None:
 
 
 def test_mxfp4_experts_are_cut_at_groups(tmp_path: Path) -> None:
-    """Three groups of 32 on two ranks."""
+    """Three groups of 32 are split over two ranks."""
     sizes = WIDE | {"intermediate_size": 96}
     config = GptOssConfig(**sizes, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
     write_gpt_oss(config, tmp_path)

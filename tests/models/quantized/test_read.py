@@ -43,7 +43,7 @@ def own_bytes(packed: PackedWeight) -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_number_is_what_the_format_says(case: Case, tmp_path: Path) -> None:
+def test_every_number_is_decoded_as_the_format_says(case: Case, tmp_path: Path) -> None:
     tensors, right = case.make(np.random.default_rng(0), OUT, WIDTH)
     source = saved(tmp_path, case.config, tensors)
     found = taken(source)
@@ -51,7 +51,7 @@ def test_every_number_is_what_the_format_says(case: Case, tmp_path: Path) -> Non
     assert torch.equal(found.dense(torch.float32), torch.from_numpy(right))
     rounded = torch.from_numpy(right).to(torch.bfloat16)
     assert torch.equal(found.dense(torch.bfloat16), rounded)
-    source.finish()  # every tensor was needed or is known not to be
+    source.finish()  # fails if a tensor was neither read nor known to be unnecessary
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -60,7 +60,7 @@ def test_every_number_is_what_the_format_says(case: Case, tmp_path: Path) -> Non
     [(slice(8, 24),), (slice(3, 37),), (slice(None), slice(32, 64)), (slice(16, 40), slice(0, 48))],
     ids=["rows", "odd rows", "columns", "both"],
 )
-def test_a_part_is_a_part_of_the_whole(case: Case, at: tuple[slice, ...], tmp_path: Path) -> None:
+def test_reading_a_part_gives_that_part_of_the_whole(case: Case, at: tuple[slice, ...], tmp_path: Path) -> None:
     tensors, right = case.make(np.random.default_rng(0), OUT, WIDTH)
     source = saved(tmp_path, case.config, tensors)
     if len(at) == 2 and "act-order" in case.name:
@@ -69,7 +69,7 @@ def test_a_part_is_a_part_of_the_whole(case: Case, at: tuple[slice, ...], tmp_pa
         return
     found = taken(source, at)
     assert torch.equal(found.dense(torch.float32), torch.from_numpy(right)[at])
-    assert own_bytes(found) == found.nbytes, "a part does not keep the whole in memory"
+    assert own_bytes(found) == found.nbytes, "a part keeps the whole in memory"
 
 
 def test_scales_are_in_the_compute_dtype(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_product_that_is_not_quantized_stays_plain(tmp_path: Path) -> None:
     source.finish()
 
 
-def test_modules_by_rules_have_other_bits_or_none(tmp_path: Path) -> None:
+def test_rules_may_give_modules_other_bits_or_leave_them_plain(tmp_path: Path) -> None:
     dynamic = {
         r"+:.*up_proj": {"bits": 8, "group_size": 32},
         r"-:model\.layers\.0\.mlp\.down.*": {},
@@ -102,7 +102,7 @@ def test_modules_by_rules_have_other_bits_or_none(tmp_path: Path) -> None:
     assert quantized.packing_of("lm_head") is None
 
 
-def test_files_decide_what_is_packed(tmp_path: Path) -> None:
+def test_the_tensors_in_the_files_decide_which_products_are_packed(tmp_path: Path) -> None:
     config = gptq_config(dynamic={r"-:.*up_proj": {}})
     tensors, right = gptq(np.random.default_rng(0), OUT, WIDTH)
     found = taken(saved(tmp_path, config, tensors))
@@ -117,7 +117,7 @@ def _changed(tensors: Tensors, name: str, tensor: Tensor) -> Tensors:
     return {**tensors, name: tensor}
 
 
-def test_what_is_damaged_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_tensor(tmp_path: Path) -> None:
     tensors, _ = gptq(np.random.default_rng(0), OUT, WIDTH)
     with pytest.raises(UnsupportedModel, match=r"lacks model\.layers\.0\.mlp\.up_proj\.scales"):
         taken(saved(tmp_path, gptq_config(), _without(tensors, "scales")))
@@ -141,7 +141,7 @@ def test_bytes_without_scales_are_not_read_as_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["input_scale", "activation_scale", "k_scale", "kv_scale"])
-def test_scales_of_activations_are_left_aside(name: str, tmp_path: Path) -> None:
+def test_scales_of_activations_are_ignored(name: str, tmp_path: Path) -> None:
     tensors, right = fp8(np.random.default_rng(0), OUT, WIDTH, scale_shape=())
     source = saved(tmp_path, FP8, {**tensors, name: torch.ones(())})
     assert torch.equal(taken(source).dense(torch.float32), torch.from_numpy(right))
