@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def checked_files() -> Iterator[Path]:
-    """Every source file and page, but for those that hold such words as data."""
+    """Every source file and page, except those that have such words as data."""
     pages = ROOT.glob("*.md")
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     for path in sorted((*pages, *found)):

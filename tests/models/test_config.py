@@ -77,7 +77,7 @@ def test_rope_settings_in_both_formats_are_read(rope: dict[str, object]) -> None
         ({"hidden_size": "64"}, "hidden_size"),
     ],
 )
-def test_what_changes_the_mathematics_is_refused_by_name(
+def test_the_error_names_an_unsupported_field_that_changes_the_mathematics(
     changes: dict[str, object], name: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=name):
@@ -96,7 +96,7 @@ def test_a_window_that_no_context_exceeds_is_dropped() -> None:
     ("changes", "window"),
     [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 64}, 64)],
 )
-def test_mistrals_window_is_transformers_default(
+def test_mistral_has_the_default_window_of_transformers(
     changes: dict[str, object], window: int | None
 ) -> None:
     spec = spec_from_config({**LLAMA, "architectures": ["MistralForCausalLM"], **changes})
@@ -112,18 +112,18 @@ def test_qwen2_ignores_a_window_it_does_not_use() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_broken_file_is_named(text: str, tmp_path: Path) -> None:
+def test_the_error_names_a_broken_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
         read_spec(tmp_path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"config\.json"):
         read_spec(tmp_path)
 
 
-def test_harmless_fields_pass(tmp_path: Path) -> None:
+def test_harmless_fields_are_accepted(tmp_path: Path) -> None:
     config = {**LLAMA, "use_cache": True, "attention_dropout": 0.1, "new_switch": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_spec(tmp_path) == spec_from_config(LLAMA)
@@ -154,11 +154,11 @@ def test_end_tokens_of_the_generation_config_are_added(tmp_path: Path) -> None:
     ],
     ids=lambda field: next(iter(field)),
 )
-def test_notes_of_other_tools_change_nothing(field: dict[str, object]) -> None:
+def test_fields_of_other_tools_are_ignored(field: dict[str, object]) -> None:
     assert spec_from_config({**LLAMA, **field}) == spec_from_config(LLAMA)
 
 
-def test_llama_1_names_its_positions_otherwise() -> None:
+def test_llama_1_has_max_sequence_length_instead_of_max_positions() -> None:
     older = {name: value for name, value in LLAMA.items() if name != "max_position_embeddings"}
     assert spec_from_config({**older, "max_sequence_length": 2048}).max_positions == 2048
     with pytest.raises(UnsupportedModel, match="max_position_embeddings is missing"):
@@ -168,7 +168,7 @@ def test_llama_1_names_its_positions_otherwise() -> None:
 UNKNOWN: dict[str, object] = {"scale_depth": 1.4, "dim_model_base": {"of": "x" * 200}}
 
 
-def test_unknown_fields_are_refused_together_and_the_way_out_is_named() -> None:
+def test_one_error_names_all_unknown_fields_and_the_flag_that_ignores_them() -> None:
     with pytest.raises(UnsupportedModel) as refused:
         spec_from_config({**LLAMA, **UNKNOWN})
     told = str(refused.value)
@@ -186,6 +186,6 @@ def test_unknown_fields_are_ignored_on_request() -> None:
 
 
 @pytest.mark.parametrize("name", ["rope_theta", "hidden_act", "attention_bias", "layer_types"])
-def test_what_answers_depend_on_cannot_be_ignored(name: str) -> None:
+def test_fields_that_change_answers_cannot_be_ignored(name: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{name} cannot be ignored"):
         spec_from_config(LLAMA, [name])

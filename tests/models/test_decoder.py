@@ -1,4 +1,4 @@
-"""The forward pass by itself: running rows in pieces does not change the result."""
+"""The forward pass alone: running rows in pieces does not change the result."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: reading both layouts part by part, and the CPU's answer."""
+"""Mixtures of experts: both layouts are read in parts, and the CPU's output is right."""
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -41,7 +41,7 @@ PREFIX = "model.layers.3."
 
 
 def separate(tensors: ExpertTensors, names: Names) -> dict[str, Tensor]:
-    """As Mixtral's and Qwen's checkpoints hold them."""
+    """Experts in the layout of Mixtral's and Qwen's checkpoints."""
     found = {f"{names.router}.weight": tensors.router}
     for expert in range(len(tensors.router)):
         gate, up = as_tensor(tensors.gate_up)[expert].chunk(2)
@@ -59,7 +59,7 @@ def separate(tensors: ExpertTensors, names: Names) -> dict[str, Tensor]:
 
 
 def interleaved(tensors: ExpertTensors, names: Names) -> dict[str, Tensor]:
-    """As gpt-oss has them."""
+    """Experts in the layout of gpt-oss."""
     found = {
         f"{names.router}.weight": tensors.router,
         names.expert_gate: in_turns(as_tensor(tensors.gate_up).transpose(1, 2)),
@@ -99,7 +99,7 @@ def read(source: WeightSource, case: Case, names: Names) -> ExpertTensors:
 
 @pytest.mark.parametrize("names", [MIXTRAL, Names()], ids=["mixtral", "qwen"])
 @pytest.mark.parametrize("name", ["silu", "shared", "gated shared"])
-def test_experts_of_their_own_tensors_are_read(tmp_path: Path, name: str, names: Names) -> None:
+def test_experts_in_separate_tensors_are_read(tmp_path: Path, name: str, names: Names) -> None:
     case = case_of(name)
     right = some_tensors(case)
     source = saved(tmp_path, separate(right, names))
@@ -175,7 +175,7 @@ def test_a_tensor_may_be_taken_in_parts(tmp_path: Path) -> None:
         source.finish()
 
 
-def test_random_weights_come_in_parts_too() -> None:
+def test_random_weights_can_be_taken_in_parts() -> None:
     source = RandomWeights(torch.float32, torch.device("cpu"), seed=0)
     assert source.take("x", (3, 4, 5), (slice(0, 2), slice(1, 4, 2))).shape == (2, 2, 5)
     found = read(source, case_of("biases"), GPT_OSS)
@@ -183,7 +183,7 @@ def test_random_weights_come_in_parts_too() -> None:
 
 
 class Copies:
-    """A source whose every part is a new tensor, as on a device."""
+    """A source that returns a new tensor for every part, as one on a device does."""
 
     def __init__(self, inner: WeightSource) -> None:
         self._inner = inner
@@ -200,7 +200,7 @@ class Copies:
 
 
 @pytest.mark.parametrize("names", [MIXTRAL, GPT_OSS], ids=["separate", "interleaved"])
-def test_loading_takes_the_layer_and_little_more(tmp_path: Path, names: Names) -> None:
+def test_loading_takes_little_more_memory_than_the_layer(tmp_path: Path, names: Names) -> None:
     """One of 32 experts is 3 % of the layer; the source's copies count too."""
     case = Case("32 experts", replace(a_spec(num_experts=32), size=32), hidden=64)
     make = separate if names is MIXTRAL else interleaved
@@ -213,7 +213,7 @@ def test_loading_takes_the_layer_and_little_more(tmp_path: Path, names: Names) -
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 19])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_cpu_answers_as_the_reference(case: Case, tokens: int) -> None:
+def test_the_cpu_agrees_with_the_reference(case: Case, tokens: int) -> None:
     tensors, x = some_tensors(case), some_rows(tokens, case.hidden)
     kept = x.clone()
     found = CpuExperts(tensors, case.spec)(x)
@@ -223,7 +223,7 @@ def test_the_cpu_answers_as_the_reference(case: Case, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 19])
 def test_bf16_is_right_within_its_rounding(tokens: int) -> None:
-    """Products round act and answer to 8 bits: 2^-8 of values of order 1, several times."""
+    """Products round activation and output to 8 bits: errors of 2^-8 of values near 1, several times."""
     case = case_of("gated shared")
     tensors, x = some_tensors(case, torch.bfloat16), some_rows(tokens, case.hidden, torch.bfloat16)
     found = CpuExperts(tensors, case.spec)(x)
@@ -232,7 +232,7 @@ def test_bf16_is_right_within_its_rounding(tokens: int) -> None:
     torch.testing.assert_close(found.float(), right, rtol=2e-2, atol=3e-2)
 
 
-def test_of_equal_experts_the_lowest_are_chosen() -> None:
+def test_ties_between_experts_are_broken_by_the_lowest_index() -> None:
     case = case_of("silu")
     tensors = some_tensors(case)
     tensors.router.zero_()
@@ -299,7 +299,7 @@ def test_qwen2_moe_answers_as_transformers(is_normalized: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", [a for a in Activation if a.value != "clamped"])
-def test_activations_do_not_write_what_they_are_given(activation: Activation) -> None:
+def test_activations_do_not_change_their_inputs(activation: Activation) -> None:
     x = some_rows(3, 16)
     kept = x.clone()
     both = gated(activation)(x)
@@ -307,6 +307,6 @@ def test_activations_do_not_write_what_they_are_given(activation: Activation) ->
     assert torch.equal(x, kept)
 
 
-def test_a_clamped_gate_needs_its_up() -> None:
+def test_a_clamped_gate_needs_an_up_product() -> None:
     with pytest.raises(UnsupportedModel, match="clamped"):
         plain(Activation.CLAMPED_SILU)

@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of files that were read as a whole; all are old enough to be remembered."""
+    """Names of files that were hashed; all are old enough for their hash to be kept."""
     read: list[str] = []
     file_digest = hashlib.file_digest
 
@@ -93,7 +93,7 @@ def test_a_file_that_was_just_written_is_not_remembered(cache: Path, file: Path)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "a list", "other bytes"])
-def test_a_damaged_note_is_made_again(
+def test_a_damaged_stored_hash_is_computed_again(
     damage: str, cache: Path, file: Path, hashed: list[str]
 ) -> None:
     right = file_sha256(file)
@@ -114,7 +114,7 @@ def test_a_damaged_note_is_made_again(
     assert len(hashed) == 2
 
 
-def test_hashes_do_without_a_cache_folder(
+def test_hashes_work_without_a_cache_folder(
     file: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAINSTEM_CACHE", str(file / "below a file"))
@@ -122,7 +122,7 @@ def test_hashes_do_without_a_cache_folder(
     assert len(hashed) == 2
 
 
-def test_old_notes_are_deleted(
+def test_old_stored_hashes_are_deleted(
     cache: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_files, "MOST_FILES", 3)
@@ -133,11 +133,11 @@ def test_old_notes_are_deleted(
     assert len(list((cache / KIND).iterdir())) == 3
     hashed.clear()
     file_sha256(path)
-    assert hashed == [], "the newest stays"
+    assert hashed == [], "the newest is kept"
 
 
 def embedded_file(cache: Path) -> Path:
-    """A model as `embedded.py` leaves it: its manifest comes last."""
+    """A model as `embedded.py` writes it, with the manifest last."""
     folder = cache / "models" / "small"
     folder.mkdir(parents=True)
     path = folder / SINGLE_FILE
@@ -148,7 +148,7 @@ def embedded_file(cache: Path) -> Path:
     return path
 
 
-def test_the_embedded_model_brings_its_hashes(cache: Path, hashed: list[str]) -> None:
+def test_the_manifest_of_the_embedded_model_has_its_hashes(cache: Path, hashed: list[str]) -> None:
     assert embedded.MANIFEST == MANIFEST
     path = embedded_file(cache)
     assert file_sha256(path) == hashlib.sha256(b"weights").digest()
@@ -163,7 +163,7 @@ def test_a_damaged_manifest_is_ignored(text: str, cache: Path, hashed: list[str]
     assert hashed == [SINGLE_FILE]
 
 
-def test_an_embedded_model_that_was_changed_is_read(cache: Path, hashed: list[str]) -> None:
+def test_an_embedded_model_that_was_changed_is_hashed(cache: Path, hashed: list[str]) -> None:
     path = embedded_file(cache)
     manifest_ns = (path.parent / MANIFEST).stat().st_mtime_ns
     while path.stat().st_mtime_ns <= manifest_ns:  # the clock ticks every few milliseconds
@@ -171,7 +171,7 @@ def test_an_embedded_model_that_was_changed_is_read(cache: Path, hashed: list[st
     assert file_sha256(path) == hashlib.sha256(b"changed").digest()
 
 
-def test_a_manifest_elsewhere_is_ignored(cache: Path, hashed: list[str]) -> None:
+def test_a_manifest_in_another_folder_is_ignored(cache: Path, hashed: list[str]) -> None:
     path = embedded_file(cache)
     elsewhere = cache.parent / "copy"
     path.parent.rename(elsewhere)
@@ -204,7 +204,7 @@ def test_weights_whose_times_are_set_back_while_they_are_loaded_are_refused(
         digest.wait()
 
 
-def test_a_new_link_is_no_change(cache: Path, tmp_path: Path) -> None:
+def test_a_new_link_does_not_count_as_a_change(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_checkpoint("llama", folder)
     digest = WeightDigest(folder)

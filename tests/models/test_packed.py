@@ -25,7 +25,7 @@ each_kind = pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
 
 
 def a_weight(packing: Packing, *shape: int, seed: int = 0) -> PackedWeight:
-    """With scales that differ."""
+    """A random packed weight whose scales differ."""
     generator = Generator().manual_seed(seed)
     packed = random_packed(packing, shape, torch.float32, generator)
     if packed.scales.dtype == torch.uint8:
@@ -74,7 +74,7 @@ def test_cuts_that_cannot_be_made_are_refused() -> None:
         in_order(a_weight(PACKINGS["int4"], 4, 64)).columns(slice(0, 32))
 
 
-def test_columns_in_an_order_of_their_own_are_put_back() -> None:
+def test_columns_in_act_order_return_to_their_order() -> None:
     packed = a_weight(PACKINGS["int4"], 70, 96)
     ordered = in_order(packed)
     assert ordered.order is not None
@@ -82,14 +82,14 @@ def test_columns_in_an_order_of_their_own_are_put_back() -> None:
 
 
 @each_kind
-def test_joined_weights_are_on_top_of_each_other(packing: Packing) -> None:
+def test_joined_weights_have_the_rows_of_all(packing: Packing) -> None:
     parts = [a_weight(packing, rows, 96, seed=rows) for rows in (40, 8, 64)]
     whole = joined(parts)
     assert whole is not None
     assert torch.equal(numbers(whole), torch.cat([numbers(part) for part in parts]))
 
 
-def test_zeros_of_symmetric_parts_are_the_middle() -> None:
+def test_symmetric_and_asymmetric_weights_can_be_joined() -> None:
     one = a_weight(Packing(PackedKind.INT4, 32), 8, 64)
     other = a_weight(Packing(PackedKind.INT4, 32, has_zeros=True), 8, 64)
     whole = joined([one, other])
@@ -105,7 +105,7 @@ def test_joined_weights_keep_their_blocks_if_parts_are_whole_blocks() -> None:
     assert (whole.block_rows, uneven.block_rows) == (32, 1)
 
 
-def test_what_cannot_be_joined_becomes_a_tensor() -> None:
+def test_weights_that_cannot_be_joined_are_dequantized() -> None:
     packed = a_weight(PACKINGS["int4"], 8, 96)
     others = [
         a_weight(PACKINGS["int4, zeros"], 8, 96),
@@ -124,7 +124,7 @@ def test_what_cannot_be_joined_becomes_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "fp8 blocks", "fp8 rows"])
-def test_rows_are_scaled_in_their_scales(name: str) -> None:
+def test_scaling_rows_changes_their_scales(name: str) -> None:
     packed, factors = a_weight(PACKINGS[name], 40, 64), torch.rand(40) + 0.5
     torch.testing.assert_close(
         numbers(packed.scaled_rows(factors)), numbers(packed) * factors[:, None]
@@ -134,7 +134,7 @@ def test_rows_are_scaled_in_their_scales(name: str) -> None:
 
 
 @each_kind
-def test_a_stack_holds_each(packing: Packing) -> None:
+def test_a_stack_has_the_numbers_of_each_part(packing: Packing) -> None:
     stack = PackedStack(3, torch.float32)
     parts = [a_weight(packing, 40, 64, seed=seed) for seed in range(3)]
     for index, part in enumerate(parts):
@@ -148,7 +148,7 @@ def test_a_stack_holds_each(packing: Packing) -> None:
         stack.put(0, torch.ones(40, 64))
 
 
-def test_a_stack_whose_first_is_plain_is_plain() -> None:
+def test_a_stack_whose_first_part_is_plain_is_plain() -> None:
     stack, packed = PackedStack(2, torch.float32), a_weight(PACKINGS["int4"], 8, 64)
     stack.put(0, torch.ones(8, 64))
     stack.put(1, packed)
@@ -156,6 +156,6 @@ def test_a_stack_whose_first_is_plain_is_plain() -> None:
 
 
 @each_kind
-def test_random_weights_are_as_large_as_a_models(packing: Packing) -> None:
+def test_random_weights_have_the_standard_deviation_of_a_model(packing: Packing) -> None:
     packed = random_packed(packing, (64, 96), torch.float32, Generator().manual_seed(0))
     assert 0.5 * STD < float(numbers(packed).std()) < 2 * STD

@@ -21,7 +21,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 64, 65, 513, 1100])
-def test_close_to_fp32_for_any_number_of_tokens(tokens: int) -> None:
+def test_outputs_are_close_to_fp32_for_any_number_of_tokens(tokens: int) -> None:
     """Two products of the same shape in turn: a kernel must not mix up their weights."""
     weights = [randn(96, 64, seed=seed) for seed in (1, 2)]
     bias = randn(96, seed=3)
@@ -40,7 +40,7 @@ def test_channels_of_any_size_keep_their_accuracy() -> None:
         assert relative_error(found[:, channel], exact[:, channel]) < (0.08 if SATURATES else 0.05)
 
 
-def test_a_loud_token_does_not_drown_the_others() -> None:
+def test_a_token_of_large_values_does_not_change_the_others() -> None:
     weight = randn(32, 64, seed=1)
     x = randn(8, 64)
     linear = Int8Linear(weight)
@@ -49,13 +49,13 @@ def test_a_loud_token_does_not_drown_the_others() -> None:
     torch.testing.assert_close(linear(x)[1:], quiet, atol=0.02 * float(quiet.abs().max()), rtol=0)
 
 
-def test_zeros_stay_zeros() -> None:
+def test_the_output_of_zeros_is_zero() -> None:
     assert float(Int8Linear(randn(8, 16))(torch.zeros(3, 16)).abs().max()) < 1e-30
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_a_whole_layer_stays_close(name: str, tmp_path: Path) -> None:
-    """Loud channels are moved from the norms into the weights; the product must not change."""
+def test_a_quantized_layer_is_close_to_fp32(name: str, tmp_path: Path) -> None:
+    """Large channels are moved from the norms into the weights; the product must not change."""
     make_checkpoint(name, tmp_path)
     dense = load_decoder(tmp_path, read_spec(tmp_path), torch.float32)
     quantized = quantize_decoder(dense)

@@ -54,7 +54,7 @@ from tests.models.rank_outputs import TOLERANCE, a_config, check_same, outputs
 from tests.models.ranks import Thread, run_ranks
 
 CPU = torch.device("cpu")
-WIDE = SMALL | {  # query heads for four ranks; KV heads for two, so that four have copies
+WIDE = SMALL | {  # four ranks can split the query heads, but have copies of the two KV heads
     "hidden_size": 64,
     "num_attention_heads": 8,
     "intermediate_size": 96,
@@ -62,7 +62,7 @@ WIDE = SMALL | {  # query heads for four ranks; KV heads for two, so that four h
 }
 FALCON = {k: v for k, v in WIDE.items() if k not in {"intermediate_size", "num_key_value_heads"}}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
-UNEQUAL = {"intermediate_size": 82}  # 32 and 50; or 16, 16, 16 and 34
+UNEQUAL = {"intermediate_size": 82}  # 32 and 50 of them; or 16, 16, 16 and 34
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**WIDE | UNEQUAL, attention_bias=True, mlp_bias=True),
     "llama, tied": LlamaConfig(**WIDE, tie_word_embeddings=True),
@@ -104,15 +104,15 @@ QUICK = ("llama", "llama, tied", "falcon 40b", "gpt-oss", "olmo 2", "phi 2")
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-def test_ranks_answer_as_one(name: str, of: int, tmp_path: Path) -> None:
+def test_ranks_answer_as_one_process(name: str, of: int, tmp_path: Path) -> None:
     write_checkpoint(FAMILIES[name], tmp_path)
     expected = outputs(tmp_path)
     for found in run_ranks(of, lambda ranks: outputs(tmp_path, ranks)):
         check_same(found, expected, TOLERANCE)
 
 
-def test_ranks_without_tokens_of_their_own(tmp_path: Path) -> None:
-    """Of 33 tokens three ranks have 16, 16 and one; a fourth has rows of zeros."""
+def test_a_rank_without_a_part_of_the_vocabulary_answers_as_one_process(tmp_path: Path) -> None:
+    """Three ranks have 16, 16 and 1 of the 33 tokens; a fourth has rows of zeros."""
     config = LlamaConfig(**WIDE | {"vocab_size": 33, "num_hidden_layers": 1})
     write_checkpoint(config, tmp_path)
     expected = outputs(tmp_path)
@@ -122,7 +122,7 @@ def test_ranks_without_tokens_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama, tied", "phi 3"])
 def test_ranks_quantize_their_parts(name: str, tmp_path: Path) -> None:
-    """All ranks are equal, and as near to fp32 as int8 is on one device."""
+    """All ranks give the same outputs, as close to fp32 as int8 on one device."""
     write_checkpoint(FAMILIES[name], tmp_path)
     whole = outputs(tmp_path, quantize=Quantize.INT8)
     first, second = run_ranks(2, lambda ranks: outputs(tmp_path, ranks, Quantize.INT8))
@@ -142,7 +142,7 @@ def _of_prompts(found: Sequence[Output]) -> list[float]:
     return [record.logprob for record in records if record is not None]
 
 
-def test_numbers_that_do_not_divide_are_refused_by_name() -> None:
+def test_the_error_names_a_size_that_cannot_be_divided() -> None:
     small = spec_from_config(
         LlamaConfig(**SMALL).to_dict() | {"architectures": ["LlamaForCausalLM"]}
     )
@@ -158,7 +158,7 @@ def test_numbers_that_do_not_divide_are_refused_by_name() -> None:
     assert shards_that_divide(SHAPES["qwen3-30b-a3b"]) == (1, 2, 4, 8, 16, 32)
 
 
-def test_a_part_is_what_a_rank_has() -> None:
+def test_each_rank_reads_its_part() -> None:
     whole = SHAPES["llama2-70b"]
     part = part_of(whole, Shard(3, 4))
     assert (part.num_heads, part.num_kv_heads, part.vocab_rows) == (16, 2, 8000)
@@ -228,7 +228,7 @@ def _architecture(config: PreTrainedConfig) -> str:
     return type(config).__name__.removesuffix("Config") + "ForCausalLM"
 
 
-def test_a_layer_sums_twice_and_a_parallel_one_once(tmp_path: Path) -> None:
+def test_a_layer_makes_two_sums_and_a_parallel_layer_one(tmp_path: Path) -> None:
     def sums(name: str) -> int:
         folder = tmp_path / name
         write_checkpoint(FAMILIES[name], folder)
@@ -250,8 +250,8 @@ def test_a_layer_sums_twice_and_a_parallel_one_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_one_token_has_its_own_pass_on_all_ranks_or_none(has_bias: bool, tmp_path: Path) -> None:
-    """The bias of a product that is summed is on one rank only."""
+def test_either_all_ranks_use_the_single_token_pass_or_none(has_bias: bool, tmp_path: Path) -> None:
+    """Only one rank has the bias of a product that is summed over ranks."""
     write_checkpoint(LlamaConfig(**WIDE, attention_bias=has_bias), tmp_path)
     spec = read_spec(tmp_path)
 
@@ -278,12 +278,12 @@ class Deaf:
 
 
 @pytest.mark.parametrize("name", ["olmo 2", "phi 2"])
-def test_a_rank_alone_makes_no_calls(name: str, tmp_path: Path) -> None:
+def test_a_single_rank_makes_no_collective_calls(name: str, tmp_path: Path) -> None:
     write_checkpoint(FAMILIES[name], tmp_path)
     check_same(outputs(tmp_path, Deaf()), outputs(tmp_path), 0.0)
 
 
-def test_pages_of_other_ranks_and_numbers_of_ranks_have_other_names(tmp_path: Path) -> None:
+def test_page_names_depend_on_the_rank_and_the_number_of_ranks(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["llama"], tmp_path)
 
     def identity(ranks: Collectives) -> bytes:
@@ -293,7 +293,7 @@ def test_pages_of_other_ranks_and_numbers_of_ranks_have_other_names(tmp_path: Pa
     assert len(set(found)) == 7
 
 
-def test_ranks_have_the_pages_of_the_one_with_the_least(tmp_path: Path) -> None:
+def test_all_ranks_have_as_many_pages_as_the_rank_with_the_fewest(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["llama"], tmp_path)
 
     def num_pages(ranks: Thread) -> int:
@@ -307,7 +307,7 @@ def test_ranks_have_the_pages_of_the_one_with_the_least(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_on_three_ranks(smollm2_folder: Path) -> None:
+def test_smollm2_on_three_ranks_answers_as_one_process(smollm2_folder: Path) -> None:
     expected = outputs(smollm2_folder)
     for found in run_ranks(3, lambda ranks: outputs(smollm2_folder, ranks)):
         check_same(found, expected, 1e-3)

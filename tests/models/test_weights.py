@@ -1,4 +1,4 @@
-"""Checkpoints: shards, dtypes, tied embeddings, and what is said when something is wrong."""
+"""Checkpoints: shards, dtypes, tied embeddings, and errors."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
     assert torch.equal(one.layers[2].qkv(x), many.layers[2].qkv(x))
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_shard(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path, max_shard="40KB")
     gone = weight_files(tmp_path)[1]
     gone.unlink()
@@ -63,7 +63,7 @@ def test_an_index_may_not_point_elsewhere(tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+def test_the_error_names_missing_unexpected_and_misshapen_tensors(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     edit(tmp_path, model__surprise=torch.zeros(2))
     with pytest.raises(UnsupportedModel, match=r"unexpected tensors model\.surprise"):
@@ -87,7 +87,7 @@ def test_quantized_weights_without_a_config_have_their_own_error(tmp_path: Path)
         load(tmp_path)
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_file(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     path = tmp_path / SINGLE_FILE
     path.write_bytes(path.read_bytes()[:1000])

@@ -1,4 +1,4 @@
-"""Plans as a test reads them: a group as a record, a path of nodes, a file of lines."""
+"""How tests read plans: groups as records, paths of nodes, and files of lines."""
 
 import json
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def group_of(plan: Plan, index: int) -> PrefixGroup:
 
 
 def path_to(plan: Plan, node_index: int) -> list[int]:
-    """The nodes from below the root down to `node_index`: what must be computed, in order."""
+    """The nodes from below the root to `node_index`, in the order in which they are computed."""
     path: list[int] = []
     while node_index:
         path.append(node_index)
@@ -33,13 +33,13 @@ def path_to(plan: Plan, node_index: int) -> list[int]:
 
 
 def are_equal(plan: Plan, other: Plan) -> bool:
-    """Whether both hold the same arrays."""
+    """Whether both plans have the same arrays."""
     names = [field.name for field in fields(plan)]
     return all(np.array_equal(getattr(plan, name), getattr(other, name)) for name in names)
 
 
 def read_plan(lines: Iterable[str]) -> Plan:
-    """What `Plan.to_lines` wrote."""
+    """Reads what `Plan.to_lines` wrote."""
     head, *rows = (json.loads(line) for line in lines)
     assert head["plan_format"] == PLAN_FORMAT
     nodes, groups = rows[: head["nodes"]], rows[head["nodes"] :]

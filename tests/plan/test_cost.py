@@ -31,13 +31,13 @@ LLAMA_8B = Heads(heads=32, kv_heads=8, head_dim=128)
 @pytest.mark.parametrize(
     ("system", "context", "batch", "expected"),
     [
-        (0, 128, 32, 130 / 135),  # nothing to share: the extra traffic is all there is
+        (0, 128, 32, 130 / 135),  # nothing to share: there is only the extra traffic
         (2048, 128, 1, 2178 / 2183),
         (2048, 128, 32, 2178 / 199),
         (512, 256, 4, 770 / 391),
     ],
 )
-def test_relay_speedup_is_equation_10(
+def test_relay_speedup_agrees_with_equation_10(
     system: int, context: int, batch: int, expected: float
 ) -> None:
     assert relay_speedup(system, context, batch) == pytest.approx(expected)
@@ -47,7 +47,7 @@ def test_relay_speedup_tends_to_the_batch_size_for_long_prompts() -> None:
     assert relay_speedup(1e9, 128, 16) == pytest.approx(16, rel=1e-3)
 
 
-def test_a_long_run_is_worth_sharing_and_a_lone_reader_never() -> None:
+def test_a_long_run_is_worth_sharing_unless_it_has_one_reader() -> None:
     members = np.array([1, 2, 16, 256], np.int32)
     tokens = np.full(4, 2000, np.int32)
     assert worth_sharing(H200, LLAMA_8B, members, tokens).tolist() == [False, True, True, True]
@@ -58,7 +58,7 @@ def test_a_page_for_two_is_not_worth_a_span() -> None:
     assert answer.tolist() == [False]
 
 
-def test_runs_that_save_less_than_the_merge_are_left_alone() -> None:
+def test_runs_that_save_less_than_a_merge_costs_are_not_shared() -> None:
     """Measured on an H200 (52 heads, batch 16): 0.83x for a prompt of 64 tokens, 2.0x for 512."""
     model = Heads(heads=52, kv_heads=52, head_dim=128)
     members = np.array([16], np.int32)
@@ -112,7 +112,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_calibrated_card_goes_before_the_built_in_one(cache: Path) -> None:
+def test_calibrated_values_override_the_built_in_ones(cache: Path) -> None:
     assert card_for("NVIDIA H200") == H200
     assert card_for("cpu") == GENERIC_CPU
     measured = replace(H200, bytes_per_s=1e12)
@@ -127,13 +127,13 @@ def test_an_unknown_card_is_estimated_from_its_name(cache: Path) -> None:
     h100, other = card_for("NVIDIA H100 80GB HBM3"), card_for("Some GPU")
     assert H200.bytes_per_s > h100.bytes_per_s > other.bytes_per_s
     assert h100.name == "NVIDIA H100 80GB HBM3"
-    # the estimate of a card that was measured is not far off
+    # the estimate for a card that was also measured is close
     assert 0.9 < 0.9 * DATASHEETS["H200"][0] / H200.bytes_per_s < 1.1
     assert 0.9 < DATASHEETS["H200"][1] * 2 / 3 / H200.flops_per_s < 1.1
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"cpu": {"name": "cpu"}}', '{"cpu": 3}'])
-def test_a_damaged_file_of_cards_is_named(cache: Path, text: str) -> None:
+def test_the_error_names_a_damaged_file_of_cards(cache: Path, text: str) -> None:
     (cache / "cards.json").write_text(text)
     with pytest.raises(ConfigError, match=r"cards\.json"):
         card_for("cpu")
@@ -144,4 +144,4 @@ def test_a_step_at_full_speed_hides_the_reading_of_weights() -> None:
     assert tokens == 4096
     flops_s = 2 * tokens / H200.flops_per_s  # per weight
     assert 2 / H200.bytes_per_s <= flops_s / 20
-    assert 2 / H200.bytes_per_s > flops_s / 40, "twice as large as it has to be"
+    assert 2 / H200.bytes_per_s > flops_s / 40, "the step is twice as large as necessary"

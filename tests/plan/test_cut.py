@@ -1,4 +1,4 @@
-"""The cut of a plan: every row once, even shares, and prefixes charged where they are computed."""
+"""A cut assigns every row once, in even shares, and charges prefixes to the workers that compute them."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def cut_of(
 
 
 def share_prefixes(cut: Cut, plan: Plan, prompts: PromptLists, worker: int) -> set[tuple[int, ...]]:
-    """Every beginning of a prompt that a worker has to compute."""
+    """Every prefix of a prompt that a worker has to compute."""
     found: set[tuple[int, ...]] = set()
     for bundle in np.flatnonzero(cut.workers == worker).tolist():
         for member in plan.members[cut.begins[bundle] : cut.ends[bundle]].tolist():
@@ -47,7 +47,7 @@ def share_prefixes(cut: Cut, plan: Plan, prompts: PromptLists, worker: int) -> s
 
 @given(prompt_lists(max_prompts=30), st.integers(1, 6))
 @settings(max_examples=120, deadline=None)
-def test_shares_cost_what_their_different_prefixes_cost(
+def test_the_cost_of_a_share_is_its_number_of_different_prefixes(
     prompts: PromptLists, num_workers: int
 ) -> None:
     cut, plan = cut_of(prompts, num_workers, TOKENS_ONLY)
@@ -55,19 +55,19 @@ def test_shares_cost_what_their_different_prefixes_cost(
     assert cut.share_s.tolist() == pytest.approx(sizes)
     assert cut.computed_tokens + cut.repeated_tokens == sum(sizes)
     assert cut.whole_s == pytest.approx(cut.computed_tokens)
-    assert max(sizes, default=0) <= cut.computed_tokens, "no share exceeds the whole"
+    assert max(sizes, default=0) <= cut.computed_tokens, "a share exceeds the whole"
     assert np.bincount(cut.workers, cut.seconds, num_workers) == pytest.approx(cut.share_s)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(1, 8))
 @settings(max_examples=80, deadline=None)
-def test_rows_that_share_nothing_are_dealt_as_evenly_as_the_longest_allows(
+def test_rows_that_share_nothing_are_cut_as_evenly_as_the_longest_allows(
     lengths: list[int], num_workers: int
 ) -> None:
-    """The worker that gets the last range of the longest share had the least to do."""
+    """The worker that gets the last range of the longest share had the smallest share before."""
     prompts = [[1000 * row + place for place in range(size)] for row, size in enumerate(lengths)]
     cut, _ = cut_of(prompts, num_workers, TOKENS_ONLY)
-    mean = sum(lengths) / num_workers  # small rows are dealt together, up to a sixteenth of it
+    mean = sum(lengths) / num_workers  # small rows are assigned together, up to a sixteenth of it
     assert cut.share_s.max() <= mean + max(mean / 16, *lengths)
     assert cut.repeated_tokens == 0
 
@@ -88,8 +88,8 @@ def test_groups_below_the_average_share_stay_whole_if_shares_are_even() -> None:
     assert cut.balance == pytest.approx(1.0)
 
 
-def test_groups_are_split_if_whole_ones_leave_shares_uneven() -> None:
-    """Nine equal groups for eight workers: whole ones would leave one with twice the mean."""
+def test_groups_are_split_if_shares_would_be_uneven() -> None:
+    """Nine equal groups for eight workers: unsplit, they would give one worker twice the mean."""
     prompts = [
         [group] * 20 + [1000 * (group + 1) + row] * 30 for group in range(9) for row in range(50)
     ]
@@ -98,19 +98,19 @@ def test_groups_are_split_if_whole_ones_leave_shares_uneven() -> None:
     assert 0 < cut.repeated_tokens <= 8 * 20
 
 
-def test_more_workers_than_rows() -> None:
+def test_there_may_be_more_workers_than_rows() -> None:
     cut, _ = cut_of([[1, 2], [1, 3]], 5)
     assert np.bincount(cut.workers, cut.ends - cut.begins).sum() == 2
     assert cut.num_workers == 5
 
 
-def test_nothing_to_cut() -> None:
+def test_an_empty_plan_can_be_cut() -> None:
     cut, _ = cut_of([], 3)
     assert len(cut.begins) == 0
     assert (cut.balance, cut.saving, cut.lost_saving) == (1.0, 0.0, 0.0)
 
 
-def test_no_workers_are_refused() -> None:
+def test_zero_workers_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one worker"):
         cut_of([[1]], 0)
 

@@ -36,7 +36,7 @@ def chat_text(messages: list[Row]) -> str:
 
 
 def conversation_texts(path: Path) -> Iterator[str]:
-    """Every assistant message is a request whose prompt is what was said before."""
+    """Every assistant message is a request whose prompt is the conversation before it."""
     for row in rows_of(path):
         for index, message in enumerate(row["messages"]):
             if message["role"] == "assistant":
@@ -131,7 +131,7 @@ def data_sets() -> Iterator[tuple[str, Reader]]:
 
 
 def load(name: str, reader: Reader) -> Prompts:
-    """A data set as token ids, by the Qwen2.5 tokenizer where it is text."""
+    """A data set as token ids; text is encoded with the tokenizer of Qwen2.5."""
     texts: list[str] = []
     ids: list[list[int]] = []
     for row in reader(DATA / name):
@@ -153,7 +153,7 @@ def shuffled(prompts: Prompts) -> Prompts:
 
 
 def count_different_prefixes(prompts: Prompts) -> int:
-    """Distinct (length, hash of all tokens so far): an upper bound that knows nothing of trees."""
+    """Counts distinct pairs (length, hash of all tokens so far): an upper bound found without trees."""
     lengths: Int64s = prompts.num_tokens
     weights = np.random.default_rng(1).integers(1, 2**63, int(lengths.max()), dtype=np.uint64)
     hashes = prompts.token_ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -168,7 +168,7 @@ def count_different_prefixes(prompts: Prompts) -> int:
 
 
 def lru_of(name: str) -> LruCache:
-    """In the units of the data set: tokens, or hashes of many tokens."""
+    """Savings in the units of the data set: tokens, or hashes of many tokens."""
     hashed = {"traces/mooncake": 512, "traces/weka": 64}
     for start, hash_tokens in hashed.items():
         if name.startswith(start):

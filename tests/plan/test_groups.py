@@ -1,4 +1,4 @@
-"""Drafts, plans and Algorithm 1 against slow twins written from the paper."""
+"""Drafts, plans and Algorithm 1, compared with slow versions written from the paper."""
 
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -40,7 +40,7 @@ def test_every_prompt_is_planned_once_and_every_share_is_shared(
 
 @given(prompt_lists(), configs)
 @settings(max_examples=80, deadline=None)
-def test_prefix_and_distinct_make_up_the_prompt(prompts: PromptLists, config: PlanConfig) -> None:
+def test_prefix_and_distinct_tokens_make_up_the_prompt(prompts: PromptLists, config: PlanConfig) -> None:
     plan = plan_prompts(Prompts.from_lists(prompts), config)
     seen = []
     for index in range(plan.num_groups):
@@ -68,7 +68,7 @@ def test_many_levels_compute_every_different_token_once(
 
 @given(prompt_lists(), configs)
 @settings(max_examples=100, deadline=None)
-def test_a_plan_survives_being_written(prompts: PromptLists, config: PlanConfig) -> None:
+def test_a_plan_can_be_written_and_read(prompts: PromptLists, config: PlanConfig) -> None:
     plan = plan_prompts(Prompts.from_lists(prompts), config)
     assert are_equal(read_plan(plan.to_lines()), plan)
 
@@ -80,7 +80,7 @@ def test_spans_are_the_topmost_worthy_nodes_level_by_level(
 ) -> None:
     tree = build_tree(Prompts.from_lists(prompts))
     wanted = [False] * len(tree.node_tokens)
-    above = [(0, 0)] * len(wanted)  # spans above, and where the last of them ends
+    above = [(0, 0)] * len(wanted)  # number of spans above, and the end of the last one
     for node in range(1, len(wanted)):
         count, tokens = above[tree.node_parents[node]]
         if count < levels and tree.node_tokens[node] - tokens >= min_tokens:
@@ -115,7 +115,7 @@ def as_nodes(tree: PrefixTree) -> Node:
 
 
 def maximize_reuse(node: Node) -> None:
-    """Lines 2 to 11; leaves never win a fork (their gain is 0), so they are counts here."""
+    """Lines 2 to 11. Leaves are only counted here: their gain is 0, so they never win a fork."""
     for child in list(node.children):
         maximize_reuse(child)
         for gchild in list(child.children):
@@ -135,7 +135,7 @@ def draft_saving(draft: Draft) -> int:
 
 
 def best_single_level_saving(prompts: PromptLists) -> int:
-    """Over every set of prefixes, each prompt taking the longest that fits it."""
+    """The best saving over all sets of prefixes, if each prompt uses the longest that fits it."""
     tree = build_tree(Prompts.from_lists(prompts))
     depths, parents = tree.node_tokens.tolist(), tree.node_parents.tolist()
     leaves = tree.prompt_nodes.tolist()
@@ -183,7 +183,7 @@ def branch(*runs: int) -> list[int]:
     return [run // 100 for run in runs for _ in range(run % 100)]
 
 
-def test_the_papers_figure_4_argument() -> None:
+def test_the_example_of_the_papers_figure_4_is_planned_as_there() -> None:
     """One token shared by five prompts saves 4; eight tokens shared by two of them save 8."""
     prompts = [[1], [2, 3], [2, 4], [2, *[5] * 7, 1], [2, *[5] * 7, 2], [2, 6]]
     tree = build_tree(Prompts.from_lists(prompts))
@@ -201,8 +201,8 @@ def test_algorithm_1_charges_the_last_fork_for_a_prefix_that_is_no_longer_needed
 
 
 def test_algorithm_1_decides_sub_problems_without_the_nodes_above() -> None:
-    """Below, 4 prompts share 4 tokens and 2 of them 5 more: forking pays there, but what is left
-    is too little to be forked past the 10 tokens above, which the 4 together would have been."""
+    """Below, 4 prompts share 4 tokens and 2 of them share 5 more, so forking pays there. The rest
+    saves too little to fork past the 10 tokens above; all 4 together would have saved enough."""
     lower = [branch(110, 204, 305, 401), branch(110, 204, 305, 501)]
     upper = [branch(110, 204, 601), branch(110, 204, 701)]
     others = [branch(110, 801), branch(110, 901)]
@@ -229,7 +229,7 @@ def documents(head: int, count: int, degree: int, doc: int, tail: int) -> Prompt
     return Prompts.from_lists(prompts)
 
 
-def test_a_short_common_head_does_not_weld_all_documents_into_one_group() -> None:
+def test_a_short_common_head_does_not_join_all_documents_into_one_group() -> None:
     plan = plan_prompts(documents(head=3, count=10, degree=4, doc=100, tail=5))
     assert plan.num_groups == 10
     assert set(plan.node_tokens[plan.group_nodes].tolist()) == {103}
@@ -250,7 +250,7 @@ def test_a_system_prompt_with_too_much_below_it_is_opened_into_groups() -> None:
     assert [len(path_to(plan, node)) for node in plan.group_nodes.tolist()] == [2] * 20
 
 
-def test_documents_that_begin_with_the_same_words_are_not_one_group() -> None:
+def test_documents_with_the_same_first_words_are_not_one_group() -> None:
     """40 common tokens are a span, but the document of 300 tokens makes the group."""
     plan = plan_prompts(documents(head=40, count=5, degree=4, doc=300, tail=5))
     assert plan.num_groups == 5
@@ -258,7 +258,7 @@ def test_documents_that_begin_with_the_same_words_are_not_one_group() -> None:
 
 
 def test_the_turns_of_a_conversation_are_one_group() -> None:
-    """Each turn repeats the ones before, so most is saved below the first; there is one branch."""
+    """Each turn repeats the turns before it, so most is saved below the first; there is one branch."""
     talk = list(range(900))
     others = [[5000 + i] * 40 for i in range(3)]
     plan = plan_prompts(Prompts.from_lists([talk[: 50 * turn] for turn in range(1, 18)] + others))

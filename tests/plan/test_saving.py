@@ -1,4 +1,4 @@
-"""Saving ratios on the paper's workloads, and the LRU cache against a page-by-page twin."""
+"""Saving ratios on the paper's workloads, and the LRU cache compared with a page-by-page version."""
 
 from collections import OrderedDict
 
@@ -51,7 +51,7 @@ def test_the_papers_micro_benchmarks_reach_the_upper_bound(
 
 
 def lru_page_by_page(prompts: PromptLists, cache: LruCache) -> int:
-    """What an engine's prefix cache does, with a dictionary of pages."""
+    """An engine's prefix cache, as a dictionary of pages."""
     pages: OrderedDict[tuple[int, ...], None] = OrderedDict()
     size, hits = cache.page_size, 0
     for index, prompt in enumerate(prompts):
@@ -71,7 +71,7 @@ def lru_page_by_page(prompts: PromptLists, cache: LruCache) -> int:
 
 @given(prompt_lists(max_prompts=20), st.integers(0, 60), st.integers(1, 4), st.integers(0, 5))
 @settings(max_examples=150, deadline=None)
-def test_the_lru_cache_finds_what_a_cache_of_pages_finds(
+def test_the_lru_cache_finds_the_tokens_of_a_cache_of_pages(
     prompts: PromptLists, capacity_tokens: int, page_size: int, output_tokens: int
 ) -> None:
     cache = LruCache(capacity_tokens, page_size, output_tokens)
@@ -98,7 +98,7 @@ def test_no_prompts_save_nothing() -> None:
 
 @given(prompt_lists(), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_whole_pages_save_what_an_unbounded_cache_of_them_finds(
+def test_whole_pages_save_the_tokens_of_an_unbounded_cache_of_pages(
     prompts: PromptLists, page_size: int
 ) -> None:
     tree = build_tree(Prompts.from_lists(prompts))

@@ -17,7 +17,7 @@ def test_values_may_be_text_as_on_a_command_line() -> None:
     assert front_settings(given).kind is RouterKind.RANDOM
 
 
-def test_apps_go_to_their_replicas(tmp_path: Path) -> None:
+def test_each_app_is_assigned_to_its_replicas(tmp_path: Path) -> None:
     (tmp_path / "shop.txt").write_text("You sell tools.")
     file = str(tmp_path / "shop.txt")
     apps = {"shop": {"file": file, "replicas": [1]}, "all": {"file": file}}
@@ -44,7 +44,7 @@ def test_errors_name_the_wrong_argument(args: dict[str, Any], said: str) -> None
     assert said in str(caught.value)
 
 
-def test_a_missing_prompt_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_prompt(tmp_path: Path) -> None:
     given = read_arguments({"apps": {"shop": {"file": str(tmp_path / "none")}}})
     with pytest.raises(ConfigError, match="app shop: cannot read"):
         replica_settings(given, 0)

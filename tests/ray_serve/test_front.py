@@ -1,5 +1,5 @@
 """The front over fake replicas in this process: what it learns, and from which answers. Ray is not
-needed: the front uses only its handles, which are fakes here, and names of its exceptions.
+needed: the front uses only Ray's handles and the names of its exceptions, which are fakes here.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ JSON = ((b"content-type", b"application/json"),)
 
 @pytest.fixture(autouse=True)
 def names_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the front imports."""
+    """Fake modules of Ray with the names that the front imports."""
     names = ("ray", "ray.exceptions", "ray.serve", "ray.serve.exceptions")
     modules: dict[str, Any] = {name: ModuleType(name) for name in names}
     raised = modules["ray"].exceptions = modules["ray.exceptions"]
@@ -37,7 +37,7 @@ class PlayedReplica:
     """A fake handle: keeps responses in memory and gives the prepared answers."""
 
     def __init__(self, place: int) -> None:
-        self.status_code = 200  # of its answers
+        self.status_code = 200  # status of its answers
         self.is_ready = True
         self.boot = "first"
         self.num_asked = 0
@@ -91,7 +91,7 @@ def play(scene: Play, num_replicas: int = 2) -> None:
 
 
 async def looked(front: Front, replicas: list[PlayedReplica]) -> None:
-    """The front has looked at all replicas."""
+    """Wait until the front has asked all replicas for their status."""
     for place, replica in enumerate(replicas):
         front._note(place, await replica.status.remote())
 
@@ -132,7 +132,7 @@ def test_a_stored_response_outlives_a_restart_of_the_engine(is_down: bool) -> No
         reply = await post(front, input="go on", previous_response_id=name)
         assert reply.status_code == 503
         assert not is_down or reply.headers["retry-after"]
-        assert replicas[1 - home].num_asked == 0, "it does not have it"
+        assert replicas[1 - home].num_asked == 0, "the replica does not have the response"
         replicas[home].is_ready, replicas[home].status_code = True, 200
         await looked(front, replicas)
         reply = await post(front, input="go on", previous_response_id=name)
@@ -147,7 +147,7 @@ def test_a_response_whose_replica_is_unknown_is_searched_for() -> None:
         front._router._sessions.clear()  # as after a start of the front
         replicas[home].status_code = 503
         reply = await post(front, input="go on", previous_response_id=name)
-        assert reply.status_code == 503, "the one that refuses may have it"
+        assert reply.status_code == 503, "the replica that refuses may have the response"
         replicas[home].status_code = 200
         for _ in range(2):
             reply = await post(front, input="go on", previous_response_id=name)
@@ -159,7 +159,7 @@ def test_a_response_whose_replica_is_unknown_is_searched_for() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 400, 500])
-def test_who_is_refused_leaves_no_trace(status: int) -> None:
+def test_refused_requests_leave_no_pages_or_sessions(status: int) -> None:
     async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
         for replica in replicas:
             replica.status_code = status

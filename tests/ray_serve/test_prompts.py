@@ -1,4 +1,4 @@
-"""What a router reads of a request's body."""
+"""The fields that a router reads from a request's body."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def chat(*texts: str) -> dict[str, Any]:
     return {"model": "m", "messages": messages}
 
 
-def test_the_next_turn_begins_with_the_same_pages() -> None:
+def test_the_next_turn_has_the_same_first_pages() -> None:
     first = read_request(chat("s" * 5000, "question " * 300), KEY)
     second = read_request(chat("s" * 5000, "question " * 300, "answer " * 900, "more"), KEY)
     assert len(first.pages) == 3
@@ -38,7 +38,7 @@ def test_equal_text_after_different_text_is_another_page() -> None:
     assert not set(one.pages) & set(two.pages)
 
 
-def test_keys_salts_and_apps_have_pages_of_their_own() -> None:
+def test_each_key_salt_and_app_has_its_own_pages() -> None:
     body = {"prompt": "x" * PAGE_BYTES}
     others = [
         read_request(body, b"bob"),
@@ -49,7 +49,7 @@ def test_keys_salts_and_apps_have_pages_of_their_own() -> None:
     assert len(pages) == 4
 
 
-def test_prompts_of_all_kinds() -> None:
+def test_prompts_of_all_kinds_are_read() -> None:
     ids = read_request({"prompt": list(range(1000))}, KEY)
     assert ids.prompt_tokens == 1000
     assert len(ids.pages) == 1
@@ -61,7 +61,7 @@ def test_prompts_of_all_kinds() -> None:
     assert read_request(broken, KEY).session is None
 
 
-def test_sessions_and_stored_responses_are_named_with_their_key() -> None:
+def test_names_of_sessions_and_stored_responses_include_the_key() -> None:
     talk = read_request({"session_id": "talk"}, KEY)
     assert talk.session == session_of("session_id", "talk", KEY)
     assert not talk.must_stay
@@ -73,7 +73,7 @@ def test_sessions_and_stored_responses_are_named_with_their_key() -> None:
     assert talk.session not in [session_of(*other) for other in others]
 
 
-def test_names_of_sessions_have_one_size() -> None:
+def test_names_of_sessions_have_a_fixed_size() -> None:
     for name in ("", "talk", "s" * 1_000_000, "\ud800"):
         assert len(session_of("session_id", name, KEY)[1]) == NAME_BYTES
 

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 UP = ["up", "up"]
-LONG = 1500  # tokens of an answer that is still running when its replica is killed
+LONG = 1500  # so many tokens that the answer still runs when its replica is killed
 
 
 @dataclass
@@ -77,7 +77,7 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # for busy machines
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # long, for busy machines
     import ray  # noqa: PLC0415  # an extra
     from ray import serve  # noqa: PLC0415
 
@@ -116,7 +116,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         ray.shutdown()
 
 
-def test_models_and_a_streamed_chat(fleet: Fleet) -> None:
+def test_models_are_listed_and_a_chat_is_streamed(fleet: Fleet) -> None:
     assert "tiny" in [model.id for model in fleet.client.models.list()]
     messages: Any = [{"role": "user", "content": "Name a colour."}]
     settings: Any = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
@@ -126,25 +126,25 @@ def test_models_and_a_streamed_chat(fleet: Fleet) -> None:
     assert said == whole.choices[0].message.content
 
 
-def test_keys_are_asked_for(fleet: Fleet) -> None:
+def test_requests_without_a_key_are_refused(fleet: Fleet) -> None:
     reply = fleet.post("/v1/completions", {"prompt": "x"}, key="no such key")
     assert reply.status_code == 401
     assert fleet.post("/admin/replicas/0/drain").status_code == 401
     assert fleet.post("/v1/files").status_code == 501
 
 
-def test_new_prompts_spread(fleet: Fleet) -> None:
+def test_new_prompts_go_to_both_replicas(fleet: Fleet) -> None:
     assert {fleet.ask(f"{n} " * 50)[0] for n in range(8)} == {0, 1}
 
 
-def test_a_prefix_stays_where_it_is(fleet: Fleet) -> None:
-    """Two replicas and eight prompts: chance would send all of them to one in one of 128 cases."""
+def test_prompts_with_one_prefix_go_to_one_replica(fleet: Fleet) -> None:
+    """Random routing would send all eight prompts to one of the two replicas in 1 of 128 cases."""
     prefix = "the same document " * 150
     places = {fleet.ask(f"{prefix} question {n}")[0] for n in range(8)}
     assert len(places) == 1
 
 
-def test_a_session_sticks(fleet: Fleet) -> None:
+def test_a_session_stays_on_its_replica(fleet: Fleet) -> None:
     text = ""
     places: set[int] = set()
     for turn in range(6):
@@ -185,7 +185,7 @@ def test_a_draining_replica_gets_nothing_new(fleet: Fleet) -> None:
     assert fleet.states() == UP
 
 
-def test_a_client_that_leaves_frees_its_place(fleet: Fleet) -> None:
+def test_a_client_that_disconnects_frees_its_place(fleet: Fleet) -> None:
     def num_open() -> int:
         listed = fleet.get("/admin/replicas").json()["replicas"]
         return sum(int(replica["open_requests"]) for replica in listed)
@@ -219,7 +219,7 @@ def in_background(work: Callable[[], object]) -> tuple[Thread, list[object]]:
     return thread, found
 
 
-def test_a_killed_replica_costs_its_streams_and_nothing_else(fleet: Fleet) -> None:
+def test_a_killed_replica_ends_only_its_own_streams(fleet: Fleet) -> None:
     settings: Any = {"model": "tiny", "max_tokens": LONG, "temperature": 0}
     settings["extra_body"] = {"ignore_eos": True, "session_id": "doomed"}
     place, _ = fleet.ask("doomed", session_id="doomed")
@@ -233,7 +233,7 @@ def test_a_killed_replica_costs_its_streams_and_nothing_else(fleet: Fleet) -> No
         list(stream)
     waiting.join(60)
     other = 1 - place
-    assert [answered[0] for answered in answers] == [other], "it was sent again"  # type: ignore[index]
+    assert [answered[0] for answered in answers] == [other], "the request was sent to another replica"  # type: ignore[index]
     assert {fleet.ask(f"{n} and now?")[0] for n in range(4)} == {other}
     until(lambda: fleet.states() == UP, within_s=120)
-    assert place in {fleet.ask(f"{n} again " * 40)[0] for n in range(8)}, "it serves again"
+    assert place in {fleet.ask(f"{n} again " * 40)[0] for n in range(8)}, "the killed replica serves again"

@@ -64,7 +64,7 @@ def test_one_hot_prefix_does_not_make_one_hot_replica() -> None:
 
 
 def test_affinity_holds_under_load() -> None:
-    """Every replica has a queue, each prefix still goes where it is."""
+    """Every replica has a queue, and each prefix still goes to the replica that has it."""
     router = a_router()
     homes = {n: serve(router, range(100 * n, 100 * n + 20)) for n in range(4)}
     assert sorted(homes.values()) == [0, 1, 2, 3]
@@ -75,7 +75,7 @@ def test_affinity_holds_under_load() -> None:
             assert ticket.held_tokens == 20 * PAGE
 
 
-def test_a_session_stays_also_when_its_prompt_is_new() -> None:
+def test_a_session_stays_even_if_its_prompt_is_new() -> None:
     router = a_router()
     home = serve(router, [1], session="talk")
     assert {serve(router, [n], session="talk") for n in range(10, 20)} == {home}
@@ -93,12 +93,12 @@ def test_a_session_leaves_a_replica_that_is_down_or_draining() -> None:
         assert serve(router, [1, 2, 3], session="talk") == moved
 
 
-def test_a_session_that_must_stay_does() -> None:
+def test_a_session_that_must_stay_never_moves() -> None:
     router = a_router()
     home = serve(router, [1], session="talk")
     router.set_state(home, ReplicaState.DRAINING)
     tickets = [router.choose(RouteRequest([n], 10_000, "talk", None, True)) for n in range(20)]
-    assert {ticket.replica for ticket in tickets} == {home}, "whatever it has to do"
+    assert {ticket.replica for ticket in tickets} == {home}, "it stays however busy the replica is"
     going_on = RouteRequest([1], 10, "talk", None, True)
     with pytest.raises(NoReplica, match=f"replica {home}, which has"):
         router.choose(going_on, frozenset({home}))
@@ -109,11 +109,11 @@ def test_a_session_that_must_stay_does() -> None:
     assert router.choose(going_on).replica == home
 
 
-def test_only_what_was_answered_teaches() -> None:
+def test_the_router_learns_only_from_answered_requests() -> None:
     router = a_router()
     ticket = router.choose(a_request([1, 2, 3], session="talk"))
     together = router.choose(a_request([1, 2, 3, 4]))
-    assert together.replica == ticket.replica, "requests that share pages meet"
+    assert together.replica == ticket.replica, "requests that share pages go to one replica"
     for refused in (ticket, together):
         router.finish(refused, None)
     router.check()
@@ -131,7 +131,7 @@ def test_sessions_are_bounded() -> None:
     assert router.home(99) is not None
 
 
-def test_pages_are_bounded_and_heads_stay_longest() -> None:
+def test_pages_are_bounded_and_first_pages_stay_longest() -> None:
     holdings = Holdings(2, 10)
     holdings.note(0, range(8))
     holdings.note(0, [100, 101, 102, 103])
@@ -157,7 +157,7 @@ def test_a_replica_that_was_down_keeps_its_pages_until_it_is_restarted() -> None
     router.check()
 
 
-def test_apps_on_some_replicas() -> None:
+def test_requests_for_an_app_go_to_the_replicas_that_have_it() -> None:
     router = a_router()
     router.place_app("shop", [1, 3])
     assert {serve(router, [n], app="shop") for n in range(20)} == {1, 3}
@@ -170,7 +170,7 @@ def test_apps_on_some_replicas() -> None:
         router.place_app("shop", [4])
 
 
-def test_who_failed_a_request_is_not_asked_again() -> None:
+def test_a_replica_that_failed_a_request_does_not_get_it_again() -> None:
     router = a_router(2)
     first = router.choose(a_request([1]))
     router.finish(first, None)
@@ -180,7 +180,7 @@ def test_who_failed_a_request_is_not_asked_again() -> None:
         router.choose(a_request([1]), frozenset({0, 1}))
 
 
-def test_the_first_token_ends_the_work_of_the_prompt() -> None:
+def test_the_first_token_removes_the_prompt_from_open_work() -> None:
     router = a_router(1)
     ticket = router.choose(a_request(range(10)))
     before = router.open_work(0)
@@ -191,7 +191,7 @@ def test_the_first_token_ends_the_work_of_the_prompt() -> None:
     router.check()
 
 
-def test_other_kinds_know_nothing_of_pages() -> None:
+def test_round_robin_and_random_routers_ignore_pages() -> None:
     turns = a_router(3, kind=RouterKind.ROUND_ROBIN)
     assert [serve(turns, [1]) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
     drawn = a_router(3, kind=RouterKind.RANDOM)
@@ -200,7 +200,7 @@ def test_other_kinds_know_nothing_of_pages() -> None:
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Any order of requests, ends and states keeps bounds and counts."""
+    """In any order of requests, ends and states, bounds hold and counts are right."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ def check_conversation(
             overflow=overflow,
         )
         found = answer(engine, request)
-        # the pages to keep are chosen by now
+        # the pages to keep have been chosen
         kept, truncation = engine._scheduler._intake._truncator.fit(request)
         alone = Request(RequestId(f"alone-{turn}"), kept.prompt_ids, GREEDY, salt=b"alone")
         assert found == answer(engine, alone)

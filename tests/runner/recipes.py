@@ -76,8 +76,8 @@ RECIPES: dict[str, ModelSpec] = {name: _spec(name) for name in _CONFIGS}
 
 
 class _Weights(RandomWeights):
-    """Gains around one, other weights larger than a model's, so that an error shows in the answers.
-    A tensor depends on its name only: the same on every device and rank."""
+    """Gains are around one; other weights are larger than a real model's, so that an error changes
+    answers. A tensor depends only on its name, so it is the same on every device and rank."""
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         generator = torch.Generator().manual_seed(crc32(name.encode()))
@@ -89,7 +89,7 @@ class _Weights(RandomWeights):
 
 @dataclass(frozen=True)
 class RecipeOrigin:
-    """Equal weights wherever they are opened."""
+    """A source whose weights are equal on every device."""
 
     spec: ModelSpec
 
@@ -109,5 +109,5 @@ def a_config(dtype: DType = DType.FP32) -> EngineConfig:
 
 
 def deeper(spec: ModelSpec) -> ModelSpec:
-    """The same with every layer twice."""
+    """The same model with every layer twice."""
     return replace(spec, layers=spec.layers * 2)

@@ -37,14 +37,14 @@ class Recorder:
 
     @contextmanager
     def _graph(self, graph: Recording, pool: str | None, capture_error_mode: str) -> Iterator[None]:
-        assert self._current is None, "one capture at a time"
-        assert capture_error_mode == "thread_local", "other threads may call CUDA meanwhile"
+        assert self._current is None, "a capture is already running"
+        assert capture_error_mode == "thread_local", "the mode must allow other threads to call CUDA"
         self._current = graph
         yield
         self._current = None
 
     def wrap(self, pieces_of: PiecesOf) -> PiecesOf:
-        """The same pieces; while a graph is captured they are kept instead of run."""
+        """Returns pieces that are recorded instead of run while a graph is captured."""
 
         def wrapped(piece: Piece) -> Piece:
             def run() -> None:

@@ -70,7 +70,7 @@ def a_step(
     carry: bool = False,
     prompt_logprobs: int | None = None,
 ) -> Step:
-    """The Step of these works. Sequences that begin with the same pages and say that they share
+    """The Step of these works. Sequences that have the same first pages and are marked as sharing
     them get one span over them."""
     starts = np.cumsum([0, *(work.num_tokens for work in works)])
     token_ids: list[int] = []

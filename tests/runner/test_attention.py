@@ -1,4 +1,4 @@
-"""What the last layer computes: the spans of the rows that are needed."""
+"""The last layer computes only the spans of the rows that are needed."""
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ def attend(spans: Spans, q: torch.Tensor) -> torch.Tensor:
     return reference.span_attention(q, k, v, spans, 0.3)[0]
 
 
-def test_the_rows_see_what_they_saw() -> None:
+def test_the_needed_rows_see_the_same_keys_as_before() -> None:
     q = torch.randn(7, 4, 8, generator=torch.Generator().manual_seed(1))
     everything = attend(SPANS, q)
     for rows in ([0], [3], [0, 3, 6], [0, 2, 3, 4, 5, 6], [5, 6], list(range(7))):
@@ -34,7 +34,7 @@ def test_the_rows_see_what_they_saw() -> None:
         torch.testing.assert_close(attend(narrowed, q[rows]), everything[rows])
 
 
-def test_windows_stay_with_their_rows() -> None:
+def test_the_needed_rows_keep_their_windows() -> None:
     q = torch.randn(7, 4, 8, generator=torch.Generator().manual_seed(1))
     clipped = clip_spans(SPANS, positions_of(SPANS, 7), 6, 4)
     everything = attend(clipped, q)

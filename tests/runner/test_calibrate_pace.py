@@ -33,7 +33,7 @@ LAUNCH_US = 5.5
 
 
 def _clock(pace: Pace, shape: Shape, noise: float = 0.0) -> StepUs:
-    """A made-up card: the time of rounds of equal units, or that of its memory if it is longer."""
+    """A simulated card: the time of rounds of equal units, or of its memory if that is longer."""
     rng = random.Random(0)
 
     def step_us(spans: Spans) -> float:
@@ -70,16 +70,16 @@ def _clock(pace: Pace, shape: Shape, noise: float = 0.0) -> StepUs:
 def test_known_constants_are_fitted_back(
     tiles: tuning.Tiles, pace: Pace, programs: int, noise: float
 ) -> None:
-    """Times that are off by 1 % give constants that are off by a few times that."""
+    """If times are off by 1 %, the constants are off by a few percent."""
     shape = Shape(4, 8, 16, num_programs=programs, tiles=replace(tiles, pace=Pace(yields=0.3)))
     fitted = fit_pace(_clock(pace, shape, noise), shape)
     for name in FITTED:
         right = getattr(pace, name)
         assert getattr(fitted, name) == pytest.approx(right, rel=0.01 + 8 * noise, abs=0.01), name
-    assert fitted.yields == 0.3, "not fitted, so as it was"
+    assert fitted.yields == 0.3, "a field that is not fitted keeps its value"
 
 
-def test_an_untuned_card_uses_what_was_fitted(
+def test_an_untuned_card_uses_the_fitted_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))

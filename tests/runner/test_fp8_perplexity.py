@@ -1,4 +1,4 @@
-"""What fp8 costs on real text, from the CPU's emulation of the card's rounding."""
+"""The perplexity that fp8 costs on real text, with the card's rounding emulated on a CPU."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -21,8 +21,8 @@ QUANTIZED = ("qkv", "out", "gate_up", "down")  # as on a card
 
 
 def emulated(decoder: Decoder, folder: Path, names: Collection[str] = QUANTIZED) -> Decoder:
-    """A copy with these products in fp8. The fp32 decoder has its norms' gains folded into the
-    weights; a card has not, and rounds the weights alone."""
+    """A copy with these products in fp8. The fp32 decoder has the gains of norms folded into its
+    weights; a card rounds the weights without gains."""
     checkpoint = Checkpoint(folder, torch.float32)
 
     def rounded(name: str, linear: Linear) -> Linear:

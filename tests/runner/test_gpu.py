@@ -70,7 +70,7 @@ def answers(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) 
 
 
 def prompts() -> list[list[int]]:
-    """Two share a page and a part of the next; one is alone."""
+    """Two prompts share a page and a part of the next; one shares nothing."""
     rng = np.random.default_rng(5)
     head = rng.integers(3, SHAPE.vocab_size, 19).tolist()
     tails = [rng.integers(3, SHAPE.vocab_size, 5).tolist() for _ in range(2)]
@@ -79,7 +79,7 @@ def prompts() -> list[list[int]]:
 
 @interpreted
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, EDITED], ids=["greedy", "drawn", "edited"])
-def test_same_tokens_as_on_the_cpu(sampling: SamplingParams) -> None:
+def test_tokens_are_those_of_the_cpu(sampling: SamplingParams) -> None:
     assert answers(on_gpu(a_config()), prompts(), sampling) == answers(
         on_cpu(a_config()), prompts(), sampling
     )
@@ -87,7 +87,7 @@ def test_same_tokens_as_on_the_cpu(sampling: SamplingParams) -> None:
 
 @interpreted
 @pytest.mark.slow
-def test_same_tokens_of_layers_of_several_kinds() -> None:
+def test_layers_of_several_kinds_give_the_tokens_of_the_cpu() -> None:
     """A window with sinks, a softcap without rotation, a window with another rotation."""
     plain = SHAPE.layers[0].attention
     assert plain.rope is not None
@@ -104,13 +104,13 @@ def test_same_tokens_of_layers_of_several_kinds() -> None:
 
 
 @interpreted
-def test_same_tokens_without_sharing() -> None:
+def test_tokens_are_the_same_without_sharing() -> None:
     shared = answers(on_gpu(a_config()), prompts(), GREEDY)
     assert answers(on_gpu(a_config(Share.NONE)), prompts(), GREEDY) == shared
 
 
 def scores(engine: Engine) -> list[float]:
-    """Logprobs of the last tokens of prompts, then of forty tokens after each; more rows of logits
+    """Logprobs of the last tokens of prompts, then of forty tokens after each: more rows of logits
     than the step has tokens."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     for index, ids in enumerate(prompts()):
@@ -126,15 +126,15 @@ def scores(engine: Engine) -> list[float]:
 
 
 @interpreted
-def test_same_scores_as_on_the_cpu() -> None:
+def test_scores_are_those_of_the_cpu() -> None:
     wanted = scores(on_cpu(a_config()))
     assert len(wanted) == 3 * 42
     assert scores(on_gpu(a_config())) == pytest.approx(wanted, abs=1e-4)
 
 
 def told(runner: Runner) -> list[list[int]]:
-    """Tokens of three sequences that share a page: a prompt, their own parts, decodes of all, and
-    of one alone; and of one that begins with a copy of a part of the page."""
+    """Tokens of three sequences that share a page: of the shared prompt, of their own parts, of
+    decodes together and of one alone; and of a sequence that copies a part of the page."""
     rng = np.random.default_rng(5)
     head = rng.integers(3, SHAPE.vocab_size, 16).tolist()
     tails = rng.integers(3, SHAPE.vocab_size, (3, 3)).tolist()
@@ -161,9 +161,9 @@ def told(runner: Runner) -> list[list[int]]:
 
 
 @interpreted
-def test_same_tokens_when_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As graphs of two sizes, without the launches that a step's plan does not need; two layers in
-    two pieces."""
+def test_replayed_steps_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run as graphs of two sizes, without launches that their plan does not need, and two
+    layers run in two pieces."""
     from mainstem.runner import gpu, graphs  # noqa: PLC0415
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415
 
@@ -185,7 +185,7 @@ def test_same_tokens_when_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @interpreted
-def test_page_sizes_the_kernel_does_not_have_are_refused() -> None:
+def test_page_sizes_that_the_kernel_does_not_support_are_refused() -> None:
     with pytest.raises(ConfigError, match="page_size"):
         on_gpu(a_config(page_size=8))
 
@@ -197,9 +197,9 @@ def test_more_span_levels_than_the_buffers_hold_are_refused() -> None:
         on_gpu(replace(config, sched=replace(config.sched, span_levels=9)))
 
 
-def test_a_missing_gpu_is_named() -> None:
+def test_the_error_says_that_there_is_no_gpu() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("there is a GPU")
     from mainstem.core.config import Device, Quantize  # noqa: PLC0415
     from mainstem.runner.load import choose_device  # noqa: PLC0415
 
@@ -211,7 +211,7 @@ def test_a_missing_gpu_is_named() -> None:
         choose_device(ModelConfig(deterministic=True))
 
 
-def test_fp8_is_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_refused_with_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     from mainstem.core.config import Quantize  # noqa: PLC0415
     from mainstem.runner.load import choose_device  # noqa: PLC0415
 

@@ -59,14 +59,14 @@ def right(product: Product, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("tokens", [3, MOST_TOKENS + 1], ids=["few", "many: dequantized"])
-def test_four_bits_in_act_order_with_a_bias(tokens: int) -> None:
+def test_four_bit_products_in_act_order_with_a_bias_are_right(tokens: int) -> None:
     order = torch.randperm(96, generator=torch.Generator().manual_seed(4)).int()
     product = Product(replace(some_int4(24, 96), order=order), some(24, seed=2))
     x = some(tokens, 96)
     torch.testing.assert_close(answer(a_maker(), product, x), right(product, x))
 
 
-def test_room_for_dequantized_weights_is_as_large_as_the_largest() -> None:
+def test_the_buffer_for_dequantized_weights_has_the_size_of_the_largest() -> None:
     maker = a_maker()
     for size in (32, 96, 64):
         maker.layer(Product(some_int4(16, size)))
@@ -115,7 +115,7 @@ def test_a_format_without_a_product_is_dequantized_and_logged(
     assert words in caplog.text
 
 
-def test_fp8_per_channel_is_not_rounded_again_on_request() -> None:
+def test_quantize_fp8_does_not_round_fp8_weights_per_channel_again() -> None:
     product, x = Product(some_fp8(64, 96, None)), some(3, 96)
     found = answer(a_maker(Quantize.FP8), product, x)
     assert torch.equal(found, answer(a_maker(), product, x))
@@ -123,7 +123,7 @@ def test_fp8_per_channel_is_not_rounded_again_on_request() -> None:
     assert blocks.fp8_per is Fp8Per.ROW  # one scale per channel, as requested
 
 
-def test_packed_weights_can_be_made_fp8_on_request() -> None:
+def test_quantize_fp8_converts_packed_weights() -> None:
     product, x = Product(some_int4(32, 96)), some(3, 96)
     linear = a_maker(Quantize.FP8).layer(product)
     assert linear.fp8_per is Fp8Per.ROW

@@ -1,4 +1,4 @@
-"""Every kind of block gives the GPU runner, under Triton's interpreter, the CPU's tokens."""
+"""Every kind of block gives the same tokens on the GPU runner (interpreted) as on a CPU."""
 
 import os
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from tests.runner.test_gpu import answers
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-QUICK = ("PhiForCausalLM", "Qwen2MoeForCausalLM")  # LayerNorm, parallel; experts
+QUICK = ("PhiForCausalLM", "Qwen2MoeForCausalLM")  # LayerNorm with parallel blocks; experts
 
 
 def prompts() -> list[list[int]]:
-    """Two that share a page, longer than the windows."""
+    """Two prompts that share a page and are longer than the windows."""
     rng = np.random.default_rng(5)
     head = rng.integers(3, 96, 17).tolist()
     return [head + rng.integers(3, 96, count).tolist() for count in (3, 6)]
@@ -44,7 +44,7 @@ interpreted = pytest.mark.skipif(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
 )
-def test_same_tokens_as_on_the_cpu(name: str) -> None:
+def test_tokens_are_those_of_the_cpu(name: str) -> None:
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
     origin, config = RecipeOrigin(RECIPES[name]), a_config()
@@ -63,7 +63,7 @@ def test_two_ranks_have_the_tokens_of_one_cpu(name: str) -> None:
 
 @interpreted
 def test_two_ranks_norm_over_the_heads_of_both() -> None:
-    """As OLMo 2 does, with the norm after attention, in one layer."""
+    """OLMo 2 does this. One layer, with the norm after attention."""
     spec = RECIPES["Olmo2ForCausalLM"]
     check_two_ranks(replace(spec, layers=spec.layers[:1]), [prompts()[0][:5]])
 
@@ -75,7 +75,7 @@ def check_two_ranks(spec: ModelSpec, given: list[list[int]]) -> None:
 
 
 def on_ranks(config: EngineConfig, spec: ModelSpec, ask: Callable[[Engine], T]) -> T:
-    """The answers of both of two ranks."""
+    """The answers of each of two ranks."""
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
     def run(ranks: Thread) -> T:
@@ -112,13 +112,13 @@ def test_ranks_quantize_their_parts_to_fp8() -> None:
 
 @interpreted
 @pytest.mark.slow
-def test_deterministic_ranks_answer_alone_as_in_a_batch() -> None:
+def test_deterministic_ranks_answer_the_same_alone_and_in_a_batch() -> None:
     spec, config = RECIPES["Olmo2ForCausalLM"], a_config()
     config = replace(config, model=replace(config.model, deterministic=True))
     sampling = replace(GREEDY, logprobs=1)
 
     def logprobs(given: list[list[int]]) -> list[float]:
-        """Logprobs of the sampled tokens, to the bit."""
+        """Logprobs of the sampled tokens, not rounded."""
 
         def ask(engine: Engine) -> list[float]:
             requests = [

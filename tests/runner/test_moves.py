@@ -46,8 +46,8 @@ def moving(step: Step, source: list[int], target: list[int], by: list[int]) -> S
 
 @pytest.mark.parametrize("name", KINDS)
 def test_moved_keys_are_those_of_the_other_position(name: str, tmp_path: Path) -> None:
-    """The first layer's keys and values depend on token and position alone: moved pages must be
-    what the same tokens give there."""
+    """Keys and values of the first layer depend on token and position alone, so a moved page must
+    equal a page that is computed at its new position."""
     assert name in CONFIGS
     make_checkpoint(name, tmp_path)
     runner = a_runner(tmp_path)
@@ -64,11 +64,11 @@ def test_moved_keys_are_those_of_the_other_position(name: str, tmp_path: Path) -
     for layer in range(3):
         assert torch.equal(runner.pages.values(layer)[[20, 21]], runner.pages.values(layer)[12:14])
         assert not torch.allclose(runner.pages.keys(layer)[20], runner.pages.keys(layer)[12])
-        assert runner.pages.keys(layer)[22].isnan().all(), "something else was written"
+        assert runner.pages.keys(layer)[22].isnan().all(), "another page was written"
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 16])
-def test_half_precision_and_partly_rotated_heads_are_moved_alike(rotary_dim: int) -> None:
+def test_pages_in_16_bits_and_with_partly_rotated_heads_are_moved(rotary_dim: int) -> None:
     """bf16 holds 8 bits: a rotated key is within half a unit of the last place of the exact one."""
     torch.manual_seed(0)
     pages = torch.randn(2, 6, 2, PAGE, 16).to(torch.bfloat16)
@@ -84,7 +84,7 @@ def test_half_precision_and_partly_rotated_heads_are_moved_alike(rotary_dim: int
     assert torch.equal(pages[1, 4:], before[1, :2])
 
 
-def test_a_move_there_and_back_gives_the_keys_back(tmp_path: Path) -> None:
+def test_moving_a_page_away_and_back_restores_its_keys(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     runner = a_runner(tmp_path)
     ids = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 16)]
@@ -98,8 +98,8 @@ def test_a_move_there_and_back_gives_the_keys_back(tmp_path: Path) -> None:
         assert torch.allclose(keys[21], keys[3], atol=1e-5)
 
 
-def test_a_step_reads_what_it_has_moved(tmp_path: Path) -> None:
-    """A page that this step writes is moved in this step and read in it, in every layer."""
+def test_a_step_reads_the_pages_that_it_moves(tmp_path: Path) -> None:
+    """In every layer, the step writes a page, moves it and reads it."""
     make_checkpoint("llama", tmp_path)
     ids = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB, 8)]
     answers = []

@@ -1,4 +1,4 @@
-"""The noise of draws: even, independent, the same everywhere; and what it does to rounding."""
+"""The noise of draws is uniform, independent and the same everywhere; rounding hardly changes draws."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def plain_draws(logits: Float32s, keys: Int64s, temperature: float = 1.0) -> Int
 
 
 def test_the_hash_is_the_documented_one() -> None:
-    """lowbias32 of the id; then of that and the key, whose upper half is added in the middle."""
+    """lowbias32 of the id, then lowbias32 of the result and the key, with its upper half added inside."""
     mask = 0xFFFFFFFF
 
     def mixed(x: int, added: int) -> int:
@@ -64,9 +64,9 @@ def pairs(name: str) -> tuple[noise.UInt32s, noise.UInt32s]:
     ["neighbouring ids", "neighbouring positions", "neighbouring seeds",
      "one id, positions apart by one", "two ids, many positions"],
 )  # fmt: skip
-def test_noise_is_even_and_independent(name: str, shift: int) -> None:
-    """Five bits of each of a pair: 1,024 cells, chi-square of 1,023 degrees of freedom, beyond
-    1,023 + 2 sqrt(21 x 1,023) + 42 in one case of 10^9 (Laurent and Massart 2000, lemma 1)."""
+def test_noise_is_uniform_and_independent(name: str, shift: int) -> None:
+    """Five bits of each number of a pair give 1,024 cells. Chi-square of 1,023 degrees of freedom
+    exceeds 1,023 + 2 sqrt(21 x 1,023) + 42 in one case of 10^9 (Laurent and Massart 2000, lemma 1)."""
     a, b = ((bits.ravel() >> shift & 31).astype(np.int64) for bits in pairs(name))
     found = np.bincount(a * 32 + b, minlength=1024)
     mean = len(a) / 1024
@@ -81,7 +81,7 @@ def test_the_ends_of_the_noise_are_finite() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 100.0])
 def test_a_draw_is_the_largest_noisy_score(spread: float) -> None:
-    """The path that bounds scores before it computes them leaves none out."""
+    """The path that bounds scores before computing them never skips the largest."""
     rng = np.random.default_rng(1)
     logits = (rng.standard_normal((40, VOCAB)) * spread).astype(np.float32)
     keys = some_keys(40)
@@ -103,9 +103,9 @@ def test_rounding_hardly_changes_a_draw() -> None:
     keeps winning unless some token j has noise between p_j / p_i and e^(2 d) times that, so it
     wins both times with a probability of at least e^(-2 d) p_i.
 
-    Here d is 1e-5 of logits up to 200: 4 changes in 1,000 rows at most, 20 in one case of 10^8.
-    Inverting the distribution with one random number per row instead sums errors over ids: 50 rows
-    or so change, about d sqrt(vocabulary) / 5 of them.
+    Here d is 1e-5 of logits up to 200: at most 4 changes are expected in 1,000 rows, and 20 come
+    in one case of 10^8. Inverting the distribution with one random number per row would sum errors
+    over ids: about d sqrt(vocabulary) / 5 of the rows change, here about 50.
     """
     rng = np.random.default_rng(2)
     rows = 1000

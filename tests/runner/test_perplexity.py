@@ -1,4 +1,4 @@
-"""Perplexity, and what int8 costs on real text."""
+"""Perplexity, and how much int8 raises it on real text."""
 
 import math
 from pathlib import Path
@@ -21,11 +21,11 @@ TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
     ("stride", "windows"),
     [
         (10, ((0, 20, 1), (10, 30, 20), (20, 40, 30), (30, 50, 40))),
-        (20, ((0, 20, 1), (20, 40, 21), (40, 50, 41))),  # the first of each has nothing before it
+        (20, ((0, 20, 1), (20, 40, 21), (40, 50, 41))),  # the first token of each window is not scored
     ],
     ids=["overlapping", "side by side"],
 )
-def test_windows_score_a_token_once(
+def test_windows_score_each_token_once(
     stride: int, windows: tuple[tuple[int, int, int], ...], tmp_path: Path
 ) -> None:
     model = make_checkpoint("llama", tmp_path)

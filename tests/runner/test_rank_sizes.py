@@ -1,4 +1,4 @@
-"""What ranks hold, from config.json."""
+"""Sizes of ranks' weights and pages, from config.json."""
 
 import json
 from pathlib import Path
@@ -27,12 +27,12 @@ def write(folder: Path, **more: object) -> Path:
     return folder
 
 
-def test_weights_and_keys_are_divided(tmp_path: Path) -> None:
-    """Four ranks keep two KV heads twice: their weights and pages are not a fourth."""
+def test_weights_and_pages_are_divided_by_ranks(tmp_path: Path) -> None:
+    """Four ranks store each of two KV heads twice, so each has more than a fourth."""
     one, two, four = rank_sizes(write(tmp_path))
     assert one == RankSize(1, 2 * (LAYERS + ENDS), 2 * 2 * 2 * 2 * 16)
     assert two == RankSize(2, LAYERS + ENDS, 2 * 2 * 2 * 16)
-    copies = 2 * 64 * 16  # in two layers, keys and values of half a head each, 2 bytes
+    copies = 2 * 64 * 16  # keys and values of half a head in each of two layers, 2 bytes each
     assert four.num_ranks == 4
     assert four.kv_bytes_per_token == two.kv_bytes_per_token
     vocabulary = 2 * 2 * 64 * 32  # 24 rows are padded to 32

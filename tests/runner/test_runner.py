@@ -1,4 +1,4 @@
-"""The runner on real (tiny) models against Hugging Face transformers."""
+"""The runner on real (tiny) models, compared with Hugging Face transformers."""
 
 from pathlib import Path
 
@@ -50,14 +50,14 @@ def load_runner(
 def loaded(folder: Path, page_size: int = PAGE, kv_tokens: int = 1024) -> CpuRunner:
     cache = CacheConfig(page_size=page_size, kv_tokens=kv_tokens)
     runner, _ = load_runner(folder, ModelConfig(), cache, None)
-    for layer in range(3):  # whatever was in memory must not matter
+    for layer in range(3):  # old contents must not matter
         runner.pages.keys(layer).fill_(float("nan"))
         runner.pages.values(layer).fill_(float("nan"))
     return runner
 
 
 def prompt_logprobs(runner: CpuRunner, seq: Seq, chunk: int, page_size: int = PAGE) -> list[float]:
-    """Logprob of every prompt token after the first, the prompt run in chunks."""
+    """Logprob of every prompt token after the first; the prompt runs in chunks."""
     found: list[float] = []
     prompt = len(seq.token_ids)
     while seq.num_done < prompt:
@@ -99,7 +99,7 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_pages_and_chunks_do_not_matter(page_size: int, chunk: int, tmp_path: Path) -> None:
+def test_logits_do_not_depend_on_pages_and_chunks(page_size: int, chunk: int, tmp_path: Path) -> None:
     model = make_checkpoint("llama", tmp_path)
     prompt = tokens(50, seed=5)
     runner = loaded(tmp_path, page_size)
@@ -111,9 +111,9 @@ def test_pages_and_chunks_do_not_matter(page_size: int, chunk: int, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # this CPU may lack bf16
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
-def test_sixteen_bits_stay_near_fp32(dtype: DType, tmp_path: Path) -> None:
-    """8 (bf16) or 11 (fp16) bits through three layers of large random weights: logits of size 10
-    move by some 0.1, so the mean over 40 logprobs must stay within that."""
+def test_sixteen_bits_are_close_to_fp32(dtype: DType, tmp_path: Path) -> None:
+    """8 (bf16) or 11 (fp16) bits in three layers of large random weights change logits of size 10
+    by about 0.1, so the mean error over 40 logprobs must stay below that."""
     model = make_checkpoint("qwen3", tmp_path)
     cache = CacheConfig(page_size=PAGE, kv_tokens=256)
     runner, facts = load_runner(tmp_path, ModelConfig(dtype=dtype), cache, None)
@@ -125,7 +125,7 @@ def test_sixteen_bits_stay_near_fp32(dtype: DType, tmp_path: Path) -> None:
     assert float((ours - theirs).abs().mean()) < 0.2
 
 
-def test_shared_prefix_mixed_with_a_prefill(tmp_path: Path) -> None:
+def test_a_step_may_mix_decodes_over_a_shared_prefix_with_a_prefill(tmp_path: Path) -> None:
     """Decodes over a shared run of pages and a chunk of another prompt, in one step."""
     model = make_checkpoint("llama", tmp_path)
     runner = loaded(tmp_path)
@@ -141,7 +141,7 @@ def test_shared_prefix_mixed_with_a_prefill(tmp_path: Path) -> None:
     for seq in (first, *others):
         seq.num_shared_pages = 4
     for seq in others:
-        seq.num_done = 16  # its prefix is in the pages already
+        seq.num_done = 16  # its prefix is already in the pages
     for _ in range(4):
         works = [Work(first, 1), *(Work(s, len(s.token_ids) - s.num_done) for s in others)]
         run(runner, a_step(works, PAGE, VOCAB), works)
@@ -150,7 +150,7 @@ def test_shared_prefix_mixed_with_a_prefill(tmp_path: Path) -> None:
         assert seq.token_ids[start:] == table.argmax(-1)[start - 1 :].tolist()
 
 
-def test_carried_tokens_are_the_previous_samples(tmp_path: Path) -> None:
+def test_carried_tokens_are_the_samples_of_the_previous_step(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     answers = []
     for carry in (False, True):
@@ -192,7 +192,7 @@ def test_logprobs_are_of_the_model_not_of_the_sampler(tmp_path: Path) -> None:
     assert len(third.top_ids) == 3
 
 
-def test_facts_describe_what_was_loaded(tmp_path: Path) -> None:
+def test_facts_describe_the_loaded_model(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     cache = CacheConfig(page_size=8, kv_tokens=100)
     _, facts = load_runner(tmp_path, ModelConfig(), cache, 128)
@@ -207,7 +207,7 @@ def test_facts_describe_what_was_loaded(tmp_path: Path) -> None:
 
 def test_pages_take_their_share_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint("llama", tmp_path)
-    # before loading, for packing, after loading, and whether the pages fit
+    # before loading, for packing, after loading, and to check that the pages fit
     readings = iter([8 << 20, 7 << 20, 6 << 20, 6 << 20])
     monkeypatch.setattr("mainstem.runner.cpu_load.available_bytes", lambda: next(readings))
     _, facts = load_runner(tmp_path, ModelConfig(), CacheConfig(memory_share=0.5), None)
@@ -228,7 +228,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_runner(tmp_path, settings, cache, None)
 
 
-def test_gate_is_asked_before_every_layer(tmp_path: Path) -> None:
+def test_the_gate_is_called_before_every_layer(tmp_path: Path) -> None:
     class Log:
         def __init__(self) -> None:
             self.layers: list[int] = []

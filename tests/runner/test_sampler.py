@@ -70,13 +70,13 @@ def some_logits(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_takes_the_likeliest_token() -> None:
     logits = some_logits()
     assert sample_one(Sampler(), logits, greedy()) == int(logits.argmax())
 
 
 @pytest.mark.parametrize("vocab", [1, 50, 64, 768])
-def test_the_likeliest_is_the_first_of_equals(vocab: int) -> None:
+def test_a_tie_is_broken_by_the_lowest_id(vocab: int) -> None:
     logits = torch.randint(-3, 3, (40, vocab), generator=torch.Generator().manual_seed(1)).float()
     assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
 
@@ -107,7 +107,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     assert_shares(counts(four_tokens(), SamplingParams(top_p=0.65)), expected)
 
 
-def test_top_p_after_top_k_is_a_share_of_what_is_left() -> None:
+def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
     # of 0.4 and 0.3, the first alone has 0.57
     found = counts(four_tokens(), SamplingParams(top_p=0.55, top_k=2))
     assert found.nonzero()[:, 0].tolist() == [0]
@@ -199,7 +199,7 @@ def test_presence_penalty_is_flat_and_frequency_penalty_counts() -> None:
     assert [sample_one(sampler, logits, counting) for _ in range(4)] == [3, 3, 4, 3]
 
 
-def test_counts_are_rebuilt_when_a_sequence_comes_back() -> None:
+def test_counts_are_rebuilt_when_a_preempted_sequence_returns() -> None:
     logits = torch.zeros(VOCAB)
     logits[[3, 4]] = torch.tensor([5.0, 3.5])
     sampling = greedy(frequency_penalty=1.0)
@@ -210,7 +210,7 @@ def test_counts_are_rebuilt_when_a_sequence_comes_back() -> None:
     assert sample_one(sampler, logits, sampling) == 3
 
 
-def test_logit_bias() -> None:
+def test_logit_bias_is_added_to_logits() -> None:
     sampling = greedy(logit_bias={7: 50.0, 8: -100.0})
     sampler = Sampler()
     start(sampler, sampling)
@@ -242,7 +242,7 @@ def test_a_mask_limits_the_tokens_of_its_row(sampling: SamplingParams) -> None:
         assert free == last == int(logits[0].argmax())
 
 
-def test_logprobs_rank_and_top() -> None:
+def test_logprobs_have_rank_and_top_tokens() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[0, [4, 6]] = torch.tensor([3.0, 2.0])
     records = start_logprobs(logits, torch.tensor([6, 0]), np.array([2, 0], np.int32)).resolve()

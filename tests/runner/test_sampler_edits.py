@@ -1,4 +1,4 @@
-"""Penalties, bias and barred tokens of many sequences at once, against each one by itself."""
+"""Penalties, bias and barred tokens of many sequences at once equal those of each one alone."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def edited(
     logits: torch.Tensor, sampling: SamplingParams, prompt: list[int], output: list[int]
 ) -> torch.Tensor:
-    """One row, token by token; as vLLM's documentation defines the penalties."""
+    """Edits one row, token by token, with penalties as vLLM's documentation defines them."""
     row = logits.clone()
     for token, bias in (sampling.logit_bias or {}).items():
         row[token] += bias
@@ -47,7 +47,7 @@ def some_sampling(rng: np.random.Generator) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_sequence_is_edited_as_if_it_were_alone(seed: int) -> None:
-    """50 sequences, more than are counted at once; some leave, others return with a past."""
+    """There are 50 sequences, more than are counted at once; some end, others return after preemption."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     edits = LogitEdits(Uploads(CPU))
@@ -90,7 +90,7 @@ def test_every_sequence_is_edited_as_if_it_were_alone(seed: int) -> None:
 def test_an_answer_may_grow_longer_than_its_row() -> None:
     sampling = SamplingParams(max_tokens=2000, frequency_penalty=0.001, temperature=0.0)
     edits = LogitEdits(Uploads(CPU))
-    for slot in range(20):  # more rows than there are at first
+    for slot in range(20):  # more rows than the buffer has at first
         empty = np.empty(0, np.int32)
         edits.start(StartedSequence(slot, sampling, np.zeros(1, np.int32), empty, ()))
     row, slots = np.arange(20, dtype=np.int32), np.arange(20, dtype=np.int32)

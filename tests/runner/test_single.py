@@ -17,7 +17,7 @@ from tests.runner.steps import Seq, Work, a_step, run
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_lone_sequence_gives_the_same_logprobs_either_way(
+def test_a_lone_sequence_gives_the_same_logprobs_with_and_without_the_pass(
     smollm2_folder: Path, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = list(range(100, 137))
@@ -48,7 +48,7 @@ def test_pages_may_lie_anywhere(
     pages: list[int], min_fused_keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neighbouring pages are read in place, others are gathered; few and many keys use different
-    attention calls. Logprobs are as without this pass."""
+    attention calls. Logprobs are the same as without this pass."""
     make_checkpoint("llama", tmp_path)
     monkeypatch.setattr(single, "_MIN_FUSED_KEYS", min_fused_keys)
 

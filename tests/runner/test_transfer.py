@@ -1,4 +1,4 @@
-"""Pages through host memory and disk: the same bits come back, and layers wait for their loads."""
+"""Pages come back from host memory and disk with the same bits, and layers wait for their loads."""
 
 from contextlib import closing
 from pathlib import Path
@@ -43,7 +43,7 @@ def an_engine(store: StoreConfig, bus: EventBus, kv_tokens: int) -> Engine:
 
 
 def ask(engine: Engine, number: int) -> Answer:
-    """Tokens and top log-probabilities, which show every bit of the logits' leaders."""
+    """Tokens and top log-probabilities, not rounded: they show every bit of the largest logits."""
     sampling = SamplingParams(temperature=0.0, max_tokens=5, logprobs=20, ignore_eos=True)
     engine.submit(Request(RequestId(str(number)), PROMPTS[number], sampling))
     answer: Answer = []
@@ -99,7 +99,7 @@ def test_a_copier_moves_whole_pages(dtype: torch.dtype) -> None:
     copier.close()
 
 
-def test_a_drained_copier_is_at_rest() -> None:
+def test_a_drained_copier_has_no_copies_in_flight() -> None:
     pages = DevicePages(tiny_spec(), 12, 4, torch.float32)
     copier = CpuCopier(pages, host_bytes=1 << 20)
     numbers = np.arange(4, dtype=np.int32)
@@ -110,7 +110,7 @@ def test_a_drained_copier_is_at_rest() -> None:
     copier.close()
 
 
-def test_parts_of_ranks_lie_side_by_side_in_a_slot() -> None:
+def test_a_slot_has_the_parts_of_all_ranks_side_by_side() -> None:
     with closing(SharedMemory()) as memory:
         copiers, parts = [], []
         for rank in range(2):
@@ -174,7 +174,7 @@ def test_a_gate_delays_a_layer_until_its_pages_are_loaded() -> None:
     assert transfer.num_layers_done() == 2
 
 
-def test_waiting_for_a_failed_copy_ends() -> None:
+def test_waiting_for_a_failed_copy_returns() -> None:
     def fail(_: int) -> None:
         raise ValueError("no such page")
 

@@ -1,4 +1,4 @@
-"""Attention to pages, summed over a real (tiny) model, against what transformers reports."""
+"""Attention to pages, summed over a real (tiny) model, equals that of transformers."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The forecast that admission rests on."""
+"""The forecast of memory use that admission relies on."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -9,11 +9,11 @@ from mainstem.core.step import Int32s
 from mainstem.sched.admission import Outlook
 
 
-def test_a_forecast_admits_what_memory_will_hold() -> None:
-    """Two of 40 pages: alone each needs 20 more at its peak, but the first ends before."""
+def test_a_forecast_counts_pages_that_other_sequences_will_return() -> None:
+    """Two sequences share 40 pages. Each needs 20 more at its peak, but the first ends before."""
     own = np.array([20, 20], np.float32)
     first_ends = np.array([10, 160], np.int32)
-    assert Outlook.of(first_ends, own).peak_need(16) == 2  # both begin a page; then 20 come back
+    assert Outlook.of(first_ends, own).peak_need(16) == 2  # both begin a page; then the first returns 20
     assert Outlook.of(np.array([160, 160], np.int32), own).peak_need(16) == 22
 
 
@@ -23,14 +23,14 @@ def test_a_forecast_admits_what_memory_will_hold() -> None:
     hnp.arrays(np.int32, 12, elements=st.integers(0, 3)),
     hnp.arrays(np.int32, 12, elements=st.integers(0, 9)),
 )
-def test_a_forecast_is_never_short_and_a_page_each_too_much_at_most(
+def test_a_forecast_is_never_too_low_and_at_most_a_page_per_sequence_too_high(
     remaining: Int32s, free_tokens: Int32s, own: Int32s
 ) -> None:
-    """Step by step: all grow by a token, and those that end give their pages back."""
+    """The exact need, step by step: all grow by a token, and those that end return their pages."""
     needs = []
     for now in np.unique(remaining):
         is_alive = remaining >= now
-        begun = -(-(now - free_tokens[is_alive]) // 4)  # what the last page has no room for
+        begun = -(-(now - free_tokens[is_alive]) // 4)  # tokens that do not fit in the last page
         needs.append(np.maximum(begun, 0).sum() - own[~is_alive].sum())
     forecast = Outlook.of(remaining, own.astype(np.float32)).peak_need(4)
     one_by_one = Outlook.of(remaining[:1], own[:1].astype(np.float32))

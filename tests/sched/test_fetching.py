@@ -1,4 +1,4 @@
-"""Load or compute, and when to start: the decisions, on links of known rates."""
+"""Whether to load or compute a history, and when to start, on links of known rates."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -12,14 +12,14 @@ from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import Link, SharedLink
 from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
 
-PAGE_BYTES = 2 << 20  # Llama 8B, 16 tokens in bf16
+PAGE_BYTES = 2 << 20  # 16 tokens of Llama 8B in bf16
 TOKEN_S = 22e-6
 HISTORY = 126  # pages: 2,016 tokens
 
 
 @dataclass
 class Tiers:
-    """As an H200 has them: 50 GB/s to host memory, 4.2 GB/s from disk."""
+    """Links as of an H200: 50 GB/s to host memory, 4.2 GB/s from disk."""
 
     num_layers: int = 32
     page_bytes: int = PAGE_BYTES
@@ -39,7 +39,7 @@ def a_fetching(fetch: Fetch = Fetch.AUTO, preload: str = "auto") -> tuple[Fetchi
 
 
 def assign(fetching: Fetching, tiers: Tiers, count: int, is_on_disk: bool) -> tuple[int, int]:
-    """Histories that come at once: how many are loaded, how many computed."""
+    """Of histories that arrive at once, how many are loaded and how many computed."""
     stored = Stored(HISTORY, (HISTORY,) if is_on_disk else ())
     num_loaded, tokens_ahead = 0, 0
     for index in range(count):
@@ -54,12 +54,12 @@ def assign(fetching: Fetching, tiers: Tiers, count: int, is_on_disk: bool) -> tu
     return num_loaded, count - num_loaded
 
 
-def test_from_host_memory_a_crowd_is_loaded() -> None:
+def test_many_histories_at_once_are_all_loaded_from_host_memory() -> None:
     fetching, tiers = a_fetching()
     assert assign(fetching, tiers, 24, is_on_disk=False) == (24, 0)
 
 
-def test_a_disk_as_fast_as_the_device_gets_about_half_of_a_crowd() -> None:
+def test_a_disk_as_fast_as_the_device_loads_about_half_of_many_histories() -> None:
     fetching, tiers = a_fetching()
     loaded, computed = assign(fetching, tiers, 24, is_on_disk=True)
     assert 6 <= loaded <= 14
@@ -67,7 +67,7 @@ def test_a_disk_as_fast_as_the_device_gets_about_half_of_a_crowd() -> None:
 
 
 @pytest.mark.parametrize(("rate", "fewest"), [(4.2e9, 9), (2.5e9, 6), (1.5e9, 4)])
-def test_disk_and_device_end_together_on_a_crowd(rate: float, fewest: int) -> None:
+def test_many_histories_are_split_so_that_disk_and_device_end_together(rate: float, fewest: int) -> None:
     fetching, tiers = a_fetching()
     tiers.links[1] = SharedLink(rate)
     loaded, computed = assign(fetching, tiers, 24, is_on_disk=True)
@@ -77,12 +77,12 @@ def test_disk_and_device_end_together_on_a_crowd(rate: float, fewest: int) -> No
     assert load_s == pytest.approx(compute_s, rel=0.3)
 
 
-def test_settings_overrule_the_comparison() -> None:
+def test_fetch_always_and_never_override_the_comparison() -> None:
     assert assign(*a_fetching(Fetch.ALWAYS), 9, is_on_disk=True) == (9, 0)
     assert assign(*a_fetching(Fetch.NEVER), 9, is_on_disk=False) == (0, 9)
 
 
-def test_a_slow_link_loses_once_it_was_seen_to_be_slow() -> None:
+def test_a_link_that_was_measured_to_be_slow_is_not_used() -> None:
     fetching, tiers = a_fetching()
     stored = Stored(HISTORY, (HISTORY,))
     link = tiers.links[1] = SharedLink(100e9)
@@ -102,12 +102,12 @@ def test_short_histories_are_computed_if_the_link_is_busy() -> None:
 @pytest.mark.parametrize(
     ("new_tokens", "layers"),
     [
-        (2016, 1),  # the prompt takes longer than the load: it never has to wait
-        (100, 20),  # 5.3 ms of load, 2.2 ms of prompt: the last layer must be there in time
+        (2016, 1),  # the prompt takes longer than the load and never waits
+        (100, 20),  # 5.3 ms of load, 2.2 ms of prompt: the last layer must arrive in time
         (1, 32),
     ],
 )
-def test_the_read_buffer_grows_with_what_the_prompt_does_not_hide(
+def test_the_read_buffer_covers_load_time_that_the_prompt_does_not_hide(
     new_tokens: int, layers: int
 ) -> None:
     fetching, _ = a_fetching()
@@ -115,7 +115,7 @@ def test_the_read_buffer_grows_with_what_the_prompt_does_not_hide(
 
 
 def test_a_started_prompt_waits_for_no_layer() -> None:
-    """Layer k is there after k + 1 parts of the load, and wanted after k parts of the prompt."""
+    """Layer k arrives after k + 1 parts of the load and is needed after k parts of the prompt."""
     fetching, tiers = a_fetching()
     for new_tokens in (1, 50, 100, 200, 400):
         start = fetching.start_layers(Stored(HISTORY), new_tokens)
@@ -133,7 +133,7 @@ def test_the_read_buffer_can_be_set(preload: str, layers: int) -> None:
 
 
 def test_steps_are_expected_to_take_as_long_as_the_latest_ones() -> None:
-    """A device of other figures than the card's: 5.5 ms a step and 27 us a token."""
+    """The device differs from the card's record: 5.5 ms a step and 27 us a token."""
     steps = StepTimes(TOKEN_S, floor_s=3.5e-3)
     assert steps.expect_s(0) == 3.5e-3
     for _ in range(30):
@@ -167,10 +167,10 @@ def test_a_read_buffer_that_was_set_is_waited_for(preload: str) -> None:
 
 
 def read_burst(link: SharedLink, now_s: float, num_pages: int, bytes_per_s: float) -> float:
-    """Sixteen readers share a disk evenly, eight pages each at a time; returns when all is read."""
+    """Sixteen readers share a disk evenly, eight pages each at a time; returns the end time."""
     todo = [8] * (num_pages // 8)
     link.start(num_pages * PAGE_BYTES)
-    under_way: list[tuple[float, float, int]] = []  # bytes left, begin, pages
+    under_way: list[tuple[float, float, int]] = []  # bytes left, begin time, pages
     rng = Random(num_pages)
     while todo or under_way:
         while todo and len(under_way) < 16:
@@ -193,7 +193,7 @@ def test_a_shared_link_is_as_fast_as_all_its_copies_together(
 ) -> None:
     link, now_s = SharedLink(2e9), 100.0
     for _ in range(30):
-        now_s = read_burst(link, now_s, num_pages, bytes_per_s) + 5.0  # and a rest
+        now_s = read_burst(link, now_s, num_pages, bytes_per_s) + 5.0  # then idle for 5 s
     assert PAGE_BYTES / link.pass_s(PAGE_BYTES) == pytest.approx(bytes_per_s, rel=0.15)
     assert link.expect_s(0) == 0.0
 
@@ -201,7 +201,7 @@ def test_a_shared_link_is_as_fast_as_all_its_copies_together(
 def test_a_slower_disk_is_noticed_in_the_middle_of_a_burst() -> None:
     link, now_s = SharedLink(3e9), 100.0
     link.start(320 * PAGE_BYTES)
-    for _ in range(16):  # a third of a second, 16 pages at a time
+    for _ in range(16):  # for a third of a second, 16 pages at a time
         began_s, now_s = now_s, now_s + 16 * PAGE_BYTES / 1.6e9
         for _ in range(16):
             link.finish_between(PAGE_BYTES, began_s, now_s)
@@ -209,7 +209,7 @@ def test_a_slower_disk_is_noticed_in_the_middle_of_a_burst() -> None:
 
 
 def test_copies_in_progress_advance_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen reads that began together end together: until then nothing is known to have come."""
+    """Sixteen reads that began together end together; no progress is reported before that."""
     now_s = 100.0
     monkeypatch.setattr(transfer, "perf_counter", lambda: now_s)
     link = SharedLink(2e9)
@@ -219,14 +219,14 @@ def test_copies_in_progress_advance_between_two_calls(monkeypatch: pytest.Monkey
     assert link.expect_s(0) == pytest.approx(0.05)
     link.start(int(0.1 * 2e9))
     assert link.expect_s(0) == pytest.approx(0.15)
-    link.finish_between(int(0.1 * 2e9), 100.0, 100.1)  # of the first two tenths; as expected
+    link.finish_between(int(0.1 * 2e9), 100.0, 100.1)  # half of the first load, at the expected rate
     assert link.expect_s(0) == pytest.approx(0.15)
     now_s += 0.15
     assert link.expect_s(0) == pytest.approx(0.0, abs=1e-6)
     assert link.expect_s(int(0.1 * 2e9)) == pytest.approx(0.1)
 
 
-def test_a_link_that_hangs_looks_ever_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expected_time_of_a_link_that_hangs_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(transfer, "perf_counter", lambda: now_s)
     link = SharedLink(2e9)
@@ -235,7 +235,7 @@ def test_a_link_that_hangs_looks_ever_slower(monkeypatch: pytest.MonkeyPatch) ->
         now_s = 100.2 + late_s
         assert link.expect_s(0) == pytest.approx(late_s)
     link.finish_between(int(0.1 * 2e9), 100.0, now_s)
-    assert link.expect_s(0) <= 20.0  # it is alive
+    assert link.expect_s(0) <= 20.0  # the link works again
 
 
 @pytest.mark.parametrize("queued_bytes", [2e8, 1e9, 4e9])
@@ -254,7 +254,7 @@ def test_a_standing_queue_does_not_hide_that_a_link_is_slow(
     assert link.expect_s(0) >= 0.9 * (queued_bytes - 2.5e8) / rate
 
 
-def test_a_way_is_busy_while_others_have_its_slots() -> None:
+def test_a_tier_is_busy_while_other_loads_have_its_slots() -> None:
     fetching, tiers = a_fetching()
     tiers.num_free_slots = HISTORY - 1
     assert fetching.is_busy(Stored(HISTORY, (HISTORY,)))
@@ -262,18 +262,18 @@ def test_a_way_is_busy_while_others_have_its_slots() -> None:
     assert not fetching.is_busy(Stored(HISTORY))
 
 
-def test_a_decision_to_compute_is_open_while_pages_are_stored() -> None:
+def test_a_decision_to_compute_can_change_while_pages_are_stored() -> None:
     assert a_fetching()[0].is_open(Stored(1))
     assert not a_fetching()[0].is_open(Stored(0))
     assert not a_fetching(Fetch.NEVER)[0].is_open(Stored(1))
 
 
-def test_nothing_stored_is_nothing_to_load() -> None:
+def test_a_history_without_stored_pages_is_not_loaded() -> None:
     fetching, _ = a_fetching()
     assert not fetching.is_worth_it(Stored(0), 100, 3)
 
 
-def test_a_way_has_enough_to_do_when_it_lasts_until_the_next_look() -> None:
+def test_a_tier_with_work_until_the_next_check_is_busy() -> None:
     fetching, tiers = a_fetching()
     tiers.links[0].start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms
     assert fetching.is_busy(Stored(HISTORY))

@@ -1,4 +1,4 @@
-"""Truncation by attention: which pages are dropped, and the sequence that finds them."""
+"""Truncation by attention: which pages are dropped, and the sequence that weighs them."""
 
 from dataclasses import replace
 from random import Random
@@ -35,7 +35,7 @@ def kept_ids(truncator: Truncator, request: Request) -> list[int]:
         kept, truncation = truncator.fit(request)
         assert truncation is not None
         assert truncation.weighing is None
-        assert len(kept.prompt_ids) == length, "the length was not known before"
+        assert len(kept.prompt_ids) == length, "the cut must have the length that was announced"
     return [int(token) for token in kept.prompt_ids]
 
 
@@ -48,7 +48,7 @@ def important_request(prompt: list[int], **given: object) -> Request:
 
 @settings(max_examples=80, deadline=None)
 @given(sink=st.integers(0, 3), drops=st.lists(st.sets(st.integers(0, 12), min_size=1), max_size=4))
-def test_cuts_after_cuts_drop_what_they_say(sink: int, drops: list[set[int]]) -> None:
+def test_repeated_cuts_drop_the_announced_number_of_tokens(sink: int, drops: list[set[int]]) -> None:
     cut, left = sink_only(sink), list(range(80))
     assert cut.is_whole
     for numbers in drops:
@@ -63,7 +63,7 @@ def test_cuts_after_cuts_drop_what_they_say(sink: int, drops: list[set[int]]) ->
     assert cut.token_ids(ids, 2).tolist() == [2 * page + at for page in left for at in (0, 1)]
 
 
-def test_the_pages_with_the_least_attention_go() -> None:
+def test_the_pages_with_the_least_attention_are_dropped() -> None:
     truncator = a_truncator(window=80)
     request = important_request(list(range(76)), max_tokens=10)
     plain, truncation = truncator.fit(request)
@@ -73,19 +73,19 @@ def test_the_pages_with_the_least_attention_go() -> None:
     assert weighing.num_dropped == (80 - PAGE) // 2 // PAGE
     masses = np.ones(19, np.float32)
     masses[[2, 5]] = 3.0
-    masses[[16, 17, 18]] = 0.0  # recent: they stay whatever they weigh
+    masses[[16, 17, 18]] = 0.0  # recent pages stay whatever their attention is
     weighing.add(masses)
     truncator.settle(weighing)
     kept, truncation = truncator.fit(request)
     assert truncation is not None
     assert truncation.cut == Cut((0, 2, 5), 1, 12)
     assert len(kept.prompt_ids) == len(plain.prompt_ids)
-    # a later turn is cut alike
+    # a later turn drops the same pages
     later, _ = truncator.fit(important_request(list(range(80)), max_tokens=10))
     assert later.prompt_ids[: len(kept.prompt_ids)].tolist() == kept.prompt_ids.tolist()
 
 
-def test_what_is_read_ends_with_the_last_tokens_and_fits_the_window() -> None:
+def test_the_weighing_prompt_ends_with_the_last_tokens_and_fits_the_window() -> None:
     truncator = a_truncator(window=1000)
     for length in (990, 1000, 1300):
         _, truncation = truncator.fit(important_request(list(range(length)), max_tokens=100))
@@ -143,7 +143,7 @@ def test_the_first_of_two_turns_makes_the_choice() -> None:
         assert truncation.cut.head == (0, 2)
 
 
-def test_choices_are_forgotten_after_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_choices_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(important, "MAX_CHOICES", 3)
     choices, cut = important.Choices(), sink_only(1)
     for name in (b"a", b"b", b"c"):
@@ -155,7 +155,7 @@ def test_choices_are_forgotten_after_many_others(monkeypatch: pytest.MonkeyPatch
     ]  # fmt: skip
 
 
-def test_important_needs_a_session_and_no_hook() -> None:
+def test_important_is_refused_without_a_session_or_with_a_hook() -> None:
     with pytest.raises(InvalidRequest, match="important needs a session"):
         a_request([1], overflow=Overflow.IMPORTANT)
     truncator = a_truncator(rules=TruncationRules(choose_kept=lambda pages, limit: []))
@@ -205,10 +205,10 @@ def test_a_cut_reads_few_tokens_and_later_turns_read_none() -> None:
     chat.say(tokens(20, seed=1), max_tokens=8)
     assert sum(len(step.weighings) for step in steps) == 1
     computed = counters.computed_tokens - before
-    assert computed <= important.QUERY_TOKENS + 20 + 3 * PAGE, "more than queries and the new turn"
+    assert computed <= important.QUERY_TOKENS + 20 + 3 * PAGE, "more than the queries and the new turn were computed"
     assert counters.moved_pages > 0
     chat.say(tokens(20, seed=2), max_tokens=8)
-    assert sum(len(step.weighings) for step in steps) == 1, "it was weighed again"
+    assert sum(len(step.weighings) for step in steps) == 1, "pages were weighed again"
     assert len(admitted) == len(ended) == 3, "a sequence that weighs counts as an answer"
 
 
@@ -224,14 +224,14 @@ def test_queries_of_several_steps_add_up(chunk_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("can_overlap", [False, True])
-def test_nobody_reads_for_answers_that_were_stopped(can_overlap: bool) -> None:
+def test_pages_are_not_weighed_for_stopped_answers(can_overlap: bool) -> None:
     config = SchedConfig(chunk_tokens=8)
     engine = an_engine(128, PAGE, config, can_overlap, max_model_len=100)
     sampling = SamplingParams(n=2, temperature=0.0, max_tokens=4)
     engine.submit(important_request(tokens(130), name="a", sampling=sampling))
     engine.step()
     engine.stop(RequestId("a"), 0)
-    assert engine.step(), "the other answer is still wanted"
+    assert engine.step(), "the other answer still needs the weights"
     engine.stop(RequestId("a"), 1)
     outputs = [*engine.step(), *engine.step()]
     assert [output.finish_reason for output in outputs] == [FinishReason.STOP]
@@ -239,7 +239,7 @@ def test_nobody_reads_for_answers_that_were_stopped(can_overlap: bool) -> None:
     engine.check()
 
 
-def test_several_answers_wait_for_one_reader() -> None:
+def test_several_answers_wait_for_one_weighing() -> None:
     engine = an_engine(128, PAGE, max_model_len=100)
     sampling = SamplingParams(n=3, temperature=0.0, max_tokens=4)
     request = important_request(tokens(130), sampling=sampling)
@@ -268,7 +268,7 @@ def test_an_aborted_request_leaves_nothing(num_steps: int) -> None:
     engine.check()
 
 
-def test_a_failed_step_is_read_again() -> None:
+def test_weighing_is_repeated_after_a_failed_step() -> None:
     runner = FakeRunner(128, PAGE)
     engine = an_engine(128, PAGE, SchedConfig(chunk_tokens=10), max_model_len=100, runner=runner)
     request = important_request(tokens(130), max_tokens=4)
@@ -286,7 +286,7 @@ def test_a_failed_step_is_read_again() -> None:
     engine.check()
 
 
-def test_a_request_whose_reading_always_fails_ends_alone() -> None:
+def test_if_weighing_always_fails_only_its_request_ends() -> None:
     runner = FakeRunner(128, PAGE)
     engine = an_engine(128, PAGE, max_model_len=100, runner=runner)
 
@@ -305,7 +305,7 @@ def test_a_request_whose_reading_always_fails_ends_alone() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sessions_that_overlap_over_small_tiers_are_right(seed: int) -> None:
-    """Pages are short, and what is loaded for one session is evicted for the next."""
+    """There are few pages, so pages loaded for one session are evicted for the next."""
     rng = Random(seed)
     tiered = a_tiered_engine(
         rng.choice([26, 40]), PAGE, 30, None,

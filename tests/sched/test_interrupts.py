@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
 PACKAGES = tuple(f"mainstem/{name}/" for name in ("sched", "kv", "engine"))
-NUM_PLACES = 60  # of the lines that run, spread evenly
+NUM_PLACES = 60  # number of lines tested, spread evenly over those that run
 TAKE_OUTPUTS = Scheduler.take_outputs.__code__
 PROMPTS = [[7, 7, 7, 7, 9], [7, 7, 7, 7, 8, 5], [7, 7, 7, 7, 8, 5, 1]]
 NUM_TOKENS = [1, 7, 5]
@@ -36,8 +36,8 @@ ANSWERS = {
 
 
 class Interrupt:
-    """Ctrl-C once, before the line that is number `when` of those that run in the packages, in a
-    call that guards itself."""
+    """Raises Ctrl-C once, before line number `when` of those that run in the packages, in a call
+    that guards itself."""
 
     def __init__(self, when: int) -> None:
         self._when = when
@@ -81,7 +81,7 @@ def run_through(engine: Engine, when: int) -> tuple[Collector, int]:
                 collector.add(engine.step())
                 if not engine.has_work:
                     break
-    assert not engine.has_work, "the engine did not come to rest"
+    assert not engine.has_work, "the engine still has work"
     engine.check()
     return collector, interrupt.num_lines
 
@@ -124,7 +124,7 @@ def test_an_interrupt_right_after_another_costs_nothing(monkeypatch: pytest.Monk
         for _ in range(50):
             collector.add(engine.step())
             engine.check()
-        assert not engine.has_work, "the engine did not come to rest"
+        assert not engine.has_work, "the engine still has work"
         assert collector.tokens == ANSWERS
         engine.close()
 

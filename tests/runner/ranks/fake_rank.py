@@ -17,7 +17,7 @@ from mainstem.runner.ranks.messages import Begin, Loaded
 from mainstem.runner.ranks.rank import Part
 from tests.fakes import FakeRunner
 
-if TYPE_CHECKING:  # it takes long to start with torch
+if TYPE_CHECKING:  # without torch, which is slow to import
     import torch
 
     from mainstem.models.weights import WeightSource
@@ -28,7 +28,7 @@ NUM_PAGES, PAGE_SIZE = 64, 4
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named like torch's error."""
+    """Has the name of torch's error."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Fault:
 
     rank: int
     step: int | None
-    kind: str  # raise, memory, config, die, hang
+    kind: str  # one of: raise, memory, config, die, hang
 
 
 @dataclass(frozen=True)
 class FakeOrigin:
-    """Stands for weights; says how the ranks behave."""
+    """Stands for weights, and tells each rank how to behave."""
 
     can_overlap: bool = False
     faults: tuple[Fault, ...] = ()
@@ -57,7 +57,7 @@ class FakeOrigin:
 
 
 class FakeRank(FakeRunner):
-    """Runs steps, and has the faults of its rank."""
+    """Runs steps with the faults of its rank."""
 
     def __init__(self, origin: FakeOrigin, rank: int) -> None:
         super().__init__(NUM_PAGES, PAGE_SIZE, VOCAB, origin.can_overlap)
@@ -92,7 +92,7 @@ def load_part(begin: Begin) -> Part:
         if fault.rank == rank and fault.step is None:
             happen(fault.kind)
     runner = FakeRank(origin, rank)
-    # parts of ranks may differ in size, and then in their share of quantized weights
+    # parts of ranks may differ in size, also those of quantized weights
     facts = replace(FACTS, num_params=1000 + rank, bytes_per_param=2.0 - rank / 16)
     loaded = Loaded(facts, runner.can_overlap, page_bytes=64, num_layers=1)
     return Part(runner, loaded, no_copier, lambda: None)

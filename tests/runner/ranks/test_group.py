@@ -27,7 +27,7 @@ from tests.builders import a_request, run_all
 from tests.fakes import fake_answer
 from tests.runner.ranks.fake_rank import MODULE, VOCAB, FakeOrigin, Fault, a_config
 
-LIMIT_S = 5.0  # within which the end of a rank is reported
+LIMIT_S = 5.0  # time limit for the report that a rank ended
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, number] for number in range(6)]
 
 
@@ -55,7 +55,7 @@ class Ranked:
 
 
 def step_until(engine: Engine, end_s: float) -> None:
-    """Step, with work or without."""
+    """Step, whether there is work or not."""
     while monotonic() < end_s:
         engine.step()
 
@@ -88,7 +88,7 @@ def test_answers_are_those_of_one_runner(can_overlap: bool) -> None:
             assert got.tokens[str(prompt), 0] == fake_answer(prompt, 20, VOCAB)
 
 
-def test_no_rank_falls_far_behind() -> None:
+def test_no_rank_is_more_than_a_few_steps_late() -> None:
     """Rank 1 takes 20 ms a step, rank 0 next to nothing."""
     with ranked(FakeOrigin(slow_rank=1)) as ranks:
         began_s = monotonic()
@@ -122,21 +122,21 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_rank_that_ends_is_named_while_another_hangs(name: str) -> None:
-    """Like ranks that wait for each other in the middle of a product."""
+def test_the_error_names_a_rank_that_ended_while_another_hangs(name: str) -> None:
+    """This happens if ranks wait for each other in the middle of a product."""
     fault, words = FAULTS[name]
     hanging = Fault(1 - fault.rank, 3, "hang")
     with ranked(FakeOrigin(can_overlap=name == "raises", faults=(fault, hanging))) as ranks:
         ranks.lose(words)
 
 
-def test_the_rank_that_died_is_named_and_not_the_one_that_complains() -> None:
+def test_the_error_names_the_rank_that_died_not_the_one_that_reported_it() -> None:
     faults = (Fault(0, 3, "raise"), Fault(1, 3, "die"))
     with ranked(FakeOrigin(faults=faults)) as ranks:
         ranks.lose(r"rank 1 of 2 \(process \d+\) was killed by SIGKILL")
 
 
-def test_a_rank_that_is_killed_is_noticed_without_work() -> None:
+def test_a_killed_rank_is_noticed_even_if_there_is_no_work() -> None:
     with ranked(FakeOrigin()) as ranks:
         run_all(ranks.engine, [a_request(PROMPTS[0], 4)])
         os.kill(ranks.pids[1], signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_a_rank_that_is_killed_is_noticed_without_work() -> None:
         ("die", EngineLost, "rank 1 of 2 .* SIGKILL"),
     ],
 )
-def test_a_rank_that_cannot_load_is_named(kind: str, error: type[Exception], words: str) -> None:
+def test_the_error_names_a_rank_that_cannot_load(kind: str, error: type[Exception], words: str) -> None:
     faults = (Fault(0, None, "hang"), Fault(1, None, kind))
     before = psutil.Process().children()
     with pytest.raises(error, match=words):
@@ -160,9 +160,9 @@ def test_a_rank_that_cannot_load_is_named(kind: str, error: type[Exception], wor
     assert psutil.Process().children() == before
 
 
-def test_ranks_of_a_runner_that_is_dropped_do_not_hold_their_devices() -> None:
+def test_ranks_of_a_closed_runner_release_their_devices() -> None:
     runner, facts = load_ranks(FakeOrigin(), a_config(2), MODULE)
-    assert (facts.num_params, facts.bytes_per_param) == (1001, 2.0), "the largest count"
+    assert (facts.num_params, facts.bytes_per_param) == (1001, 2.0), "the largest count of all ranks"
     pids = runner.ranks.pids
     del runner
     gc.collect()

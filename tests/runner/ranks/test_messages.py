@@ -14,7 +14,7 @@ from tests.fakes import FakeRunner
 
 
 def steps() -> Iterator[Step]:
-    """Prompts that share, decodes, penalties, prompt logprobs; forms and first keys by hand."""
+    """Steps with shared prompts, decodes, penalties, prompt logprobs, grammar masks and first keys."""
     runner = FakeRunner(64, 4, VOCAB)
     special = SamplingParams(max_tokens=6, logit_bias={3: 1.5}, presence_penalty=0.5, seed=1)
     logprobs = SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=3)
@@ -38,8 +38,8 @@ def assert_same(a: object, b: object) -> None:
         assert isinstance(b, np.ndarray)
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert np.array_equal(a, b)
-        assert b.flags["W"] or not a.flags["W"], "torch wants arrays that can be written to"
-        assert b.flags["A"], "not aligned"
+        assert b.flags["W"] or not a.flags["W"], "torch needs writable arrays"
+        assert b.flags["A"], "an array is not aligned"
     elif is_dataclass(a) and not isinstance(a, SamplingParams):
         for each in fields(a):
             assert_same(getattr(a, each.name), getattr(b, each.name))
@@ -51,7 +51,7 @@ def assert_same(a: object, b: object) -> None:
         assert a == b
 
 
-def test_a_step_comes_out_as_it_went_in() -> None:
+def test_a_decoded_step_equals_the_encoded_one() -> None:
     found = list(steps())
     assert any(step.started for step in found)
     assert any(len(step.prompt_logprob_rows) for step in found)
@@ -59,6 +59,6 @@ def test_a_step_comes_out_as_it_went_in() -> None:
         assert_same(step, decode(encode(step)))
 
 
-def test_other_messages_come_out_as_they_went_in() -> None:
+def test_other_decoded_messages_equal_the_encoded_ones() -> None:
     load = Load(3, LoadId(7), np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32), 12)
     assert_same(load, decode(encode(load)))

@@ -1,4 +1,4 @@
-"""A model on ranks, over gloo: the answers of one process, token for token, and its failures.
+"""A model on ranks, over gloo, gives the answers of one process, token for token; also its failures.
 
 Greedy decoding in fp32. Ranks add in another order, so logits differ in their last bits; the chance
 that one of a few hundred tokens of a random model is decided by them is below one in a thousand.
@@ -45,7 +45,7 @@ from tests.models.test_shards import FAMILIES
 pytestmark = pytest.mark.torch
 
 WINDOW = 96
-LIMIT_S = 5.0  # within which the end of a rank is reported
+LIMIT_S = 5.0  # time limit for the report that a rank ended
 TEXT = [random.Random(0).randrange(3, 190) for _ in range(200)]
 DRAWN = SamplingParams(
     temperature=0.9, top_p=0.95, seed=3, max_tokens=12, logprobs=1, ignore_eos=True
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_config(num_ranks: int, disk: Path) -> EngineConfig:
-    """Little room on the device, so that sequences are preempted and pages leave it."""
+    """So few device pages that sequences are preempted and pages are evicted."""
     return EngineConfig(
         model=ModelConfig(
             dtype=DType.FP32, device=Device.CPU, threads=1, tensor_parallel=num_ranks
@@ -81,7 +81,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def shared_prompts(prefix: str) -> list[Request]:
-    """They have most of their prompt in common, and do not fit on the device together."""
+    """Prompts that share most of their tokens and do not fit on the device together."""
     prompts = [TEXT[:40] + TEXT[50 + number : 58] for number in range(6)]
     return [
         a_request(ids, name=f"{prefix}{n}", sampling=greedy(30)) for n, ids in enumerate(prompts)
@@ -105,8 +105,8 @@ def assert_same(got: Answers, expected: Answers) -> None:
 
 
 def answers(engine: Engine) -> Answers:
-    """A conversation that outgrows the window, prompts that share, draws and edited logits; then
-    prompts that share once more, whose pages have left the device."""
+    """Answers to a conversation that outgrows the window, to prompts that share, with draws and
+    edited logits; then to the same prompts again, after their pages were evicted."""
     turns = [
         a_request(
             TEXT[:length], name=f"turn {length}", sampling=greedy(4), session="s",
@@ -132,7 +132,7 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 def kill_a_rank(engine: Engine, after_s: float, victim: int) -> None:
-    """Kill one while requests run; the error comes in time and names it, and none is left."""
+    """Kill a rank while requests run: the error comes in time and names it, and all ranks end."""
     ranks = rank_processes()
     assert len(ranks) == 2
     timer = Timer(after_s, ranks[victim].kill)
@@ -143,7 +143,7 @@ def kill_a_rank(engine: Engine, after_s: float, victim: int) -> None:
 
 
 def rank_processes() -> list[psutil.Process]:
-    """In the order they were started."""
+    """The ranks' processes, in the order in which they were started."""
     children = psutil.Process().children()
     found = [child for child in children if "rank_process" in " ".join(child.cmdline())]
     return sorted(found, key=lambda child: child.pid)
@@ -157,7 +157,7 @@ def keep_asking(engine: Engine, end_s: float) -> None:
         engine.step()
 
 
-def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path, expected: Answers) -> None:
+def test_two_ranks_answer_as_one_process(folder: Path, tmp_path: Path, expected: Answers) -> None:
     bus = EventBus()
     counters = Counters().attach(bus)
     config = a_config(2, tmp_path)
@@ -173,7 +173,7 @@ def test_two_ranks_answer_as_one(folder: Path, tmp_path: Path, expected: Answers
         kill_a_rank(engine, 0.05, victim=0)
 
 
-def test_numbers_of_ranks_that_a_model_does_not_have_are_named(folder: Path) -> None:
+def test_the_error_for_an_impossible_number_of_ranks_names_the_possible_ones(folder: Path) -> None:
     config = EngineConfig(model=ModelConfig(device=Device.CPU, tensor_parallel=5))
     with pytest.raises(ConfigError, match=r"5 ranks: .*possible numbers of ranks: 1, 2"):
         build_engine(folder, config)
@@ -207,7 +207,7 @@ def test_more_ranks_than_cards_are_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_answers_on_ranks_as_alone(name: str, num_ranks: int, tmp_path: Path) -> None:
+def test_every_family_answers_on_ranks_as_in_one_process(name: str, num_ranks: int, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_checkpoint(FAMILIES[name], folder)
     with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
@@ -218,7 +218,7 @@ def test_every_family_answers_on_ranks_as_alone(name: str, num_ranks: int, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["awq", "gptq act-order", "fp8 blocks", "fp8 per tensor", "mxfp4"])
-def test_quantized_models_answer_on_ranks_as_alone(name: str, tmp_path: Path) -> None:
+def test_quantized_models_answer_on_ranks_as_in_one_process(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     if name == "mxfp4":  # three groups of columns: the ranks' parts differ in size
         sizes = WIDE | {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -234,8 +234,8 @@ def test_quantized_models_answer_on_ranks_as_alone(name: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_rank_killed_at_any_moment(folder: Path, tmp_path: Path, expected: Answers) -> None:
-    """Also while it loads. 20 engines over one store, and then one that is left alone."""
+def test_a_rank_may_be_killed_at_any_moment(folder: Path, tmp_path: Path, expected: Answers) -> None:
+    """Also while it loads. 20 engines use one store, and then one more without a kill."""
     config, moments = a_config(2, tmp_path), random.Random(1)
     load_s = 10.0
     for _ in range(20):
@@ -262,8 +262,8 @@ def load_and_ask(folder: Path, config: EngineConfig, end_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_on_three_ranks(smollm2_folder: Path) -> None:
-    """9 query heads and 3 KV heads; through LLM, under vLLM's name of the setting."""
+def test_smollm2_on_three_ranks_answers_as_one_process(smollm2_folder: Path) -> None:
+    """smollm2 has 9 query heads and 3 KV heads. LLM gets vLLM's name of the setting."""
     prompts = ["The capital of France is", "Water boils at", "The capital of France is not"]
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     texts = []
