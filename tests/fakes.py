@@ -96,8 +96,12 @@ class FakeRunner:
         self._token_at[step.write_slots] = token_ids
         self._position_at[step.write_slots] = step.positions
         self._move(step)
-        assert not np.isin(step.copy_from, step.copy_to).any(), "a slot is both copied to and copied from"
-        assert not np.isin(step.copy_to, step.write_slots).any(), "a slot is both copied to and written"
+        assert not np.isin(step.copy_from, step.copy_to).any(), (
+            "a slot is both copied to and copied from"
+        )
+        assert not np.isin(step.copy_to, step.write_slots).any(), (
+            "a slot is both copied to and written"
+        )
         self._token_at[step.copy_to] = self._token_at[step.copy_from]
         self._position_at[step.copy_to] = self._position_at[step.copy_from]
         contexts = self._contexts(step)
@@ -129,7 +133,9 @@ class FakeRunner:
 
     def _move(self, step: Step) -> None:
         """Pages that outlived a truncation: the same tokens at other positions."""
-        assert not np.isin(step.move_from, step.move_to).any(), "a page is both moved to and moved from"
+        assert not np.isin(step.move_from, step.move_to).any(), (
+            "a page is both moved to and moved from"
+        )
         assert len(np.unique(step.move_to)) == len(step.move_to), "two moves to one page"
         offsets = np.arange(self._page_size)
         source = (step.move_from.astype(np.int64)[:, None] * self._page_size + offsets).ravel()

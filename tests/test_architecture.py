@@ -1,4 +1,4 @@
-"""The import law, and that what the docs and the command line name is there."""
+"""The import law, and checks that everything named in docs and commands exists."""
 
 import argparse
 import ast
@@ -45,10 +45,11 @@ MAY_IMPORT = {
     "ray": "core plan route checkpoints text wire batch server llm",
     "cli": "core plan route kv checkpoints simulate text wire batch server llm models runner ray",
 }
-MAIN = {"__init__", "__main__"}  # join the packages; `mainstem.LLM` is imported when asked for
+# these join the packages; `mainstem.LLM` is imported when it is first used
+MAIN = {"__init__", "__main__"}
 TORCH_OK = ("kernels/", "models/", "runner/")  # everything else runs without torch
 ENVIRONMENT_OK = {"core/config.py"}
-MAX_SHARE = 0.2  # of all lines, in one package
+MAX_SHARE = 0.2  # largest share of all lines in one package
 
 
 def sources() -> list[Path]:
@@ -71,7 +72,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_import_law(path: Path) -> None:
+def test_packages_obey_the_import_law(path: Path) -> None:
     place, package = str(path.relative_to(SOURCE)), package_of(path)
     for name in imports(path):
         parts = name.split(".")
@@ -92,7 +93,7 @@ def test_no_package_holds_a_fifth_of_the_lines() -> None:
         assert count <= MAX_SHARE * lines.total(), f"{package} has {count} of {lines.total()}"
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_there_are_no_import_cycles() -> None:
     order: TopologicalSorter[str] = TopologicalSorter()
     for path in [*sources(), *BENCH.rglob("*.py")]:
         name = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
@@ -102,7 +103,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_globals_no_environment_and_a_docstring(path: Path) -> None:
+def test_modules_have_a_docstring_and_use_neither_globals_nor_environment(path: Path) -> None:
     place = str(path.relative_to(SOURCE))
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
@@ -179,7 +180,7 @@ def test_every_setting_is_in_the_docs_with_its_flag_and_default() -> None:
             value = getattr(getattr(config, section.name), setting.name)
             shown = value.value if isinstance(value, Enum) else value
             assert default == ("" if shown is None else str(shown).replace("False", "false"))
-    assert not documented, "docs/settings.md has settings that are not there"
+    assert not documented, "docs/settings.md has settings that do not exist"
     known = {option for action in parser._actions for option in action.option_strings}
     assert flags - {""} == known - {"-h", "--help", "--config"}
 

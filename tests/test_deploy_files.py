@@ -1,4 +1,4 @@
-"""The files in deploy/: they parse, and what they name is there."""
+"""The files in deploy/ can be parsed, and everything that they name exists."""
 
 import json
 import re
@@ -13,7 +13,7 @@ DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 ROOT = DEPLOY.parent
 
 
-def test_the_dashboard_is_whole() -> None:
+def test_panels_of_the_dashboard_are_complete_and_do_not_overlap() -> None:
     board = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -26,7 +26,7 @@ def test_the_dashboard_is_whole() -> None:
             for y in range(place["y"], place["y"] + place["h"])
         }
         assert place["x"] + place["w"] <= 24
-        assert not cells & taken, f"{panel['title']} lies on another panel"
+        assert not cells & taken, f"{panel['title']} overlaps another panel"
         taken |= cells
         if panel["type"] != "row":
             assert panel["description"]
@@ -34,7 +34,7 @@ def test_the_dashboard_is_whole() -> None:
                 assert target["expr"].count("(") == target["expr"].count(")")
 
 
-def test_compose_parses_and_its_parts_fit() -> None:
+def test_the_services_of_the_compose_file_fit_together() -> None:
     yaml = pytest.importorskip("yaml")
     made = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     for name, service in made["services"].items():
@@ -55,7 +55,7 @@ def test_compose_parses_and_its_parts_fit() -> None:
     assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
 
 
-def test_the_containerfile_copies_what_is_there_and_runs_as_a_user() -> None:
+def test_the_containerfile_copies_existing_files_and_does_not_run_as_root() -> None:
     text = (DEPLOY / "Containerfile").read_text()
     for names in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
         for name in names.split():
@@ -106,7 +106,7 @@ def test_no_password_has_a_default() -> None:
 
 
 def test_prometheus_reaches_the_server_by_its_name() -> None:
-    """A server without keys refuses names it was not given."""
+    """A server without keys refuses host names that are not allowed."""
     yaml = pytest.importorskip("yaml")
     made = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     command = made["services"]["mainstem"]["command"]
@@ -114,7 +114,7 @@ def test_prometheus_reaches_the_server_by_its_name() -> None:
     assert "--allowed-hosts" not in command
 
 
-def test_the_files_for_ray_are_what_the_application_and_ray_take() -> None:
+def test_the_files_for_ray_are_accepted_by_the_application_and_ray() -> None:
     yaml = pytest.importorskip("yaml")
     folder = DEPLOY / "ray"
     served = yaml.safe_load((folder / "serve.yaml").read_text())

@@ -22,7 +22,7 @@ def run_examples(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_examples_run_over_a_fake_model(
+def test_the_examples_run_with_a_fake_model(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     patch_loading(FakeEngines(), monkeypatch)
@@ -37,7 +37,7 @@ def test_examples_run_over_a_fake_model(
 @pytest.mark.torch
 @pytest.mark.usefixtures("smollm2_folder")
 @pytest.mark.parametrize("page", PAGES)
-def test_examples_run_over_the_embedded_model(
+def test_the_examples_run_with_the_embedded_model(
     page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_examples(page)

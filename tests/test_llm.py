@@ -46,7 +46,7 @@ def test_prompts_may_be_token_ids(llm: LLM) -> None:
     assert by_ids.prompt is None
 
 
-def test_chat_goes_through_the_template(llm: LLM) -> None:
+def test_chat_uses_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     one, two = llm.chat([messages, messages], greedy(16), use_tqdm=False)
     assert "Paris" in one.outputs[0].text
@@ -63,7 +63,7 @@ def test_a_turn_of_a_session_extends_the_ids_that_were_sampled(llm: LLM) -> None
     messages.append({"role": "assistant", "content": answer.text})
     messages.append({"role": "user", "content": "And more?"})
     encoded = llm.tokenizer.encode_chat(messages)
-    assert encoded[: len(said)] != said, "the answer must be one that is encoded otherwise"
+    assert encoded[: len(said)] != said, "encoding the answer's text must give other ids"
     (with_session,) = llm.chat(messages, greedy(1), use_tqdm=False, sessions=["a"])
     (without,) = llm.chat(messages, greedy(1), use_tqdm=False)
     assert with_session.prompt_token_ids[: len(said)] == said
@@ -83,7 +83,7 @@ def test_stop_strings_cut_the_text_and_end_the_answer(llm: LLM) -> None:
     assert len(cut.outputs[0].token_ids) < len(whole.outputs[0].token_ids)
 
 
-def test_a_seed_gives_the_same_samples_in_any_company(llm: LLM) -> None:
+def test_a_seed_gives_the_same_samples_whatever_else_runs(llm: LLM) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=8, n=2)
     (alone,) = llm.generate(STORY, sampling, use_tqdm=False)
     others = SamplingParams(temperature=1.0, max_tokens=5)
@@ -135,7 +135,7 @@ def test_impossible_settings_are_refused(settings: dict[str, int], complaint: st
         LLM("smollm2", **settings)  # type: ignore[arg-type]  # one dict for all settings
 
 
-def test_without_settings_the_models_advice_holds(
+def test_without_settings_generation_config_is_used(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advice = llm.tokenizer.sampling_defaults
@@ -179,7 +179,7 @@ def test_chat_remembers_and_reads_standard_input(
     assert "tokens/s" in out
 
 
-def test_a_slip_of_a_chats_command_is_not_sent_to_the_model(
+def test_a_misspelt_command_in_a_chat_is_not_sent_to_the_model(
     llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = iter(["/clear", "/exit"])
@@ -225,7 +225,7 @@ def test_unknown_commands_and_models_say_what_to_do(capsys: pytest.CaptureFixtur
     assert cli.main([]) == 2
 
 
-def test_a_missing_extra_is_named(
+def test_the_error_names_a_missing_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> None:
@@ -236,7 +236,7 @@ def test_a_missing_extra_is_named(
     assert "mainstem[server]" in capsys.readouterr().err
 
 
-def test_the_demo_answers_and_leaves_its_file(
+def test_the_demo_answers_and_keeps_its_output_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     docs = tmp_path / "docs.jsonl"
@@ -266,12 +266,12 @@ def test_the_demo_uses_the_store_it_is_given(
 
 
 @pytest.mark.parametrize("value", [["--limit", "0"], ["--limit", "-1"], ["--max-tokens", "0"]])
-def test_a_demo_of_nothing_is_refused(value: list[str]) -> None:
+def test_a_demo_of_zero_questions_is_refused(value: list[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(value)
 
 
-def test_what_is_wrong_with_a_demo_is_said_before_a_model_is_loaded(
+def test_errors_of_a_demo_are_reported_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LLM, "from_config", None)
@@ -285,7 +285,7 @@ def test_what_is_wrong_with_a_demo_is_said_before_a_model_is_loaded(
         demo.main(["--input", str(bad)])
 
 
-def test_a_demo_file_with_a_bad_line_is_refused_by_line(tmp_path: Path) -> None:
+def test_the_error_for_a_demo_file_names_the_bad_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"doc": "a", "items": [{"q": "b"}]}\nnonsense\n')
     with pytest.raises(InvalidRequest, match="line 2"):

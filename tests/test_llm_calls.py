@@ -64,14 +64,14 @@ def test_closing_ends_a_call_of_another_thread_after_its_step(
         llm.generate("one", LONG, use_tqdm=False)
 
 
-def test_a_signal_handler_may_close_it_within_a_call(llm: LLM, engines: FakeEngines) -> None:
+def test_a_signal_handler_may_close_the_llm_within_a_call(llm: LLM, engines: FakeEngines) -> None:
     engines.at_launch = lambda _: llm.close()
     with pytest.raises(InvalidRequest, match="LLM: is closed"):
         llm.generate("one", LONG, use_tqdm=False)
 
 
 class Presses:
-    """Ctrl-C while a step's tokens are taken in: of steps 3 and 5, or whichever are named."""
+    """Ctrl-C while the tokens of a step are processed: of steps 3 and 5, or of those given."""
 
     def __init__(self, engines: FakeEngines, *steps: int) -> None:
         engines.at_step = self._press
@@ -85,7 +85,7 @@ class Presses:
         self.handlers.add(signal.getsignal(signal.SIGINT))
         if self.num_steps in self._steps:
             signal.raise_signal(signal.SIGINT)
-            self.num_held += 1  # it did not come between this line and the last
+            self.num_held += 1  # the interrupt did not come between the previous line and this one
 
 
 @pytest.fixture
@@ -93,12 +93,14 @@ def own_handler() -> Iterator[Callable[..., object]]:
     """Interrupts are ignored where a shell runs this in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "it was not put back"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, (
+        "the handler was not restored"
+    )
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("own_handler")
-def test_ctrl_c_in_a_call_waits_until_the_tokens_of_a_step_are_taken_in(
+def test_ctrl_c_in_a_call_waits_until_the_tokens_of_a_step_are_processed(
     llm: LLM, engines: FakeEngines
 ) -> None:
     presses = Presses(engines)
@@ -147,7 +149,7 @@ def test_a_call_from_within_a_call_is_refused(llm: LLM, engines: FakeEngines) ->
     assert llm.generate("one", LONG, use_tqdm=False)[0].finished
 
 
-def test_advice_that_is_impossible_is_refused_with_its_file(llm: LLM) -> None:
+def test_an_invalid_generation_config_is_refused_with_its_file_name(llm: LLM) -> None:
     llm.tokenizer.sampling_defaults["top_p"] = 7
     with pytest.raises(ConfigError, match=r"generation_config.json: top_p: .*, got 7"):
         llm.generate("one", use_tqdm=False)
@@ -155,12 +157,12 @@ def test_advice_that_is_impossible_is_refused_with_its_file(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("template", "common"), [("", 0), ("<{{ messages|length }}>", 3)])
-def test_a_template_may_leave_out_what_was_said(template: str, common: int) -> None:
+def test_a_template_may_leave_out_a_message(template: str, common: int) -> None:
     assert common_tokens(a_tokenizer(template), []) == common
 
 
 def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
-    """They are written out for readers and for editors."""
+    """The arguments are written out in the signature for readers and for editors."""
     made = dict(inspect.signature(LLM.__init__).parameters)
     del made["self"], made["choose_kept"], made["others"]
     hints = get_type_hints(LLM.__init__)

@@ -47,7 +47,7 @@ def llm(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 
 @pytest.mark.parametrize("place", range(1, len(BAD) - 1))
-def test_a_bad_prompt_is_named_before_anything_runs(
+def test_the_error_names_a_bad_prompt_before_anything_runs(
     llm: LLM, engines: FakeEngines, place: int
 ) -> None:
     launched: list[Step] = []
@@ -59,7 +59,7 @@ def test_a_bad_prompt_is_named_before_anything_runs(
     assert not llm.text_engine.has_work
 
 
-def test_bad_prompts_may_be_answered_with_errors_of_their_own(llm: LLM) -> None:
+def test_bad_prompts_may_get_error_results(llm: LLM) -> None:
     results = llm.generate(BAD, SHORT, use_tqdm=False, errors="return")
     assert len(results) == len(BAD)
     for place, result in enumerate(results):
@@ -89,7 +89,7 @@ def test_a_lone_prompt_is_not_numbered(llm: LLM) -> None:
         llm.generate([1, 10**6], SHORT, use_tqdm=False)
 
 
-def test_bad_conversations_are_named_or_returned(llm: LLM) -> None:
+def test_bad_conversations_raise_or_get_error_results(llm: LLM) -> None:
     good = [{"role": "user", "content": "one"}]
     bad: list[Any] = [good, [{"role": "user", "content": "\u00e9" * 9}], [5], good]
     with pytest.raises(InvalidRequest, match=r"^messages\[2\]: message 0 must be an object"):
@@ -108,7 +108,9 @@ def test_bad_conversations_are_named_or_returned(llm: LLM) -> None:
     ]
 
 
-def test_steps_that_fail_over_a_prompt_are_its_error(llm: LLM, engines: FakeEngines) -> None:
+def test_if_steps_fail_because_of_a_prompt_only_its_result_has_an_error(
+    llm: LLM, engines: FakeEngines
+) -> None:
     bad_ids = str(llm.tokenizer.encode("bad")).strip("[]")
 
     def fail(step: Step) -> None:
@@ -152,7 +154,7 @@ def test_arguments_of_vllm_are_accepted_or_refused(
         LLM("fake", enforce_eager=True)
 
 
-def test_a_form_is_kept_and_a_bad_one_is_named(llm: LLM) -> None:
+def test_an_answer_has_its_form_and_the_error_names_a_bad_form(llm: LLM) -> None:
     def forced(**how: Any) -> SamplingParams:
         form = StructuredOutputsParams(**how)
         return SamplingParams(temperature=0, max_tokens=99, structured_outputs=form)
@@ -177,7 +179,7 @@ def test_a_form_without_its_package_says_what_to_install(
         llm.generate("one", SamplingParams(structured_outputs=form), use_tqdm=False)
 
 
-def test_logprobs_have_vllms_form(llm: LLM) -> None:
+def test_logprobs_have_the_format_of_vllm(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=0, prompt_logprobs=0)
     (result,) = llm.generate(["one"], params, use_tqdm=False)
     answer = result.outputs[0]
@@ -194,7 +196,7 @@ def test_logprobs_have_vllms_form(llm: LLM) -> None:
     ]
 
 
-def test_the_tokenizer_can_be_had(llm: LLM) -> None:
+def test_the_tokenizer_is_an_attribute(llm: LLM) -> None:
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("one")) == "one"
 
 

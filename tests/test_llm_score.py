@@ -27,7 +27,7 @@ def llm(smollm2_folder: Path) -> Iterator[LLM]:
 
 
 def plain_scores(llm: LLM, context_ids: list[int], score: ChoiceScore) -> list[float]:
-    """The same from the logprobs of a whole prompt, nothing of it cached."""
+    """The same scores, from the logprobs of a whole prompt without cached tokens."""
     llm.text_engine.engine.clear_cache()
     ids = [*context_ids, *score.token_ids]
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -56,7 +56,7 @@ def test_scores_are_those_of_the_whole_prompts(llm: LLM) -> None:
     assert one.mean_logprob == pytest.approx(one.logprob / len(one.token_ids))
 
 
-def test_only_what_scores_need_is_computed(llm: LLM) -> None:
+def test_only_tokens_that_scores_need_are_computed(llm: LLM) -> None:
     llm.text_engine.engine.clear_cache()
     before = llm.counters.computed_tokens
     (result,) = llm.score(CONTEXT, [" A", " B", " C"], use_tqdm=False)
@@ -68,7 +68,7 @@ def test_only_what_scores_need_is_computed(llm: LLM) -> None:
     assert llm.counters.computed_tokens - before == sum(len(head) + 1 for head in heads)
 
 
-def test_a_greedy_answer_is_known_as_one(llm: LLM) -> None:
+def test_a_greedy_choice_is_marked_as_greedy(llm: LLM) -> None:
     (answer,) = llm.generate(CONTEXT, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     (result,) = llm.score(CONTEXT, [answer.outputs[0].text, " xyzzy"], use_tqdm=False)
     assert [choice.is_greedy for choice in result.choices] == [True, False]
@@ -96,7 +96,7 @@ def test_contexts_may_be_ids_and_conversations(llm: LLM) -> None:
     assert [c.logprob for c in alone.choices] == pytest.approx([c.logprob for c in chat.choices])
 
 
-def test_a_choice_that_melts_into_the_context_is_encoded_by_itself(llm: LLM) -> None:
+def test_a_choice_that_continues_a_word_is_encoded_by_itself(llm: LLM) -> None:
     (result,) = llm.score("The cap", ["ital of France"], use_tqdm=False)
     assert llm.tokenizer.decode([*result.context_token_ids, *result.choices[0].token_ids]) == (
         "The capital of France"
@@ -115,7 +115,7 @@ def test_a_choice_that_melts_into_the_context_is_encoded_by_itself(llm: LLM) -> 
         ([CONTEXT, "one two " * 5000], [" A"], r"contexts\[1\]"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(
+def test_invalid_scoring_calls_are_refused(
     llm: LLM, contexts: list[str], choices: list[str], complaint: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
@@ -142,7 +142,7 @@ def fake_scores(context: str, choice: str) -> list[float]:
     return found
 
 
-def test_scores_on_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_can_be_awaited_on_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         async with a_fake_async_llm(FakeEngines(), monkeypatch) as other:
             text, chat = await asyncio.gather(
@@ -160,7 +160,9 @@ def test_scores_on_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(asyncio.wait_for(ask(), 30))
 
 
-def test_steps_that_fail_over_a_context_are_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_steps_fail_because_of_a_context_only_its_result_has_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engines = FakeEngines()
     llm = a_fake_llm(engines, monkeypatch)
     bad_ids = str(llm.tokenizer.encode("bad")).strip("[]")

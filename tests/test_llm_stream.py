@@ -24,7 +24,7 @@ from tests.fake_llm import a_fake_async_llm, a_fake_llm
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=9)
-FIVE = SamplingParams(temperature=0, max_tokens=5)  # to USER: no end token yet
+FIVE = SamplingParams(temperature=0, max_tokens=5)  # answer to USER, without an end token
 NINE = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 USER = [{"role": "user", "content": "one"}]
 
@@ -54,7 +54,7 @@ def at_rest(llm: LLM) -> bool:
 
 
 @pytest.mark.parametrize("prompt", ["one", {"prompt": "one"}, "ids", USER])
-def test_the_pieces_of_a_stream_are_the_answer(llm: LLM, prompt: Any) -> None:
+def test_the_pieces_of_a_stream_make_the_answer(llm: LLM, prompt: Any) -> None:
     prompt = llm.tokenizer.encode("one") if prompt == "ids" else prompt
     call = llm.chat if prompt is USER else llm.generate
     (whole,) = call(prompt, NINE, use_tqdm=False)
@@ -79,7 +79,7 @@ def test_a_stream_has_logprobs_and_several_answers(llm: LLM) -> None:
     assert len(told) == 3
 
 
-def test_to_stop_reading_ends_the_answer(llm: LLM, engines: FakeEngines) -> None:
+def test_a_stream_that_is_no_longer_read_ends_its_answer(llm: LLM, engines: FakeEngines) -> None:
     for piece in llm.stream("one", LONG):
         assert piece.text
         break
@@ -87,7 +87,7 @@ def test_to_stop_reading_ends_the_answer(llm: LLM, engines: FakeEngines) -> None
     launched: list[Step] = []
     engines.at_launch = launched.append
     stream = llm.stream("two", LONG)
-    assert not launched, "it is queued when the first piece is asked for"
+    assert not launched, "a prompt is queued only when the first piece is read"
     next(stream)
     del stream
     gc.collect()
@@ -114,7 +114,7 @@ def test_other_calls_may_come_between_two_pieces(llm: LLM) -> None:
     pieces = [next(stream)]
     (other,) = llm.generate("two", SHORT, use_tqdm=False)
     assert other.outputs[0].text == expected_text("two", 9)
-    assert llm.text_engine.has_work, "it does not wait for the stream"
+    assert llm.text_engine.has_work, "the call does not wait for the stream"
     with pytest.raises(InvalidRequest, match="vocabulary"):
         llm.generate([[1, 2], [10**6]], SHORT, use_tqdm=False)
     pieces += stream
@@ -122,16 +122,16 @@ def test_other_calls_may_come_between_two_pieces(llm: LLM) -> None:
     assert at_rest(llm)
 
 
-def test_streams_of_several_threads(llm: LLM) -> None:
+def test_several_threads_may_read_streams(llm: LLM) -> None:
     prompts = [f"prompt {number}" for number in range(8)]
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(lambda prompt: joined(list(llm.stream(prompt, SHORT))), prompts)
     assert list(found) == [expected_text(prompt, 9) for prompt in prompts]
-    next(llm.stream("one", SHORT))  # the next step handles what threads have left
+    next(llm.stream("one", SHORT))  # the next step handles streams that threads have closed
     assert at_rest(llm)
 
 
-def test_a_stream_that_is_let_go_within_a_step_is_ended_after_it(
+def test_a_stream_that_is_deleted_within_a_step_ends_after_it(
     llm: LLM, engines: FakeEngines
 ) -> None:
     streams = [llm.stream("one", LONG)]
@@ -141,7 +141,7 @@ def test_a_stream_that_is_let_go_within_a_step_is_ended_after_it(
     assert at_rest(llm)
 
 
-def test_what_is_wrong_with_a_stream_is_said(llm: LLM, engines: FakeEngines) -> None:
+def test_errors_of_a_stream_give_the_reason(llm: LLM, engines: FakeEngines) -> None:
     with pytest.raises(InvalidRequest, match="must be one prompt here"):
         llm.stream(["one", "two"], SHORT)  # type: ignore[arg-type]  # as a script may
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
@@ -169,7 +169,8 @@ def test_closing_ends_a_stream_with_an_error(llm: LLM) -> None:
 
 
 def test_ctrl_c_ends_a_stream_and_the_llm_can_be_used_again(llm: LLM, engines: FakeEngines) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    # a shell may have turned interrupts off
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         stream = llm.stream("one", LONG)
         next(stream)
@@ -220,7 +221,7 @@ def loop(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> Loop:
 
 
 async def comes_to_rest(llm: AsyncLLM) -> None:
-    while llm.text_engine.has_work:  # the thread works it off
+    while llm.text_engine.has_work:  # the thread handles the remaining work
         await asyncio.sleep(0.01)
 
 
@@ -247,7 +248,7 @@ def test_async_streams_run_side_by_side(loop: Loop, engines: FakeEngines) -> Non
     assert len(launched) < 9 * 20
 
 
-def test_whole_answers_and_chats_of_an_async_llm(loop: Loop) -> None:
+def test_an_async_llm_gives_whole_answers_and_chats(loop: Loop) -> None:
     async def body(llm: AsyncLLM) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=9, logprobs=0)
         one, chat = await asyncio.gather(
@@ -327,7 +328,7 @@ def test_closing_ends_async_streams_with_an_error(loop: Loop, engines: FakeEngin
     loop.run(body)
 
 
-def test_faults_of_async_requests_are_their_own(loop: Loop, engines: FakeEngines) -> None:
+def test_errors_of_an_async_request_do_not_affect_others(loop: Loop, engines: FakeEngines) -> None:
     def fail(step: Step) -> None:
         if any(ids in str(step.token_ids.tolist()) for ids in bad):
             raise RuntimeError("no such kernel")
@@ -349,9 +350,7 @@ def test_faults_of_async_requests_are_their_own(loop: Loop, engines: FakeEngines
     loop.run(body)
 
 
-def test_an_engine_that_is_lost_ends_everything(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_engine_ends_all_requests(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(llm: AsyncLLM) -> None:
         def lost() -> None:
             raise EngineLost("step after step failed")
@@ -364,7 +363,7 @@ def test_an_engine_that_is_lost_ends_everything(
     loop.run(body)
 
 
-def test_a_loop_that_is_gone_leaves_nothing_running(
+def test_a_closed_event_loop_leaves_nothing_running(
     engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
@@ -416,7 +415,7 @@ def test_a_prompt_that_cannot_be_queued_ends_alone(
     assert len(asyncio.run(ask())) == 9
 
 
-def test_an_engine_that_fails_while_it_closes_does_not_hang(
+def test_closing_does_not_hang_if_the_engine_fails(
     engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = a_fake_async_llm(engines, monkeypatch)

@@ -45,7 +45,9 @@ def test_recompute_needs_no_session(llm: LLM, text_ids: list[int]) -> None:
     assert got.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
-def test_a_session_keeps_what_its_last_tokens_attend_to(llm: LLM, text_ids: list[int]) -> None:
+def test_a_session_keeps_pages_that_its_last_tokens_attend_to(
+    llm: LLM, text_ids: list[int]
+) -> None:
     llm.generate(text_ids[:80], GREEDY, use_tqdm=False, sessions=["b"])
     asked = {"use_tqdm": False, "sessions": ["b"], "overflow": "important"}
     got = llm.generate(text_ids[:110], GREEDY, **asked)[0]  # type: ignore[arg-type]
@@ -68,7 +70,7 @@ def test_a_session_keeps_what_its_last_tokens_attend_to(llm: LLM, text_ids: list
         (["a"], "drop", "overflow"),
     ],
 )
-def test_what_cannot_be_done_is_named(
+def test_the_error_names_the_setting_that_cannot_be_used(
     llm: LLM,
     text_ids: list[int],
     sessions: list[str] | None,
@@ -81,7 +83,7 @@ def test_what_cannot_be_done_is_named(
     assert not llm.text_engine.has_work
 
 
-def test_the_hook_of_a_script_is_asked(smollm2_folder: Path, text_ids: list[int]) -> None:
+def test_the_hook_of_a_script_is_called(smollm2_folder: Path, text_ids: list[int]) -> None:
     asked: list[tuple[tuple[int, ...], int]] = []
 
     def keep_last(pages, limit: int) -> list[int]:  # type: ignore[no-untyped-def]
@@ -97,7 +99,7 @@ def test_the_hook_of_a_script_is_asked(smollm2_folder: Path, text_ids: list[int]
 
 
 @pytest.mark.parametrize("policy", ["kv", "important"])
-def test_chat_says_when_it_forgets(
+def test_chat_reports_dropped_tokens(
     policy: str,
     smollm2_folder: Path,
     monkeypatch: pytest.MonkeyPatch,

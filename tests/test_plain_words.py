@@ -24,7 +24,7 @@ PAGE = Path("page.md")
         "What came of it.",
     ],
 )
-def test_bad_phrases_are_found_once(text: str) -> None:
+def test_bad_phrases_are_reported_once(text: str) -> None:
     assert len(list(find(PAGE, text))) == 1
 
 
@@ -41,15 +41,15 @@ def test_bad_phrases_are_found_once(text: str) -> None:
         "the sum of equal parts",
     ],
 )
-def test_good_phrases_are_not(text: str) -> None:
+def test_good_phrases_are_not_reported(text: str) -> None:
     assert not list(find(PAGE, text))
 
 
-def test_only_what_people_read_of_python_is_looked_at() -> None:
+def test_only_comments_and_strings_of_python_are_checked() -> None:
     source = 'who = whoever(so_many)  # who waits\ntext = f"so many of {x}"\n'
     found = [(finding.line, finding.phrase) for finding in find(PAGE, python_prose(source))]
     assert sorted(found) == [(1, "who"), (2, "so many")]
 
 
-def test_the_line_is_that_of_the_first_word() -> None:
+def test_the_reported_line_is_that_of_the_first_word() -> None:
     assert [finding.line for finding in find(PAGE, "one\ntwo so\nmany")] == [2]

@@ -1,4 +1,4 @@
-"""Steps that fail in jobs and scripts: the rest is answered, and what failed is named."""
+"""If steps fail in jobs and scripts, other prompts are answered and the error names the bad one."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_a_poisonous_row_of_a_job_is_an_error_row(tmp_path: Path) -> None:
         assert "RuntimeError: poison" in rows[name]["error"]["message"]
 
 
-def test_a_job_whose_engine_is_lost_says_so_and_can_be_resumed(tmp_path: Path) -> None:
+def test_a_job_whose_engine_is_lost_reports_it_and_can_be_resumed(tmp_path: Path) -> None:
     engines = FakeEngines()
     engines.at_launch = always_fails
     with pytest.raises(EngineLost, match="no device"):

@@ -1,4 +1,4 @@
-"""What `pip install` brings: both packages and every file that they read."""
+"""`pip install` installs both packages and every file that they read."""
 
 import shutil
 import subprocess
@@ -15,13 +15,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def packaged() -> set[str]:
-    """Every file of the packages, as a wheel names it."""
+    """Every file of the packages, with its name in a wheel."""
     packages = (SOURCE / "mainstem", SOURCE / "mainstem_bench")
     paths = [path for package in packages for path in package.rglob("*") if path.is_file()]
     return {str(path.relative_to(SOURCE)) for path in paths if "__pycache__" not in path.parts}
 
 
-def test_every_file_that_is_no_module_is_package_data() -> None:
+def test_every_file_that_is_not_a_module_is_package_data() -> None:
     data = PROJECT["tool"]["setuptools"]["package-data"]
     found = {
         str(path.relative_to(SOURCE))

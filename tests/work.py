@@ -1,4 +1,4 @@
-"""How much a call does, counted rather than timed: the same on a busy machine and a quiet one."""
+"""Counts the work of a call instead of timing it: the count is the same on a busy machine."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from types import FrameType
 def instructions(call: Callable[[], object]) -> int:
     """How many bytecode instructions of Python a call executes.
 
-    A loop over a list shows, a search inside a C function (`in` on a list of strings) does not.
+    A loop over a list counts; a search inside a C function (`in` on a list of strings) does not.
 
     >>> instructions(lambda: [n for n in range(1000)]) > instructions(lambda: 1) + 1000
     True

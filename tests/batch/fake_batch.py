@@ -1,4 +1,5 @@
-"""Runs `mainstem batch` over FakeRunner: exact answers, no tensors. Tests of kills run it as a program.
+"""Runs `mainstem batch` over FakeRunner: exact answers, no tensors. Tests of kills run it as a
+program.
 
 python -m tests.batch.fake_batch STEP_SECONDS IN -o OUT [flags]
 """

@@ -250,7 +250,9 @@ def test_plain_rows_and_token_ids_are_answered(folder: Folder) -> None:
         ("--share", "none", "--no-plan", "--no-dedupe"),
     ],
 )
-def test_answers_do_not_depend_on_sharing_or_planning(folder: Folder, flags: tuple[str, ...]) -> None:
+def test_answers_do_not_depend_on_sharing_or_planning(
+    folder: Folder, flags: tuple[str, ...]
+) -> None:
     rows = prompts(30, max_tokens=6)
     folder.write(rows)
     assert folder.run(*flags) == 0
@@ -715,7 +717,8 @@ def test_an_output_of_an_older_version_is_resumed_without_a_warning(
     shown = capsys.readouterr().err
     assert "changed" not in shown
     assert "another model" not in shown
-    assert folder.run_with_summary("--resume=changed")["redone"] == 2  # the two rows that this version wrote
+    # the two rows that this version wrote
+    assert folder.run_with_summary("--resume=changed")["redone"] == 2
 
 
 def test_changed_rows_cannot_be_found_in_standard_input(folder: Folder) -> None:
@@ -824,7 +827,9 @@ def test_gzip_files_are_read_written_and_resumed(folder: Folder) -> None:
     assert sorted(map(essence, again)) == sorted(map(essence, whole))
 
 
-def test_a_job_runs_from_standard_input_to_standard_output(folder: Folder, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_runs_from_standard_input_to_standard_output(
+    folder: Folder, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder.write(prompts(3, max_tokens=2))
     with folder.input.open("rb") as source:
         saved = os.dup(0)

@@ -220,9 +220,7 @@ def test_a_full_disk_is_a_fault_with_a_reason() -> None:
         out.append(answer("a"))
 
 
-def test_a_partly_written_row_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partly_written_row_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fills up in the middle of a line leaves the lines before it."""
     path = tmp_path / "out.jsonl"
     room = 400

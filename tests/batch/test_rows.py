@@ -214,7 +214,9 @@ def test_text_parts_become_one_text() -> None:
         ({"url": "/v1/completions", "body": {"prompt": ""}, "x": 1}, "unknown_field", "x"),
     ],
 )
-def test_an_error_names_the_field_that_is_refused(row: object, code: str, param: str | None) -> None:
+def test_an_error_names_the_field_that_is_refused(
+    row: object, code: str, param: str | None
+) -> None:
     error = refused(row)
     assert error.code == code
     if param is not None:

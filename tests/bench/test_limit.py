@@ -52,7 +52,9 @@ def test_less_memory_means_more_reads_of_a_prefix() -> None:
         ("relay-512", 1000, "3a24ae88818a77c7"),
     ],
 )
-def test_prompts_are_those_that_other_engines_were_measured_with(name: str, count: int, digest: str) -> None:
+def test_prompts_are_those_that_other_engines_were_measured_with(
+    name: str, count: int, digest: str
+) -> None:
     prompts = shuffled(OFFLINE_JOBS[name].prompts(128_256))
     found = sha256()
     for prompt in prompts:

@@ -1,4 +1,5 @@
-"""`mainstem bench policies`: it replays the same arrivals for every policy and prints a line for each."""
+"""`mainstem bench policies`: it replays the same arrivals for every policy and prints a line for
+each."""
 
 import json
 from pathlib import Path

@@ -141,7 +141,8 @@ def test_a_closed_loop_measures_every_request(
     assert result["output_tokens"] == 40
     assert result["prompt_tokens"] == 400
     assert result["cached_tokens"] == (None if model == "plain" else 320)
-    assert server.most_open <= 6  # there are 3 clients; a request that has ended may still be counted
+    # there are 3 clients; a request that has ended may still be counted
+    assert server.most_open <= 6
     assert 10 <= float(str(result["ttft_ms_p50"])) < 5000
     assert 5 <= float(str(result["itl_ms_mean"])) < 5000
     assert float(str(result["e2e_ms_p50"])) > float(str(result["ttft_ms_p50"]))
@@ -224,7 +225,9 @@ def test_our_own_server_reports_cached_tokens(capsys: pytest.CaptureFixture[str]
     assert result["cached_tokens"] > result["prompt_tokens"] // 2
 
 
-def test_without_json_the_result_is_a_table(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_json_the_result_is_a_table(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--url", f"{server.url}/v1/", "--requests", "2"]) == 0
     assert "goodput_per_s" in capsys.readouterr().out
 

@@ -97,7 +97,9 @@ def test_moved_keys_predict_better_than_misplaced_ones(
     assert kv.perplexity < naive.perplexity
 
 
-def test_a_text_too_short_for_many_cuts_is_refused(smollm2_folder: Path, text_ids: list[int]) -> None:
+def test_a_text_too_short_for_many_cuts_is_refused(
+    smollm2_folder: Path, text_ids: list[int]
+) -> None:
     with pytest.raises(ConfigError, match="too short"):
         read_on(smollm2_folder, CONFIG, WAYS["kv"], text_ids[:100], TURN)
 
@@ -124,7 +126,8 @@ def test_methods_are_compared_question_by_question() -> None:
     some = [ScoredAnswer(n // 2, 100.0 * (n % 2), 50.0) for n in range(40)]
     same = compare(some, some, "right")
     assert (same.mean, same.margin) == (0.0, 0.0)
-    better = [ScoredAnswer(a.document, a.right, 60.0) for a in some]  # the same difference for every question
+    # the same difference for every question
+    better = [ScoredAnswer(a.document, a.right, 60.0) for a in some]
     found = compare(some, better, "f1")
     assert found.mean == pytest.approx(10.0)
     assert found.margin == pytest.approx(0.0)
@@ -162,7 +165,9 @@ def test_the_command_prints_a_line_for_each_method(
     assert all(row["perplexity"] > 1 for row in rows)
 
 
-def test_chats_are_rendered_with_the_template_that_is_given(smollm2_folder: Path, tmp_path: Path) -> None:
+def test_chats_are_rendered_with_the_template_that_is_given(
+    smollm2_folder: Path, tmp_path: Path
+) -> None:
     model = ModelConfig(threads=1, chat_template=str(tmp_path / "none.jinja"))
     config = EngineConfig(model=model, sched=SchedConfig(max_model_len=256))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):

@@ -175,9 +175,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen"])
-def test_a_conversion_keeps_weights_and_recipe(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_conversion_keeps_weights_and_recipe(name: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(name)
     expected = load_file(folder / "saved" / "model.safetensors")
     found = load_file(folder / "made" / "model.safetensors")
@@ -211,7 +209,9 @@ def test_the_tokenizer_of_qwen_is_converted(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "said"), [("bert", "bert, known: llama"), ("gemma3", "no field")])
-def test_unknown_architectures_and_missing_fields_are_refused(kind: str, said: str, tmp_path: Path) -> None:
+def test_unknown_architectures_and_missing_fields_are_refused(
+    kind: str, said: str, tmp_path: Path
+) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", kind)
     finish(writer, {"output_norm.weight": np.ones(4, dtype=np.float32)})
     with pytest.raises(ModelNotFound, match=said):

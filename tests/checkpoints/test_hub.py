@@ -267,7 +267,9 @@ def test_without_gguf_the_message_says_what_to_install(
     assert package.num_fetches == 0
 
 
-def test_the_error_for_a_read_only_cache_names_mainstem_cache(package: TinyPackage, tmp_path: Path) -> None:
+def test_the_error_for_a_read_only_cache_names_mainstem_cache(
+    package: TinyPackage, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelNotFound, match="MAINSTEM_CACHE"):
         embedded_folder(package.model, tmp_path / "file" / "models", package.fetch)

@@ -1,4 +1,5 @@
-"""`mainstem plan` reads every form of row, reports errors clearly and writes its report and files."""
+"""`mainstem plan` reads every form of row, reports errors clearly and writes its report and
+files."""
 
 import gzip
 import json
@@ -291,7 +292,9 @@ def test_an_empty_file_is_an_empty_plan(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(path), "--plot", str(tmp_path / "x.png")], no_tokenizer) == 0
 
 
-def test_phases_are_shown_while_a_plan_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_are_shown_while_a_plan_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "in.jsonl", [{"prompt": [7, 7, n]} for n in range(300)])
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
@@ -316,7 +319,9 @@ def test_a_line_that_is_not_utf8_is_named_and_the_others_are_planned(
     assert (found.failures[0].line, found.failures[0].error.code) == (2, "invalid_json")
 
 
-def test_the_split_over_workers_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_split_over_workers_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write(tmp_path / "in.jsonl", [{"prompt": prompt, "max_tokens": 8} for prompt in DOCS])
     assert main([str(source), "--workers", "3"], no_tokenizer) == 0
     shown = capsys.readouterr().out

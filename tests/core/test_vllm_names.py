@@ -29,7 +29,9 @@ GIVEN: dict[str, object] = {row.argument: row.default for row in SETTINGS} | {"d
         ({"tokenizer": "smollm2"}, "model", "smollm2"),
     ],
 )
-def test_arguments_with_the_same_meaning_are_accepted(others: dict[str, object], name: str, value: object) -> None:
+def test_arguments_with_the_same_meaning_are_accepted(
+    others: dict[str, object], name: str, value: object
+) -> None:
     assert own_arguments(GIVEN, others)[name] == value
 
 
@@ -99,6 +101,8 @@ def test_sampling_arguments_without_effect_are_accepted(others: dict[str, Any]) 
         ({"detokenize": False}, "detokenize: False"),
     ],
 )
-def test_sampling_arguments_that_would_change_the_answer_are_refused(others: dict[str, Any], complaint: str) -> None:
+def test_sampling_arguments_that_would_change_the_answer_are_refused(
+    others: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         SamplingParams(**others)

@@ -174,7 +174,8 @@ def test_abort_at_any_step_frees_everything(can_overlap: bool) -> None:
 
 @pytest.mark.parametrize("can_overlap", [False, True])
 def test_the_callers_stop_ends_one_answer_at_its_last_delivered_token(can_overlap: bool) -> None:
-    """With a stop string, no token may be scheduled before the caller has seen the one before it."""
+    """With a stop string, no token may be scheduled before the caller has seen the one before
+    it."""
     engine = an_engine(can_overlap=can_overlap)
     sampling = SamplingParams(temperature=0.0, max_tokens=30, stop="x")
     request = a_request(PREFIX, sampling=sampling)

@@ -50,7 +50,8 @@ def test_a_failed_launch_leaves_nothing_running(can_overlap: bool) -> None:
 
 
 class InterruptedRunner(FakeRunner):
-    """Ctrl-C comes when step number `when` is launched, before the engine has recorded the launch."""
+    """Ctrl-C comes when step number `when` is launched, before the engine has recorded the
+    launch."""
 
     when = 2
 
@@ -81,7 +82,9 @@ def test_an_interrupt_right_after_a_launch_does_not_lose_the_step(can_overlap: b
 
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("kind", [SequenceFinished, StepFinished])
-def test_an_interrupt_while_a_step_is_committed_loses_no_answer(kind: type[Event], can_overlap: bool) -> None:
+def test_an_interrupt_while_a_step_is_committed_loses_no_answer(
+    kind: type[Event], can_overlap: bool
+) -> None:
     """Listeners are called in the middle of the change."""
     bus = EventBus()
     engine = an_engine(bus=bus, can_overlap=can_overlap)
@@ -111,7 +114,8 @@ def test_pages_of_a_failed_step_are_not_served_from_the_cache(can_overlap: bool)
 
 
 def test_a_similar_page_does_not_keep_a_large_prompt_from_starting() -> None:
-    """The prompt needs all 4 pages, so it cannot keep a lease on the similar page to copy from it."""
+    """The prompt needs all 4 pages, so it cannot keep a lease on the similar page to copy from
+    it."""
     engine = an_engine(num_pages=4, page_size=4)
     run_all(engine, [a_request([1, 2, 3, 4], 2)])
     prompt = [1, 2, *range(50, 63)]

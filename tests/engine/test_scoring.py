@@ -118,7 +118,8 @@ def test_prompt_logprobs_are_cached_with_pages(can_overlap: bool, num_context: i
     for place, prompt in enumerate([*prompts, *prompts]):
         got = run_all(engine, [a_request(prompt, sampling=ECHOED, name=str(place))])
         assert told(got.outputs)[str(place)] == echo_of(prompt)
-    # first run: the token before a choice, and the choice; second run: the last token of each prompt
+    # first run: the token before a choice, and the choice; second run: the last token of each
+    # prompt
     most = num_context - 1 + len(CHOICES) * 4 + len(CHOICES)
     assert counters.computed_tokens <= most
 

@@ -1,7 +1,7 @@
 """A seed's answer: the same alone, in a batch and after preemption.
 
-Logits are rounded differently in each case. A tiny model is too exact to show the effect, so
-its logits get errors of up to ERROR, as large as those of a large model in fp32. A draw changes with a
+Logits are rounded differently in each case. A tiny model is too exact to show the effect, so its
+logits get errors of up to ERROR, as large as those of a large model in fp32. A draw changes with a
 probability of at most 2 ERROR, on average ERROR / 3. So in 6 % of all choices of seeds one of the
 1,920 draws compared here changes; with these seeds none does. Draws by inverting the distribution
 change more than five times as often.

@@ -92,9 +92,7 @@ def test_answers_are_those_of_transformers(
     assert answers(an_engine(made[0], cache, sched), prompts()) == expected
 
 
-def test_prompts_that_run_alone_get_the_same_answers(
-    made: Made, expected: list[list[int]]
-) -> None:
+def test_prompts_that_run_alone_get_the_same_answers(made: Made, expected: list[list[int]]) -> None:
     engine = an_engine(made[0], CacheConfig(page_size=16, kv_tokens=512), SchedConfig())
     assert [answers(engine, [prompt])[0] for prompt in prompts()] == expected
 

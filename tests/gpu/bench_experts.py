@@ -117,7 +117,8 @@ def a_space(shape: Shape, max_tokens: int) -> ExpertSpace:
 
 
 def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: Shape) -> Tensor:
-    """The exact output in fp32, by the experts that the kernel chose; check_routing checks the choice."""
+    """The exact output in fp32, by the experts that the kernel chose; check_routing checks the
+    choice."""
     spec, routing = shape.spec, space.routing
     ids, weights = routing.ids[: len(x)], routing.weights[: len(x)]
     out = torch.zeros(x.shape, device="cuda")
@@ -148,7 +149,8 @@ def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: S
 
 
 def check_routing() -> None:
-    """The chosen experts are the best ones within rounding, their weights match, and rows are sorted."""
+    """The chosen experts are the best ones within rounding, their weights match, and rows are
+    sorted."""
     for shape in (QWEN3, GPT_OSS, MIXTRAL, QWEN2):
         tensors, space, spec = some_weights(shape), a_space(shape, 3000), shape.spec
         layer = GpuExperts(tensors, spec, space, plain_linear)
@@ -202,7 +204,8 @@ def check_fp32() -> None:
 
 
 def check_rows_are_independent() -> None:
-    """A row has the same bits alone and in batches with other tiles and other parts of router sums."""
+    """A row has the same bits alone and in batches with other tiles and other parts of router
+    sums."""
     for shape in (QWEN3, GPT_OSS, QWEN2):
         tensors, space = some_weights(shape), a_space(shape, 4000)
         layer = GpuExperts(tensors, shape.spec, space, invariant_linear, is_deterministic=True)

@@ -166,7 +166,8 @@ def check_logits() -> None:
 
 
 def check_rope_append() -> None:
-    """Check heads of other sizes, rotated partly or not at all; the CPU's sines differ by an ulp."""
+    """Check heads of other sizes, rotated partly or not at all; the CPU's sines differ by an
+    ulp."""
     cases = ((32, 32, 80, 16), (71, 1, 64, 32), (128, 8, 64, 32), (16, 8, 256, 128),
              (32, 32, 96, 48), (16, 4, 128, 0))  # fmt: skip
     for heads, kv_heads, dim, half in cases:
@@ -235,7 +236,8 @@ def check_fp8_linear() -> None:
 
 
 def check_rows_are_independent() -> None:
-    """In all kernels of deterministic mode a row has the same bits alone, among 200 and among 3,000."""
+    """In all kernels of deterministic mode a row has the same bits alone, among 200 and among
+    3,000."""
     x, weight, bias = some(3000, HIDDEN), some(6144, HIDDEN, seed=1), some(6144, seed=3)
     rms, layer = a_norm("rms", HIDDEN), a_norm("layer", HIDDEN)
     runs: dict[str, Callable[[Tensor], Tensor]] = {
@@ -330,7 +332,8 @@ def _drawer(batch: SampleBatch) -> Callable[[Tensor], Tensor]:
 
 
 def check_sampler_does_not_wait() -> None:
-    """Penalties, bias, masks and draws give the tokens of the CPU's sampler without synchronising."""
+    """Penalties, bias, masks and draws give the tokens of the CPU's sampler without
+    synchronising."""
     vocab, rows = 5000, 40
     settings = [
         SamplingParams(

@@ -3,9 +3,10 @@
 
 `PYTHONPATH=src:. python -m tests.gpu.bench_int4 [--only PART] [--sweep] [--warm I/N]`
 
-Prints one line per result: microseconds, GB/s of packed weights read, TFLOP/s. Copies of the weights
-rotate, so that they come from memory, and a graph of several products is replayed. `--sweep` tries
-many tiles; `--warm I/N` only compiles, so that each of N processes compiles its share.
+Prints one line per result: microseconds, GB/s of packed weights read, TFLOP/s. Copies of the
+weights rotate, so that they come from memory, and a graph of several products is replayed.
+`--sweep` tries many tiles; `--warm I/N` only compiles, so that each of N processes compiles its
+share.
 """
 
 import argparse
@@ -105,7 +106,8 @@ def off_by(found: Tensor, right: Tensor) -> float:
 
 
 def check_int4() -> None:
-    """Check every tile, dtype and group size; twice, since split products must reset their counters."""
+    """Check every tile, dtype and group size; twice, since split products must reset their
+    counters."""
     for num_out, num_in, group, dtype, all_tokens in (
         (1024, 4096, 128, torch.bfloat16, (1, 7, 16, 33, 100, 300)),
         (520, 2880, 32, torch.bfloat16, (5, 100)),

@@ -120,7 +120,8 @@ def _rope_append(x: Tensor, norms: HeadNorms | None = None) -> Tensor:
     return torch.cat([x.flatten(), PAGES.flatten()])
 
 
-# Nothing may be launched between the late kernel and these; an allocation of zeros would be a launch.
+# Nothing may be launched between the late kernel and these; an allocation of zeros would be a
+# launch.
 READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "norm": (HIDDEN, lambda x: norm_rows(x, NORM)),
     "norm_fp8": (HIDDEN, lambda x: norm_rows_fp8(x, NORM)[0].float()),

@@ -293,7 +293,8 @@ def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
 
 
 def test_lse_spread_of_80_is_merged_without_overflow() -> None:
-    """Scores of one span are 80 above those of the other, whose weight is then 0, not inf or NaN."""
+    """Scores of one span are 80 above those of the other, whose weight is then 0, not inf or
+    NaN."""
     case = AttentionCase("spread", _decode([40] * 4, [(range(4), 100)]))
     spans = case.spans()
     k_pages, v_pages = (torch.randn(40, 8, 16, 128, device="cuda") for _ in range(2))

@@ -1,4 +1,5 @@
-"""Copies between a GPU and pinned memory are right and fast, and steps wait for them layer by layer."""
+"""Copies between a GPU and pinned memory are right and fast, and steps wait for them layer by
+layer."""
 
 from pathlib import Path
 

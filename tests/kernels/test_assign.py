@@ -21,7 +21,8 @@ NONE = np.empty(0)
 
 
 def shape_of(programs: int, queued_share: float = 0.25, tiles: Tiles = HOPPER_SPLIT) -> Shape:
-    """A plan with one unit per piece of each kind; on Hopper, with two programs per multiprocessor."""
+    """A plan with one unit per piece of each kind; on Hopper, with two programs per
+    multiprocessor."""
     tiles = replace(tiles, queued_share=queued_share, pace=Pace())
     return Shape(1, 1, 16, num_programs=programs, tiles=tiles)
 
@@ -122,7 +123,9 @@ def test_equal_large_units_are_assigned_in_turn() -> None:
 
 def test_large_units_run_on_neighbouring_programs_if_they_need_most_of_them() -> None:
     assert large_slots(6, 8, True).tolist() == [7, 6, 5, 4, 3, 2]
-    assert large_slots(8, 12, True).tolist() == [11, 10, 9, 8, 5, 4, 3, 2], "pairs with free pairs between"
+    assert large_slots(8, 12, True).tolist() == [11, 10, 9, 8, 5, 4, 3, 2], (
+        "pairs with free pairs between"
+    )
     assert large_slots(9, 12, True).tolist() == [11, 10, 9, 8, 7, 5, 4, 3, 2]
     assert large_slots(8, 8, True).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
     assert large_slots(4, 8, True).tolist() == [0, 2, 4, 6], "each next to a free program"

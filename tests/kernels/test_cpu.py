@@ -152,7 +152,9 @@ def test_softcaps_and_sinks_match_the_reference(name: str) -> None:
     check(*CASES[name], softcap=3.0, has_sinks=True, window=9, heads=5, kv_heads=1)
 
 
-def test_only_a_few_scores_with_a_softcap_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_few_scores_with_a_softcap_are_in_memory_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("mainstem.kernels.attention.cpu.softcap._MAX_SCORES", 500)
     check(*CASES["prefill chunks and decodes"], softcap=0.7)
     check(*CASES["ragged decodes"], softcap=0.7, window=20)
@@ -173,7 +175,8 @@ def test_masks_of_long_prompts_are_bounded(most: int, monkeypatch: pytest.Monkey
 
 
 def test_rows_that_see_none_of_the_first_keys_match_the_reference() -> None:
-    """There are more keys than torch's kernel takes at once, so a row's maximum is -inf at first."""
+    """There are more keys than torch's kernel takes at once, so a row's maximum is -inf at
+    first."""
     prefix = ([0, 1, 2], pages_for(1600, 16, 0), 1600, False)
     own = [([row], pages_for(keys, 16, 200 + 50 * row), keys, False)
            for row, keys in enumerate((1, 700, 3))]  # fmt: skip
@@ -259,7 +262,8 @@ def test_random_spans_match_the_reference() -> None:
 
 
 def test_neighbouring_pages_are_not_copied() -> None:
-    """A shared run and equally long tails, in pages as the pool returns them; nothing is gathered."""
+    """A shared run and equally long tails, in pages as the pool returns them; nothing is
+    gathered."""
     own = [([row], [4 + 2 * row, 5 + 2 * row], 20, True) for row in range(5)]
     spans = spans_of(([0, 1, 2, 3, 4], [0, 1, 2, 3], 64, False), *own)
     plan = cpu.plan(spans, 5, cpu.PageShape(6, 2, 14, 16), 0.25)
@@ -275,7 +279,8 @@ def test_unequal_tails_do_not_read_slots_after_their_end() -> None:
 
 
 def test_many_heads_per_kv_head_and_unequal_runs_match_the_reference() -> None:
-    """So many heads per KV head that the heads of even a few queries are concatenated, with masks."""
+    """So many heads per KV head that the heads of even a few queries are concatenated, with
+    masks."""
     rows = [list(range(0, 7)), list(range(7, 14))]
     own = [([row], [10 + row], 2, True) for row in range(14)]
     check(

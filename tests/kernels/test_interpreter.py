@@ -1,4 +1,5 @@
-"""Runs the tests of kernels and of the GPU runner under Triton's interpreter, in another process."""
+"""Runs the tests of kernels and of the GPU runner under Triton's interpreter, in another
+process."""
 
 import importlib.util
 import os
@@ -20,7 +21,10 @@ MODULES = [
 
 @pytest.mark.torch
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on: these tests run in this process")
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1",
+    reason="the interpreter is on: these tests run in this process",
+)
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_kernels_pass_their_tests_under_the_interpreter(which: str) -> None:
     paths = [

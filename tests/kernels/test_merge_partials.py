@@ -83,7 +83,8 @@ def test_packed_partials_are_merged(counts: list[int], dim: int) -> None:
         weights = (weights / weights.sum(0).clamp_min(1e-30))[:, :, None]
         right = (weights * parts.double()).sum(0)
         sizes = parts.double().abs()
-        # Rounding to fp16 is relative to the value, or to the row's largest if the value is far smaller.
+        # Rounding to fp16 is relative to the value, or to the row's largest if the value is far
+        # smaller.
         rounding = torch.maximum(sizes * 2**-11, sizes.amax(2, keepdim=True) * 2**-25)
         allowed = (weights * (rounding + sizes * 2**-20)).sum(0)  # 2**-20: sums in fp32
         assert ((out[token] - right).abs() <= allowed).all()

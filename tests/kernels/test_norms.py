@@ -89,7 +89,9 @@ def right_sum(x: Tensor, delta: Delta) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["rms", "rms, fp32 gain", "layer"])
 @pytest.mark.parametrize("name", list(DELTAS))
-def test_rows_are_added_to_the_residual_before_the_norm(name: str, kind: str, dtype: torch.dtype) -> None:
+def test_rows_are_added_to_the_residual_before_the_norm(
+    name: str, kind: str, dtype: torch.dtype
+) -> None:
     norm, after = a_norm(kind, 72, dtype), a_norm(kind, 72, dtype, seed=20)
     delta = DELTAS[name](some(3, 72, dtype, 1), some(3, 72, dtype, 2), after)
     kept = [x.clone() for x in (delta.rows, delta.more) if x is not None]

@@ -1,4 +1,5 @@
-"""Span attention under the interpreter, compared with the reference: tiny shapes, every edge case."""
+"""Span attention under the interpreter, compared with the reference: tiny shapes, every edge
+case."""
 
 from dataclasses import replace
 from typing import Any

@@ -103,7 +103,8 @@ def test_over_any_tree_of_prefixes_queries_see_the_keys_of_a_dense_mask(
     assert (np.diff(clipped.query_starts) > 0).all()
     pages = np.diff(clipped.page_starts)
     assert (pages == -(-clipped.key_tokens // page_size)).all()
-    if clipped.first_keys is not None:  # each query of a span sees a key; one sees a key of the first page
+    # each query of a span sees a key; one sees a key of the first page
+    if clipped.first_keys is not None:
         lowest = np.minimum.reduceat(clipped.first_keys, clipped.query_starts[:-1])
         assert (lowest < page_size).all()
         assert (clipped.first_keys < clipped.key_tokens.repeat(np.diff(clipped.query_starts))).all()

@@ -616,7 +616,8 @@ def test_if_the_disk_is_too_full_for_the_index_the_last_pages_are_dropped(
             super().__init__(folder, about)
 
     monkeypatch.setattr("mainstem.kv.bytes.disk.PageIndex", FullOnce)
-    monkeypatch.setattr("mainstem.kv.bytes.disk.LITTLE_ROOM", 1 << 60)  # any disk counts as nearly full
+    # any disk counts as nearly full
+    monkeypatch.setattr("mainstem.kv.bytes.disk.LITTLE_ROOM", 1 << 60)
     monkeypatch.setattr("mainstem.kv.bytes.disk.INDEX_ROOM", PAGE + 1)
     tier = open_tier(stored)
     assert tier.found is not None

@@ -371,7 +371,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
         PolicyConfig(**wrong)  # type: ignore[arg-type]
 
 
-# -- compared with a model that scans all pages ------------------------------------------------------
+# -- compared with a model that scans all pages ----------------------------------------------------
 
 
 def random_chains(seed: int, length: int) -> list[list[int]]:

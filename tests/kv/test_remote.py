@@ -1,5 +1,5 @@
-"""Pages on a server that processes share: the next process finds and checks them, and answers without
-them if the server fails in any way."""
+"""Pages on a server that processes share: the next process finds and checks them, and answers
+without them if the server fails in any way."""
 
 import logging
 import socket

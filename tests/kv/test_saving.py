@@ -43,7 +43,8 @@ def test_pages_of_an_answer_are_saved_as_they_fill(can_overlap: bool) -> None:
     counters = Counters().attach(bus := EventBus())
     tiered = a_tiered_engine(num_pages=32, bus=bus, can_overlap=can_overlap)
     tiered.engine.submit(a_request(PROMPT, 40))
-    steps(tiered, 11)  # K and V of 20 tokens are computed: 2 full pages of the prompt, 3 of the answer
+    # K and V of 20 tokens are computed: 2 full pages of the prompt, 3 of the answer
+    steps(tiered, 11)
     tiered.engine.flush()
     assert counters.saved_pages["host"] == 5
     steps(tiered, 29)
@@ -97,7 +98,8 @@ def test_another_request_finds_full_pages_of_a_running_answer() -> None:
     got = steps(tiered, 21)
     tiered.engine.submit(a_request([*PROMPT, *got[:15], 5], 1, name="other"))
     outputs = [o for o in run_all(tiered.engine, []).outputs if o.request_id == "other"]
-    assert outputs[0].num_cached_tokens == len(PROMPT) + 15  # the tokens of the last page are copied
+    # the tokens of the last page are copied
+    assert outputs[0].num_cached_tokens == len(PROMPT) + 15
     tiered.engine.close()
 
 

@@ -180,9 +180,12 @@ def test_public_pages_are_found_with_any_salt_and_later_pages_only_with_theirs()
     match = store.lookup(bob, 8)
     assert len(match.pages) == 2
     assert match.similar_page is None
-    compute(store, store.chain(ids(1, 1, 2, 2, 3, 9), b""))  # the app's pages, the last one filled with own tokens
+    # the app's pages, the last one filled with own tokens
+    compute(store, store.chain(ids(1, 1, 2, 2, 3, 9), b""))
     match = store.lookup(bob, 8)
-    assert (len(match.pages), match.similar_tokens) == (2, 1), "other salts find only the public part"
+    assert (len(match.pages), match.similar_tokens) == (2, 1), (
+        "other salts find only the public part"
+    )
     assert len(store.lookup(store.chain(tokens, b"bob"), 8).pages) == 0
 
 

@@ -62,7 +62,9 @@ def test_pages_evicted_from_the_device_come_back(
 
 
 @pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO])
-def test_requests_start_one_by_one_as_their_pages_arrive(policy: PolicyKind, tmp_path: Path) -> None:
+def test_requests_start_one_by_one_as_their_pages_arrive(
+    policy: PolicyKind, tmp_path: Path
+) -> None:
     tiered = a_tiered_engine(
         num_pages=40, num_slots=40, disk_dir=tmp_path, num_records=200, policy=policy
     )
@@ -337,7 +339,8 @@ def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, CHATS[:2])
     tiered.engine.close()
-    again = a_tiered_engine(num_pages=16, num_slots=8, disk_dir=tmp_path)  # host memory for one of them
+    # host memory for one of them
+    again = a_tiered_engine(num_pages=16, num_slots=8, disk_dir=tmp_path)
     again.engine.submit(a_request([9] * 40, 20))  # and no free device memory
     again.engine.step()
     again.engine.submit(a_request(CHATS[0], 4))

@@ -158,7 +158,7 @@ def test_the_error_names_a_size_that_cannot_be_divided() -> None:
     assert shards_that_divide(SHAPES["qwen3-30b-a3b"]) == (1, 2, 4, 8, 16, 32)
 
 
-def test_each_rank_reads_its_part() -> None:
+def test_part_of_gives_the_sizes_of_a_rank() -> None:
     whole = SHAPES["llama2-70b"]
     part = part_of(whole, Shard(3, 4))
     assert (part.num_heads, part.num_kv_heads, part.vocab_rows) == (16, 2, 8000)

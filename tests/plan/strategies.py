@@ -7,7 +7,8 @@ PromptLists = list[list[int]]
 
 @st.composite
 def prompt_lists(draw: st.DrawFn, max_prompts: int = 12) -> PromptLists:
-    """Prompts of few different tokens, many made from earlier ones: prefixes, copies, empty ones."""
+    """Prompts of few different tokens, many made from earlier ones: prefixes, copies, empty
+    ones."""
     token = st.integers(0, 2)
     prompts: PromptLists = []
     for _ in range(draw(st.integers(0, max_prompts))):

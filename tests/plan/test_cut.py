@@ -1,4 +1,5 @@
-"""A cut assigns every row once, in even shares, and charges prefixes to the workers that compute them."""
+"""A cut assigns every row once, in even shares, and charges prefixes to the workers that compute
+them."""
 
 import json
 from dataclasses import replace

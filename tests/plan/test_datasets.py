@@ -153,7 +153,8 @@ def shuffled(prompts: Prompts) -> Prompts:
 
 
 def count_different_prefixes(prompts: Prompts) -> int:
-    """Counts distinct pairs (length, hash of all tokens so far): an upper bound found without trees."""
+    """Counts distinct pairs (length, hash of all tokens so far): an upper bound found without
+    trees."""
     lengths: Int64s = prompts.num_tokens
     weights = np.random.default_rng(1).integers(1, 2**63, int(lengths.max()), dtype=np.uint64)
     hashes = prompts.token_ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)

@@ -40,7 +40,9 @@ def test_every_prompt_is_planned_once_and_every_share_is_shared(
 
 @given(prompt_lists(), configs)
 @settings(max_examples=80, deadline=None)
-def test_prefix_and_distinct_tokens_make_up_the_prompt(prompts: PromptLists, config: PlanConfig) -> None:
+def test_prefix_and_distinct_tokens_make_up_the_prompt(
+    prompts: PromptLists, config: PlanConfig
+) -> None:
     plan = plan_prompts(Prompts.from_lists(prompts), config)
     seen = []
     for index in range(plan.num_groups):
@@ -258,7 +260,8 @@ def test_documents_with_the_same_first_words_are_not_one_group() -> None:
 
 
 def test_the_turns_of_a_conversation_are_one_group() -> None:
-    """Each turn repeats the turns before it, so most is saved below the first; there is one branch."""
+    """Each turn repeats the turns before it, so most is saved below the first; there is one
+    branch."""
     talk = list(range(900))
     others = [[5000 + i] * 40 for i in range(3)]
     plan = plan_prompts(Prompts.from_lists([talk[: 50 * turn] for turn in range(1, 18)] + others))

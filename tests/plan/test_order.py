@@ -19,7 +19,7 @@ EVERY_NODE_A_SPAN = PlanConfig(worth_span=LongRuns(1))
 
 
 def ratio(plan: Plan, index: int, lengths: list[int], outputs: list[float]) -> float:
-    """Eq. 4 for a group that shares one prefix, with the mean output on top."""
+    """Eq. 4 for a group that shares one prefix, plus the mean output length."""
     group = group_of(plan, index)
     tokens = group.prefix_tokens + sum(lengths[m] - group.prefix_tokens for m in group.members)
     return sum(outputs[m] for m in group.members) / len(group.members) / max(tokens, 1)
@@ -27,7 +27,7 @@ def ratio(plan: Plan, index: int, lengths: list[int], outputs: list[float]) -> f
 
 @given(prompt_lists(), st.data())
 @settings(max_examples=80, deadline=None)
-def test_single_level_groups_fall_in_r_group_and_ties_keep_input_order(
+def test_groups_of_one_level_are_in_descending_r_group_and_ties_keep_input_order(
     prompts: PromptLists, data: st.DataObject
 ) -> None:
     limits = [data.draw(st.integers(1, 4)) for _ in prompts]
@@ -43,7 +43,7 @@ def test_single_level_groups_fall_in_r_group_and_ties_keep_input_order(
 
 
 def test_constant_outputs_give_equation_4() -> None:
-    """Short groups first, whatever the number of their members."""
+    """Short groups come first, whatever the number of their members."""
     heads = {1: 40, 2: 10, 3: 20}
     prompts = [[token] * size + [token + 10 + i] for token, size in heads.items() for i in range(3)]
     plan = plan_prompts(Prompts.from_lists(prompts), EVERY_NODE_A_SPAN)
@@ -74,7 +74,7 @@ def test_groups_of_one_trunk_stay_together() -> None:
 
 @given(prompt_lists(), st.data())
 @settings(max_examples=80, deadline=None)
-def test_reordering_keeps_what_has_started_and_is_still_a_plan(
+def test_reordering_keeps_started_groups_and_gives_a_valid_plan(
     prompts: PromptLists, data: st.DataObject
 ) -> None:
     batch = Prompts.from_lists(prompts)
@@ -117,7 +117,7 @@ def test_an_estimate_starts_from_max_tokens() -> None:
     assert estimate.expect(np.array([0, 7]), limits).tolist() == [16, 512]
 
 
-def test_an_estimate_learns_a_template_and_lends_to_the_others() -> None:
+def test_an_estimate_learns_templates_and_expects_their_mean_for_others() -> None:
     estimate = OutputEstimate()
     for _ in range(200):
         estimate.observe(3, 20)

@@ -1,4 +1,4 @@
-"""The tree against sorted() and against sets of prefixes, which share no code with it."""
+"""The tree, compared with sorted() and with sets of prefixes, which share no code with it."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from tests.plan.strategies import PromptLists, prompt_lists
 
 
 def expected_nodes(prompts: PromptLists) -> set[tuple[int, ...]]:
-    """Prefixes of two or more prompts at which these part or end; and the root."""
+    """Prefixes of two or more prompts at which the prompts diverge or end; and the root."""
     passing: Counter[tuple[int, ...]] = Counter()
     for prompt in prompts:
         passing.update(tuple(prompt[:end]) for end in range(len(prompt) + 1))
@@ -45,7 +45,7 @@ def test_prompts_come_out_sorted_and_equal_ones_in_input_order(prompts: PromptLi
 
 @given(prompt_lists())
 @settings(max_examples=100, deadline=None)
-def test_nodes_are_the_places_where_shared_prefixes_part_or_end(prompts: PromptLists) -> None:
+def test_nodes_are_the_places_where_shared_prefixes_diverge_or_end(prompts: PromptLists) -> None:
     tree = build_tree(Prompts.from_lists(prompts))
     found = [node_prefix(tree, prompts, node) for node in range(len(tree.node_tokens))]
     assert sorted(found) == sorted(expected_nodes(prompts))
@@ -53,7 +53,7 @@ def test_nodes_are_the_places_where_shared_prefixes_part_or_end(prompts: PromptL
 
 @given(prompt_lists())
 @settings(max_examples=80, deadline=None)
-def test_a_node_covers_all_prompts_with_its_prefix_and_hangs_on_the_next_shorter(
+def test_a_node_covers_all_prompts_with_its_prefix_and_its_parent_is_the_next_shorter(
     prompts: PromptLists,
 ) -> None:
     tree = build_tree(Prompts.from_lists(prompts))
@@ -88,7 +88,7 @@ def test_strip_boundaries_do_not_matter(length: int) -> None:
     assert tree.prompt_nodes.tolist() == [1, 2, 2, 2, 3, 3]
 
 
-def test_a_prompt_does_not_match_into_its_neighbour() -> None:
+def test_a_match_does_not_extend_beyond_the_end_of_a_prompt() -> None:
     """The tokens after prompt 0 in memory would make it equal to prompt 2."""
     tree = build_tree(Prompts.from_lists([[5], [6, 7], [5, 6, 7]]))
     assert tree.node_tokens.tolist() == [0, 1]

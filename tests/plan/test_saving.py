@@ -1,4 +1,5 @@
-"""Saving ratios on the paper's workloads, and the LRU cache compared with a page-by-page version."""
+"""Saving ratios on the paper's workloads, and the LRU cache compared with a page-by-page
+version."""
 
 from collections import OrderedDict
 

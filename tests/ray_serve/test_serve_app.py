@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 UP = ["up", "up"]
-LONG = 1500  # so many tokens that the answer still runs when its replica is killed
+LONG = 1500  # tokens; the answer still runs when its replica is killed
 
 
 @dataclass
@@ -233,7 +233,9 @@ def test_a_killed_replica_ends_only_its_own_streams(fleet: Fleet) -> None:
         list(stream)
     waiting.join(60)
     other = 1 - place
-    assert [answered[0] for answered in answers] == [other], "the request was sent to another replica"  # type: ignore[index]
+    assert [answered[0] for answered in answers] == [other], "another replica answers"  # type: ignore[index]
     assert {fleet.ask(f"{n} and now?")[0] for n in range(4)} == {other}
     until(lambda: fleet.states() == UP, within_s=120)
-    assert place in {fleet.ask(f"{n} again " * 40)[0] for n in range(8)}, "the killed replica serves again"
+    assert place in {fleet.ask(f"{n} again " * 40)[0] for n in range(8)}, (
+        "the killed replica serves again"
+    )

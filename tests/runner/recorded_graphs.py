@@ -38,7 +38,9 @@ class Recorder:
     @contextmanager
     def _graph(self, graph: Recording, pool: str | None, capture_error_mode: str) -> Iterator[None]:
         assert self._current is None, "a capture is already running"
-        assert capture_error_mode == "thread_local", "the mode must allow other threads to call CUDA"
+        assert capture_error_mode == "thread_local", (
+            "the mode must allow other threads to call CUDA"
+        )
         self._current = graph
         yield
         self._current = None

@@ -1,4 +1,5 @@
-"""The noise of draws is uniform, independent and the same everywhere; rounding hardly changes draws."""
+"""The noise of draws is uniform, independent and the same everywhere; rounding hardly changes
+draws."""
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ def plain_draws(logits: Float32s, keys: Int64s, temperature: float = 1.0) -> Int
 
 
 def test_the_hash_is_the_documented_one() -> None:
-    """lowbias32 of the id, then lowbias32 of the result and the key, with its upper half added inside."""
+    """lowbias32 of the id, then lowbias32 of the result and the key, with its upper half added
+    inside."""
     mask = 0xFFFFFFFF
 
     def mixed(x: int, added: int) -> int:
@@ -66,7 +68,8 @@ def pairs(name: str) -> tuple[noise.UInt32s, noise.UInt32s]:
 )  # fmt: skip
 def test_noise_is_uniform_and_independent(name: str, shift: int) -> None:
     """Five bits of each number of a pair give 1,024 cells. Chi-square of 1,023 degrees of freedom
-    exceeds 1,023 + 2 sqrt(21 x 1,023) + 42 in one case of 10^9 (Laurent and Massart 2000, lemma 1)."""
+    exceeds 1,023 + 2 sqrt(21 x 1,023) + 42 in one case of 10^9 (Laurent and Massart 2000, lemma
+    1)."""
     a, b = ((bits.ravel() >> shift & 31).astype(np.int64) for bits in pairs(name))
     found = np.bincount(a * 32 + b, minlength=1024)
     mean = len(a) / 1024

@@ -21,7 +21,8 @@ TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
     ("stride", "windows"),
     [
         (10, ((0, 20, 1), (10, 30, 20), (20, 40, 30), (30, 50, 40))),
-        (20, ((0, 20, 1), (20, 40, 21), (40, 50, 41))),  # the first token of each window is not scored
+        # the first token of each window is not scored
+        (20, ((0, 20, 1), (20, 40, 21), (40, 50, 41))),
     ],
     ids=["overlapping", "side by side"],
 )

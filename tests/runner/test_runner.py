@@ -99,7 +99,9 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_logits_do_not_depend_on_pages_and_chunks(page_size: int, chunk: int, tmp_path: Path) -> None:
+def test_logits_do_not_depend_on_pages_and_chunks(
+    page_size: int, chunk: int, tmp_path: Path
+) -> None:
     model = make_checkpoint("llama", tmp_path)
     prompt = tokens(50, seed=5)
     runner = loaded(tmp_path, page_size)

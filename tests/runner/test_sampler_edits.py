@@ -47,7 +47,8 @@ def some_sampling(rng: np.random.Generator) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_sequence_is_edited_as_if_it_were_alone(seed: int) -> None:
-    """There are 50 sequences, more than are counted at once; some end, others return after preemption."""
+    """There are 50 sequences, more than are counted at once; some end, others return after
+    preemption."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     edits = LogitEdits(Uploads(CPU))

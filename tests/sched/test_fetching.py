@@ -67,7 +67,9 @@ def test_a_disk_as_fast_as_the_device_loads_about_half_of_many_histories() -> No
 
 
 @pytest.mark.parametrize(("rate", "fewest"), [(4.2e9, 9), (2.5e9, 6), (1.5e9, 4)])
-def test_many_histories_are_split_so_that_disk_and_device_end_together(rate: float, fewest: int) -> None:
+def test_many_histories_are_split_so_that_disk_and_device_end_together(
+    rate: float, fewest: int
+) -> None:
     fetching, tiers = a_fetching()
     tiers.links[1] = SharedLink(rate)
     loaded, computed = assign(fetching, tiers, 24, is_on_disk=True)
@@ -219,7 +221,8 @@ def test_copies_in_progress_advance_between_two_calls(monkeypatch: pytest.Monkey
     assert link.expect_s(0) == pytest.approx(0.05)
     link.start(int(0.1 * 2e9))
     assert link.expect_s(0) == pytest.approx(0.15)
-    link.finish_between(int(0.1 * 2e9), 100.0, 100.1)  # half of the first load, at the expected rate
+    # half of the first load, at the expected rate
+    link.finish_between(int(0.1 * 2e9), 100.0, 100.1)
     assert link.expect_s(0) == pytest.approx(0.15)
     now_s += 0.15
     assert link.expect_s(0) == pytest.approx(0.0, abs=1e-6)

@@ -48,7 +48,9 @@ def important_request(prompt: list[int], **given: object) -> Request:
 
 @settings(max_examples=80, deadline=None)
 @given(sink=st.integers(0, 3), drops=st.lists(st.sets(st.integers(0, 12), min_size=1), max_size=4))
-def test_repeated_cuts_drop_the_announced_number_of_tokens(sink: int, drops: list[set[int]]) -> None:
+def test_repeated_cuts_drop_the_announced_number_of_tokens(
+    sink: int, drops: list[set[int]]
+) -> None:
     cut, left = sink_only(sink), list(range(80))
     assert cut.is_whole
     for numbers in drops:
@@ -205,7 +207,9 @@ def test_a_cut_reads_few_tokens_and_later_turns_read_none() -> None:
     chat.say(tokens(20, seed=1), max_tokens=8)
     assert sum(len(step.weighings) for step in steps) == 1
     computed = counters.computed_tokens - before
-    assert computed <= important.QUERY_TOKENS + 20 + 3 * PAGE, "more than the queries and the new turn were computed"
+    assert computed <= important.QUERY_TOKENS + 20 + 3 * PAGE, (
+        "more than the queries and the new turn were computed"
+    )
     assert counters.moved_pages > 0
     chat.say(tokens(20, seed=2), max_tokens=8)
     assert sum(len(step.weighings) for step in steps) == 1, "pages were weighed again"

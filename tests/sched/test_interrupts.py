@@ -105,7 +105,7 @@ def test_an_interrupt_at_any_line_costs_nothing(can_overlap: bool) -> None:
 
 
 def test_an_interrupt_right_after_another_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second comes before everything waits again."""
+    """The second interrupt comes before all requests are in the queue again."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -129,7 +129,7 @@ def test_an_interrupt_right_after_another_costs_nothing(monkeypatch: pytest.Monk
         engine.close()
 
 
-def test_an_interrupt_as_one_is_preempted_costs_nothing() -> None:
+def test_an_interrupt_while_a_sequence_is_preempted_costs_nothing() -> None:
     bus = EventBus()
     preempted: list[SequencePreempted] = []
     bus.subscribe(SequencePreempted, preempted.append)
@@ -139,7 +139,7 @@ def test_an_interrupt_as_one_is_preempted_costs_nothing() -> None:
 
 
 def test_an_interrupt_while_pages_are_copied_costs_nothing() -> None:
-    """Pages that copies hold stay held."""
+    """Pages that copies hold are not released."""
 
     def make_engine() -> Engine:
         tiered = a_tiered_engine(num_pages=8)
@@ -159,7 +159,7 @@ def test_an_interrupt_while_pages_are_flushed_loses_none(tmp_path: Path) -> None
         assert disk is not None
         disk.flush()
         tiered.tiers.poll()
-        assert disk.num_writes_pending == 0, "a write that is done is waited for"
+        assert disk.num_writes_pending == 0, "a finished write still counts as pending"
         tiered.engine.flush()
         tiered.engine.check()
         tiered.engine.close()
@@ -169,7 +169,7 @@ def test_an_interrupt_while_pages_are_flushed_loses_none(tmp_path: Path) -> None
     raise AssertionError("there is no end to it")
 
 
-def test_an_interrupt_as_a_request_is_aborted_costs_the_others_nothing() -> None:
+def test_an_interrupt_during_an_abort_costs_other_requests_nothing() -> None:
     for when in range(1, 500):
         engine, collector = an_engine(), Collector()
         for number in (1, 2):
@@ -192,7 +192,7 @@ def test_an_interrupt_as_a_request_is_aborted_costs_the_others_nothing() -> None
     raise AssertionError("there is no end to it")
 
 
-def test_an_interrupt_as_prompts_are_announced_costs_nothing() -> None:
+def test_an_interrupt_while_prompts_are_announced_costs_nothing() -> None:
     for when in range(1, 100):
         engine = an_engine()
         with suppress(KeyboardInterrupt), Interrupt(when) as interrupt:

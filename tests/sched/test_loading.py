@@ -1,4 +1,4 @@
-"""When the step in flight began and will end, however late the host checks."""
+"""The estimated begin and end of the step in flight do not depend on how late the host checks."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +22,7 @@ def make_step(step_id: int) -> Step:
 
 
 @pytest.mark.parametrize("noticed_s", [0.05, 0.075])
-def test_a_step_that_was_seen_late_to_have_ended_does_not_make_the_next_one_longer(
+def test_a_late_check_of_a_finished_step_does_not_lengthen_the_next_one(
     monkeypatch: pytest.MonkeyPatch, noticed_s: float
 ) -> None:
     now_s = 0.0
@@ -35,7 +35,7 @@ def test_a_step_that_was_seen_late_to_have_ended_does_not_make_the_next_one_long
     now_s = 0.01
     loader.note_start(first.step_id)  # runs from 0.01 to 0.05
     now_s = 0.02
-    loader.note_start(second.step_id)  # from 0.05 to 0.09
+    loader.note_start(second.step_id)  # runs from 0.05 to 0.09
     now_s = noticed_s
     loader.note_end(first, STEP_S)
     assert loader.lead_s(second) == pytest.approx(CAUTION * STEP_S - (noticed_s - 0.05))

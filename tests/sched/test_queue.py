@@ -31,12 +31,12 @@ def order(queue: WaitingQueue) -> list[int]:
     return found
 
 
-def test_who_came_first_goes_first_within_a_priority() -> None:
+def test_within_a_priority_sequences_run_in_order_of_arrival() -> None:
     sequences = [a_sequence(5), a_sequence(2), a_sequence(7, priority=-1), a_sequence(3)]
     assert order(a_queue(sequences)) == [7, 2, 3, 5]
 
 
-def test_whose_history_is_loaded_overtakes_those_that_compute() -> None:
+def test_a_sequence_with_a_loaded_history_overtakes_those_that_compute() -> None:
     sequences = [a_sequence(arrival) for arrival in range(20)]
     queue = a_queue(sequences)
     for arrival in (13, 4, 17):
@@ -47,7 +47,7 @@ def test_whose_history_is_loaded_overtakes_those_that_compute() -> None:
     assert order(queue) == [4, 13, 17, *rest]
 
 
-def test_nobody_is_overtaken_for_ever() -> None:
+def test_no_sequence_is_overtaken_for_ever() -> None:
     loaded = [a_sequence(arrival) for arrival in range(1, 3 * OVERTAKEN)]
     for sequence in loaded:
         load(sequence)
@@ -55,7 +55,7 @@ def test_nobody_is_overtaken_for_ever() -> None:
     assert order(queue).index(0) == OVERTAKEN - 1
 
 
-def test_the_more_urgent_are_not_overtaken() -> None:
+def test_more_urgent_sequences_are_not_overtaken() -> None:
     urgent, loaded = a_sequence(1, priority=0), a_sequence(0, priority=1)
     load(loaded)
     assert order(a_queue([loaded, urgent])) == [1, 0]
@@ -65,5 +65,5 @@ def test_a_sequence_that_still_computes_much_does_not_overtake() -> None:
     first, loaded = a_sequence(0), a_sequence(1)
     load(loaded, num_to_compute=3)
     assert order(a_queue([first, loaded])) == [0, 1]
-    loaded.num_to_compute = None  # preempted since
+    loaded.num_to_compute = None  # preempted in the meantime
     assert order(a_queue([first, loaded])) == [0, 1]

@@ -12,11 +12,12 @@ from mainstem.core.step import Step
 from tests.builders import a_request, an_engine, run_all
 
 PAGE = 4
-OWN = 20  # ids below are of prefixes
+OWN = 20  # smaller ids belong to prefixes
 
 
 def a_job(groups: int, degree: int, prefix: int, own: int) -> list[list[int]]:
-    """Prompts group by group: the prefix of group g is of tokens g, each prompt has a token."""
+    """Prompts group by group: the prefix of group g repeats token g, and each prompt has its
+    own."""
     return [
         [group] * prefix + [OWN + 8 * group + member] * own
         for group in range(groups)
@@ -37,7 +38,7 @@ def prompt_tokens(step: Step) -> list[int]:
     own=st.integers(1, 11),
     chunk_tokens=st.integers(1, 50),
 )
-def test_answers_then_own_prompts_then_the_next_prefix(
+def test_a_step_has_answers_then_own_prompts_then_the_next_prefix(
     groups: int, degree: int, prefix_pages: int, own: int, chunk_tokens: int
 ) -> None:
     engine = an_engine(512, PAGE, SchedConfig(chunk_tokens=chunk_tokens))
@@ -50,13 +51,13 @@ def test_answers_then_own_prompts_then_the_next_prefix(
         assert (lengths[: step.num_decodes] == 1).all()
         decoded = step.seq_slots[: step.num_decodes].tolist()
         later = step.seq_slots[step.num_decodes :].tolist()
-        assert not set(decoded) & set(later), "a sequence is decoded and read"
+        assert not set(decoded) & set(later), "a sequence is both decoded and prefilled"
         seen += prompt_tokens(step)
     for group in range(groups):
         assert seen.count(group) == prefix_pages * PAGE, "a prefix is computed once"
         own_places = [at for at, token in enumerate(seen) if (token - OWN) // 8 == group]
         assert min(own_places) > seen.index(group) + prefix_pages * PAGE - 1
-        if group + 1 < groups:  # every prompt of a group before the prefix of the next
+        if group + 1 < groups:  # every prompt of a group comes before the prefix of the next
             assert max(own_places) < seen.index(group + 1)
 
 

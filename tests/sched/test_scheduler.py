@@ -1,4 +1,4 @@
-"""The scheduler under any order of submit, step, abort and stop: nothing lost, nothing twice."""
+"""In any order of submit, step, abort and stop, the scheduler loses and repeats nothing."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from tests.fakes import fake_answer
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Every finished answer is the one its prompt gets alone; at rest no page is held."""
+    """Every finished answer is the one its prompt gets alone; without work no page is held."""
 
     engine: Engine
 
@@ -58,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits: dict[str, int] = {}
         self.cut: set[str] = set()
         self.collector = Collector()
-        self.weighed: dict[str, Request] = {}  # whose cut depends on attention
+        self.weighed: dict[str, Request] = {}  # requests whose cut depends on attention
 
     @rule(
         branches=st.lists(st.integers(0, 1), min_size=1, max_size=12),
@@ -167,14 +167,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert reason is FinishReason.LENGTH or name in self.cut
         answers = {name for name, _ in self.collector.reasons}
         assert answers == set(self.prompts), "an answer is missing"
-        for name, request in self.weighed.items():  # what was chosen is known by now
+        for name, request in self.weighed.items():  # the choice of pages is known by now
             kept, _ = self.engine._scheduler._intake._truncator.fit(request)
             self.prompts[name] = kept.prompt_ids.tolist()
         for (name, index), tokens in self.collector.tokens.items():
             full = fake_answer(self.prompts[name], self.limits[name], VOCAB)
             assert tokens == full[: len(tokens)], "a wrong token"
             if self.collector.reasons[name, index] is FinishReason.LENGTH:
-                assert len(tokens) == len(full), "an answer came short"
+                assert len(tokens) == len(full), "an answer is too short"
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -182,7 +182,7 @@ TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadl
 
 
 class LongMachine(SchedulerMachine):
-    """The same for five times as many orders."""
+    """The same test over five times as many orders."""
 
 
 TestSchedulerLong = pytest.mark.slow(LongMachine.TestCase)
@@ -197,12 +197,13 @@ def test_noise_keys_depend_on_seed_and_index_only() -> None:
     assert len(np.unique(np.concatenate((by_seed, by_index[1:])))) == 1999
     for keys in (by_seed, by_index):
         bits = np.unpackbits(keys.view(np.uint8)).reshape(1000, 64)
-        # 64 bits that are set 500 times of 1,000: within 110 but for one case in 10^9
+        # each of 64 bits is set about 500 of 1,000 times; it differs by 110 in one case of 10^9
         assert np.abs(bits.sum(axis=0, dtype=np.int64) - 500).max() < 110
 
 
-def test_wrong_expectations_do_not_thrash() -> None:
-    """The first answers are short, then all are 20 times longer than what was learned from them.
+def test_wrong_expected_lengths_do_not_cause_thrashing() -> None:
+    """The first answers are short; later ones are 20 times longer than the length learned from
+    them.
 
     Recomputed tokens stay a small part of all computed ones, and everything finishes.
     """
@@ -222,23 +223,24 @@ def test_wrong_expectations_do_not_thrash() -> None:
     assert len(got.reasons) == 60
     needed = sum(12 + 60 for _ in long) + sum(12 + 3 for _ in short)
     again = sum(event.computed_tokens for event in resumed)
-    assert counters.preemptions > 0, "the lengths were meant to deceive"
+    assert counters.preemptions > 0, "the learned lengths should have been wrong"
     assert again < 0.25 * needed, f"{again} of {needed} tokens were computed again"
 
 
-def test_pages_of_a_finished_group_go_first() -> None:
-    """Group a is over, b still has members to come: room is made from a, though b is older."""
+def test_pages_of_a_finished_group_are_evicted_first() -> None:
+    """Group a has ended and b has members left: pages of a are evicted, although b is older."""
     engine = an_engine(num_pages=20, page_size=4, config=SchedConfig(chunk_tokens=512))
     a, b = list(range(16)), list(range(20, 36))
     first = engine.expect(np.array([16, 0, 16, 0], np.int32))  # b-1, b-2 | a-1, a-2
     run_all(engine, [a_request([*b, 1], max_tokens=2, plan_place=first)])
     run_all(engine, [a_request([*a, i], 2, plan_place=first + 2 + i) for i in range(2)])
-    run_all(engine, [a_request(list(range(40, 84)), max_tokens=2)])  # 12 pages: some must go
+    # 12 pages: some must be evicted
+    run_all(engine, [a_request(list(range(40, 84)), max_tokens=2)])
     got = run_all(engine, [a_request([*b, 2], max_tokens=2, plan_place=first + 1, name="b")])
     assert got.outputs[0].num_cached_tokens == 16
 
 
-def test_pages_that_other_answers_to_a_prompt_wait_for_do_not_go_first() -> None:
+def test_pages_that_other_answers_to_a_prompt_wait_for_are_not_evicted_first() -> None:
     engine = an_engine(num_pages=14, page_size=4, config=SchedConfig(chunk_tokens=16))
     run_all(engine, [a_request(list(range(20)), max_tokens=1)])  # 5 pages, older than all others
     first = engine.expect(np.array([0], np.int32))

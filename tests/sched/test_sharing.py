@@ -1,4 +1,4 @@
-"""SharingTree and spans against a brute-force search for the holders of each page."""
+"""SharingTree and spans, compared with a brute-force search for the holders of each page."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from mainstem.sched.spans import SpanBuilder, share_all
 
 
 def page_chain(branches: list[int]) -> Int32s:
-    """Pages such that chains with a common beginning of branches have the same pages there."""
+    """Pages such that chains with the same first branches have the same first pages."""
     numbers, node = [], 1
     for branch in branches:
         node = node * 3 + branch
@@ -63,7 +63,7 @@ TestTree.settings = settings(max_examples=80, stateful_step_count=40, deadline=N
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 3]),
 )
-def test_spans_show_each_sequence_its_own_context_once(
+def test_through_spans_each_sequence_sees_its_context_once(
     seqs: list[tuple[Int32s, int, int]], page_size: int, align_pages: int
 ) -> None:
     """Each query sees every key of its own context up to itself, once, and no other."""
@@ -118,7 +118,7 @@ def test_a_system_prompt_is_one_span_for_all() -> None:
     assert spans.key_tokens.tolist() == [12, 2, 3, 4]
 
 
-def test_a_run_not_worth_a_span_is_read_with_the_runs_below() -> None:
+def test_a_run_not_worth_a_span_is_joined_to_the_runs_below() -> None:
     tree = SharingTree()
     table = np.zeros((4, 8), np.int32)
     for slot in range(4):
@@ -133,8 +133,9 @@ def test_a_run_not_worth_a_span_is_read_with_the_runs_below() -> None:
     assert spans.key_tokens.tolist() == [8, 8, 1, 1, 1, 1]
 
 
-def test_levels_can_be_limited() -> None:
-    """Two levels of sharing, one allowed: the topmost stays, the second is read by each."""
+def test_the_number_of_levels_can_be_limited() -> None:
+    """Of two levels of sharing one is allowed: the topmost stays, and each sequence reads the
+    second."""
     tree = SharingTree()
     table = np.zeros((4, 8), np.int32)
     for slot in range(4):
@@ -150,7 +151,7 @@ def test_levels_can_be_limited() -> None:
     assert one.page_ids.tolist() == [1, 2, 10, 2, 11, 3, 12, 3, 13]
 
 
-def test_ragged_arange() -> None:
+def test_ragged_arange_counts_each_run_from_zero() -> None:
     assert ragged_arange(np.array([2, 0, 3], np.int32)).tolist() == [0, 1, 0, 1, 2]
 
 

@@ -1,5 +1,5 @@
-"""Conversations that outgrow the window: what is kept, where its KV comes from, and which requests
-may use it."""
+"""Conversations that outgrow the window: which tokens are kept, where their KV comes from, and
+which requests may use it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 class Chat:
-    """A conversation: each turn sends everything that was said, as a client does."""
+    """A conversation: each turn sends the whole conversation, as a client does."""
 
     def __init__(self, engine, session: str, overflow: Overflow | None = None) -> None:  # type: ignore[no-untyped-def]
         self.engine = engine
@@ -93,7 +93,7 @@ def test_every_cut_fits_the_window_and_keeps_the_required_tokens(
     kept, truncation = truncator.fit(request)
     ids = kept.prompt_ids.tolist()
     assert len(ids) < window
-    assert ids[-1] == prompt[-1], "the question itself is gone"
+    assert ids[-1] == prompt[-1], "the question itself was dropped"
     assert ids == sorted(ids)
     if truncation is None:
         assert ids == prompt
@@ -101,10 +101,12 @@ def test_every_cut_fits_the_window_and_keeps_the_required_tokens(
     assert truncation.num_dropped == num_prompt - len(ids) > 0
     assert ids[:fixed] == prompt[:fixed]
     dropped = sorted(set(prompt) - set(ids))
-    assert all(page % PAGE == 0 for page in dropped[::PAGE]), "not by whole pages"
+    assert all(page % PAGE == 0 for page in dropped[::PAGE]), "a part of a page was dropped"
     assert len(dropped) % PAGE == 0
     if not chooses:
-        assert dropped == list(range(dropped[0], dropped[0] + len(dropped))), "not the oldest"
+        assert dropped == list(range(dropped[0], dropped[0] + len(dropped))), (
+            "other tokens than the oldest were dropped"
+        )
 
 
 def keep_even(pages: Int32s, limit: int) -> list[int]:
@@ -112,7 +114,7 @@ def keep_even(pages: Int32s, limit: int) -> list[int]:
     return [number for number, page in enumerate(pages) if page[0] % 8 == 0][:limit]
 
 
-def test_the_cut_stays_where_it_is_while_the_conversation_grows_by_less_than_a_step() -> None:
+def test_the_cut_does_not_move_until_the_conversation_grows_by_a_step() -> None:
     truncator = a_truncator()
     places: list[int] = []
     for length in range(WINDOW, 4 * WINDOW):
@@ -144,14 +146,14 @@ def test_prompt_logprobs_of_a_prompt_that_must_be_cut_are_refused() -> None:
         a_truncator().fit(a_request(list(range(50)), sampling=sampling, session="s"))
 
 
-def test_a_hook_that_names_pages_that_are_not_there_is_named() -> None:
+def test_a_hook_that_returns_missing_pages_is_an_error() -> None:
     truncator = a_truncator(rules=TruncationRules(choose_kept=lambda pages, limit: [len(pages)]))
     with pytest.raises(ConfigError, match="choose_kept"):
         truncator.fit(a_request(list(range(50)), session="s"))
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, -1.0, float("nan")])
-def test_a_ratio_that_drops_nothing_or_all_is_refused(ratio: float) -> None:
+def test_a_ratio_that_drops_nothing_or_everything_is_refused(ratio: float) -> None:
     with pytest.raises(ConfigError, match="truncation_ratio"):
         SchedConfig(truncation_ratio=ratio)
 
@@ -173,12 +175,12 @@ def test_kept_pages_are_moved_and_the_answer_is_that_of_the_kept_tokens() -> Non
     computed = counters.computed_tokens
     said = [*chat.said, *tokens(5, seed=1)]
     answer = chat.say(tokens(5, seed=1))
-    # 37 tokens and 4 to come: 16 go after the first page
+    # 37 tokens and 4 to come: 16 are dropped after the first page
     kept = said[:PAGE] + said[PAGE + 16 :]
     assert answer == fake_answer(kept, 4, VOCAB)
     assert chat.outputs[-1].num_dropped_tokens == 16
     assert (truncated[0].dropped_tokens, truncated[0].kept_tokens) == (16, len(kept))
-    assert moved[0].num_pages == 2, "of 31 tokens with KV 7 full pages, 1 + 4 of them gone or sink"
+    assert moved[0].num_pages == 2, "31 tokens fill 7 pages: 1 is the sink, 4 are dropped"
     assert counters.computed_tokens - computed == len(kept) - 3 * PAGE
 
 
@@ -191,7 +193,7 @@ def test_a_later_turn_finds_the_moved_pages_again() -> None:
     chat.say(tokens(5, seed=1))
     num_moved, computed = counters.moved_pages, counters.computed_tokens
     chat.say(tokens(3, seed=2), max_tokens=2)
-    assert counters.moved_pages == num_moved, "they were moved again"
+    assert counters.moved_pages == num_moved, "pages were moved again"
     assert counters.computed_tokens - computed <= 3 + 1 + PAGE
     assert chat.outputs[-1].num_cached_tokens >= 20
 
@@ -228,20 +230,20 @@ def test_kv_computes_less_than_recompute() -> None:
     assert computed[Overflow.KV] < 0.7 * computed[Overflow.RECOMPUTE]
 
 
-def test_keys_are_moved_from_the_original_while_it_is_there() -> None:
-    """At a small ratio a page outlives several cuts; each time it comes from its first place."""
+def test_keys_are_moved_from_the_original_page_while_it_exists() -> None:
+    """At a small ratio a page survives several cuts; each time it is moved from its original."""
     engine = an_engine(256, PAGE, SchedConfig(truncation_ratio=0.2), max_model_len=WINDOW)
     chat = Chat(engine, "s")
     chat.say(tokens(28))
-    runner = engine._runner  # the steps it saw
+    runner = engine._runner  # the steps that were launched
     by: set[int] = set()
     for turn in range(4):
         chat.say(tokens(4, seed=turn), max_tokens=2)
         by |= {distance for step in runner.steps for distance in step.move_by.tolist()}  # type: ignore[attr-defined]
-    assert len(by) > 1, "every move was by one step only: from the copy, not from the original"
+    assert len(by) > 1, "every move was from the last copy, not from the original"
 
 
-def test_nothing_is_moved_if_nothing_is_shared() -> None:
+def test_without_sharing_no_page_is_moved() -> None:
     engine = an_engine(64, PAGE, SchedConfig(share=Share.NONE), max_model_len=WINDOW)
     chat = Chat(engine, "s")
     chat.say(tokens(28))
@@ -265,7 +267,8 @@ def test_a_public_prefix_can_be_cut_like_any_other(public: int, overflow: Overfl
 def test_pages_in_lower_tiers_are_loaded_and_moved(
     preload: str, num_turns_before: int, tmp_path: Path
 ) -> None:
-    """The session was idle and the device forgot it; sink and originals come from below."""
+    """The idle session was evicted from the device; sink and originals are loaded from lower
+    tiers."""
     bus = EventBus()
     counters = Counters().attach(bus)
     tiered = a_tiered_engine(64, PAGE, 64, tmp_path, bus=bus, preload=preload, max_model_len=WINDOW)
@@ -298,8 +301,8 @@ def test_a_long_conversation_over_tiers_is_right_in_every_turn(tmp_path: Path) -
 
 @pytest.mark.parametrize("seed", [0, 40, 42, 44])
 def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: Path) -> None:
-    """A turn may come before the last one is answered, pages and slots are short, and some turns
-    are aborted: pages loaded for one sequence are evicted for the next."""
+    """Turns arrive before the last one is answered, some are aborted, and there are few pages and
+    slots, so pages loaded for one sequence are evicted for the next."""
     rng = Random(seed)
     window = rng.choice([16, 24, 40])
     page_size = rng.choice([2, 4])
@@ -380,9 +383,9 @@ def test_another_session_with_the_same_words_has_its_own_truncated_pages() -> No
         assert counters.moved_pages > moved, "pages of the other session were used"
 
 
-def test_a_session_that_changes_its_past_does_not_meet_its_old_pages() -> None:
-    """Same session, same kept tokens, other dropped tokens: the moved pages depend on the dropped
-    ones."""
+def test_a_session_with_a_changed_past_does_not_use_its_old_pages() -> None:
+    """The session and the kept tokens are the same, the dropped ones are not; moved pages depend on
+    them."""
     engine = an_engine(num_pages=128, page_size=PAGE, max_model_len=WINDOW)
     chat = Chat(engine, "a")
     chat.say(tokens(28))
@@ -418,8 +421,8 @@ def test_many_answers_of_one_truncated_prompt_move_its_pages_once() -> None:
     assert moves == 2
 
 
-def test_a_move_is_left_out_if_pages_are_short() -> None:
-    """Window and memory are the same: originals and their copies do not both fit."""
+def test_pages_are_not_moved_if_too_few_are_free() -> None:
+    """Window and memory have the same size, so originals and copies do not both fit."""
     config = SchedConfig(truncation_ratio=0.2)
     engine = an_engine(WINDOW // PAGE, PAGE, config, max_model_len=WINDOW)
     truncator = Truncator(config, WINDOW, PAGE, TruncationRules())

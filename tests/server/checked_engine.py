@@ -1,4 +1,4 @@
-"""The engine's process, whose exit status is 3 if a page was lost."""
+"""The engine's process; its exit status is 3 if a page was lost."""
 
 import sys
 
@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
     status = main(argv, make)
     try:
         engines[0].check()
-        assert not engines[0].has_work, "something is still open"
+        assert not engines[0].has_work, "a request is still open"
     except AssertionError as error:
         print(f"not whole: {error}", file=sys.stderr)
         return 3

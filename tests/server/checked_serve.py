@@ -2,9 +2,9 @@
 
 python -m tests.server.checked_serve fake|slow|mortal|split|real [flags of mainstem serve]
 
-A fake one has its engine on a thread, a slow one likewise, with steps of 20 ms, a split one has a
-fake engine in a process, a real one a real engine in a process. A mortal one is fake, and kills
-itself in the middle of a line, when a batch has MORTAL_BYTES of answers.
+`fake` runs a fake engine on a thread, `slow` the same with steps of 20 ms, `split` a fake engine in
+a separate process, `real` a real engine in a separate process. `mortal` is like `fake`, and kills
+itself in the middle of a line when a batch has MORTAL_BYTES of answers.
 """
 
 import sys
@@ -40,7 +40,7 @@ def serve_fake(argv: list[str], step_s: float = 0.0) -> int:
     status = main(argv, opener(make))
     try:
         engines[0].engine.check()
-        assert not engines[0].has_work, "something is still open"
+        assert not engines[0].has_work, "a request is still open"
     except AssertionError as error:
         print(f"not whole: {error}", file=sys.stderr)
         return NOT_WHOLE

@@ -19,7 +19,7 @@ def shared_server() -> Iterator[Running]:
 
 @pytest.fixture
 def server(shared_server: Running) -> Iterator[Running]:
-    """The shared server, checked to be whole after the test."""
+    """The shared server; after the test, nothing may be open or lost."""
     yield shared_server
     shared_server.settle()
 
@@ -32,6 +32,6 @@ def shared_locked_server() -> Iterator[Running]:
 
 @pytest.fixture
 def locked(shared_locked_server: Running) -> Iterator[Running]:
-    """A server with keys, checked to be whole after the test."""
+    """A server with keys; after the test, nothing may be open or lost."""
     yield shared_locked_server
     shared_locked_server.settle()

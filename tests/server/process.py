@@ -28,7 +28,7 @@ class Process:
 
     @property
     def engine_pid(self) -> int:
-        """Of the last engine that was started."""
+        """Process id of the last engine that was started."""
         started = [line["pid"] for line in self.lines if line["event"] == "engine started"]
         return int(started[-1])
 
@@ -45,7 +45,7 @@ class Process:
             self._client.close()
 
     def stop(self) -> int:
-        """End it as an operator would; returns its status."""
+        """Stop the server with SIGTERM; returns its exit status."""
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(30)
 
@@ -56,7 +56,7 @@ class Process:
 
 @contextmanager
 def a_process(flags: Sequence[str], kind: str = "fake") -> Iterator[Process]:
-    """A server that is ready; killed at the end if it still runs."""
+    """A server that is ready. It is killed at the end if it still runs."""
     command = [sys.executable, "-m", "tests.server.checked_serve", kind, "--port", "0"]
     with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as popen:
         process = Process(popen)

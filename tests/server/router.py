@@ -9,7 +9,7 @@ from tests.kv.mirror import Mirror
 
 TOPIC = "kv@pod@model"
 END = b"\xff" * 8
-FEW_BYTES = 1 << 16  # buffered by the system: a client that does not read is soon noticed
+FEW_BYTES = 1 << 16  # small, so that a client that does not read is soon noticed
 
 Apply = Callable[[Mirror, bytes], None]
 
@@ -35,15 +35,15 @@ class Router:
         self._replay.connect(replay_at)
 
     def follow(self, num_batches: int) -> None:
-        """Return when the first `num_batches` were taken in."""
+        """Return when the first `num_batches` have been read."""
         deadline_s = monotonic() + 30
         while self.next < num_batches:
-            assert monotonic() < deadline_s, "batches do not come"
+            assert monotonic() < deadline_s, "the batches did not arrive"
             if not self._in.poll(50) or not self._take(self._in.recv_multipart()):
                 self._ask_again()
 
     def catch_up(self) -> Mirror:
-        """Take in what there is now."""
+        """Read the batches that have arrived."""
         self._ask_again()
         return self.mirror
 
@@ -66,7 +66,7 @@ class Router:
         self._replay.send_multipart([b"", first.to_bytes(8, "big")])
         got: list[list[bytes]] = []
         while True:
-            assert self._replay.poll(10_000), "no end of a replay"
+            assert self._replay.poll(10_000), "the replay has no end mark"
             empty, *message = self._replay.recv_multipart()
             assert empty == b""
             if message == [b"", END, b""]:

@@ -1,4 +1,4 @@
-"""A server over FakeRunner, listening on a loopback port, with its engine at hand."""
+"""A server over FakeRunner that listens on a loopback port; tests can access its engine."""
 
 import asyncio
 import socket
@@ -37,7 +37,7 @@ ALICE, BOB, ADMIN = "alice-key-0123456789", "bob-key-0123456789ab", "admin-key-0
 
 @dataclass
 class Running:
-    """What tests use of a running server."""
+    """A running server, with the calls that tests need."""
 
     gateway: Gateway
     engines: FakeEngines
@@ -88,7 +88,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
     def pause(self, seconds: float) -> None:
-        """From now on every step takes so long."""
+        """From now on every step takes this long."""
         self.engines.at_step = lambda _: sleep(seconds)
 
     def settle(self) -> None:
@@ -114,10 +114,10 @@ class Running:
 
 
 def until(is_true: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Wait for something that must become true."""
+    """Wait until the condition is true; fails after a time limit."""
     deadline_s = monotonic() + within_s
     while not is_true():
-        assert monotonic() < deadline_s, "it did not happen in time"
+        assert monotonic() < deadline_s, "the condition did not become true in time"
         sleep(0.005)
 
 
@@ -135,7 +135,7 @@ def a_server(
     hosts: Sequence[str] | None = None,
     config: EngineConfig | None = None,
 ) -> Iterator[Running]:
-    """A server that has become ready; stopped at the end."""
+    """A server that is ready. It is stopped at the end."""
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
     engine = engines(config or EngineConfig())
     client = EngineClient(engine.tokenizer, lambda: ThreadEngine(engine))
@@ -178,6 +178,6 @@ def a_server(
 def events(text: str) -> list[str]:
     """The data of server-sent events."""
     blocks = text.split("\n\n")
-    assert blocks[-1] == "", "the last event is cut"
+    assert blocks[-1] == "", "the last event is incomplete"
     assert all(block.startswith("data: ") for block in blocks[:-1])
     return [block.removeprefix("data: ") for block in blocks[:-1]]

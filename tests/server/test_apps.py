@@ -44,7 +44,7 @@ def test_token_ids_follow_an_apps_prompt(server: Running) -> None:
     assert by_ids == server.complete("Ahoy", max_tokens=8, app="pirate")["choices"][0]["text"]
 
 
-def test_an_app_goes_before_the_messages(server: Running) -> None:
+def test_the_prompt_of_an_app_precedes_the_messages(server: Running) -> None:
     found = server.post("/tokenize", {"messages": CHAT, "app": "polite"}).json()
     text = server.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"]
     assert text == f"<system>{POLITE.prompt}\n<user>How are you?\n<assistant>"
@@ -57,7 +57,7 @@ def test_a_system_message_is_joined_to_the_apps(server: Running) -> None:
     assert text.startswith(f"<system>{POLITE.prompt}\n\nBe brief.\n<user>")
 
 
-def test_contradictions_and_unknown_apps_are_refused(server: Running) -> None:
+def test_contradicting_and_unknown_apps_are_refused(server: Running) -> None:
     both = {"prompt": "x", "model": "fake:pirate", "app": "polite"}
     assert server.post("/v1/completions", both).json()["error"]["param"] == "app"
     unknown = server.post("/v1/completions", {"prompt": "x", "app": "nobody"})
@@ -87,7 +87,7 @@ def test_two_apps_and_forty_conversations_at_once_answer_as_each_alone() -> None
         running.settle()
 
 
-def test_an_apps_prefix_is_computed_once_for_all_tenants_and_what_follows_for_each() -> None:
+def test_an_apps_prefix_is_computed_once_and_later_tokens_once_per_tenant() -> None:
     """Shown by cached tokens, and by the tokens that went through the model."""
     own = "what this tenant alone has said, over several pages"
     with a_server([POLITE], has_keys=True) as running:
@@ -100,7 +100,9 @@ def test_an_apps_prefix_is_computed_once_for_all_tenants_and_what_follows_for_ea
             reply = running.complete(own, key, app="polite", max_tokens=1)
             return cached_tokens(reply), computed() - before
 
-        assert computed() < 2 * (len(POLITE.prompt) + len("<system>\n<user>")), "filled per tenant"
+        assert computed() < 2 * (len(POLITE.prompt) + len("<system>\n<user>")), (
+            "the prefix was computed once per tenant"
+        )
         num_public = len(POLITE.prompt)
         num_prompt = len(POLITE.prompt + own)
         assert ask(ALICE) == (num_public, num_prompt - num_public)
@@ -108,7 +110,7 @@ def test_an_apps_prefix_is_computed_once_for_all_tenants_and_what_follows_for_ea
         assert ask(ALICE)[0] == ask(BOB)[0] == num_prompt // 4 * 4
 
 
-def test_an_apps_pages_outlast_a_flood_of_others() -> None:
+def test_an_apps_pages_stay_cached_while_many_other_requests_run() -> None:
     with a_server([POLITE], engines=FakeEngines(num_pages=96, max_model_len=200)) as running:
         for number in range(12):
             running.complete(f"{number:03} " * 30, max_tokens=4)
@@ -119,7 +121,7 @@ def test_an_apps_pages_outlast_a_flood_of_others() -> None:
 
 
 @pytest.mark.parametrize("loss", ["reset", "fault"])
-def test_an_apps_pages_outlast_a_flood_after_the_cache_was_lost(loss: str) -> None:
+def test_an_apps_pages_are_pinned_again_after_the_cache_was_lost(loss: str) -> None:
     with a_server([POLITE], engines=FakeEngines(num_pages=96, max_model_len=200)) as running:
 
         def fail_once(_: object) -> None:
@@ -132,16 +134,14 @@ def test_an_apps_pages_outlast_a_flood_after_the_cache_was_lost(loss: str) -> No
             running.engines.at_launch = fail_once
             assert running.post("/v1/completions", {"prompt": "x"}).status_code == 200
             until(lambda: running.gateway.engine.num_recoveries == 1)
-            running.on_loop(
-                running.gateway.filler.fill_all()
-            )  # in addition to the one of the recovery
+            running.on_loop(running.gateway.filler.fill_all())  # the recovery has filled it, too
         for number in range(12):
             running.complete(f"{number:03} " * 30, max_tokens=4)
         assert cached_tokens(running.complete("Hm", app="polite")) == len(POLITE.prompt)
         running.settle()
 
 
-def test_an_app_gives_way_to_a_request_that_fits_in_no_other_way() -> None:
+def test_an_apps_pages_are_evicted_if_a_request_would_not_fit_otherwise() -> None:
     with a_server([POLITE], engines=FakeEngines(num_pages=64, max_model_len=256)) as running:
         assert running.complete("y" * 240, max_tokens=10)["usage"]["completion_tokens"] == 10
         running.settle()
@@ -194,13 +194,13 @@ def test_the_prefix_cache_can_be_reset() -> None:
         assert cached_tokens(running.complete(prompt, max_tokens=1)) == 0
 
 
-def test_prefixes_are_those_of_a_chat_and_of_a_prompt() -> None:
+def test_an_app_has_a_prefix_for_chats_and_one_for_prompts() -> None:
     tokenizer = a_tokenizer()
     texts = [tokenizer.decode(ids) for ids in shared_prefixes(tokenizer, POLITE)]
     assert texts == [POLITE.prompt, f"<system>{POLITE.prompt}\n<user>"]
 
 
-def test_flags_name_a_file(tmp_path: Path) -> None:
+def test_the_prompt_of_an_app_flag_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Be kind.")
     app = App.from_flag(f"kind={tmp_path / 'prompt.txt'}")
     assert app == App("kind", "Be kind.")
@@ -236,13 +236,13 @@ def test_apps_that_were_added_outlive_a_restart(tmp_path: Path) -> None:
         assert server.gateway.apps.names == ["added", "polite"]
         reply = server.complete("hello", app="added")
         assert cached_tokens(reply) == len("You are added, and were not there. ")
-        assert server.gateway.apps.find("polite") == POLITE, "a flag wins"
+        assert server.gateway.apps.find("polite") == POLITE, "a flag overrides the stored app"
         assert server.send("DELETE", "/admin/apps/added", key=ADMIN).status_code == 200
     with a_server(data_dir=tmp_path) as server:
         assert server.gateway.apps.names == ["polite"]
 
 
-def test_an_app_that_cannot_be_kept_is_refused_and_nothing_changes(
+def test_an_app_that_cannot_be_stored_is_refused_and_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path, data: bytes) -> None:
@@ -269,7 +269,7 @@ def test_an_app_that_cannot_be_kept_is_refused_and_nothing_changes(
     "text", ["", "[]", '{"apps": {}}', '{"version": 2, "apps": {}}', '{"version": 1, "apps": [1]}',
              '{"version": 1, "apps": {"a b": "x"}}', '{"version": 1, "apps": {"a": 5}}']
 )  # fmt: skip
-def test_a_damaged_file_of_apps_is_named(tmp_path: Path, text: str) -> None:
+def test_the_error_names_a_damaged_file_of_apps(tmp_path: Path, text: str) -> None:
     path = tmp_path / "apps.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"apps\.json .*repair or remove it"):
@@ -277,7 +277,7 @@ def test_a_damaged_file_of_apps_is_named(tmp_path: Path, text: str) -> None:
     assert path.read_text() == text
 
 
-def test_what_a_kill_left_of_a_file_of_apps_is_removed(tmp_path: Path) -> None:
+def test_incomplete_files_of_apps_left_by_a_kill_are_removed(tmp_path: Path) -> None:
     leftover = tmp_path / "apps.json.1234.fresh"
     leftover.write_text("half")
     AppRegistry([], AppFile(tmp_path / "apps.json"))

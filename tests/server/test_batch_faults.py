@@ -24,7 +24,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Disk:
-    """Refuses some kinds of writing for as long as a test says, and counts how often."""
+    """A disk that refuses some kinds of writes while a test says so, and counts them."""
 
     def __init__(self) -> None:
         self.refuses: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
         disk.check("state")
         write_whole(path, data)
 
-    monkeypatch.setattr(io, "FileIO", Checked)  # what answers are appended with
+    monkeypatch.setattr(io, "FileIO", Checked)  # the call that appends answers
     monkeypatch.setattr(FileStore, "put", checked_put)
     monkeypatch.setattr(batch_store, "write_whole", checked_write)
     monkeypatch.setattr(batch_runner, "RETRY_S", 0.05)
@@ -81,7 +81,7 @@ def num_answered(running: Running, batch_id: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["answer", "file", "state"])
-def test_a_batch_outlasts_a_full_disk(tmp_path: Path, disk: Disk, kind: str) -> None:
+def test_a_batch_continues_after_a_full_disk(tmp_path: Path, disk: Disk, kind: str) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         running.pause(0.02)
         batch_id = begin(client, 30)
@@ -95,7 +95,7 @@ def test_a_batch_outlasts_a_full_disk(tmp_path: Path, disk: Disk, kind: str) -> 
         running.settle()
 
 
-def test_a_full_disk_is_tried_ever_more_rarely(tmp_path: Path, disk: Disk) -> None:
+def test_writes_to_a_full_disk_are_tried_less_and_less_often(tmp_path: Path, disk: Disk) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         running.pause(0.02)
         batch_id = begin(client, 10)
@@ -132,8 +132,8 @@ def test_files_that_do_not_fit_on_a_full_disk_are_refused(tmp_path: Path, disk: 
         assert running.client.post("/v1/files", **rows).status_code == 200
 
 
-def test_a_batch_that_was_killed_before_its_end_was_written_down_ends(tmp_path: Path) -> None:
-    """Every row is answered, its files are there, and nothing but its state is old."""
+def test_a_batch_that_was_killed_before_its_end_was_recorded_ends(tmp_path: Path) -> None:
+    """Every row is answered and its files exist; only its stored state is old."""
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         batch_id = begin(client, 20)
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
@@ -152,7 +152,7 @@ def test_a_batch_that_was_killed_before_its_end_was_written_down_ends(tmp_path: 
         assert answers(client, ended.output_file_id) == said
 
 
-def test_a_cancelled_batch_with_a_torn_line_keeps_its_answers(tmp_path: Path) -> None:
+def test_a_cancelled_batch_with_an_incomplete_line_keeps_its_answers(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         running.pause(0.02)
         batch_id = begin(client, 40)
@@ -162,7 +162,7 @@ def test_a_cancelled_batch_with_a_torn_line_keeps_its_answers(tmp_path: Path) ->
     shelf.put(batch.moved(BatchStatus.CANCELLING))
     work = shelf.work_path(batch)
     whole = work.read_bytes()
-    work.write_bytes(whole + whole[:40])  # as a kill may leave it
+    work.write_bytes(whole + whole[:40])  # a kill may leave such a line
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
         ended = client.batches.retrieve(batch_id)
@@ -170,7 +170,7 @@ def test_a_cancelled_batch_with_a_torn_line_keeps_its_answers(tmp_path: Path) ->
         assert len(answers(client, ended.output_file_id)) == whole.count(b"\n")
 
 
-def test_a_write_that_fails_or_is_killed_leaves_nothing(
+def test_a_write_that_fails_or_is_killed_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: int) -> None:
@@ -209,7 +209,7 @@ def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
         assert [batch.status for batch in client.batches.list()] == ["cancelled", "cancelled"]
 
 
-def test_a_batch_that_is_cancelled_as_its_files_are_made_has_them_made_once_at_a_time(
+def test_files_of_a_batch_that_is_cancelled_while_they_are_made_are_made_once_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, at_it, most_at_it = batch_runner._part, [], []

@@ -57,7 +57,7 @@ def run(client: OpenAI, rows: list[Json], **fields: Any) -> openai.types.Batch:
 
 
 def timed_requests(running: Running) -> int:
-    """What the histogram of latencies has counted."""
+    """The count of the latency histogram."""
     text = running.get("/metrics", ALICE).text
     (line,) = [each for each in text.splitlines() if "e2e_request_latency_seconds_count" in each]
     return int(float(line.split()[-1]))
@@ -90,7 +90,7 @@ def test_rows_may_name_the_models_that_are_listed(tmp_path: Path) -> None:
         server.settle()
 
 
-def test_rows_may_bring_tools(tmp_path: Path) -> None:
+def test_rows_may_have_tools(tmp_path: Path) -> None:
     engines = FakeEngines(num_pages=512, max_model_len=800, template=HERMES)
     app = App("polite", "You answer politely. ")
     body = {
@@ -143,7 +143,7 @@ def test_choices_of_a_batch_are_scored(shared: Running) -> None:
     rows = [{"custom_id": "a", "method": "POST", "url": "/v1/score", "body": body}]
     rows.append(a_row("b", "why?"))
     batch = run(client, rows, endpoint="/v1/score")
-    assert set(answers(client, batch.error_file_id)) == {"b"}  # it is for another endpoint
+    assert set(answers(client, batch.error_file_id)) == {"b"}  # the row is for another endpoint
     scores = answers(client, batch.output_file_id)["a"]["response"]["body"]
     asked = shared.post("/v1/score", body, ALICE).json()
     assert scores["choices"] == asked["choices"]
@@ -162,7 +162,9 @@ def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
     ("url", "asked"),
     [("/v1/chat/completions", {"max_tokens": 1}), ("/v1/score", {"choices": ["yes", "no"]})],
 )
-def test_texts_of_a_batch_are_known_to_its_key_only(shared: Running, url: str, asked: Json) -> None:
+def test_cached_texts_of_a_batch_are_used_for_its_key_only(
+    shared: Running, url: str, asked: Json
+) -> None:
     """The time of a prompt must not reveal whether another tenant has sent it."""
     messages = [{"role": "user", "content": f"A text that only Alice's batch of {url} has had."}]
     body = {"messages": messages} | asked
@@ -176,7 +178,7 @@ def test_texts_of_a_batch_are_known_to_its_key_only(shared: Running, url: str, a
     assert new == [False, True, True]
 
 
-def test_files_come_and_go(shared: Running) -> None:
+def test_files_can_be_made_read_listed_and_deleted(shared: Running) -> None:
     with a_client(shared) as client:
         made = client.files.create(file=("../../evil\\name.jsonl", b"abc\n"), purpose="batch")
         assert (made.bytes, made.filename, made.purpose) == (4, "name.jsonl", "batch")
@@ -190,7 +192,7 @@ def test_files_come_and_go(shared: Running) -> None:
             client.files.content(made.id)
 
 
-def test_lists_are_paged(shared: Running) -> None:
+def test_lists_are_returned_in_pages(shared: Running) -> None:
     with a_client(shared, BOB) as client:
         made = {client.files.create(file=("f", b"x"), purpose="batch").id for _ in range(5)}
         assert {item.id for item in client.files.list(limit=2)} == made  # follows the pages
@@ -259,7 +261,9 @@ def test_path_tricks_find_nothing(shared: Running, name: str) -> None:
         ({"input_file_id": None}, "input_file_id"),
     ],
 )
-def test_a_wrong_batch_is_refused_by_name(shared: Running, body: Json, param: str) -> None:
+def test_the_error_for_a_wrong_batch_names_the_field(
+    shared: Running, body: Json, param: str
+) -> None:
     right = {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"}
     response = shared.post("/v1/batches", right | body, ALICE)
     assert response.status_code == 400
@@ -271,7 +275,7 @@ def send_form(running: Running, **parts: Any) -> httpx.Response:
     return running.client.post("/v1/files", headers=headers, **parts)
 
 
-def test_wrong_forms_are_refused(shared: Running) -> None:
+def test_wrong_multipart_forms_are_refused(shared: Running) -> None:
     before = len(shared.get("/v1/files", ALICE).json()["data"])
     file = {"file": ("f", b"x")}
     assert send_form(shared, files=file).json()["error"]["param"] == "purpose"
@@ -294,7 +298,7 @@ def test_wrong_forms_are_refused(shared: Running) -> None:
     assert len(shared.get("/v1/files", ALICE).json()["data"]) == before
 
 
-def test_a_huge_file_is_refused_whatever_its_headers_say(shared: Running) -> None:
+def test_a_huge_file_is_refused_with_any_headers(shared: Running) -> None:
     big = b"x" * (2 << 20)
     assert send_form(shared, files={"file": big}, data={"purpose": "batch"}).status_code == 413
 
@@ -330,7 +334,7 @@ def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> Non
                 yield b"x" * size + tail
 
             headers = dict(kind)
-            if number % 2:  # with a length, as most clients send it
+            if number % 2:  # with a length, as most clients send
                 headers["content-length"] = str(len(head) + size + len(tail))
             url = f"{running.url}/v1/files"
             try:
@@ -376,7 +380,9 @@ def test_batches_give_way_to_interactive_requests(shared: Running) -> None:
         until(lambda: shared.gateway.engine.snapshot.num_waiting > 0)  # rows wait for pages
         answer = shared.complete("hello", BOB, max_tokens=2)
         assert answer["usage"]["completion_tokens"] == 2
-        assert client.batches.retrieve(batch.id).status == "in_progress", "it went first"
+        assert client.batches.retrieve(batch.id).status == "in_progress", (
+            "the row ran before the interactive request"
+        )
         cancelled = client.batches.cancel(batch.id)
         assert cancelled.status == "cancelling"
         until(lambda: client.batches.retrieve(batch.id).status == "cancelled")
@@ -384,7 +390,7 @@ def test_batches_give_way_to_interactive_requests(shared: Running) -> None:
     shared.settle()
 
 
-def test_no_row_is_started_while_clients_are_many(shared: Running) -> None:
+def test_no_row_is_started_while_there_are_many_clients(shared: Running) -> None:
     runner = shared.gateway.batches.runner  # type: ignore[union-attr]
     assert runner.may_start()
     shared.gateway.gate.open_answers += 9
@@ -394,7 +400,7 @@ def test_no_row_is_started_while_clients_are_many(shared: Running) -> None:
         shared.gateway.gate.open_answers -= 9
 
 
-def test_nobody_waits_for_the_batch_of_another(shared: Running) -> None:
+def test_a_batch_does_not_wait_for_the_batch_of_another_key(shared: Running) -> None:
     shared.pause(0.01)
     rows = [a_row(f"r{n}", f"row {n}", max_tokens=30, ignore_eos=True) for n in range(800)]
     with a_client(shared) as client, a_client(shared, BOB) as other:
@@ -423,7 +429,7 @@ def test_without_a_folder_there_are_no_files(server: Running) -> None:
         assert "--data-dir" in response.json()["error"]["message"]
 
 
-def test_a_key_may_have_so_many_files(tmp_path: Path) -> None:
+def test_the_number_of_files_per_key_is_limited(tmp_path: Path) -> None:
     form: dict[str, Any] = {"files": {"file": ("in", b"{}")}, "data": {"purpose": "batch"}}
     with a_server(data_dir=tmp_path, limits=ServerLimits(stored_files=2)) as running:
         made = [running.client.post("/v1/files", **form) for _ in range(3)]
@@ -435,7 +441,7 @@ def test_a_key_may_have_so_many_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [a_row("a", "x"), {"custom_id": "bad"}], ids=["answers", "errors"])
 def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
-    """One upload, asked for again and again, fills no disk; nor do many rows in one upload."""
+    """Many batches over one upload do not fill the disk, nor do many rows in one upload."""
     rows = [row | {"custom_id": f"r{n}"} for n in range(300)]
     limits = ServerLimits(stored_bytes=len(lines(rows)) + 20_000)
     with a_server(data_dir=tmp_path, limits=limits) as running, a_client(running) as client:
@@ -445,7 +451,9 @@ def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
         kept = answers(client, batch.output_file_id or batch.error_file_id)
         assert 0 < len(kept) < 300
         stored = sum(item.bytes for item in client.files.list())
-        assert stored < limits.stored_bytes + 100_000, "only what was on its way is beyond it"
+        assert stored < limits.stored_bytes + 100_000, (
+            "only answers in progress may exceed the limit"
+        )
         with pytest.raises(openai.APIStatusError, match="delete some") as refused:
             client.batches.create(
                 input_file_id=batch.input_file_id,
@@ -457,7 +465,7 @@ def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
         assert run(client, [a_row("a", "x")]).status == "completed"
 
 
-def test_what_a_running_batch_has_written_counts_for_uploads(tmp_path: Path) -> None:
+def test_answers_of_a_running_batch_count_towards_the_limit_of_uploads(tmp_path: Path) -> None:
     limits = ServerLimits(stored_bytes=45_000)
     rows = [a_row(f"r{n}", f"row {n}", max_tokens=3 + n) for n in range(60)]
     form: dict[str, Any] = {"files": {"file": ("in", b"x" * 30_000)}, "data": {"purpose": "batch"}}
@@ -495,7 +503,8 @@ def test_a_killed_server_continues_its_batches_after_a_restart(tmp_path: Path) -
             found: Json = second.request("GET", f"/v1/batches/{batch_id}").json()
             return found
 
-        until(lambda: batch()["request_counts"]["completed"] >= 20)  # what the first has answered
+        # the answers of the first server
+        until(lambda: batch()["request_counts"]["completed"] >= 20)
         until(lambda: batch()["status"] in ENDED, within_s=300)
         ended = batch()
         assert ended["status"] == "completed"
@@ -510,7 +519,7 @@ def test_a_killed_server_continues_its_batches_after_a_restart(tmp_path: Path) -
         assert second.stop() == 0
 
 
-def test_flags_say_how_much_is_kept_and_for_how_long(tmp_path: Path) -> None:
+def test_flags_limit_the_size_number_and_age_of_files(tmp_path: Path) -> None:
     flags = ["--max-stored-gib", "0.0001", "--max-files", "2", "--file-ttl-s", "60"]
 
     def upload(num_bytes: int) -> httpx.Response:
@@ -526,7 +535,7 @@ def test_flags_say_how_much_is_kept_and_for_how_long(tmp_path: Path) -> None:
         assert process.stop() == 0
 
 
-def test_what_a_row_leaves_open_is_as_the_models_makers_advise(tmp_path: Path) -> None:
+def test_fields_that_a_row_leaves_out_come_from_generation_config(tmp_path: Path) -> None:
     body = {"model": "fake", "prompt": "x", "max_tokens": 2, "top_k": 3}
     row = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": body}
     with (

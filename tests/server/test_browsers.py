@@ -1,4 +1,4 @@
-"""Calls from pages of other sites: refused by browsers unless the site was named."""
+"""Calls from pages of other sites are refused unless the site is allowed."""
 
 from pathlib import Path
 from socket import gethostname
@@ -19,7 +19,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("named", [SITE, "*"])
-def test_a_named_site_may_ask_and_read_the_answer(named: str) -> None:
+def test_an_allowed_site_may_send_requests_and_read_answers(named: str) -> None:
     with a_server(origins=[named], has_keys=True) as server:
         path = "/v1/completions"
         asked = server.client.options(path, headers=ASKS)  # browsers send no key with this
@@ -36,7 +36,7 @@ def test_a_named_site_may_ask_and_read_the_answer(named: str) -> None:
 
 
 @pytest.mark.parametrize("named", [[], ["https://other.example.com"]])
-def test_other_sites_may_not(named: list[str]) -> None:
+def test_other_sites_may_not_send_requests(named: list[str]) -> None:
     with a_server(origins=named) as server:
         assert server.client.options("/v1/completions", headers=ASKS).status_code >= 400
         body = {"prompt": "x", "max_tokens": 2}
@@ -46,10 +46,12 @@ def test_other_sites_may_not(named: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("named", "status"), [([], 403), ([SITE], 200), (["*"], 200)])
-def test_what_browsers_send_without_asking_is_refused_here(named: list[str], status: int) -> None:
+def test_requests_that_browsers_send_without_preflight_are_refused(
+    named: list[str], status: int
+) -> None:
     body = {"prompt": "x", "max_tokens": 2}
     with a_server(origins=named) as server:
-        for relation in ("cross-site", "same-site"):  # the latter: another port, say
+        for relation in ("cross-site", "same-site"):  # same-site: for example, another port
             headers = {"origin": SITE, "sec-fetch-site": relation}
             reply = server.client.post("/v1/completions", json=body, headers=headers)
             assert reply.status_code == status
@@ -58,8 +60,8 @@ def test_what_browsers_send_without_asking_is_refused_here(named: list[str], sta
         assert server.client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
 
 
-def test_a_page_must_say_the_type_of_a_body() -> None:
-    body = b'{"prompt": "x", "max_tokens": 2}'  # without a type browsers send it to any site
+def test_a_request_of_a_page_needs_a_content_type() -> None:
+    body = b'{"prompt": "x", "max_tokens": 2}'  # browsers send a body without a type to any site
     with a_server(origins=[SITE]) as server:
         for headers, status in (({"origin": SITE}, 415), ({}, 200)):
             reply = server.client.post("/v1/completions", content=body, headers=headers)
@@ -81,10 +83,10 @@ def test_a_page_must_say_the_type_of_a_body() -> None:
         ("box:8000", None, True),  # no browser
     ],
 )
-def test_a_plain_http_server_reads_where_a_page_is_from(
+def test_a_plain_http_server_checks_the_origin_of_a_page(
     host: str, origin: str | None, is_allowed: bool
 ) -> None:
-    """Browsers send no Sec-Fetch-Site to it."""
+    """Browsers send no Sec-Fetch-Site to plain HTTP servers."""
     headers = [(b"host", host.encode())]
     if origin is not None:
         headers.append((b"origin", origin.encode()))
@@ -131,17 +133,18 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "is_known"), NAMES)
 def test_the_name_in_host_must_be_one_of_the_servers(name: str, is_known: bool) -> None:
-    """Against DNS rebinding: the name of a page that was pointed at this machine is another."""
+    """This prevents DNS rebinding: a page whose name was pointed at this machine sends its own
+    name."""
     sites = Sites(hosts=["box.example.com"])
     headers = [(b"host", name.encode())]
     assert (sites.refusal("GET", "/", headers) is None) == is_known
     assert (sites.refusal("POST", "/v1/completions", headers) is None) == is_known
-    assert sites.refusal("GET", "/health", headers) is None, "load balancers ask by any name"
+    assert sites.refusal("GET", "/health", headers) is None, "load balancers may use any name"
     both = [*headers, (b"host", b"localhost")]
     assert (sites.refusal("GET", "/", both) is None) == is_known
 
 
-def test_names_of_hosts_over_http(server: Running, locked: Running) -> None:
+def test_requests_with_another_host_name_are_refused(server: Running, locked: Running) -> None:
     rebound = {"host": "evil.example"}
     refused = server.client.get("/v1/models", headers=rebound)
     assert refused.status_code == 403
@@ -149,10 +152,11 @@ def test_names_of_hosts_over_http(server: Running, locked: Running) -> None:
     assert "--allowed-hosts" in refused.json()["error"]["message"]
     assert server.client.get("/ready", headers=rebound).status_code == 200
     keyed = rebound | {"authorization": f"Bearer {ALICE}"}
-    assert locked.client.get("/v1/models", headers=keyed).status_code == 200  # behind a proxy, say
+    # for example behind a proxy
+    assert locked.client.get("/v1/models", headers=keyed).status_code == 200
 
 
-def test_names_that_were_given_hold_for_servers_with_keys() -> None:
+def test_allowed_hosts_also_apply_to_servers_with_keys() -> None:
     with a_server(has_keys=True, hosts=["chat.example.com"]) as server:
         key = {"authorization": f"Bearer {ALICE}"}
         for name, status in (("chat.example.com", 200), ("evil.example", 403)):

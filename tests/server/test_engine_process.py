@@ -47,7 +47,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 class Stream:
-    """A client that reads a stream on a thread; times its last event."""
+    """A client that reads a stream on a thread and records the time of its last event."""
 
     def __init__(self, process: Process, number: int) -> None:
         self.events: list[str] = []
@@ -113,7 +113,7 @@ def kill_under_load(process: Process) -> None:
 def check_repeated_kills(process: Process, times: int) -> None:
     chat(process, "remember me", session_id="kept")
     before = chat(process, "the same question", model="smollm2:brief")
-    kill_under_load(process)  # what is opened once stays open
+    kill_under_load(process)  # files that are opened once stay open
     num_files = open_files(process)
     for _ in range(times - 1):
         kill_under_load(process)
@@ -122,7 +122,8 @@ def check_repeated_kills(process: Process, times: int) -> None:
     assert "kept" in [session["id"] for session in sessions]
     after = chat(process, "the same question", model="smollm2:brief")
     assert after["choices"] == before["choices"]
-    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(APP)  # filled again
+    # the cache is filled again
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(APP)
     assert process.request("GET", "/live").json()["running"] == 0
     children = Path(f"/proc/{process.popen.pid}/task/{process.popen.pid}/children").read_text()
     assert len(children.split()) <= 1
@@ -133,12 +134,12 @@ def test_a_killed_engine_is_replaced_and_nothing_is_lost(split: Process) -> None
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_again_and_again(split: Process) -> None:
+def test_an_engine_that_is_killed_repeatedly_is_replaced_each_time(split: Process) -> None:
     check_repeated_kills(split, times=20)
 
 
 def test_each_engine_reports_only_its_own_pages_to_routers(split: Process) -> None:
-    """The same addresses, other numbers: a router that starts again learns the present pages."""
+    """Addresses stay, numbers start again: a router that starts again learns the current pages."""
 
     def told() -> Mirror:
         said = [line for line in split.lines if line["event"] == "publishing KV events"][-1]
@@ -159,12 +160,12 @@ def test_each_engine_reports_only_its_own_pages_to_routers(split: Process) -> No
     assert (1, 2, 3, 4) not in {tokens for _, tokens in told().tokens.values()}
 
 
-def test_while_there_is_no_engine_requests_hear_so(split: Process) -> None:
+def test_while_there_is_no_engine_requests_get_an_error(split: Process) -> None:
     os.kill(split.engine_pid, signal.SIGKILL)
     until(lambda: not is_ready(split))
     body = {"prompt": "x", "max_tokens": 2}
     response = split.request("POST", "/v1/completions", json=body)
-    assert response.status_code in (200, 503)  # it may be back already
+    assert response.status_code in (200, 503)  # the engine may already be back
     if response.status_code == 503:
         assert "restarting" in response.json()["error"]["message"]
         assert int(response.headers["retry-after"]) > 0
@@ -187,7 +188,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def test_an_engine_that_is_loading_ends_when_its_front_dies() -> None:
-    """It is still making its engine, and does not read messages."""
+    """While it loads its engine, the process does not read messages."""
     ours, theirs = socket.socketpair()
     code = (
         "import sys, time\n"
@@ -211,7 +212,7 @@ def test_the_front_reports_what_is_wrong_with_a_model(tmp_path: Path) -> None:
         EngineProcess.start(Begin(config, str(tmp_path), "error")).wait_ready()
 
 
-def test_a_process_that_ends_at_once_is_reported() -> None:
+def test_an_engine_process_that_ends_at_once_is_reported() -> None:
     begin = Begin(EngineConfig(), "", "error")
     with pytest.raises(EngineNotMade, match="exit status 1"):
         EngineProcess.start(begin, "no_such_module_anywhere").wait_ready()
@@ -245,11 +246,11 @@ def test_a_batch_continues_with_the_next_engine(split: Process) -> None:
     assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
-# --- the client, over engines that do not come ---------------------------------------------------
+# --- the client, with engines that fail to start -------------------------------------------------
 
 
 class Unready:
-    """An engine whose making ends as `wait` does; killed, it ends at once."""
+    """An engine whose start returns or raises as `wait` does; a kill ends it at once."""
 
     def __init__(self, wait: Callable[[Flag], Ready]) -> None:
         self.connection, self._theirs = socket.socketpair()
@@ -285,7 +286,7 @@ def loads_for_ever(is_killed: Flag) -> Ready:
 
 
 def a_client(later: Iterator[Callable[[Flag], Ready]]) -> EngineClient:
-    """A client whose first engine is ready; those after it are made as `later` says."""
+    """A client whose first engine is ready; `later` makes the next engines."""
     waits = chain([lambda _: READY], later)
     return EngineClient(a_tokenizer(), lambda: Unready(next(waits)))
 
@@ -323,7 +324,7 @@ def test_failed_starts_are_reported_and_tried_again(monkeypatch: pytest.MonkeyPa
     assert states[-1] is EngineState.FAILED
 
 
-def test_the_end_does_not_wait_for_an_engine_in_the_making() -> None:
+def test_closing_does_not_wait_for_an_engine_that_is_starting() -> None:
     client = a_client(iter([loads_for_ever]))
 
     async def run() -> None:
@@ -332,13 +333,13 @@ def test_the_end_does_not_wait_for_an_engine_in_the_making() -> None:
         async with asyncio.timeout(10):
             while client.state is not EngineState.RESTARTING:
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)  # it is being made
+            await asyncio.sleep(0.3)  # the engine is being made
             await client.close()
 
     asyncio.run(run())
 
 
-def test_calls_end_with_the_engine_also_at_the_end() -> None:
+def test_closing_ends_open_calls_with_an_error() -> None:
     client = a_client(iter([]))
 
     async def run() -> None:

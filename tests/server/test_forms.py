@@ -1,4 +1,4 @@
-"""response_format and its relatives over HTTP."""
+"""response_format and the other fields that ask for a form, over HTTP."""
 
 import json
 import re
@@ -84,7 +84,7 @@ def test_the_engine_does_not_wait_for_forms(
         ({"guided_json": {}, "ignore_eos": True}, "ignore_eos", "form"),
     ],
 )  # fmt: skip
-def test_a_wrong_form_is_refused_by_name(
+def test_the_error_for_a_wrong_form_names_the_field(
     server: Running, fields: dict[str, object], param: str, words: str
 ) -> None:
     response = server.post("/v1/chat/completions", {"messages": CHAT} | fields)
@@ -99,7 +99,8 @@ TOO_MUCH = {"prompt": "x", "guided_json": BEYOND, "max_tokens": 100, "temperatur
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_a_form_beyond_its_parsers_limits_is_an_error(server: Running, is_streaming: bool) -> None:
-    """Not `stop`: the answer does not have the form. No step has failed."""
+    """The finish reason is not `stop`, since the answer does not have the form. No step has
+    failed."""
     before = server.gateway.engine.num_recoveries
     reply = server.post("/v1/completions", TOO_MUCH | {"stream": is_streaming})
     if is_streaming:
@@ -115,6 +116,6 @@ def test_a_form_beyond_its_parsers_limits_is_an_error(server: Running, is_stream
     assert server.gateway.engine.num_recoveries == before
 
 
-def test_an_answer_that_is_cut_in_its_form_is_not_an_error(server: Running) -> None:
+def test_an_answer_cut_by_max_tokens_within_its_form_is_not_an_error(server: Running) -> None:
     reply = server.post("/v1/completions", TOO_MUCH | {"max_tokens": 3}).json()
     assert reply["choices"][0]["finish_reason"] == "length"

@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document, valid and not: never a 5xx, never a hang."""
+"""Random requests made from the OpenAPI document, valid or not, never cause a 5xx or a hang."""
 
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -38,14 +38,14 @@ def fuzz(case: Case, running: Running) -> None:
         assert response.headers["x-request-id"]
 
 
-@schema.exclude(path="/v1/messages/count_tokens").parametrize()  # read as /v1/messages is
+@schema.exclude(path="/v1/messages/count_tokens").parametrize()  # has the same body as /v1/messages
 @hypothesis.settings(max_examples=4, deadline=None)
-def test_made_up_requests_get_a_clear_answer(case: Case, fuzzed: Running) -> None:
+def test_random_requests_get_a_clear_answer(case: Case, fuzzed: Running) -> None:
     fuzz(case, fuzzed)
 
 
 @pytest.mark.slow
 @schema.parametrize()
 @hypothesis.settings(max_examples=400, deadline=None)
-def test_thousands_of_made_up_requests(case: Case, fuzzed: Running) -> None:
+def test_thousands_of_random_requests_get_a_clear_answer(case: Case, fuzzed: Running) -> None:
     fuzz(case, fuzzed)

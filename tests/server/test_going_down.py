@@ -1,4 +1,4 @@
-"""Shutdown: answers finish, or end with an error at the deadline; the thread is gone after it."""
+"""Shutdown: answers finish, or end with an error at the deadline; then the thread has ended."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ def _engine_threads() -> int:
 
 
 class Background:
-    """A request whose outcome is looked at later."""
+    """A request whose outcome is checked later."""
 
     def __init__(self, running: Running, body: Json) -> None:
         self.response: httpx.Response | None = None
@@ -44,7 +44,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-def test_open_answers_finish(is_streaming: bool) -> None:
+def test_open_answers_finish_before_shutdown(is_streaming: bool) -> None:
     with a_server(shutdown_s=20) as running:
         running.pause(0.02)
         body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": is_streaming}

@@ -1,4 +1,4 @@
-"""What a hostile or clumsy client may send: it gets a clear 4xx, and the engine continues."""
+"""Requests of hostile or faulty clients get a clear 4xx, and the engine continues."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ from mainstem.server.limits import Gate, ServerLimits
 from tests.batch.fake_batch import FakeEngines
 from tests.server.running import Running, a_server, until
 
-pytestmark = pytest.mark.serial  # half a second is much on a busy machine
+pytestmark = pytest.mark.serial  # half a second is not enough on a busy machine
 
 TIGHT = ServerLimits(
     body_bytes=20_000, header_bytes=4_000, header_s=0.4, body_s=0.4, write_s=0.5, open_answers=6
@@ -32,7 +32,7 @@ def tight_server() -> Iterator[Running]:
 
 @pytest.fixture
 def tight(tight_server: Running) -> Iterator[Running]:
-    """A server with small limits, alive and whole after the test."""
+    """A server with small limits; after the test, nothing may be open or lost."""
     yield tight_server
     tight_server.settle()
     assert tight_server.complete("alive?", max_tokens=1)["usage"]["completion_tokens"] == 1
@@ -46,14 +46,14 @@ def send(server: Running, data: bytes, **headers: str) -> httpx.Response:
 # --- sizes and shapes ----------------------------------------------------------------------------
 
 
-def test_a_body_over_the_limit_is_refused_by_its_announced_size(tight: Running) -> None:
+def test_a_body_whose_announced_size_exceeds_the_limit_is_refused(tight: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 99999999999\r\n\r\n"
     with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_over_the_limit_is_refused_as_it_comes(tight: Running) -> None:
+def test_a_body_is_refused_when_it_exceeds_the_limit(tight: Running) -> None:
     def pieces() -> Iterator[bytes]:
         for _ in range(100):
             yield b" " * 1000
@@ -82,7 +82,7 @@ def test_deep_json_is_refused(tight: Running) -> None:
         assert "nested" in response.json()["error"]["message"]
 
 
-def test_brackets_in_texts_are_no_nesting(tight: Running) -> None:
+def test_brackets_in_texts_do_not_count_as_nesting(tight: Running) -> None:
     assert tight.complete("[" * 100 + '\\"[[' * 20, max_tokens=1)
 
 
@@ -105,7 +105,7 @@ def test_brackets_in_texts_are_no_nesting(tight: Running) -> None:
         "ÿþ{}".encode("utf-16"),
     ],
 )
-def test_what_is_no_json_object_in_utf8_is_refused(tight: Running, data: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_in_utf8_is_refused(tight: Running, data: bytes) -> None:
     response = send(tight, data)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
@@ -113,7 +113,7 @@ def test_what_is_no_json_object_in_utf8_is_refused(tight: Running, data: bytes) 
 
 @pytest.mark.parametrize("field", ["cache_salt", "model", "app", "stop", "user", "prompt", "x"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
-def test_half_a_character_is_refused_wherever_it_is(tight: Running, path: str, field: str) -> None:
+def test_a_lone_surrogate_is_refused_in_any_field(tight: Running, path: str, field: str) -> None:
     for value in (rb'"\ud800"', rb'["\uDFFF"]', rb'{"\udc00": 1}'):
         data = b'{"%s": %s}' % (field.encode(), value)
         kind = {"content-type": "application/json"}
@@ -122,7 +122,7 @@ def test_half_a_character_is_refused_wherever_it_is(tight: Running, path: str, f
         assert response.json()["error"]["message"]
 
 
-def test_a_character_of_two_escapes_is_whole(server: Running) -> None:
+def test_a_pair_of_surrogate_escapes_is_one_character(server: Running) -> None:
     found = server.client.post(
         "/tokenize",
         content=rb'{"prompt": "\ud83d\ude00"}',
@@ -132,7 +132,7 @@ def test_a_character_of_two_escapes_is_whole(server: Running) -> None:
 
 
 def test_other_content_types_are_refused(tight: Running) -> None:
-    """A form on a foreign page could send these without asking the browser's user."""
+    """A form on another site's page could send these without a preflight."""
     body = json.dumps({"prompt": "x"}).encode()
     response = tight.client.post(
         "/v1/completions", content=body, headers={"content-type": "text/plain"}
@@ -164,7 +164,7 @@ def test_a_million_stop_strings_are_refused(server: Running) -> None:
         {"prompt": "x", "x" * 100_000: 1},
     ],
 )
-def test_huge_wishes_are_refused(server: Running, body: dict[str, object]) -> None:
+def test_huge_values_are_refused(server: Running, body: dict[str, object]) -> None:
     response = server.post("/v1/completions", body)
     assert response.status_code == 400
     assert len(response.content) < 3000
@@ -197,12 +197,12 @@ def test_odd_messages_are_refused(server: Running, messages: object) -> None:
     assert response.json()["error"]["param"] == "messages"
 
 
-def test_a_request_cannot_bring_its_own_template(server: Running) -> None:
+def test_a_request_cannot_have_its_own_template(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}
     assert server.post("/v1/chat/completions", body).json()["error"]["param"] == "chat_template"
 
 
-# --- slow ones -----------------------------------------------------------------------------------
+# --- slow clients --------------------------------------------------------------------------------
 
 
 def test_headers_must_come_in_time(tight: Running) -> None:
@@ -236,13 +236,13 @@ def test_a_body_must_come_in_time(tight: Running) -> None:
 
 
 def test_a_second_request_on_a_connection_is_served_after_a_pause(tight: Running) -> None:
-    """Waiting between requests is not slowness in one."""
+    """The time limit does not include the wait between requests."""
     assert tight.get("/health").status_code == 200
     time.sleep(TIGHT.header_s + 0.3)
     assert tight.get("/health").status_code == 200
 
 
-# --- too many ------------------------------------------------------------------------------------
+# --- too many requests ---------------------------------------------------------------------------
 
 
 def test_a_full_queue_answers_429_with_retry_after(tight: Running) -> None:
@@ -258,7 +258,7 @@ def test_a_full_queue_answers_429_with_retry_after(tight: Running) -> None:
 
 
 def test_more_answers_than_the_queue_can_hold_get_400() -> None:
-    """Issue 25: 429 asked clients to come back for what could never fit."""
+    """Issue 25: with 429, clients would retry requests that can never fit."""
     gate = Gate(ServerLimits(open_answers=4))
     with gate.enter(ANYBODY, 3), pytest.raises(ApiError) as caught, gate.enter(ANYBODY, 5):
         pass
@@ -270,7 +270,7 @@ def test_more_answers_than_the_queue_can_hold_get_400() -> None:
     gate.check()
 
 
-def test_a_key_may_have_so_many_requests_open() -> None:
+def test_the_number_of_open_requests_per_key_is_limited() -> None:
     gate = Gate(ServerLimits(open_requests=2))
     refused = pytest.raises(ApiError, match="2 requests open")
     with gate.enter(ANYBODY, 1), gate.enter(ANYBODY, 1), refused, gate.enter(ANYBODY, 1):
@@ -280,7 +280,7 @@ def test_a_key_may_have_so_many_requests_open() -> None:
     gate.check()
 
 
-def test_a_key_may_send_so_many_requests_a_minute() -> None:
+def test_the_number_of_requests_per_key_and_minute_is_limited() -> None:
     now = 0.0
     gate = Gate(ServerLimits(requests_per_minute=3), clock=lambda: now)
     for _ in range(3):
@@ -303,11 +303,11 @@ def test_the_rate_limit_is_reported_to_the_client() -> None:
         assert 1 <= int(refused.headers["retry-after"]) <= 60
 
 
-# --- leaving -------------------------------------------------------------------------------------
+# --- clients that disconnect ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-def test_a_client_that_leaves_frees_its_pages(tight: Running, is_streaming: bool) -> None:
+def test_a_client_that_disconnects_frees_its_pages(tight: Running, is_streaming: bool) -> None:
     tight.pause(0.01)
     body = json.dumps(
         {"prompt": "leaving", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
@@ -383,7 +383,7 @@ def test_a_request_that_fails_every_step_ends_and_the_others_are_answered() -> N
         running.settle()
 
 
-def test_a_stream_raises_the_failure() -> None:
+def test_a_stream_ends_with_the_error_of_a_failed_step() -> None:
     engines = FakeEngines(num_pages=256)
     with a_server(engines=engines) as running:
         steps = 0

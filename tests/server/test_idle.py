@@ -1,4 +1,4 @@
-"""What a server does and reports while there are no requests, or while a step takes long."""
+"""A server without requests saves its pages; a long step is reported while it runs."""
 
 import asyncio
 import sqlite3
@@ -29,7 +29,8 @@ def num_on_disk(folder: Path) -> int:
 
 @pytest.mark.serial
 def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> None:
-    """More pages than are saved at once: the rest is saved though no request follows."""
+    """There are more pages than are saved at once; the rest is saved although no request
+    follows."""
 
     async def become(count: int) -> None:
         async with asyncio.timeout(20):
@@ -56,7 +57,7 @@ def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> 
 
 
 def test_a_long_step_is_reported_while_it_runs() -> None:
-    """Also how far a prompt is that takes several."""
+    """Progress of a prompt that takes several steps is reported, too."""
     engines = FakeEngines(num_pages=512, max_model_len=800)
     config, go = EngineConfig(sched=SchedConfig(chunk_tokens=64)), Event()
     with a_server(engines=engines, config=config) as running:
@@ -82,7 +83,7 @@ def test_a_long_step_is_reported_while_it_runs() -> None:
         until(lambda: live()["step"]["seconds"] > step["seconds"])
         second = Thread(target=running.post, args=("/v1/completions", {"prompt": "y"}))
         second.start()
-        until(lambda: live()["waiting"] == 1)  # the engine has not heard of it yet
+        until(lambda: live()["waiting"] == 1)  # the engine has not received the request yet
         text = running.get("/metrics").text
         assert 'mainstem:step_tokens{engine="0",model_name="fake"} 64.0' in text
         assert 'mainstem:unfinished_prompt_tokens{engine="0",model_name="fake"} 64.0' in text

@@ -40,7 +40,7 @@ def test_completions_need_a_key(locked: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("key", [ALICE, BOB])
-def test_a_key_opens_the_routes(locked: Running, key: str) -> None:
+def test_a_key_gives_access_to_the_routes(locked: Running, key: str) -> None:
     assert locked.get("/v1/models", key).status_code == 200
     assert locked.complete("x", key, max_tokens=1)
 
@@ -101,7 +101,7 @@ def test_salts_of_tenants_differ_and_do_not_show_the_key() -> None:
     tenants = KeyRing({"alice": ALICE, "bob": BOB}).tenants
     assert tenants[0].salt != tenants[1].salt
     assert ALICE.encode() not in tenants[0].salt
-    # salt and cache_salt cannot be moved against each other
+    # a tenant cannot reach another's salt through cache_salt
     assert tenants[0].page_salt(b"x") != tenants[1].page_salt(b"x")
 
 
@@ -117,7 +117,7 @@ def test_salts_of_tenants_differ_and_do_not_show_the_key() -> None:
         ([(b"authorization", b"Bearer \xff\xfe")], b"\xff\xfe"),
     ],
 )
-def test_the_key_of_a_header(headers: list[tuple[bytes, bytes]], key: bytes) -> None:
+def test_the_key_is_read_from_either_header(headers: list[tuple[bytes, bytes]], key: bytes) -> None:
     assert bearer_key(headers) == key
 
 
@@ -143,7 +143,7 @@ def test_a_key_file_has_a_name_and_a_key_per_line(tmp_path: Path) -> None:
         f"alice:{ALICE}\nbob:{ALICE}\n",
     ],
 )
-def test_a_wrong_key_file_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+def test_the_error_for_a_wrong_key_file_does_not_show_keys(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:

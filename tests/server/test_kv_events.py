@@ -1,4 +1,4 @@
-"""KV events as routers read them: over real sockets, rebuilt into the pages that can be found."""
+"""KV events over real sockets: a router rebuilds the set of cached pages from them."""
 
 import sys
 from collections.abc import Iterator
@@ -128,7 +128,7 @@ class Pod:
             self.past = [*self.past[-6:], [*prompt, *got]]
 
     def restart(self) -> None:
-        """The process ends and another comes; what was on disk stays."""
+        """The process ends and another starts; pages on disk stay."""
         while self.tiered.engine.has_work:
             self.step()
         self.close()
@@ -161,7 +161,7 @@ def test_the_pages_of_a_store_are_rebuilt_after_each_of_1000_operations(
         pod.act()
         pod.compare()
         most = {tier: max(count, len(pod.mirror.pages[tier])) for tier, count in most.items()}
-    assert min(most.values()) >= 10, "tiers were hardly used"
+    assert min(most.values()) >= 10, "the tiers were hardly used"
     assert pod.mirror.untold, "no page was found on disk"
     pod.close()
     FaultyFiles.reset()
@@ -187,11 +187,11 @@ def a_router(publisher: KvEventPublisher, mirror: Mirror, apply: Apply = apply_p
     return Router(publisher.endpoint, publisher.replay_endpoint, mirror, apply)
 
 
-def test_who_reads_slowly_misses_batches_and_gets_them_again(
+def test_a_router_that_reads_slowly_misses_batches_and_can_replay_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A router that does not read never delays the engine, and loses only batches that do not
-    fit."""
+    fit in the buffers."""
     monkeypatch.setattr(kv_events, "MAX_UNSENT", 5)
     monkeypatch.setattr(kv_events, "LINGER_MS", 0)
     bus, size, num_batches = EventBus(), 50_000, 100
@@ -199,7 +199,7 @@ def test_who_reads_slowly_misses_batches_and_gets_them_again(
         router = a_router(publisher, Mirror(size))
         publisher.flush()
         router.follow(1)
-        sleep(0.2)  # the subscription is on its way
+        sleep(0.2)  # until the subscription has arrived
         num_before = router.num_replays
         for number in range(
             1, num_batches
@@ -209,11 +209,11 @@ def test_who_reads_slowly_misses_batches_and_gets_them_again(
         until(lambda: len(router.replay(num_batches - 1)) == 1)  # all are sent
         router.follow(num_batches)
         assert len(router.mirror.pages["device"]) == num_batches - 1
-        assert router.num_replays > num_before, "nothing was dropped"
+        assert router.num_replays > num_before, "no batch was dropped"
         router.close()
 
 
-def test_replay_goes_back_as_far_as_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_starts_at_the_oldest_kept_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_KEPT", 10)
     bus = EventBus()
     with a_publisher(bus) as publisher:
@@ -334,13 +334,13 @@ def no_engine(config: EngineConfig, log_level: str, _: KvEventsConfig | None) ->
 
 
 @pytest.mark.parametrize("flags", [["--kv-events-replay", LOCAL], ["--kv-events-topic", "kv"]])
-def test_flags_that_mean_nothing_alone_are_refused(flags: list[str]) -> None:
+def test_flags_that_need_another_flag_are_refused_alone(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match="need --kv-events"):
         serve.main(flags, no_engine)
 
 
 @pytest.mark.parametrize("address", ["5557", "tcp://127.0.0.1", "tcp://a:99999", "udp://a:1"])
-def test_what_is_no_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve.main(["--kv-events", address], no_engine)
     assert "tcp://127.0.0.1:5557" in capsys.readouterr().err
@@ -373,7 +373,7 @@ def test_only_loopback_is_local(address: str, expected: bool) -> None:
     assert is_local(address) == expected
 
 
-def test_an_open_address_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_address_open_to_the_network_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     KvEventPublisher(KvEventsConfig(bind="tcp://*:0"), EventBus()).close()
     assert "token ids" in caplog.text
     caplog.clear()

@@ -1,4 +1,4 @@
-"""Two hundred streaming clients of which every fifth leaves early; another watches /health."""
+"""Two hundred streaming clients, every fifth disconnects early; another client polls /health."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def a_process(kind: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], s
 
 @dataclass
 class Tally:
-    """What the clients saw."""
+    """What the clients received."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     num_left: int = 0
@@ -51,7 +51,7 @@ class Tally:
 
 
 class Crowd:
-    """The clients. Plain sockets: two hundred of them must not be the bottleneck."""
+    """The clients. They use plain sockets, so that two hundred of them are not the bottleneck."""
 
     def __init__(self, host: str, port: int, end_s: float) -> None:
         self._address = (host, port)
@@ -90,7 +90,7 @@ class Crowd:
                     if num_events == leaves_after:
                         self.tally.num_left += 1
                         return
-                assert is_whole, "a stream was cut"
+                assert is_whole, "a stream ended early"
                 self.tally.num_whole += 1
         finally:
             writer.close()
@@ -110,12 +110,12 @@ class Crowd:
 @pytest.mark.parametrize(
     ("kind", "seconds", "most_health_s"),
     [
-        # a fake step holds the interpreter all the time, a real one hardly
+        # a fake step holds the interpreter lock all the time, a real one hardly ever
         ("fake", 2, 5.0),
         pytest.param("real", 60, 0.1, marks=[pytest.mark.slow, pytest.mark.torch]),
     ],
 )
-def test_many_clients_come_and_go(
+def test_many_clients_that_connect_and_disconnect_lose_nothing(
     kind: str, seconds: float, most_health_s: float, tmp_path: Path
 ) -> None:
     with a_process(kind, tmp_path / "log") as (popen, host, port):

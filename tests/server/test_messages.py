@@ -96,7 +96,7 @@ def test_the_client_gets_a_message(server: Running) -> None:
     assert message._request_id
 
 
-def test_the_client_streams_the_same(server: Running) -> None:
+def test_the_client_streams_the_same_message(server: Running) -> None:
     asked: Json = {"model": "fake", "max_tokens": 12, "messages": [ASK]}
     asked |= {"extra_body": {"temperature": 0}}
     with a_client(server) as client:
@@ -146,7 +146,7 @@ def test_the_client_gets_a_tool_call_and_sends_its_result(
     assert answer.usage.output_tokens == 4
 
 
-def test_the_clients_errors_are_its_own(locked: Running) -> None:
+def test_the_client_raises_its_own_error_classes(locked: Running) -> None:
     asked: Json = {"model": "fake", "max_tokens": 2, "messages": [ASK]}
     with a_client(locked, ALICE) as client:
         assert client.messages.create(**asked).content
@@ -169,7 +169,7 @@ def test_the_clients_errors_are_its_own(locked: Running) -> None:
 
 # --- what is asked -------------------------------------------------------------------------------
 
-# as Claude Code 2.1 sends it, texts shortened
+# a request of Claude Code 2.1, with shorter texts
 CLAUDE_CODE: Json = {
     "model": "fake",
     "messages": [
@@ -273,7 +273,7 @@ def test_claude_code_is_answered(with_tools: Running) -> None:
     assert count.json()["input_tokens"] > 100
 
 
-def test_what_claude_code_sends_reaches_the_model(with_tools: Running) -> None:
+def test_the_texts_of_claude_code_reach_the_model(with_tools: Running) -> None:
     text = text_of(with_tools, **CLAUDE_CODE)
     assert "billing" not in text
     said = text[text.index("<system>") :]
@@ -332,7 +332,7 @@ def test_an_assistants_last_message_is_continued(server: Running) -> None:
     assert message["content"][0]["text"] == expected
 
 
-def test_a_stop_sequence_is_named(server: Running) -> None:
+def test_the_reply_names_the_stop_sequence(server: Running) -> None:
     text = send(server, max_tokens=12)["content"][0]["text"]
     stop = text[3:5]
     message = send(server, max_tokens=12, stop_sequences=["no such text", stop])
@@ -353,8 +353,8 @@ def test_an_answer_fits_a_schema(with_tools: Running) -> None:
     assert refused.json()["error"]["message"].startswith("output_config.format: ")
 
 
-def test_thoughts_come_before_the_answer() -> None:
-    """A template that begins the model's reasoning; the fake model never ends it."""
+def test_reasoning_comes_before_the_answer() -> None:
+    """The template begins the reasoning, and the fake model never ends it."""
     engines = FakeEngines(template=TEMPLATE + "{% if enable_thinking != false %}<think>{% endif %}")
     with a_server(engines=engines) as running:
         on = send(running, thinking={"type": "enabled", "budget_tokens": 1024})
@@ -381,7 +381,9 @@ def test_events_come_in_order(server: Running) -> None:
     assert {each["index"] for each in told if "index" in each} == {0}
 
 
-def test_a_stream_without_news_pings(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_without_output_sends_pings(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(messages_routes, "PING_S", 0.01)
     server.pause(0.1)
     told = stream(server, BODY | {"max_tokens": 3})
@@ -437,7 +439,7 @@ def test_a_stream_that_cannot_continue_reports_why(monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_refused_arguments_are_named(server: Running, fields: Json, said: str) -> None:
+def test_the_error_names_a_refused_argument(server: Running, fields: Json, said: str) -> None:
     response = server.post("/v1/messages", BODY | fields)
     assert response.status_code == 400, response.text
     error = response.json()
@@ -483,7 +485,7 @@ def kept(text: str = LONG, **control: object) -> list[Json]:
 
 
 def crowd_out(running: Running, key: str | None = None) -> None:
-    """Ask so much else that only what is pinned stays cached."""
+    """Fill the cache with other requests, so that only pinned pages stay cached."""
     for letter in "abcdefghijklmn":
         running.complete(letter * 200, key, max_tokens=1)
 
@@ -493,7 +495,7 @@ def cached(running: Running, key: str | None = None, **fields: object) -> int:
     return int(usage["cache_read_input_tokens"])
 
 
-def test_a_marked_prefix_outlives_a_crowd() -> None:
+def test_a_marked_prefix_stays_cached_while_many_requests_run() -> None:
     engines = FakeEngines(num_pages=256, max_model_len=800)
     with a_server(engines=engines, has_keys=True) as running:
         usage = send(running, ALICE, system=kept(), max_tokens=1)["usage"]
@@ -505,15 +507,15 @@ def test_a_marked_prefix_outlives_a_crowd() -> None:
         send(running, ALICE, system=LONG.upper(), max_tokens=1)
         crowd_out(running, ALICE)
         assert cached(running, ALICE, system=kept()) >= prefix - 4
-        assert cached(running, ALICE, system=LONG.upper()) < 16, "it was not marked"
-        assert cached(running, BOB, system=kept()) == 0, "another key found it"
+        assert cached(running, ALICE, system=LONG.upper()) < 16, "an unmarked prefix stayed cached"
+        assert cached(running, BOB, system=kept()) == 0, "another key found the prefix"
         again = send(running, ALICE, system=kept(ttl="1h"), max_tokens=1)["usage"]
         total = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
         assert sum(again[name] for name in total) == len(prompt)
         running.settle()
 
 
-def test_a_prefix_is_let_go_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_is_unpinned_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(messages_bodies.TTL_S, "5m", 0.3)
     with a_server() as running:
         pins = running.gateway.pins
@@ -547,8 +549,8 @@ def test_a_conversation_is_one_pin_that_grows() -> None:
             assert running.gateway.pins.num_pages() == -(-prompt_tokens // 4)
 
 
-def test_marks_end_where_their_blocks_do(with_tools: Running) -> None:
-    """Tools, system and messages: what is kept ends with the marked block."""
+def test_a_pinned_prefix_ends_with_the_marked_block(with_tools: Running) -> None:
+    """Marks may be in tools, system and messages."""
     second = WEATHER | {"name": "clock"}
     tools = [WEATHER | {"cache_control": KEEP}, second]
     usage = send(with_tools, tools=tools, system="Now.", max_tokens=1)["usage"]
@@ -569,7 +571,7 @@ def test_marks_end_where_their_blocks_do(with_tools: Running) -> None:
     assert text[:got].endswith("<user>one\n")
 
 
-def test_a_key_keeps_no_more_than_its_share() -> None:
+def test_a_key_pins_no_more_than_its_share() -> None:
     engines = FakeEngines(num_pages=256, max_model_len=800)
     with a_server(engines=engines, has_keys=True) as running:
         pins = running.gateway.pins
@@ -579,11 +581,13 @@ def test_a_key_keeps_no_more_than_its_share() -> None:
                 send(running, key, system=kept(text), max_tokens=1)
         assert 0 < pins.num_pages() <= 256 // 2
         crowd_out(running, ALICE)
-        assert cached(running, ALICE, system=texts[-1]) > len(LONG), "used last"
+        assert cached(running, ALICE, system=texts[-1]) > len(LONG), "the last used prefix stays"
         assert cached(running, ALICE, system=texts[0]) < 16
         usage = send(running, ALICE, system=kept(LONG * 3), max_tokens=1)["usage"]
         read = usage["cache_read_input_tokens"]
-        assert read + usage["cache_creation_input_tokens"] == 256 // 4 * 4, "it is cut"
+        assert read + usage["cache_creation_input_tokens"] == 256 // 4 * 4, (
+            "a prefix beyond the share is cut"
+        )
         running.settle()
 
 
@@ -606,8 +610,8 @@ def test_pins_end_with_the_cache() -> None:
         assert running.gateway.pins.num_pages() == 0
 
 
-def test_what_follows_an_app_is_kept_as_well() -> None:
-    """The app's pages have names without the key's salt."""
+def test_a_marked_prefix_after_an_app_is_kept() -> None:
+    """Names of the app's pages do not depend on the key's salt."""
     with a_server([POLITE], has_keys=True) as running:
         asked: Json = {"model": "fake:polite", "messages": [{"role": "user", "content": kept()}]}
         send(running, ALICE, max_tokens=1, **asked)

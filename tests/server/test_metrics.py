@@ -104,8 +104,8 @@ EXPORTED = {
 }
 
 
-def test_names_and_labels_are_those_that_dashboards_know() -> None:
-    """Written out, so that a renamed series shows what depends on it."""
+def test_names_and_labels_are_those_that_dashboards_use() -> None:
+    """They are written out here, since renaming a series breaks dashboards."""
     bus = EventBus()
     metrics = ServerMetrics(bus)
     for event in (
@@ -129,7 +129,7 @@ def test_names_and_labels_are_those_that_dashboards_know() -> None:
     assert found == wanted
 
 
-def test_a_store_that_lost_pages_before_anybody_listened_is_counted() -> None:
+def test_pages_that_were_lost_before_metrics_subscribed_are_counted() -> None:
     bus = EventBus()
     bus.publish(StoreOpened("/bad", 7, "index damaged", {"index": 5, "missing": 2}))
     values = read(ServerMetrics(bus))
@@ -198,7 +198,7 @@ def test_steps_become_our_counters() -> None:
     assert values["mainstem:computed_tokens_total"] == 6
     assert values["mainstem:decoded_tokens_total"] == 8
     assert values["mainstem:key_tokens_read_total"] == 140
-    assert values["mainstem:key_tokens_saved_total"] == 30  # never less than nothing in a step
+    assert values["mainstem:key_tokens_saved_total"] == 30  # never negative in a step
     assert values["mainstem:host_seconds_total"] == 0.5
     assert values["mainstem:device_seconds_total"] == 1.0
     assert values["mainstem:evicted_pages_total{room,device}"] == 4
@@ -242,7 +242,8 @@ def test_timings_become_histograms() -> None:
     metrics.observe_request(RequestTiming(None, None, [], 9999.0))
     values = read(metrics)
     assert values["vllm:time_to_first_token_seconds_count"] == 1
-    assert values["vllm:time_to_first_token_seconds_bucket{0.25}"] == 1  # a bound is inside
+    # a value at a bound belongs to its bucket
+    assert values["vllm:time_to_first_token_seconds_bucket{0.25}"] == 1
     assert values["vllm:time_to_first_token_seconds_bucket{0.1}"] == 0
     assert values["vllm:inter_token_latency_seconds_bucket{0.01}"] == 1
     assert values["vllm:inter_token_latency_seconds_bucket{0.025}"] == 2
@@ -312,7 +313,7 @@ def test_every_series_is_documented() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     counters = [f"{name}_total" for name in (*COUNTERS, *LABELLED_COUNTERS)]
     for name in (*GAUGES, *counters, *HISTOGRAMS):
-        assert f"`{name}`" in text, f"docs/metrics.md does not tell what {name} means"
+        assert f"`{name}`" in text, f"docs/metrics.md does not say what {name} means"
 
 
 def test_the_docs_and_the_dashboard_name_only_series_that_exist() -> None:

@@ -1,4 +1,4 @@
-"""The stock `openai` client against a real process that serves smollm2."""
+"""The stock `openai` client, connected to a real process that serves smollm2."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def client(process: Process) -> Iterator[OpenAI]:
         yield made
 
 
-def test_models(client: OpenAI) -> None:
+def test_models_are_listed(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["smol", "smol:shop"]
     assert client.models.retrieve("smol:shop").id == "smol:shop"
 
@@ -85,10 +85,10 @@ def test_an_app_is_cached_before_the_first_request(client: OpenAI) -> None:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     cached = answer.usage.prompt_tokens_details.cached_tokens or 0
-    assert answer.usage.prompt_tokens - cached < 16  # less than a page: its own tokens
+    assert answer.usage.prompt_tokens - cached < 16  # its own tokens are less than a page
 
 
-def test_completions_stop_and_echo(client: OpenAI) -> None:
+def test_completions_can_stop_and_echo(client: OpenAI) -> None:
     plain = client.completions.create(model="smol", prompt=FRANCE, max_tokens=8, temperature=0)
     assert "Paris" in plain.choices[0].text
     stopped = client.completions.create(
@@ -102,7 +102,7 @@ def test_completions_stop_and_echo(client: OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == plain.choices[0].text
 
 
-def test_logprobs_of_chat_and_completions(client: OpenAI) -> None:
+def test_chats_and_completions_have_logprobs(client: OpenAI) -> None:
     chat = client.chat.completions.create(
         model="smol",
         messages=[{"role": "user", "content": "Hi"}],
@@ -130,7 +130,7 @@ def test_logprobs_of_chat_and_completions(client: OpenAI) -> None:
     assert logprobs.token_logprobs[0] is None
 
 
-def test_n_and_seed(client: OpenAI) -> None:
+def test_n_and_seed_give_different_but_repeatable_answers(client: OpenAI) -> None:
     def ask() -> list[str]:
         reply = client.completions.create(
             model="smol", prompt="Once upon a time", max_tokens=8, n=3, seed=11, temperature=1.0
@@ -176,7 +176,7 @@ def test_a_session_finds_every_token_of_its_turns(client: OpenAI) -> None:
             model="smol",
             messages=messages,  # type: ignore[arg-type]
             max_tokens=40,
-            temperature=1.5,  # odd words, which are cut into odd tokens
+            temperature=1.5,  # rare words, which have rare tokens
             seed=5,
             extra_body={"session_id": "rhine", "top_k": 50},
         )
@@ -217,7 +217,7 @@ def test_responses_continue_each_other(client: OpenAI) -> None:
         client.responses.retrieve(second.id)
 
 
-def test_penalties_bias_and_extra_fields(client: OpenAI) -> None:
+def test_penalties_bias_and_extra_fields_are_accepted(client: OpenAI) -> None:
     reply = client.completions.create(
         model="smol",
         prompt=[504, 3575, 282],
@@ -232,7 +232,7 @@ def test_penalties_bias_and_extra_fields(client: OpenAI) -> None:
     assert reply.usage.completion_tokens == 4
 
 
-def test_errors_are_the_clients_own(client: OpenAI, process: Process) -> None:
+def test_the_client_raises_its_own_error_classes(client: OpenAI, process: Process) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
             model="smol",
@@ -289,7 +289,7 @@ def test_the_cache_is_reset_by_an_admin(client: OpenAI, process: Process) -> Non
 
 
 def test_sigterm_ends_the_process_with_status_0(client: OpenAI, process: Process) -> None:
-    """The last test of the module: the process is gone after it."""
+    """This must be the last test of the module, since it ends the process."""
     os.kill(process.popen.pid, signal.SIGTERM)
     assert process.popen.wait(30) == 0
     events = [line["event"] for line in process.lines]

@@ -1,4 +1,4 @@
-"""Which prefixes are kept, for how long, and how many pages they are."""
+"""Which prefixes are pinned, for how long, and how many pages they have."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from mainstem.server.pins import MAX_PINS, Prefix, PrefixPins
 
 
 class FakeEngine:
-    """Notes what is pinned: 100 pages of 4 tokens."""
+    """An engine of 100 pages of 4 tokens that records what is pinned."""
 
     def __init__(self) -> None:
         self.snapshot = SimpleNamespace(num_pages=100, page_size=4)
@@ -31,7 +31,7 @@ class FakeEngine:
 
 
 def prefix(*runs: tuple[int, int], salt: bytes = b"") -> Prefix:
-    """Runs of (token, how often)."""
+    """A prefix, from pairs (token, number of repeats)."""
     return Prefix(np.repeat(*np.array(runs, np.int32).T).astype(np.int32), salt)
 
 
@@ -49,7 +49,7 @@ def run(work: object) -> tuple[FakeEngine, PrefixPins]:
     return engine, pins
 
 
-def test_a_longer_prefix_replaces_its_beginning() -> None:
+def test_a_longer_prefix_replaces_a_shorter_one_that_it_begins_with() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 300)
         pins.keep("a", prefix((1, 20), (2, 10)), 300)
@@ -60,7 +60,7 @@ def test_a_longer_prefix_replaces_its_beginning() -> None:
     assert pins.num_pages("a") == 8 + 8 - 5, "common pages count once"
 
 
-def test_a_beginning_that_lasts_longer_stays() -> None:
+def test_a_shorter_prefix_that_lasts_longer_stays() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 3600)
         pins.keep("a", prefix((1, 20), (2, 10)), 0.01)
@@ -71,7 +71,7 @@ def test_a_beginning_that_lasts_longer_stays() -> None:
     assert pins.num_pages() == 5
 
 
-def test_use_makes_a_pin_last() -> None:
+def test_each_use_extends_a_pin() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 0.2)
         pins.keep("a", prefix((2, 20)), 0.2)
@@ -94,7 +94,7 @@ def test_a_shorter_time_does_not_end_a_longer_one() -> None:
     assert list(engine.pinned.values()) == [20]
 
 
-def test_what_was_used_least_lately_goes_first() -> None:
+def test_the_least_recently_used_pin_ends_first() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         for token in (1, 2, 1, 3):
             pins.keep("a", prefix((token, 40)), 300)  # ten pages each, of 25
@@ -104,18 +104,18 @@ def test_what_was_used_least_lately_goes_first() -> None:
     assert set(engine.pinned) == {"cache/0", "cache/2"}
 
 
-def test_all_keys_together_keep_half_of_the_pages() -> None:
+def test_all_keys_together_pin_at_most_half_of_the_pages() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         for owner in ("a", "b", "c"):
             pins.keep(owner, prefix((1, 1000), salt=owner.encode()), 300)
-            assert pins.num_pages(owner) == 25, "cut to its share"
+            assert pins.num_pages(owner) == 25, "the prefix is cut to the key's share"
 
     engine, pins = run(work)
     assert set(engine.pinned) == {"cache/1", "cache/2"}
     assert (pins.num_pages("a"), pins.num_pages()) == (0, 50)
 
 
-def test_pins_of_a_key_are_few() -> None:
+def test_the_number_of_pins_per_key_is_limited() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         engine.snapshot.num_pages = 1 << 20
         for token in range(MAX_PINS + 5):
@@ -125,7 +125,7 @@ def test_pins_of_a_key_are_few() -> None:
     assert len(engine.pinned) == MAX_PINS
 
 
-def test_an_engine_that_is_gone_is_no_matter() -> None:
+def test_pinning_on_a_lost_engine_does_not_fail() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         engine.is_lost = True
         pins.keep("a", prefix((1, 20)), 300)
@@ -138,8 +138,9 @@ def test_an_engine_that_is_gone_is_no_matter() -> None:
     assert (pins.num_pages(), len(engine.pinned)) == (5, 1)
 
 
-def test_all_of_them_can_be_ended() -> None:
-    """As when the cache is reset: running sequences may hold their pages, which would stay."""
+def test_all_pins_can_be_ended() -> None:
+    """This is needed when the cache is reset: pages that running sequences hold would stay
+    pinned."""
 
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 300)

@@ -38,7 +38,7 @@ def test_special_tokens_in_a_message_are_text(server: Running, role: str) -> Non
     assert text == f"<{role}>so {END} ends\n<assistant>"
 
 
-def test_special_tokens_in_a_raw_prompt_act(server: Running) -> None:
+def test_special_tokens_in_a_raw_prompt_are_control_tokens(server: Running) -> None:
     ids = server.post("/tokenize", {"prompt": f"so {END}"}).json()["tokens"]
     assert ids[-1] == EOS_ID
 
@@ -77,12 +77,12 @@ def test_a_role_that_no_template_knows_is_refused(server: Running, role: str) ->
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
-def test_a_content_that_is_null_is_refused_in_words(server: Running, role: str) -> None:
+def test_a_content_of_null_is_refused_with_a_reason(server: Running, role: str) -> None:
     error = refusal(server, {"messages": [{"role": role, "content": None}]})
     assert error["message"] == "messages[0].content: must be a text, got null"
 
 
-def test_an_answer_that_is_null_is_empty(server: Running) -> None:
+def test_an_assistant_message_of_null_is_empty(server: Running) -> None:
     asked = {"role": "user", "content": "x"}
     null, empty = ({"role": "assistant", "content": content} for content in (None, ""))
     assert chat_ids(server, asked, null) == chat_ids(server, asked, empty)
@@ -102,22 +102,22 @@ def test_an_answer_that_is_null_is_empty(server: Running) -> None:
         ),
     ],
 )
-def test_a_prompt_that_is_far_too_long_is_refused_unread(
+def test_a_prompt_that_is_far_too_long_is_refused_before_encoding(
     server: Running, path: str, body: Json, field: str
 ) -> None:
-    """The longest token is `<|end|>`: 20,000 characters are 2,858 tokens or more."""
+    """The longest token is `<|end|>`, so 20,000 characters are at least 2,858 tokens."""
     error = refusal(server, body, path)
     assert (error["code"], error["param"]) == ("context_length_exceeded", field)
     assert "has at least " in error["message"]
 
 
-def test_what_may_outgrow_the_window_is_read(server: Running) -> None:
+def test_a_long_prompt_that_may_be_truncated_is_encoded(server: Running) -> None:
     body = {"prompt": "x" * 20_000, "max_tokens": 1, "context_overflow": "recompute"}
     assert server.post("/v1/completions", body).status_code == 200
     assert server.post("/tokenize", {"prompt": "x" * 20_000}).json()["count"] == 20_000
 
 
-def test_one_keys_texts_are_unknown_to_another(locked: Running) -> None:
+def test_cached_texts_of_one_key_are_not_used_for_another(locked: Running) -> None:
     """The time of a prompt must not reveal whether another tenant has sent it."""
     tokenizer = locked.gateway.engine.tokenizer
     messages = [{"role": "user", "content": "A text that only Alice has sent until now."}]
@@ -130,9 +130,7 @@ def test_one_keys_texts_are_unknown_to_another(locked: Running) -> None:
     assert new[1] > 0
 
 
-def test_many_ids_are_written_out_on_a_thread(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_ids_are_decoded_on_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = server.gateway.engine.tokenizer
     threads: set[Thread] = set()
 
@@ -150,7 +148,7 @@ def test_many_ids_are_written_out_on_a_thread(
     assert "".join(found["token_strs"]) == text
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
     assert threads
-    assert server.thread not in threads, "the event loop's"
+    assert server.thread not in threads, "the thread of the event loop was used"
 
 
 def test_no_more_ids_are_decoded_than_a_prompt_may_have(server: Running) -> None:

@@ -28,7 +28,7 @@ def prune(running: Running) -> None:
 
 
 def age_files(folder: Path) -> None:
-    """Make every file one of long ago."""
+    """Set the times of every file to long ago."""
     for path in folder.glob("files/*/file-*.json"):
         aged = path.with_suffix(".aged")  # the server may be reading it
         aged.write_text(json.dumps(json.loads(path.read_text()) | {"created": LONG_AGO}))
@@ -53,7 +53,7 @@ def create(running: Running, file_id: str) -> Any:
     return running.post("/v1/batches", body)
 
 
-def test_what_is_past_its_time_goes_and_the_rest_stays(tmp_path: Path) -> None:
+def test_expired_files_and_batches_are_removed_and_others_stay(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         run(client, [a_row("old", "x"), a_row("bad", "x", n=0)])
     assert len(list(tmp_path.glob("files/*/*"))) == 6, "input, output and errors"
@@ -69,7 +69,7 @@ def test_what_is_past_its_time_goes_and_the_rest_stays(tmp_path: Path) -> None:
         assert set(answers(client, young.output_file_id)) == {"young"}
 
 
-def test_old_files_go_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_files_are_removed_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "PRUNE_S", 0.05)
     with a_server(data_dir=tmp_path) as running:
         for _ in range(2):
@@ -104,7 +104,7 @@ def test_the_file_of_a_running_batch_is_kept_however_old(tmp_path: Path) -> None
         assert running.get(f"/v1/files/{made['id']}").status_code == 404
 
 
-def test_no_batch_is_made_of_a_file_that_may_go_at_any_moment(tmp_path: Path) -> None:
+def test_a_batch_of_a_file_that_is_about_to_expire_is_refused(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path) as running:
         made = upload(running)
         age_files(tmp_path)
@@ -120,8 +120,9 @@ def a_batch(shelf: BatchStore, status: BatchStatus) -> Batch:
     return moved
 
 
-def test_a_long_batch_is_kept_from_its_end_on(tmp_path: Path) -> None:
-    """It was made long ago but ended just now, so no client can have read it before."""
+def test_the_time_of_a_long_batch_counts_from_its_end(tmp_path: Path) -> None:
+    """The batch was made long ago but has just ended, so no client can have read its answers
+    before."""
     batches = BatchStore(tmp_path / "batches")
     batch = a_batch(batches, BatchStatus.EXPIRED)
     asyncio.run(Pruner(FileStore(tmp_path / "files"), batches, TTL_S).prune())
@@ -129,7 +130,8 @@ def test_a_long_batch_is_kept_from_its_end_on(tmp_path: Path) -> None:
 
 
 def test_files_of_a_batch_that_was_killed_at_its_end_are_kept(tmp_path: Path) -> None:
-    """The server was down for long: the files are old, and the batch does not know them yet."""
+    """The server was down for a long time: the files are old, and the batch has not recorded them
+    yet."""
     files, batches = FileStore(tmp_path / "files"), BatchStore(tmp_path / "batches")
     batch = a_batch(batches, BatchStatus.FINALIZING)
     with files.writing("owner", batch.answer_names[0]) as (file_id, path):
@@ -144,7 +146,9 @@ def test_files_of_a_batch_that_was_killed_at_its_end_are_kept(tmp_path: Path) ->
     assert files.find("owner", file_id) is None
 
 
-def test_beyond_a_number_batches_with_nothing_to_fetch_go_first(tmp_path: Path) -> None:
+def test_if_there_are_too_many_batches_those_without_files_are_removed_first(
+    tmp_path: Path,
+) -> None:
     with (
         a_server(data_dir=tmp_path, limits=ServerLimits(kept_batches=3)) as running,
         a_client(running) as client,
@@ -160,7 +164,7 @@ def test_beyond_a_number_batches_with_nothing_to_fetch_go_first(tmp_path: Path) 
         assert set(answers(client, kept[0].output_file_id)) == {"a"}
 
 
-def test_a_batch_that_fails_keeps_what_is_answered(tmp_path: Path) -> None:
+def test_a_batch_that_fails_keeps_its_answers(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         running.pause(0.02)
         rows = [a_row(f"r{n}", f"row {n}", max_tokens=3 + n) for n in range(60)]

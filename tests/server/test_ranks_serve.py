@@ -1,5 +1,5 @@
-"""`mainstem serve --tensor-parallel`: a rank that is killed costs the open requests; the server
-restarts its engine, and ranks never outlive theirs."""
+"""`mainstem serve --tensor-parallel`: killing a rank ends the open requests with an error; the
+server restarts its engine, and ranks never outlive their engine."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 @pytest.fixture
 def server(tmp_path: Path, smollm2_folder: Path) -> Iterator[Process]:
-    """Over a tiny model with a real tokenizer, on two ranks."""
+    """A server of a tiny model with a real tokenizer, on two ranks."""
     folder = tmp_path / "model"
     make_checkpoint("llama", folder, vocab_size=49152)
     for name in TOKENIZER_FILES:
@@ -54,7 +54,7 @@ def is_over(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_the_server_continues(server: Process) -> None:
+def test_the_error_names_a_killed_rank_and_the_server_continues(server: Process) -> None:
     expected = complete(server, 8)["choices"]
     engine, ranks = server.engine_pid, ranks_of(server)
     assert len(ranks) == 2

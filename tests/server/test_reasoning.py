@@ -1,4 +1,4 @@
-"""Reasoning over HTTP and in batches, with templates that have it."""
+"""Reasoning over HTTP and in batches, with templates that support it."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.text.test_tools import HERMES, WEATHER
 
 CHAT = [{"role": "user", "content": "What is <think> for?"}]
 SAID = "<think>\nHm, hm.\n</think>\n\nYes."
-OPENS = (  # as Qwen3's: reasoning begins in the prompt, unless it is declined
+OPENS = (  # like Qwen3's: reasoning begins in the prompt, unless it is turned off
     "{% if add_generation_prompt %}{% if enable_thinking is false %}<think>\n\n</think>\n\n"
     "{% else %}<think>\n{% endif %}{% endif %}"
 )
@@ -53,12 +53,12 @@ def test_an_answer_may_begin_inside_its_reasoning(thinking: Running) -> None:
     thinking.settle()
 
 
-def test_reasoning_that_the_answer_begins_itself(thinking: Running) -> None:
+def test_an_answer_may_begin_its_reasoning_itself(thinking: Running) -> None:
     found = message(thinking, guided_choice=[SAID])
     assert (found["reasoning_content"], found["content"]) == ("Hm, hm.", "Yes.")
 
 
-def test_a_form_leaves_no_room_for_reasoning(thinking: Running) -> None:
+def test_an_answer_with_a_form_has_no_reasoning(thinking: Running) -> None:
     found = message(thinking, guided_choice=["yes"])
     assert found["content"] == "yes"
     assert "reasoning_content" not in found
@@ -107,7 +107,7 @@ def test_rows_of_a_batch_are_read_the_same_way(
     assert found["2"]["content"]
 
 
-def test_a_continued_message_is_not_within_what_others_say_of_reasoning() -> None:
+def test_a_reasoning_mark_in_an_earlier_message_does_not_begin_reasoning() -> None:
     tokenizer = a_tokenizer()
     formats = find_formats(tokenizer, "none", "think")
     body = {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": False}

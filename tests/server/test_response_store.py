@@ -30,7 +30,7 @@ def keep(store: ResponseStore, owner: str, name: str, previous: str | None = Non
     store.keep(owner, name, previous, "s", Exchanged([{"asked": name}], response))
 
 
-def test_a_chain_is_a_conversation_in_order() -> None:
+def test_a_chain_returns_the_conversation_in_order() -> None:
     store = a_store(Clock())
     keep(store, "me", "a")
     keep(store, "me", "b", "a")
@@ -45,7 +45,7 @@ def test_a_chain_is_a_conversation_in_order() -> None:
     assert store.find("me", "c") is not None
 
 
-def test_what_is_gone_on_from_stays() -> None:
+def test_a_response_that_was_continued_does_not_expire() -> None:
     clock = Clock()
     store = a_store(clock, response_ttl_s=10)
     keep(store, "me", "a")
@@ -59,7 +59,7 @@ def test_what_is_gone_on_from_stays() -> None:
     store.check()
 
 
-def test_the_owner_with_most_loses_its_oldest() -> None:
+def test_the_oldest_response_of_the_largest_owner_is_removed_first() -> None:
     store = a_store(Clock(), kept_responses=4)
     for name in "abc":
         keep(store, "me", name)
@@ -70,7 +70,7 @@ def test_the_owner_with_most_loses_its_oldest() -> None:
     assert len(store) == 4
 
 
-def test_bytes_are_bounded() -> None:
+def test_the_bytes_of_responses_are_bounded() -> None:
     store = a_store(Clock(), response_bytes=3 * (RECORD_BYTES + 100))
     for number in range(9):
         keep(store, "me", f"r{number}")

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over HTTP, through the stock `openai` client where it can be."""
+"""OpenAI's Responses API over HTTP, through the stock `openai` client where possible."""
 
 import json
 from collections.abc import Iterator
@@ -143,14 +143,14 @@ def test_the_client_reads_a_stream(client: OpenAI) -> None:
     assert final.status == "completed"
 
 
-def test_an_app_and_its_prompt(client: OpenAI) -> None:
+def test_a_response_may_use_an_app(client: OpenAI) -> None:
     response = client.responses.create(model="fake:polite", input="Hi", max_output_tokens=2)
     assert response.model == "fake:polite"
     assert response.usage is not None
     assert response.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_a_form(client: OpenAI) -> None:
+def test_a_response_has_the_form_that_was_asked_for(client: OpenAI) -> None:
     schema: dict[str, object] = {
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -208,7 +208,7 @@ def test_a_response_continues_an_earlier_one(server: Running, client: OpenAI) ->
 
 
 def test_ids_of_an_answer_are_extended_and_not_encoded_again(server: Running) -> None:
-    """An earlier answer is marked in the session's ids: they could not have come from its text."""
+    """The session's ids of an earlier answer are changed, so they could not come from its text."""
     first = server.post("/v1/responses", {"input": LONG, "max_output_tokens": 4}).json()
     sessions = server.gateway.sessions
     (owner,) = {key[0] for key in sessions._sessions if key[1] == first["id"]}
@@ -224,7 +224,7 @@ def test_ids_of_an_answer_are_extended_and_not_encoded_again(server: Running) ->
     assert kept.token_ids[0] == 50
 
 
-def test_one_response_may_be_gone_on_from_twice(client: OpenAI) -> None:
+def test_one_response_may_be_continued_twice(client: OpenAI) -> None:
     first = client.responses.create(model="fake", input=LONG, max_output_tokens=8, temperature=0)
     texts = [
         client.responses.create(
@@ -272,7 +272,7 @@ def test_a_streamed_response_is_stored_before_its_last_event(server: Running) ->
     assert server.get(f"/v1/responses/{last['id']}?stream=true").status_code == 400
 
 
-def test_what_is_not_to_be_stored_is_not(server: Running) -> None:
+def test_a_response_with_store_false_is_not_stored(server: Running) -> None:
     first = server.post("/v1/responses", {"input": LONG, "max_output_tokens": 2}).json()
     num_kept, before = len(server.gateway.responses), server.get("/v1/sessions").json()
     body = {"input": "Hi", "store": False, "max_output_tokens": 2}
@@ -308,7 +308,7 @@ def test_a_conversation_may_outgrow_the_window_if_it_is_truncated(server: Runnin
 # --- tools ---------------------------------------------------------------------------------------
 
 
-def test_a_function_is_called_and_answers(tools: Running) -> None:
+def test_a_function_is_called_and_its_result_is_answered(tools: Running) -> None:
     with OpenAI(base_url=f"{tools.url}/v1", api_key="none", max_retries=0) as client:
         asked: Any = [{"role": "user", "content": "Will it rain?"}]
         called = client.responses.create(
@@ -364,8 +364,8 @@ def test_a_call_is_streamed(tools: Running) -> None:
         assert call.type == "function_call"
 
 
-def test_what_codex_sends_is_answered(tools: Running) -> None:
-    """The body of Codex CLI in the middle of a task."""
+def test_a_request_of_codex_is_answered(tools: Running) -> None:
+    """A body that Codex CLI sends in the middle of a task."""
     shell = {
         "type": "function",
         "name": "exec_command",
@@ -435,7 +435,7 @@ def test_what_codex_sends_is_answered(tools: Running) -> None:
     assert events[-1]["response"]["usage"]["input_tokens"] > 100
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refused requests -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_what_codex_sends_is_answered(tools: Running) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_the_error_names_an_unsupported_field(
     server: Running, fields: Json, param: str, said: str
 ) -> None:
     error = refused(server, **fields)
@@ -496,7 +496,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert said in error["message"]
 
 
-def test_a_model_that_does_not_exist(client: OpenAI) -> None:
+def test_a_model_that_does_not_exist_is_not_found(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="gpt-9", input="Hi")
 

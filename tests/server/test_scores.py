@@ -1,4 +1,4 @@
-"""Routes that weigh choices, over a server of FakeRunner: exact numbers, named refusals."""
+"""Routes that score choices, over FakeRunner: scores are exact, and errors name the field."""
 
 from math import exp
 from typing import Any
@@ -16,7 +16,7 @@ TOKENIZER = a_tokenizer()
 
 
 def logprobs_of(context: str, choice: str) -> list[float]:
-    """What FakeRunner says of a choice's tokens; the tokenizer's are bytes."""
+    """FakeRunner's logprobs of a choice's tokens; each byte is a token."""
     ids = TOKENIZER.encode(context)
     found = []
     for token_id in TOKENIZER.encode(choice):
@@ -33,7 +33,7 @@ def asked(server: Running, body: Json, path: str = "/v1/score", key: str | None 
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-def test_choices_are_weighed_after_a_prompt(server: Running, path: str) -> None:
+def test_choices_are_scored_after_a_prompt(server: Running, path: str) -> None:
     reply = asked(server, {"prompt": CONTEXT, "choices": CHOICES}, path)
     assert reply["object"] == "score"
     wanted = [logprobs_of(CONTEXT, choice) for choice in CHOICES]
@@ -61,7 +61,7 @@ def test_contexts_may_be_ids_or_messages_and_may_follow_an_app(server: Running) 
     assert named["choices"] != given["choices"]
 
 
-def test_labels_are_weighed_as_sglang_has_it(server: Running) -> None:
+def test_labels_are_scored_in_the_format_of_sglang(server: Running) -> None:
     labels = [5, 7, 9]
     body: Json = {"query": CONTEXT, "items": [" a", " bc"], "label_token_ids": labels}
     reply = asked(server, body)
@@ -108,7 +108,7 @@ def test_labels_are_weighed_as_sglang_has_it(server: Running) -> None:
         ({"prompt": "a" * 100_000, "choices": ["b"]}, "prompt"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_name(
+def test_the_error_names_the_field_that_cannot_be_scored(
     server: Running, body: Json, param: str | None
 ) -> None:
     response = server.post("/v1/score", body)
@@ -126,7 +126,7 @@ def test_scores_need_a_key_and_share_nothing_between_keys(locked: Running) -> No
 
 @pytest.mark.parametrize("is_list", [False, True])
 def test_an_evaluation_computes_a_context_once(server: Running, is_list: bool) -> None:
-    """As lm-evaluation-harness asks local-completions: ids, echo, logprobs 1, max_tokens 1."""
+    """A request like those of lm-evaluation-harness: ids, echo, logprobs 1, max_tokens 1."""
     context = TOKENIZER.encode(f"{is_list}: {CONTEXT * 3}")
     prompts = [[*context, *TOKENIZER.encode(choice)] for choice in CHOICES]
     fields: Json = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}

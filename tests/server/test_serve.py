@@ -79,14 +79,13 @@ def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path
 def test_a_data_folder_without_write_permission_is_refused_before_the_model_is_loaded(
     tmp_path: Path,
 ) -> None:
-    (
-        tmp_path / "lock"
-    ).mkdir()  # in place of a folder without permission, since root has every permission
+    # stands for a folder without permission, since root has every permission
+    (tmp_path / "lock").mkdir()
     with pytest.raises(ConfigError, match="cannot write to the folder"):
         main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
 
 
-def test_the_flag_of_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_flag_of_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for flag in ("--disk-dir", "--data-dir"):
         with pytest.raises(ConfigError, match=f"^{flag} .*/file/folder: "):
@@ -117,7 +116,7 @@ def test_an_app_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"), [([], {"temperature": 0.6}), (["--generation-config", "none"], {})]
 )
-def test_the_models_advice_is_served_unless_it_is_not_wanted(
+def test_generation_config_is_used_unless_it_is_turned_off(
     flags: list[str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[object] = []
@@ -141,7 +140,7 @@ def test_work_that_may_take_long_is_announced_before_it_begins(
         main(["--port", "0"], loading)
 
 
-def test_named_sites_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allowed_sites_are_passed_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     apps: list[object] = []
     run = "mainstem.cli.serve.Server.run"
     monkeypatch.setattr(run, lambda server, sockets: apps.append(server.config.app))

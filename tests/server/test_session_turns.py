@@ -50,7 +50,7 @@ def listed(running: Running, key: str | None = None) -> list[Json]:
     return data
 
 
-def test_a_turn_computes_only_what_is_said_in_it(server: Running) -> None:
+def test_a_turn_computes_only_its_new_tokens(server: Running) -> None:
     talk = Talk(server, session_id="turns")
     talk.say("The first thing that I have to say, which is long enough for pages.")
     before = talk.usage["total_tokens"]
@@ -84,7 +84,7 @@ def test_ids_of_an_answer_are_used_again_and_not_encoded_again(server: Running) 
     assert second["usage"]["prompt_tokens"] == first["usage"]["total_tokens"] + len(" more")
 
 
-def test_an_edited_conversation_is_a_conversation_like_any_other(server: Running) -> None:
+def test_an_edited_conversation_is_encoded_again(server: Running) -> None:
     talk = Talk(server, session_id="edited")
     talk.say("Something that is taken back later.")
     fresh = Talk(server)
@@ -126,7 +126,7 @@ def test_odd_session_names_are_not_found(server: Running, path: str) -> None:
         {"session_id": ["s"]},
     ],
 )
-def test_what_no_session_can_be_is_refused(server: Running, fields: Json) -> None:
+def test_invalid_session_fields_are_refused(server: Running, fields: Json) -> None:
     response = server.post("/v1/completions", {"prompt": "x", "session_id": "s"} | fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "session_id"
@@ -144,7 +144,7 @@ def test_a_conversation_may_outgrow_the_window(policy: str) -> None:
         running.settle()
 
 
-def test_without_a_policy_the_window_is_the_end(server: Running) -> None:
+def test_without_a_policy_a_conversation_beyond_the_window_is_refused(server: Running) -> None:
     body = {"prompt": "x" * 900, "max_tokens": 1}
     refused = server.post("/v1/completions", body)
     assert refused.json()["error"]["code"] == "context_length_exceeded"
@@ -154,7 +154,9 @@ def test_without_a_policy_the_window_is_the_end(server: Running) -> None:
     assert cut["usage"]["prompt_tokens_details"]["dropped_tokens"] > 0
 
 
-def test_what_outgrows_the_window_too_often_never_reaches_the_engine(server: Running) -> None:
+def test_a_prompt_many_times_longer_than_the_window_is_refused_before_the_engine(
+    server: Running,
+) -> None:
     most = MAX_WINDOWS * server.gateway.engine.max_model_len
     body = {"prompt": [5] * most, "max_tokens": 1, "session_id": "endless"}
     assert server.post("/v1/completions", body).status_code == 200
@@ -165,7 +167,7 @@ def test_what_outgrows_the_window_too_often_never_reaches_the_engine(server: Run
 
 
 def test_two_apps_and_forty_sessions_at_once_answer_as_each_alone() -> None:
-    """Bar 4: two turns each, everything in one batch, greedy."""
+    """Bar 4: greedy answers to two turns each, all in one batch."""
 
     def talk(running: Running, number: int, name: str) -> list[str]:
         app = (POLITE, PIRATE)[number % 2].name
@@ -187,7 +189,7 @@ def test_two_apps_and_forty_sessions_at_once_answer_as_each_alone() -> None:
 def test_forty_sessions_of_a_real_model_answer_as_each_alone(
     smollm2_folder: Path, tmp_path: Path
 ) -> None:
-    """Bar 4 again, with smollm2 in fp32: rounding may differ by batch, argmax does not."""
+    """Bar 4 with smollm2 in fp32: rounding may depend on the batch, argmax does not."""
     flags = ["--model", str(smollm2_folder), "--kv-tokens", "16384"]
     for app in (POLITE, PIRATE):
         (tmp_path / app.name).write_text(app.prompt)
@@ -245,7 +247,8 @@ def test_sessions_and_responses_outlive_the_process(tmp_path: Path, end: str) ->
         else:
             until((folder / "sessions.sqlite").exists)
             until(lambda: (folder / "sessions.sqlite").stat().st_size > 0)
-            until(lambda: not (folder / "sessions.sqlite-journal").exists())  # it is committed
+            # the session is committed
+            until(lambda: not (folder / "sessions.sqlite-journal").exists())
             until(lambda: ResponseFile(folder / "responses.sqlite").load() != {})
             first.kill()
     with a_process(flags) as second:

@@ -1,4 +1,4 @@
-"""Tools over HTTP, with a template that has them."""
+"""Tools over HTTP, with a template that supports them."""
 
 import json
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ def test_the_template_sees_tools_and_earlier_calls() -> None:
         assert response.json()["error"]["param"] == "messages"
 
 
-def test_a_model_without_tools_says_so(server: Running) -> None:
+def test_tools_for_a_model_without_tool_support_are_refused(server: Running) -> None:
     assert "tools" not in TEMPLATE
     response = server.post("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS})
     assert response.status_code == 400
@@ -94,7 +94,7 @@ def test_a_model_without_tools_says_so(server: Running) -> None:
     assert "chat template" in response.json()["error"]["message"]
 
 
-def test_tools_are_for_chats_and_one_form_at_a_time(shared: Running) -> None:
+def test_tools_are_refused_in_completions_and_with_another_form(shared: Running) -> None:
     prompt = shared.post("/v1/completions", {"prompt": "x", "tools": TOOLS})
     assert prompt.json()["error"]["param"] == "tools"
     both = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required",

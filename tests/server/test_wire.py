@@ -28,7 +28,7 @@ def answer_to(prompt: str, length: int) -> str:
 
 
 def stream(server: Running, path: str, body: Json) -> list[Json]:
-    """The chunks of a stream, its end mark checked."""
+    """The chunks of a stream; checks its end mark."""
     response = server.post(path, body | {"stream": True})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -61,7 +61,7 @@ def test_a_completion_has_the_form_of_openai(server: Running) -> None:
     assert choice["finish_reason"] == "length"
 
 
-def test_what_a_request_leaves_open_is_as_the_models_makers_advise() -> None:
+def test_fields_that_a_request_leaves_out_come_from_generation_config() -> None:
     with a_server(sampling={"temperature": 0.25, "top_k": 7}) as server:
         server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})
         server.post("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 2, "top_k": 3})
@@ -74,7 +74,7 @@ def test_a_completion_has_16_tokens_by_default(server: Running) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_streamed_chat_adds_up_to_the_whole_one(server: Running, seed: int) -> None:
+def test_the_chunks_of_a_streamed_chat_make_the_whole_answer(server: Running, seed: int) -> None:
     body = {"messages": CHAT, "max_tokens": 12, "seed": seed, "n": 2, "ignore_eos": True}
     whole = server.post("/v1/chat/completions", body).json()
     chunks = stream(server, "/v1/chat/completions", body)
@@ -107,7 +107,7 @@ def test_several_prompts_give_choices_in_order(server: Running) -> None:
     assert reply["usage"]["prompt_tokens"] == len("first") + len("second")
 
 
-def test_several_prompts_stream_under_their_numbers(server: Running) -> None:
+def test_streamed_chunks_of_several_prompts_have_their_index(server: Running) -> None:
     body = {"prompt": ["first", "second"], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     texts = ["", ""]
     for chunk in stream(server, "/v1/completions", body):
@@ -147,7 +147,7 @@ def test_a_prompt_can_be_scored_without_an_answer(server: Running) -> None:
     assert reply["usage"]["completion_tokens"] == 0
 
 
-def test_logprobs_of_a_chat(server: Running) -> None:
+def test_a_chat_may_have_logprobs(server: Running) -> None:
     body = {"messages": CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
     reply = server.post("/v1/chat/completions", body | {"ignore_eos": True}).json()
     content = reply["choices"][0]["logprobs"]["content"]
@@ -295,9 +295,7 @@ def test_a_field_that_would_change_the_answer_is_refused(
         ("ignore_eos", "no"),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(
-    server: Running, field: str, value: object
-) -> None:
+def test_the_error_names_a_value_out_of_range(server: Running, field: str, value: object) -> None:
     response = server.post("/v1/completions", {"prompt": "x"} | {field: value})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == field
@@ -333,7 +331,7 @@ def test_tokenize_and_detokenize_are_inverse(server: Running) -> None:
 
 
 @pytest.mark.parametrize("tokens", ["x", [10**6], [-1], ["a"], None, [True]])
-def test_detokenize_refuses_what_is_no_token(server: Running, tokens: object) -> None:
+def test_detokenize_refuses_ids_that_are_not_tokens(server: Running, tokens: object) -> None:
     response = server.post("/detokenize", {"tokens": tokens})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tokens"
@@ -362,8 +360,9 @@ def test_special_tokens_around_a_prompt_may_be_left_out() -> None:
             assert server.post("/tokenize", body).json()["count"] == count
 
 
-def test_the_tokenizer_describes_itself(server: Running) -> None:
-    """What the remote tokenizer of lm-evaluation-harness reads; it encodes the end token."""
+def test_tokenizer_info_has_the_fields_of_vllm(server: Running) -> None:
+    """The remote tokenizer of lm-evaluation-harness reads these fields and encodes the end
+    token."""
     body = {"prompt": "<|end|>", "add_special_tokens": False}
     assert server.post("/tokenize", body).json()["tokens"] == [96]
     found = server.get("/tokenizer_info").json()
@@ -434,7 +433,7 @@ def test_token_ids_are_returned_when_asked(server: Running) -> None:
         whole = server.post(path, prompt | fields).json()
         [choice] = whole["choices"]
         assert choice["token_ids"] == [*told]
-        place = whole if "messages" in prompt else choice  # as vLLM has it
+        place = whole if "messages" in prompt else choice  # as in vLLM
         assert place["prompt_token_ids"] == prompt_ids
         chunks = stream(server, path, prompt | fields)
         choices = [chunk["choices"][0] for chunk in chunks]
@@ -457,7 +456,7 @@ def test_a_final_message_is_continued(server: Running) -> None:
     assert error["param"] == "continue_final_message"
 
 
-def test_the_end_of_a_prompt_is_kept(server: Running) -> None:
+def test_truncate_prompt_tokens_keeps_the_end_of_a_prompt(server: Running) -> None:
     def answered(**fields: object) -> tuple[int, str]:
         reply = server.complete("0123456789", None, max_tokens=3, **fields)
         return reply["usage"]["prompt_tokens"], reply["choices"][0]["text"]
@@ -540,11 +539,11 @@ def test_the_page_and_its_files_are_served(server: Running) -> None:
     "path",
     ["/page/..%2fserve.py", "/page/%2e%2e/serve.py", "/page/../serve.py", "/page/nothing.js"],
 )
-def test_no_path_leads_out_of_the_page(server: Running, path: str) -> None:
+def test_no_path_gives_access_to_files_outside_the_page(server: Running, path: str) -> None:
     assert server.get(path).status_code == 404
 
 
-def test_health_ready_and_version(server: Running) -> None:
+def test_health_ready_and_version_answer(server: Running) -> None:
     assert server.get("/health").status_code == 200
     assert server.get("/ready").status_code == 200
     assert server.get("/version").json()["version"]
@@ -557,7 +556,7 @@ def test_the_openapi_document_names_every_route(server: Running) -> None:
     assert "/tokenizer_info" in paths
 
 
-def test_prompt_logprobs_come_in_vllms_form(server: Running) -> None:
+def test_prompt_logprobs_have_the_format_of_vllm(server: Running) -> None:
     ids = [5, 6, 7]
     reply = server.complete(ids, max_tokens=1, prompt_logprobs=0)
     places = reply["choices"][0]["prompt_logprobs"]

@@ -1,5 +1,5 @@
-"""An engine for a server under test: like one in a separate process, but on a thread, so that tests
-can access it."""
+"""An engine for a server under test. It runs on a thread instead of in a separate process, so that
+tests can access it."""
 
 import logging
 import socket
@@ -48,10 +48,10 @@ class ThreadEngine:
 
 
 def opener(make: Callable[[EngineConfig], TextEngine]) -> OpenModel:
-    """For `main` of `mainstem serve`: the engine that `make` makes, on a thread."""
+    """Gives `main` of `mainstem serve` the engine that `make` makes, on a thread."""
 
     def open_(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
-        assert kv_events is None, "only an engine in a process publishes them"
+        assert kv_events is None, "only an engine in a separate process publishes KV events"
         text_engine = make(config)
         return text_engine.tokenizer, lambda: ThreadEngine(text_engine)
 

@@ -1,4 +1,4 @@
-"""A headless Chromium driven over its debugging pipe, with nothing but the standard library."""
+"""A headless Chromium, controlled over its debugging pipe with the standard library only."""
 
 import base64
 import json
@@ -42,10 +42,11 @@ class Page:
         self._rest = b""
         self._session: str | None = None
         self._target = ""
-        self.complaints: list[str] = []  # what went to the console as an error, and exceptions
+        self.complaints: list[str] = []  # errors in the console, and exceptions
 
     def open(self, url: str, width: int, height: int, scheme: str) -> None:
-        """Show `url` in a new tab of this size with this colour scheme, and turn to it."""
+        """Show `url` in a new tab of this size with this colour scheme, and make it the current
+        one."""
         self._session = None
         self.complaints = []
         self._target = str(self._call("Target.createTarget", url="about:blank")["targetId"])
@@ -88,7 +89,7 @@ class Page:
             sleep(0.05)
 
     def type(self, text: str) -> None:
-        """Write into what has the focus, as a keyboard would."""
+        """Type text into the focused element."""
         self._call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
@@ -129,7 +130,7 @@ class Page:
             ready, _, _ = select.select([self._from], [], [], max(0.0, deadline_s - monotonic()))
             assert ready, "the browser does not answer"
             piece = os.read(self._from, 1 << 16)
-            assert piece, "the browser left"
+            assert piece, "the browser has ended"
             self._rest += piece
         message, _, self._rest = self._rest.partition(b"\0")
         news = json.loads(message)
@@ -139,7 +140,7 @@ class Page:
 
 @contextmanager
 def browser(chromium: str, profile: Path) -> Iterator[Page]:
-    """A fresh browser with an empty profile; ended on the way out."""
+    """A new browser with an empty profile; it is closed at the end."""
     command_read, command_write = os.pipe()
     answer_read, answer_write = os.pipe()
     process = subprocess.Popen(

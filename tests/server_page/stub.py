@@ -1,4 +1,4 @@
-"""A server that answers what the page asks, with a script instead of a model."""
+"""A server that answers the page's requests from a script instead of a model."""
 
 import json
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ That is all."""
 
 
 class StubServer(ThreadingHTTPServer):
-    """Remembers what it was asked; answers one word per event."""
+    """Records its requests; answers one word per event."""
 
     daemon_threads = True
 
@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _scores(choices: list[str]) -> dict[str, object]:
-    """The second choice is the likeliest, the others are alike."""
+    """The second choice is the likeliest; the others have equal scores."""
     shares = [0.9 if place == 1 else 0.1 / (len(choices) - 1) for place in range(len(choices))]
     return {
         "choices": [

@@ -14,7 +14,7 @@ MODULES = Path(__file__).parent / "modules"
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the page that Node.js takes for modules, as a browser does."""
+    """A copy of the page that Node.js reads as modules, as a browser does."""
     folder = tmp_path_factory.mktemp("page")
     with as_file(files("mainstem.server") / "page") as source:
         shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -23,7 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in MODULES.glob("*.mjs")))
-def test_module(name: str, page: Path) -> None:
+def test_the_tests_of_a_module_pass_in_node(name: str, page: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")

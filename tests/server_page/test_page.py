@@ -1,4 +1,4 @@
-"""The page in a real browser under a strict content security policy, and as files."""
+"""The page in a real browser under a strict content security policy; also checks of its files."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def text_of(page: Page, selector: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_page_needs_nothing_from_elsewhere(name: str) -> None:
+def test_the_page_loads_nothing_from_other_sites(name: str) -> None:
     text = FOLDER.joinpath(name).read_text()
     urls = set(re.findall(r"https?://[^\s\"'<>)]+", text))
     assert urls <= {"http://www.w3.org/2000/svg"}  # a namespace, never fetched
@@ -74,7 +74,7 @@ def test_every_field_has_a_label() -> None:
         assert f'for="{field}"' in html
 
 
-def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubServer) -> None:
+def test_chat_streams_and_answers_are_shown_as_text(page: Page, server: StubServer) -> None:
     say(page, "hello")
     wait_for_answers(page, 1)
     assert text_of(page, ".turn.user .said") == "hello"
@@ -124,7 +124,7 @@ def test_conversations_are_sessions_that_can_be_continued(page: Page, server: St
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
 
 
-def test_stopping_an_answer_hangs_up_and_keeps_what_came(page: Page, server: StubServer) -> None:
+def test_stopping_an_answer_disconnects_and_keeps_its_text(page: Page, server: StubServer) -> None:
     say(page, "endless")
     page.wait("document.querySelector('.turn.assistant .said')?.textContent.includes('word5')")
     page.press("Escape")
@@ -166,7 +166,7 @@ def test_the_live_view_shows_the_tree_the_pages_and_the_requests(page: Page) -> 
     assert page.complaints == []
 
 
-def test_a_request_whose_client_left_counts_as_stopped_not_as_failed(
+def test_a_request_whose_client_disconnected_counts_as_stopped(
     server: StubServer, chrome: Page
 ) -> None:
     server.live["recent"][0]["state"] = "aborted"
@@ -181,7 +181,7 @@ def test_a_request_whose_client_left_counts_as_stopped_not_as_failed(
     assert stopped == heading != failed
 
 
-def test_every_card_says_what_it_means(page: Page) -> None:
+def test_every_card_has_an_explanation(page: Page) -> None:
     assert page.run("document.querySelectorAll('.card').length") == 4
     assert page.run(
         """[...document.querySelectorAll('.card, .live h3')].every((tipped) => {
@@ -193,7 +193,7 @@ def test_every_card_says_what_it_means(page: Page) -> None:
     assert page.run("document.querySelector('.card .tip').offsetHeight > 10")
 
 
-def test_the_page_says_how_much_is_read_until_the_first_token(
+def test_the_page_shows_prompt_progress_until_the_first_token(
     page: Page, server: StubServer
 ) -> None:
     own = {
@@ -222,7 +222,7 @@ def test_the_page_says_how_much_is_read_until_the_first_token(
     assert page.complaints == []
 
 
-def test_an_older_server_that_sends_no_id_before_the_first_token_is_read_from(
+def test_the_page_works_with_older_servers_that_send_no_early_id(
     page: Page, server: StubServer
 ) -> None:
     server.is_old = True
@@ -254,7 +254,7 @@ def test_code_is_shown_as_code_and_copied(page: Page) -> None:
     assert page.complaints == []
 
 
-def test_copying_works_without_a_clipboard_as_over_plain_http(page: Page) -> None:
+def test_copying_works_over_plain_http_without_the_clipboard_api(page: Page) -> None:
     page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     page.run(
         "document.execCommand = (name) => {"
@@ -282,7 +282,7 @@ def test_the_last_answer_can_be_regenerated(page: Page, server: StubServer) -> N
     server.fails_next = True
     click(page, ".again")
     page.wait("document.querySelector('.turn.failed')")
-    assert texts_of(page, ".turn.assistant .said") == answers  # nothing came in its place
+    assert texts_of(page, ".turn.assistant .said") == answers  # no other answer replaced it
     assert "the queue is full" in text_of(page, ".turn.failed .note")
 
 
@@ -336,7 +336,9 @@ def test_reload_and_back_lose_nothing(page: Page, server: StubServer) -> None:
 
 
 @pytest.mark.parametrize("leave", ["location.reload()", "document.getElementById('new').click()"])
-def test_an_answer_that_is_left_in_the_middle_is_kept_as_stopped(page: Page, leave: str) -> None:
+def test_an_answer_that_is_interrupted_by_leaving_is_kept_as_stopped(
+    page: Page, leave: str
+) -> None:
     say(page, "endless")
     page.wait("document.querySelector('.turn.assistant .said')?.textContent.includes('word5')")
     page.run(f"window.isOld = true; {leave}")
@@ -393,7 +395,7 @@ def test_choices_are_scored_in_a_tab(page: Page, server: StubServer) -> None:
 
 
 @pytest.mark.parametrize("width", [320, 390])
-def test_on_a_phone_one_view_shows_and_nothing_overflows(
+def test_on_a_phone_one_view_is_shown_and_nothing_overflows(
     server: StubServer, chrome: Page, width: int
 ) -> None:
     chrome.open(server.url, width, 640, "dark")
@@ -438,7 +440,7 @@ def test_a_key_is_asked_for_only_when_needed_and_kept_for_the_tab(chrome: Page) 
         chrome.wait("document.getElementById('key-hint').textContent.includes('U+0435')")
         assert chrome.run("document.getElementById('key').hidden") is False
         assert chrome.run("sessionStorage.getItem('mainstem-key')") is None
-        chrome.type("wrong")  # in its place
+        chrome.type("wrong")  # replaces the first text
         chrome.press("Enter")
         chrome.wait("document.getElementById('key-hint').textContent.includes('not accept')")
         chrome.run("document.getElementById('key-text').focus()")
@@ -459,7 +461,7 @@ def test_a_key_is_asked_for_only_when_needed_and_kept_for_the_tab(chrome: Page) 
         chrome.wait("document.getElementById('key-hint').textContent.includes('not accept')")
 
 
-def test_a_tab_that_an_unsendable_key_had_locked_asks_again(chrome: Page) -> None:
+def test_a_tab_with_a_key_that_cannot_be_sent_asks_again(chrome: Page) -> None:
     with stub_server("secret") as server:
         chrome.open(server.url, 1280, 800, "light")
         chrome.wait("!document.getElementById('key').hidden")

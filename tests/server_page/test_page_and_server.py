@@ -64,7 +64,7 @@ def test_choices_are_scored(page: Page) -> None:
     page.wait("document.querySelector('#score-note.failed')?.textContent.includes('choices')")
 
 
-def test_the_tree_shows_who_shares_and_a_client_that_leaves_frees_its_pages(
+def test_the_tree_shows_sharing_and_a_client_that_disconnects_frees_its_pages(
     page: Page, running: Running
 ) -> None:
     running.pause(0.02)

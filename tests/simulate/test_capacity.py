@@ -1,4 +1,4 @@
-"""How much storage a hit rate needs."""
+"""How much storage is needed for a hit rate."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_capacity_found_reaches_the_target_and_less_does_not() -> None:
     assert replay.hit_rate(round(pages / 1.1)) < target
 
 
-def test_the_three_numbers_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_three_numbers_of_the_paper_are_computed(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--target-hit-rate", "0.5", "--ttl", "1800", "--context-tokens", "4000", "--json"]
     assert capacity.main([str(SESSIONS), *args, *FLAGS]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -50,7 +50,7 @@ def test_the_three_numbers_of_the_paper(capsys: pytest.CaptureFixture[str]) -> N
     assert 0.5 <= row["hit_rate"] <= row["hit_rate_unbounded"]
 
 
-def test_a_target_out_of_reach_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_cannot_be_reached_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert capacity.main([str(SESSIONS), "--target-hit-rate", "0.999", "--json", *FLAGS]) == 1
     shown = capsys.readouterr()
     row = json.loads(shown.out)
@@ -61,7 +61,7 @@ def test_a_target_out_of_reach_is_said_to_be(capsys: pytest.CaptureFixture[str])
     assert "not reached" in capsys.readouterr().out
 
 
-# --- what sessions take --------------------------------------------------------------------------
+# --- sizes of sessions --------------------------------------------------------------------------
 
 
 def of_length(arrival_s: float, session: int, tokens: int) -> TraceRequest:
@@ -76,7 +76,7 @@ def test_sessions_count_with_their_longest_turn_within_the_ttl() -> None:
         of_length(20, 3, 7),
         of_length(21, 1, 20),
     ]
-    assert most_tokens(requests, 10) == 37  # sessions 1 and 3, the latter at 7
+    assert most_tokens(requests, 10) == 37  # sessions 1 and 3: 30 + 7
     assert most_tokens(requests, 100) == 42
     assert most_tokens(requests, 0.5) == 30
 
@@ -84,7 +84,7 @@ def test_sessions_count_with_their_longest_turn_within_the_ttl() -> None:
 def test_one_long_request_does_not_make_every_session_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the longest request for all, CCpUT was 100 times what the sessions could fill."""
+    """If the longest request counted for all, CCpUT was 100 times what the sessions could fill."""
     path = tmp_path / "sessions.jsonl"
     turns = [[[500, 500]]] * 99 + [[[100_000, 1000]]]
     path.write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
@@ -100,7 +100,9 @@ def test_one_long_request_does_not_make_every_session_long(
     assert row["ccps_gb"] == pytest.approx(131.072)
 
 
-def test_a_trace_that_is_shorter_than_the_ttl_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_that_is_shorter_than_the_ttl_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = ["--target-hit-rate", "0.5", "--ttl", "1e9", *FLAGS]
     assert capacity.main([str(SESSIONS), *flags]) == 0
     assert "all of the trace (the TTL is 1e+09 s)" in capsys.readouterr().out
@@ -151,7 +153,7 @@ def test_the_size_of_kv_is_read_from_the_models_config(
     assert sizes[0] == sizes[1]
 
 
-def test_the_size_is_given_once() -> None:
+def test_exactly_one_flag_must_give_the_size_of_kv() -> None:
     for flags in ([], ["--model", "smollm2", "--kv-bytes-per-token", "5"]):
         with pytest.raises(SystemExit):
             capacity.main([str(SESSIONS), *flags])

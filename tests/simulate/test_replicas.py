@@ -1,4 +1,4 @@
-"""Many replicas behind the router, simulated: on made-up traces and on the shipped sample."""
+"""Many simulated replicas behind the router, on synthetic traces and on the shipped sample."""
 
 import json
 from collections import OrderedDict
@@ -43,7 +43,7 @@ def run(trace: PagedTrace, num_replicas: int, **more: object) -> FleetReport:
     return simulate_fleet(trace, config, Reference(1.0, 0.5, 1.0, 0.7))
 
 
-def test_a_replica_serves_one_after_another() -> None:
+def test_a_replica_serves_requests_one_after_another() -> None:
     report = run(a_trace((0, [1, 2]), (1, [3]), (100, [1, 2])), 1)
     assert report.hit_rate == pytest.approx(2 * PAGE / (5 * PAGE + 3))
     first = 2 + 1 / PAGE
@@ -53,7 +53,7 @@ def test_a_replica_serves_one_after_another() -> None:
     assert report.load_max_over_mean == 1
 
 
-def test_a_prefix_is_found_where_it_was_sent() -> None:
+def test_a_prefix_is_found_on_the_replica_that_it_was_sent_to() -> None:
     trace = a_trace(*((100.0 * n, [n % 4 * 10 + depth for depth in range(5)]) for n in range(40)))
     affine = run(trace, 4)
     assert affine.hit_rate == pytest.approx(36 * 5 * PAGE / (40 * (5 * PAGE + 1)))
@@ -72,7 +72,7 @@ def test_a_shared_tier_is_read_if_that_is_faster() -> None:
     assert slow.hit_rate == 0
 
 
-def test_a_turn_waits_for_the_answer_before() -> None:
+def test_a_turn_waits_for_the_previous_answer() -> None:
     turns = [
         TraceRequest(0.0, 10 * PAGE, 1, list(range(10)), list(range(10)), 0),
         TraceRequest(1.0, 10 * PAGE + 1, 1, list(range(10)), list(range(10)), 0, previous=0),
@@ -106,7 +106,7 @@ def test_the_memory_is_an_lru_of_chains() -> None:
         memory.check()
 
 
-def test_on_the_sample_affine_beats_the_others() -> None:
+def test_on_the_sample_the_affine_router_beats_the_others() -> None:
     trace = PagedTrace.of(read_trace(MOONCAKE))
     config = FleetConfig(4, 200_000)
     reference = find_reference(trace, config)
@@ -121,7 +121,7 @@ def test_on_the_sample_affine_beats_the_others() -> None:
     assert affine.load_max_over_mean < 1.25
 
 
-def test_the_command_prints_a_line_for_each(
+def test_the_command_prints_a_line_for_each_router(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -140,7 +140,7 @@ def test_the_command_prints_a_line_for_each(
     assert plot.stat().st_size > 10_000
 
 
-def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_do_not_fit_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     common = [str(MOONCAKE), "--replicas", "2", "--kv-bytes-per-token", "1"]
     with pytest.raises(ConfigError, match="busy must be between 0 and 1"):
         cli.main([*common, "--busy", "1.5"])

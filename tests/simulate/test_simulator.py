@@ -1,4 +1,4 @@
-"""The simulator: hits, times and money, on small made-up traces and on the shipped samples."""
+"""Hits, times and costs of the simulator, on small synthetic traces and on the shipped samples."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from mainstem.simulate.traces import read_trace
 DATA = Path(__file__).resolve().parents[1] / "data"
 MOONCAKE = DATA / "mooncake_sample.jsonl.gz"
 SESSIONS = DATA / "sessions_sample.jsonl.gz"
-PAGE = 10  # tokens; a page is 10 MB below, a GB holds 100
+PAGE = 10  # tokens; a page is 10 MB here, so a GB holds 100
 KV_BYTES = 1e6
 
 
@@ -67,7 +67,7 @@ def test_nothing_is_stored_without_storage() -> None:
     assert report.hit_rate_unbounded > 0
 
 
-def test_lru_finds_on_disk_what_look_ahead_has_fetched() -> None:
+def test_lru_loads_from_disk_the_pages_that_look_ahead_has_prefetched() -> None:
     chains = [[i, i + 100] for i in range(20)] * 3
     rates = ServiceRates(prefill_tokens_per_s=100, decode_tokens_per_s=50, disk_gb_per_s=0.2)
     lru = run(a_trace(chains, output=10), 10, 50, policy=PolicyKind.LRU, rates=rates)
@@ -77,9 +77,9 @@ def test_lru_finds_on_disk_what_look_ahead_has_fetched() -> None:
     assert ahead.mean_ttft_s < lru.mean_ttft_s
 
 
-def test_what_the_device_has_needs_no_load() -> None:
-    """Two pages fit the device: of three the head of the chain is there, the tail below."""
-    rates = ServiceRates(host_gb_per_s=0.01)  # a second a page
+def test_pages_on_the_device_need_no_load() -> None:
+    """The device holds two pages of the chain of three: the first two; the last is below."""
+    rates = ServiceRates(host_gb_per_s=0.01)  # a second per page
     chains = [[0, 1, 2], [0, 1, 2]]
     below = run(a_trace(chains), 100, rates=rates)
     both = run(a_trace(chains), 100, rates=rates, device_gb=2 * PAGE * KV_BYTES / 1e9 + 1e-6)
@@ -90,7 +90,7 @@ def test_what_the_device_has_needs_no_load() -> None:
     assert both.mean_ttft_s == pytest.approx(below.mean_ttft_s / 3, rel=0.01)
 
 
-def test_the_device_keeps_what_the_queue_waits_for() -> None:
+def test_the_device_keeps_pages_that_the_queue_waits_for() -> None:
     chains = [[0], [1], [2], [3], [4], [0], [1], [2]]
     room = 3 * PAGE * KV_BYTES / 1e9 + 1e-6
     blind = run(a_trace(chains), 0, policy=PolicyKind.LRU, device_gb=room)
@@ -99,7 +99,7 @@ def test_the_device_keeps_what_the_queue_waits_for() -> None:
     assert ahead.hit_rate_device == pytest.approx(3 * PAGE / (8 * (PAGE + 5)))
 
 
-def test_a_disk_too_slow_for_the_queue_is_felt() -> None:
+def test_a_disk_too_slow_for_the_queue_delays_requests() -> None:
     chains = [[i, i + 100] for i in range(20)] * 3
     slow_disk = ServiceRates(prefill_tokens_per_s=1e6, disk_gb_per_s=0.01)
     report = run(a_trace(chains), 10, 50, rates=slow_disk)
@@ -125,7 +125,7 @@ def test_cost_is_device_time_and_storage() -> None:
     assert report.cost == pytest.approx(2 * 1.0 + report.cost_storage)
 
 
-def test_waiting_counts_when_requests_come_as_recorded() -> None:
+def test_queueing_time_counts_if_requests_arrive_as_recorded() -> None:
     rates = ServiceRates(prefill_tokens_per_s=15)
     together = run(a_trace([[0], [1], [2]], gap_s=0.0), 0, rates=rates, queue=Queue.ARRIVALS)
     assert together.mean_ttft_s == pytest.approx((1 + 2 + 3) / 3)
@@ -135,7 +135,7 @@ def test_waiting_counts_when_requests_come_as_recorded() -> None:
     assert apart.virtual_s == pytest.approx(21)
 
 
-def test_a_turn_waits_for_the_answer_before_it() -> None:
+def test_a_turn_waits_for_the_previous_answer() -> None:
     first = TraceRequest(0, 15, 0, [0], [0], session=0)
     second = TraceRequest(0.1, 25, 0, [0, 1], [0, 1], session=0, previous=0, think_s=2.0)
     trace = Trace(TraceFormat.SESSIONS, PAGE, [first, second])
@@ -145,7 +145,7 @@ def test_a_turn_waits_for_the_answer_before_it() -> None:
     assert report.hit_rate == pytest.approx(10 / 40)
 
 
-def test_pages_expire() -> None:
+def test_unused_pages_expire() -> None:
     slow = ServiceRates(prefill_tokens_per_s=1)
     assert run(a_trace([[0], [1], [0]]), 10, rates=slow, ttl_s=100).hit_rate > 0
     gone = run(a_trace([[0], [1], [0]]), 10, rates=slow, ttl_s=10, lookahead=0)
@@ -184,7 +184,7 @@ def test_look_ahead_finds_more_than_lru_and_fifo_and_nearly_as_much_as_belady(
 FLAGS = ["--kv-bytes-per-token", "1e6"]
 
 
-def test_json_has_what_programs_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([str(MOONCAKE), "--host-gb", "20", "--disk-gb", "50", "--json", *FLAGS]) == 0
     row = json.loads(capsys.readouterr().out)
     for name in ("requests", "mean_ttft_s", "prefill_tokens", "device_s", "cost", "seconds"):
@@ -209,7 +209,7 @@ def test_the_table_names_the_policies(capsys: pytest.CaptureFixture[str]) -> Non
     assert "fifo" in out
 
 
-def test_a_trace_of_lengths_says_that_nothing_is_shared(
+def test_for_a_trace_of_lengths_the_report_says_that_nothing_is_shared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "azure.csv"
@@ -229,7 +229,7 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
         cli.main([str(MOONCAKE), "--host-gb", "20", "--plot", str(tmp_path / "no/x.png"), *FLAGS])
 
 
-def test_a_missing_matplotlib_is_named_at_once(
+def test_a_missing_matplotlib_is_reported_before_the_simulation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(plots, "find_spec", lambda _: None)
@@ -261,7 +261,7 @@ def test_impossible_flags_are_refused(wrong: list[str]) -> None:
         ("--policy", "mru", "must be one of"),
     ],
 )
-def test_a_bad_item_of_a_list_is_named(
+def test_the_error_names_a_bad_item_of_a_list(
     flag: str, value: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -269,12 +269,12 @@ def test_a_bad_item_of_a_list_is_named(
     assert f"argument {flag}: {complaint}" in capsys.readouterr().err
 
 
-def test_a_warmup_that_leaves_nothing_is_refused() -> None:
+def test_a_warmup_of_the_whole_trace_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves no request to count: there are 400"):
         cli.main([str(MOONCAKE), "--host-gb", "1", "--warmup", "400", *FLAGS])
 
 
-def test_sizes_must_pair_up() -> None:
+def test_host_and_disk_sizes_must_be_equal_in_number() -> None:
     with pytest.raises(ConfigError, match="2 of --host-gb, 3 of --disk-gb"):
         cli.main([str(MOONCAKE), "--host-gb", "1,2", "--disk-gb", "1,2,3", *FLAGS])
 
@@ -282,7 +282,8 @@ def test_sizes_must_pair_up() -> None:
 def test_a_trace_read_with_the_wrong_page_size_gives_no_hit_rate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """256 tokens an id, and all requests share the first of four: read as 512, half was a hit."""
+    """Ids are of 256 tokens, and all requests share the first of four; read as 512, half were
+    hits."""
     lines = []
     for index in range(400):
         ids = [0, *range(3 * index + 1, 3 * index + 4)]

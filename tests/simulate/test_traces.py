@@ -111,7 +111,7 @@ def test_a_rate_stretches_recorded_arrivals(tmp_path: Path) -> None:
     assert trace.requests[-1].arrival_s == pytest.approx(10 / 4)
 
 
-def test_samples_are_found_out_by_their_content() -> None:
+def test_the_format_of_a_trace_is_found_from_its_content() -> None:
     assert read_trace(DATA / "mooncake_sample.jsonl.gz").format is TraceFormat.MOONCAKE
     assert read_trace(DATA / "sessions_sample.jsonl.gz").format is TraceFormat.SESSIONS
     assert read_trace(DATA / "weka_sample.jsonl.gz").format is TraceFormat.WEKA
@@ -129,8 +129,8 @@ GOOD = mooncake(0, 512, [1])
 def test_ids_of_another_page_size_are_refused_with_the_size_that_fits(
     tmp_path: Path, page_tokens: int
 ) -> None:
-    """With 256 tokens an id, reading 512 took the first half of the ids for all of them: a hit rate
-    of 0.499 where 0.25 is true."""
+    """Ids are of 256 tokens. Read as 512, the first half of the ids counted as all of them: the hit
+    rate was 0.499 instead of 0.25."""
     sizes = [100 * page_tokens // 3, 7 * page_tokens + 1, 41 * page_tokens]
     lines = [mooncake(0, 100, [7])] if page_tokens >= 100 else []
     for size in sizes:
@@ -141,7 +141,7 @@ def test_ids_of_another_page_size_are_refused_with_the_size_that_fits(
     assert len(trace.requests[-1].keys) == 41
 
 
-def test_the_first_request_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_first_request_that_does_not_fit(tmp_path: Path) -> None:
     lines = [GOOD, mooncake(1, 1024, [1, 2, 3, 4]), mooncake(2, 2048, [9] * 8)]
     with pytest.raises(
         InvalidRequest, match=r"trace:2: hash_ids has 4 ids, but its tokens make at"
@@ -199,7 +199,7 @@ def test_weka_sessions_of_the_sample_share_within_themselves() -> None:
     assert all(len(r.keys) == r.input_tokens // 64 for r in trace.requests)
 
 
-def test_weka_pages_are_those_of_the_ids(tmp_path: Path) -> None:
+def test_weka_pages_have_the_size_of_the_ids(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"trace:1: block_size is 32.*--page-tokens 32"):
         read(tmp_path, weka([(0.0, "main", 64, [[1, 2]])], block_size=32))
     with pytest.raises(InvalidRequest, match=r"trace:1: hash_runs has 9 ids"):
@@ -219,7 +219,7 @@ def test_chitchat_turns_are_prompts_and_answers_at_their_own_times(tmp_path: Pat
 
 
 def test_servegen_draws_as_many_requests_as_the_rates_say(tmp_path: Path) -> None:
-    """Gaps are scaled to their window, so each has its count but for rounding."""
+    """Gaps are scaled to their window, so each window has its exact count up to rounding."""
     rows = ["0,1200,0.5,2.0,Gamma,0.25,9.0", "1,1200,0.1,1.5,Weibull,0.5,3", "0,1800,1,1,Gamma,1,1"]
     text = SERVEGEN + "\n".join(rows)
     trace = read(tmp_path, text, LENGTHS)
@@ -256,7 +256,7 @@ def test_servegen_needs_lengths_and_a_bound(tmp_path: Path) -> None:
         ('{"timestamp": 1}', "input_length"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, bad: str, reason: str) -> None:
+def test_the_error_names_a_bad_line(tmp_path: Path, bad: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"trace:3: .*{reason}"):
         read(tmp_path, f"{GOOD}\n{bad}\n")
 
@@ -279,7 +279,7 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: str, reason: str) -> None:
         ("timestamp_ms,input_length,output_length\n", "holds no request"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         read(tmp_path, text, LENGTHS)
 
@@ -291,7 +291,7 @@ def test_a_format_can_be_forced(tmp_path: Path) -> None:
         read(tmp_path, GOOD, ReadOptions(format=TraceFormat.SESSIONS))
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_the_error_names_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="nowhere"):
         read_trace(tmp_path / "nowhere")
     broken = tmp_path / "broken.gz"
@@ -313,8 +313,10 @@ def test_think_times_are_those_of_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outgrown", list(Outgrown))
-def test_a_session_that_outgrows_the_window(tmp_path: Path, outgrown: Outgrown) -> None:
-    """Turns of 30 and 20 tokens, pages of 10: the third would make 150, and the window has 120."""
+def test_a_session_that_outgrows_the_window_is_truncated(
+    tmp_path: Path, outgrown: Outgrown
+) -> None:
+    """Turns of 30 and 20 tokens, pages of 10: the third turn would reach 150; the window is 120."""
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps({"turns": [[30, 20]] * 4}) + "\n")
     options = ReadOptions(page_tokens=10, context_tokens=120, outgrown=outgrown)

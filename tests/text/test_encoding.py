@@ -1,4 +1,4 @@
-"""Prompts before they are token ids."""
+"""Prompts before they are encoded as token ids."""
 
 import pytest
 
@@ -16,23 +16,23 @@ def rendered(content: object, template: str = TEMPLATE, app: App | None = None) 
     return begin_prompt(a_tokenizer(template), chat, app).text
 
 
-def test_a_message_that_is_continued_ends_the_text() -> None:
+def test_the_text_ends_with_the_message_that_is_continued() -> None:
     assert rendered(" on and on ") == "<user>go\n<assistant> on and on "
     assert rendered("on\n") == "<user>go\n<assistant>on\n"
     app = App("a", "Be brief.")
     assert rendered("on", app=app) == "<system>Be brief.\n<user>go\n<assistant>on"
 
 
-def test_a_template_that_trims_trims_what_is_continued() -> None:
+def test_a_template_that_trims_also_trims_the_continued_message() -> None:
     assert rendered(" on and on ", TRIMMING) == "<user>go\n<assistant>on and on"
 
 
 @pytest.mark.parametrize("content", ["", " ", None, 5])
-def test_only_a_text_can_be_continued(content: object) -> None:
+def test_only_a_message_of_text_can_be_continued(content: object) -> None:
     with pytest.raises(InvalidRequest, match="continue_final_message"):
         rendered(content)
 
 
-def test_a_template_must_show_what_is_continued() -> None:
+def test_a_template_must_contain_the_continued_message() -> None:
     with pytest.raises(InvalidRequest, match="continue_final_message"):
         rendered("x", "{{ messages[0]['content'] }}")

@@ -57,7 +57,7 @@ def answers(
     }
     for place, prompt in enumerate(prompts):
         ids = a_tokenizer().encode(prompt)
-        # too low an expectation, so that pages run out
+        # the expected length is too low, so that pages run out
         engine.submit(a_request(ids, sampling=sampling, name=str(place), expected_tokens=1))
     while engine.has_work:
         for output in engine.step():
@@ -75,7 +75,7 @@ def check_person(text: str) -> None:
     assert list(value) == ["name", "colour", "legs"]
     assert value["colour"] in ("red", "green")
     assert 2 <= len(value["legs"]) <= 3
-    assert json.dumps(value, ensure_ascii=False) == text  # one spacing
+    assert json.dumps(value, ensure_ascii=False) == text  # the grammar fixes white space
 
 
 def test_an_answer_has_the_schemas_form() -> None:
@@ -105,7 +105,7 @@ class Person:
         ({"grammar": "start: /a+/"}, regex_form("a+")),
     ],
 )
-def test_vllms_names_of_forms(given: dict[str, Any], form: str) -> None:
+def test_names_of_forms_in_vllm_are_accepted(given: dict[str, Any], form: str) -> None:
     described = StructuredOutputsParams(**given)
     sampling = SamplingParams(structured_outputs=described)
     assert described.form == sampling.grammar == form
@@ -126,12 +126,12 @@ def test_vllms_names_of_forms(given: dict[str, Any], form: str) -> None:
         ({"choice": []}, "choices"),
     ],
 )
-def test_what_describes_no_form_is_refused(given: dict[str, Any], complaint: str) -> None:
+def test_fields_that_describe_no_form_are_refused(given: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^structured_outputs: .*{complaint}"):
         StructuredOutputsParams(**given)
 
 
-def test_a_form_is_given_once_and_as_one() -> None:
+def test_only_one_field_may_give_a_form() -> None:
     described = StructuredOutputsParams(regex="a")
     with pytest.raises(InvalidRequest, match="cannot be combined with grammar"):
         SamplingParams(structured_outputs=described, grammar=regex_form("b"))
@@ -165,7 +165,7 @@ def test_forms_and_free_answers_run_in_one_batch() -> None:
     assert not re.fullmatch("[0-9]*", texts["free"])
 
 
-def test_a_choice_is_one_of_them() -> None:
+def test_an_answer_is_one_of_the_choices() -> None:
     texts, _ = answers([f"{n}" for n in range(8)], a_form(choice_form(["yes", "no/yes", 'a "b"'])))
     assert set(texts) <= {"yes", "no/yes", 'a "b"'}
     assert len(set(texts)) > 1
@@ -196,7 +196,7 @@ def test_a_form_is_compiled_once() -> None:
     assert grammars.compile(json_form(SCHEMA)) is grammars.compile(json_form(SCHEMA))
 
 
-def test_nobody_waits_while_another_form_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_while_another_form_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(a_tokenizer())
     easy, hard = json_form(SCHEMA), json_form({"type": "object"})
     ready = grammars.compile(easy)
@@ -220,7 +220,7 @@ def test_nobody_waits_while_another_form_is_compiled(monkeypatch: pytest.MonkeyP
             assert not first.done()
         finally:
             may_end.set()
-        assert first.result(20) is second.result(20), "it was compiled twice"
+        assert first.result(20) is second.result(20), "the form was compiled twice"
 
 
 def test_a_form_that_was_refused_is_refused_again() -> None:
@@ -231,13 +231,13 @@ def test_a_form_that_was_refused_is_refused_again() -> None:
 
 
 @pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
-def test_what_contradicts_a_form_is_refused(field: str) -> None:
+def test_settings_that_contradict_a_form_are_refused(field: str) -> None:
     with pytest.raises(InvalidRequest, match=field):
         a_form(json_form({}), **{field: 1})
 
 
-def test_a_form_the_models_words_cannot_spell_is_an_error() -> None:
-    """The tokenizer has bytes that the fake model has not."""
+def test_a_form_that_the_vocabulary_cannot_spell_is_an_error() -> None:
+    """The tokenizer has bytes that are not in the fake model's vocabulary."""
     engine = TextEngine(an_engine(64), a_tokenizer())
     engine.submit(a_request([1], sampling=a_form(regex_form("[0-9]é")), name="later"))
     (*_, last) = (output for _ in range(3) for output in engine.step())
@@ -248,7 +248,7 @@ def test_a_form_the_models_words_cannot_spell_is_an_error() -> None:
         engine.submit(a_request([1], sampling=a_form(regex_form("é")), name="at once"))
 
 
-# --- what forms may cost -------------------------------------------------------------------------
+# --- limits on the cost of forms -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_parser_that_takes_long_ends_the_answer(monkeypatch: pytest.MonkeyPatc
     assert "too long" in mask.fault
 
 
-def test_forms_kept_are_bounded_and_the_largest_owner_yields(
+def test_cached_forms_are_bounded_and_those_of_the_largest_owner_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammar, "_MIN_BYTES", 100)
@@ -352,7 +352,7 @@ def test_forms_kept_are_bounded_and_the_largest_owner_yields(
     assert [grammars.find(form, "large") is not None for form in forms] == [False] * 20 + [
         True
     ] * 10
-    assert grammars.find(forms[-1], "small") is None, "a form of another owner"
+    assert grammars.find(forms[-1], "small") is None, "a form of another owner was removed"
 
 
 def test_forms_in_use_are_bounded_per_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +373,7 @@ def test_forms_in_use_are_bounded_per_owner(monkeypatch: pytest.MonkeyPatch) -> 
     grammars.compile(regex_form("form again"), "one")
 
 
-def test_nobody_waits_for_all_the_forms_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_does_not_wait_for_all_forms_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     may_end = Event()
     compile_ = grammar._matcher

@@ -1,4 +1,4 @@
-"""Answers as models of each family write them: read the same however they are cut."""
+"""Answers of models of each family are parsed the same way, however the text is cut into pieces."""
 # ruff: noqa: E501  # answers are quoted unchanged
 
 from dataclasses import dataclass
@@ -150,7 +150,7 @@ CASES = [
 
 
 def read(case: Case, pieces: list[str]) -> list[Read]:
-    """What the parts of an answer say, neighbours of a kind joined."""
+    """The parts of an answer; neighbours of the same kind are joined."""
     parser = case.parser()
     parts = [part for piece in pieces for part in parser.push(piece)]
     parts += parser.finish()
@@ -176,7 +176,7 @@ def joined(parts: list[Part]) -> list[Read]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_an_answer_is_read(case: Case) -> None:
+def test_an_answer_is_parsed(case: Case) -> None:
     assert read(case, [case.text]) == case.parts
 
 
@@ -205,7 +205,7 @@ def test_every_token_may_be_a_single_byte(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_plain_needs_no_parser_any_more(case: Case) -> None:
+def test_plain_text_after_the_last_mark_needs_no_parser(case: Case) -> None:
     """A stream then bypasses the parser; only the last piece goes through it again."""
     parser = case.parser()
     parts: list[Part] = []
@@ -228,7 +228,7 @@ def test_mistrals_calls_have_ids_that_its_template_takes() -> None:
     assert made.call_id.isalnum()
 
 
-def test_reasoning_streams_as_it_comes() -> None:
+def test_reasoning_is_streamed_as_it_arrives() -> None:
     parser = make_parser(None, ReasoningFormat.THINK)
     assert parser is not None
     assert parser.push("<think>\nI") == [Reasoning("I")]
@@ -256,8 +256,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("tools", ToolFormat)
-def test_reading_takes_time_in_proportion(tools: ToolFormat, text: str) -> None:
-    """With patterns that try again from each place, 100,000 characters take 10 seconds or more."""
+def test_parsing_time_is_proportional_to_the_length(tools: ToolFormat, text: str) -> None:
+    """Patterns that try again at each position would take 10 seconds or more for 100,000 characters."""
     said = (text * (100_000 // len(text)))[:100_000]
     for reasoning in (None, CHANNELS if tools is O else THINK):
         case = Case("", tools, reasoning, "", [])

@@ -1,4 +1,5 @@
-"""Ids part by part: those of the whole text, known ones included; control tokens as text."""
+"""Encoding in parts gives the ids of the whole text, also from the cache; control tokens can be
+text."""
 
 import json
 from collections.abc import Callable
@@ -58,7 +59,8 @@ WORDS = [
 
 
 def sentencepiece(scheme: str | None, **flags: bool) -> tokenizers.Tokenizer:
-    """Llama's kind: a mark for spaces, put in front by a normalizer or by Metaspace."""
+    """A tokenizer like Llama's: a mark for spaces, added in front by a normalizer or by
+    Metaspace."""
     words = [
         "<unk>",
         "<s>",
@@ -91,7 +93,7 @@ def smollm2() -> tokenizers.Tokenizer:
 
 
 def deepseek() -> tokenizers.Tokenizer:
-    """Turns' tokens that are not called special; the others are found after normalizing."""
+    """The tokens of turns are not special; the other added tokens are found after normalizing."""
     backend = smollm2()
     backend.normalizer = normalizers.Sequence([])
     plain = [AddedToken(text, normalized=False) for text in ("<｜User｜>", "<think>")]  # noqa: RUF001
@@ -107,7 +109,7 @@ def with_prefix_space() -> tokenizers.Tokenizer:
 
 
 def qwen() -> tokenizers.Tokenizer:
-    """Normalized, split by a pattern that looks ahead, with added tokens of both kinds."""
+    """A normalizer, a split by a pattern that looks ahead, and added tokens of both kinds."""
     backend = smollm2()
     backend.normalizer = normalizers.NFC()
     words = tokenizers.Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -135,7 +137,8 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "single word": lambda: sentencepiece("first", single_word=True),
     "normalized": lambda: sentencepiece(None, normalized=True),
 }
-PLAIN = frozenset({"<think>", "<tool_call>", "é\u0301 x"})  # added, and no control tokens
+# added tokens that are not control tokens
+PLAIN = frozenset({"<think>", "<tool_call>", "é\u0301 x"})
 UNSPLIT = ("single word", "normalized")
 
 
@@ -163,7 +166,7 @@ def test_parts_have_the_ids_of_the_whole_text(name: str, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_only_what_can_be_split_is(name: str) -> None:
+def test_can_split_is_true_for_tokenizers_that_can_be_split(name: str) -> None:
     assert a_kind(name)[1].can_split == (name not in UNSPLIT)
 
 
@@ -171,7 +174,7 @@ def test_only_what_can_be_split_is(name: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_marked_control_tokens_are_text(name: str, data: st.DataObject) -> None:
-    """Nothing that a user writes becomes a control token, and it is there to the letter."""
+    """No text of a user becomes a control token, and the text is unchanged."""
     backend, parts, added = a_kind(name)
     control = ControlTokens(frozenset(added) - PLAIN)
     words = st.lists(st.sampled_from([*WORDS, *added, *(text[:-1] for text in added)]), max_size=8)
@@ -201,14 +204,14 @@ def test_marks_do_not_count_as_text(tokenizer: Tokenizer) -> None:
     assert caught.value.least_tokens < 1300  # 100,000 bytes, and 81 to a token
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_another_salt_does_not_use_cached_texts() -> None:
     _, parts, _ = a_kind("smollm2")
     parts.look_up("a secret text", b"alice").finish()
     assert parts.look_up("a secret text", b"alice").num_new_chars == 0
     assert parts.look_up("a secret text", b"bob").num_new_chars > 0
 
 
-def test_the_cache_is_bounded_in_bytes_and_forgets_the_least_used() -> None:
+def test_the_cache_is_bounded_in_bytes_and_evicts_the_least_recently_used() -> None:
     from array import array  # noqa: PLC0415
 
     cache_ = PartCache(max_bytes=4000)
@@ -282,7 +285,7 @@ def test_tools_and_arguments_of_a_request_are_text() -> None:
 
 
 def with_template(source: str) -> Tokenizer:
-    """A token per byte, the special ones first."""
+    """A tokenizer with a token per byte and special tokens first."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     model = models.BPE(vocab={name: place for place, name in enumerate(names)}, merges=[])
@@ -304,7 +307,7 @@ def with_template(source: str) -> Tokenizer:
         ("<{{ m.name }}|>{{ m.content }}", "|im_end"),
     ],
 )
-def test_no_special_token_comes_about_at_the_edge_of_a_message(template: str, said: str) -> None:
+def test_no_special_token_arises_at_the_edge_of_a_message(template: str, said: str) -> None:
     source = f"{{% for m in messages %}}{template}{{% endfor %}}"
     message = {"role": "user", "content": said, "name": said}
     own = with_template(source)
@@ -312,7 +315,7 @@ def test_no_special_token_comes_about_at_the_edge_of_a_message(template: str, sa
 
 
 @pytest.mark.parametrize("said", ["> quoted", "a <", "x < y > z", "end", "a|>b", "", " <| "])
-def test_texts_without_special_tokens_have_the_ids_they_always_had(
+def test_texts_without_special_tokens_have_the_ids_of_plain_encoding(
     tokenizer: Tokenizer, lenient: Tokenizer, said: str
 ) -> None:
     chat = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
@@ -321,7 +324,7 @@ def test_texts_without_special_tokens_have_the_ids_they_always_had(
     assert tokenizer.encode_chat(chat) == lenient.encode_plain(text)
 
 
-def test_real_conversations_have_the_ids_they_always_had(tokenizer: Tokenizer) -> None:
+def test_real_conversations_have_the_ids_of_plain_encoding(tokenizer: Tokenizer) -> None:
     path = Path(__file__).parents[1] / "data" / "prompts50.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     chats = [row["messages"] for row in rows if "messages" in row]
@@ -346,7 +349,7 @@ def test_roles_are_those_that_templates_know(tokenizer: Tokenizer, lenient: Toke
         assert tokenizer.encode_chat([{"role": role, "content": "x"}])
 
 
-def test_content_that_is_null(tokenizer: Tokenizer) -> None:
+def test_content_of_null_is_refused_or_empty(tokenizer: Tokenizer) -> None:
     question: dict[str, object] = {"role": "user", "content": "x"}
     empty: list[dict[str, object]] = [question, {"role": "assistant", "content": ""}]
     null: list[dict[str, object]] = [question, {"role": "assistant", "content": None}]
@@ -367,7 +370,7 @@ def test_a_tokenizer_that_cannot_be_split_refuses_control_tokens_in_text() -> No
 
 
 def unsplit(normalizer: normalizers.Normalizer | None, template: str = IM) -> Tokenizer:
-    """One that looks for its special tokens after normalizing, a token per byte."""
+    """A tokenizer that finds special tokens after normalizing, with a token per byte."""
     backend = smollm2()
     backend.normalizer = normalizer
     names = ("<|im_start|>", "<|im_end|>")
@@ -407,7 +410,7 @@ def test_special_tokens_that_normalizing_makes_are_refused(
         ("{{ m|tojson }}{{ m.content|trim }}>", "<|im_end| "),
     ],
 )
-def test_no_special_token_that_is_not_split_comes_about_at_an_edge(
+def test_no_special_token_arises_at_an_edge_without_splitting(
     normalizer: normalizers.Normalizer | None, template: str, said: str
 ) -> None:
     own = unsplit(normalizer, f"{{% for m in messages %}}{template}{{% endfor %}}")
@@ -417,7 +420,7 @@ def test_no_special_token_that_is_not_split_comes_about_at_an_edge(
 
 @pytest.mark.parametrize("normalizer", [normalizers.NFKC(), normalizers.Lowercase(), None])
 @pytest.mark.parametrize("said", ["> quoted", "a <", "x < y > z", "end", "", " <| ", "im_end|>"])
-def test_other_texts_of_a_tokenizer_that_is_not_split_are_as_they_were(
+def test_other_texts_of_a_tokenizer_that_is_not_split_are_unchanged(
     normalizer: normalizers.Normalizer | None, said: str
 ) -> None:
     own = unsplit(normalizer)
@@ -436,7 +439,8 @@ def test_other_texts_of_a_tokenizer_that_is_not_split_are_as_they_were(
 
 
 def test_a_session_continues_after_special_tokens_that_were_text(tokenizer: Tokenizer) -> None:
-    """The user spelled one out, and so did the model; its answer ends with a real one."""
+    """The user and the model both wrote a special token as text; the answer ends with a real
+    one."""
     messages: list[dict[str, object]] = [{"role": "user", "content": INJECTED}]
     begun = begin_prompt(tokenizer, Chat([*messages]), None)
     prompt_ids = begun.pending.finish()
@@ -502,7 +506,7 @@ def normalizes(normalizer: normalizers.Normalizer) -> tokenizers.Tokenizer:
     [
         lambda: drops(pre_tokenizers.WhitespaceSplit()),
         lambda: drops(pre_tokenizers.Split(" ", "removed")),
-        lambda: drops(pre_tokenizers.Digits()),  # without ByteLevel, unknown characters go
+        lambda: drops(pre_tokenizers.Digits()),  # without ByteLevel, unknown characters are dropped
         lambda: normalizes(normalizers.Strip()),
         lambda: normalizes(normalizers.StripAccents()),
         lambda: normalizes(normalizers.Replace("  ", " ")),
@@ -510,7 +514,7 @@ def normalizes(normalizer: normalizers.Normalizer) -> tokenizers.Tokenizer:
         lambda: tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")),
     ],
 )
-def test_where_text_can_vanish_there_is_no_bound(
+def test_there_is_no_lower_bound_if_text_can_vanish(
     backend: Callable[[], tokenizers.Tokenizer],
 ) -> None:
     assert TokenBound.of(backend()) is None
@@ -553,7 +557,7 @@ def test_a_chat_that_is_too_long_is_refused_before_it_is_rendered(
 
 @pytest.mark.serial
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
-    """If the interpreter lock were held, they would stop for the whole time."""
+    """If the encoder held the interpreter lock, other threads would stop until it ends."""
     text = "Nothing in here is worth a second look, or is it? " * 8000
     ended, beats = Event(), count()
 
@@ -572,7 +576,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
         ended.set()
         thread.join()
         assert took_s > 0.05
-        assert during > took_s * 20, "one in 50 milliseconds at least"
+        assert during > took_s * 20, "another thread must run at least once in 50 milliseconds"
 
 
 def test_begin_tokens_are_still_put_around_raw_prompts() -> None:
@@ -587,7 +591,7 @@ def test_begin_tokens_are_still_put_around_raw_prompts() -> None:
     assert own.encode_chat([{"role": "user", "content": "a"}]).count(1) == 2
 
 
-def test_a_llama_template_with_trim_and_a_space_in_front() -> None:
+def test_a_llama_template_may_trim_messages_and_add_a_space() -> None:
     own = Tokenizer(
         sentencepiece("first"), special_tokens={"bos_token": "<s>"}, templates={"default": LLAMA}
     )

@@ -1,4 +1,4 @@
-"""Prompts that scripts pass to LLM: every form that vLLM has is accepted, or refused by name."""
+"""Prompts that scripts pass to LLM: every kind of vLLM's is accepted, or refused with its name."""
 
 from typing import Any
 
@@ -71,18 +71,18 @@ def test_prompts_of_every_kind_are_accepted(given: Any, listed: object) -> None:
         ([{}], r"prompts\[0\]"),
     ],
 )
-def test_what_is_no_prompt_is_refused(given: Any, complaint: str) -> None:
+def test_values_that_are_not_prompts_are_refused(given: Any, complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         listed_prompts(given)
 
 
 @pytest.mark.parametrize("given", [{"temperature": 0}, [None], "greedy", 5])
-def test_settings_that_are_no_sampling_params_are_refused(given: Any) -> None:
+def test_settings_that_are_not_sampling_params_are_refused(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="must be SamplingParams"):
         listed_params(given, 1)
 
 
-def test_refused_prompts_are_recorded_if_wanted() -> None:
+def test_refused_prompts_may_be_recorded_instead_of_raised() -> None:
     prompts: list[Any] = ["hi", None, [1], b"ho"]
     chats: list[Any] = [[USER], [5]]
     listed, refusals = listed_prompts(prompts, "return")
@@ -97,7 +97,7 @@ def test_refused_prompts_are_recorded_if_wanted() -> None:
         listed_prompts("hi", "skip")
 
 
-def test_a_session_for_each_prompt() -> None:
+def test_each_prompt_may_have_a_session() -> None:
     assert listed_sessions(None, 2) == [None, None]
     assert listed_sessions("alice", 1) == ["alice"]
     assert listed_sessions(["alice", None], 2) == ["alice", None]
@@ -142,7 +142,7 @@ def test_texts_in_parts_are_joined() -> None:
         [{"role": "user", "content": ["x"]}],
     ],
 )
-def test_no_message_is_dropped_in_silence(given: Any) -> None:
+def test_no_message_is_dropped_without_an_error(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="messages"):
         listed_conversations(given)
 
@@ -156,11 +156,11 @@ def test_none_means_the_default_as_in_vllm() -> None:
     "setting",
     [{"stop": 5}, {"stop_token_ids": 5}, {"ignore_eos": "no"}, {"skip_special_tokens": None}],
 )
-def test_a_setting_of_another_kind_is_named(setting: dict[str, Any]) -> None:
+def test_the_error_names_a_setting_of_another_kind(setting: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(setting))):
         SamplingParams(**setting)
 
 
-def test_a_seed_that_is_none_is_named() -> None:
+def test_the_error_names_a_seed_of_none() -> None:
     with pytest.raises(ConfigError, match="seed"):
         SchedConfig(seed=None)  # type: ignore[arg-type]  # as a script may

@@ -38,7 +38,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_session_is_its_owners() -> None:
+def test_a_session_is_private_to_its_owner() -> None:
     sessions = Sessions(SessionLimits())
     sessions.keep("alice", "s", ids(3), "abc")
     assert sessions.find("bob", "s") is None
@@ -101,7 +101,7 @@ def test_sessions_come_back_from_their_file(tmp_path: Path) -> None:
     save(sessions, file)
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(restored(file, limits, clock)) == 2
-    clock.now_s += 20  # alice's is too old by now
+    clock.now_s += 20  # the session of alice is too old by now
     again = restored(file, limits, clock)
     found = again.find("bob", "s")
     assert found is not None
@@ -128,7 +128,7 @@ def test_only_what_has_changed_is_saved(tmp_path: Path) -> None:
     assert {key[1]: session.text for key, session in file.load().items()} == {"b": "bb", "c": "c"}
 
 
-def test_another_tokenizers_sessions_give_way(tmp_path: Path) -> None:
+def test_sessions_of_another_tokenizer_are_removed(tmp_path: Path) -> None:
     old, new = (SessionFile(tmp_path / "sessions.sqlite", name) for name in ("old", "new"))
     sessions = Sessions(SessionLimits())
     sessions.keep("me", "s", ids(3), "")
@@ -164,7 +164,7 @@ def test_a_save_that_is_killed_changes_nothing(tmp_path: Path, identity: str) ->
     assert [session.text for session in SessionFile(path, "t").load().values()] == ["text"]
 
 
-def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_does_not_hold_sessions_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "sessions.sqlite"
     path.write_bytes(b"not a database at all" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -178,13 +178,13 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
         SessionFile(path, "t").load()
 
 
-def test_a_turn_extends_the_ids_and_not_the_text() -> None:
+def test_a_turn_extends_the_stored_ids_not_the_text() -> None:
     tokenizer = a_tokenizer()
     sessions = Sessions(SessionLimits())
     prompt, answer = tokenizer.encode("Hello."), [1, 2, EOS_ID]
     text = spoken_text("Hello.", answer, tokenizer)
     assert text == 'Hello.!"<|end|>'
-    strange = np.array([*prompt[:-1], 0, *answer], np.int32)  # ids no encoder would give
+    strange = np.array([*prompt[:-1], 0, *answer], np.int32)  # ids that no encoder would return
     sessions.keep("me", "s", strange, text)
     session = sessions.find("me", "s")
     more = begin_prompt(tokenizer, text + " Go on", None, session)
@@ -193,7 +193,7 @@ def test_a_turn_extends_the_ids_and_not_the_text() -> None:
     assert said_before(None, text, tokenizer) is None
 
 
-def test_identity_follows_the_vocabulary() -> None:
+def test_a_tokenizers_identity_depends_on_its_vocabulary() -> None:
     assert tokenizer_identity(a_tokenizer()) == tokenizer_identity(a_tokenizer("another template"))
 
 

@@ -122,7 +122,7 @@ def test_every_digit_is_a_separate_token(tokenizer: Tokenizer) -> None:
     assert [tokenizer.decode([token_id]) for token_id in tokenizer.encode("2048")] == list("2048")
 
 
-def test_facts_of_the_embedded_tokenizer(tokenizer: Tokenizer) -> None:
+def test_the_embedded_tokenizer_has_its_known_properties(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
     assert tokenizer.eos_ids == {2}
     assert tokenizer.special_ids == set(range(17))
@@ -135,12 +135,12 @@ def test_token_bytes_join_to_the_text(tokenizer: Tokenizer) -> None:
         assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode() == text
 
 
-def test_token_bytes_of_sentencepiece_tokens() -> None:
+def test_sentencepiece_tokens_have_the_right_bytes() -> None:
     assert LLAMA.token_bytes(5) == b" the"
     assert LLAMA.token_bytes(10 + 0xE2) == b"\xe2"
 
 
-def test_lone_surrogates_are_the_callers_fault(tokenizer: Tokenizer) -> None:
+def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="Unicode"):
         tokenizer.encode("a\ud800b")
     with pytest.raises(InvalidRequest, match=r"messages: .*Unicode"):
@@ -187,7 +187,7 @@ def test_another_template_replaces_the_models_own(tmp_path: Path, smollm2_folder
         Tokenizer.load(smollm2_folder, str(tmp_path / "none.jinja"))
 
 
-def test_the_makers_advice_on_sampling_is_read(tmp_path: Path, smollm2_folder: Path) -> None:
+def test_generation_config_is_read(tmp_path: Path, smollm2_folder: Path) -> None:
     advice = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "do_sample": True}
     folder = write_folder(tmp_path, smollm2_folder, generation_config=advice)
     expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -218,7 +218,9 @@ def test_begin_and_end_tokens_are_added_as_hugging_face_does(
     assert len(expected) == len(ours.encode_plain("Hello 12")) + single.count("|>")
 
 
-def test_settings_left_from_training_are_ignored(tmp_path: Path, smollm2_folder: Path) -> None:
+def test_truncation_and_padding_of_training_are_ignored(
+    tmp_path: Path, smollm2_folder: Path
+) -> None:
     backend = tokenizers.Tokenizer.from_file(str(smollm2_folder / "tokenizer.json"))
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
@@ -253,7 +255,7 @@ def test_real_prompts_tokenize_as_in_hugging_face(
         assert joined(tokenizer, ids, skip_special_tokens=False) == hugging_face.decode(ids)
 
 
-def test_running_text_survives_the_round_trip(
+def test_long_text_is_unchanged_by_encoding_and_decoding(
     tokenizer: Tokenizer, hugging_face: transformers.PreTrainedTokenizerBase
 ) -> None:
     text = (DATA / "wikitext2_head.txt").read_text()
@@ -319,7 +321,9 @@ def test_templates_render_as_in_hugging_face(
     assert text == expected
 
 
-def test_named_templates_and_the_template_file(tmp_path: Path, smollm2_folder: Path) -> None:
+def test_named_templates_and_the_template_file_are_read(
+    tmp_path: Path, smollm2_folder: Path
+) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     config = {"chat_template": named}
     folder = write_folder(tmp_path, smollm2_folder, tokenizer_config=config)
@@ -349,7 +353,7 @@ def with_template(source: str, special_tokens: dict[str, str] | None = None) -> 
         "{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}",
     ],
 )
-def test_a_failing_template_is_the_callers_fault_by_name(source: str) -> None:
+def test_the_error_of_a_failing_template_names_messages(source: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         with_template(source).render_chat([{"role": "user", "content": "x" * 1000}])
     assert caught.value.field == "messages"
@@ -361,7 +365,7 @@ def test_messages_of_the_wrong_shape_are_refused(messages: list[Message]) -> Non
         with_template("x").render_chat(messages)
 
 
-def test_a_model_without_template_or_with_a_broken_one() -> None:
+def test_chats_need_a_template_that_is_not_broken() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         LLAMA.render_chat(CHATS[0])
     with pytest.raises(ModelNotFound, match="template"):
@@ -379,7 +383,7 @@ def test_a_model_without_template_or_with_a_broken_one() -> None:
         "<script>&amp;'\"",
     ],
 )
-def test_what_users_write_is_data_and_never_runs(tokenizer: Tokenizer, attack: str) -> None:
+def test_template_code_in_messages_is_not_executed(tokenizer: Tokenizer, attack: str) -> None:
     text = tokenizer.render_chat([{"role": "user", "content": attack}])
     assert f"<|im_start|>user\n{attack}<|im_end|>" in text
 
@@ -423,7 +427,7 @@ def test_no_piece_ends_inside_a_character(tokenizer: Tokenizer, text: str) -> No
     pieces = [stream.push(token_id) for token_id in tokenizer.encode(text)]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
-    assert "" in pieces  # some character did span tokens
+    assert "" in pieces  # some characters span tokens
 
 
 def test_an_incomplete_character_at_the_end_is_replaced(tokenizer: Tokenizer) -> None:
@@ -441,7 +445,8 @@ def test_the_first_word_keeps_its_space_after_a_prompt() -> None:
 @pytest.mark.serial
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
 def test_a_long_answer_costs_the_same_per_token(tokenizer: Tokenizer, name: str) -> None:
-    """Eight times the tokens may take 40 times as long at most; quadratic work would take 64."""
+    """Eight times as many tokens may do at most 40 times the work; quadratic work would be 64
+    times."""
     subject, token_id = (tokenizer, 300) if name == "byte level" else (LLAMA, 5)
 
     def seconds(count: int) -> float:
@@ -458,7 +463,8 @@ def test_a_long_answer_costs_the_same_per_token(tokenizer: Tokenizer, name: str)
 
 
 def cut_by_hand(text: str, stops: list[str], include_stop: bool) -> tuple[str, str | None]:
-    """The definition, character by character: the first stop to end wins, of those the longest."""
+    """The definition, character by character: the stop that ends first wins; on a tie, the
+    longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -497,12 +503,12 @@ def test_stopping_does_not_depend_on_how_the_text_is_cut(
         (["🙂"], "a🙂b", "a"),
     ],
 )
-def test_stop_strings_by_example(stops: list[str], text: str, expected: str) -> None:
+def test_stop_strings_cut_the_text_in_examples(stops: list[str], text: str, expected: str) -> None:
     checker = StopChecker(stops)
     assert "".join(map(checker.push, text)) + checker.finish() == expected
 
 
-def test_only_a_possible_beginning_is_held_back() -> None:
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     checker = StopChecker(["###"])
     assert [checker.push(text) for text in ("a#", "#b", "##")] == ["a", "##b", ""]
     assert checker.finish() == "##"
@@ -533,7 +539,7 @@ def test_an_answer_without_stop_is_the_text_of_its_tokens(tokenizer: Tokenizer, 
     assert stream_of(tokenizer, text) == (tokenizer.decode(tokenizer.encode(text)), None)
 
 
-def test_a_stop_string_across_tokens(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_may_span_tokens(tokenizer: Tokenizer) -> None:
     text = "The answer is 42.\n\nQuestion: what next?"
     kept = "The answer is 42."
     expected = (kept, "\n\nQuestion:")
@@ -555,7 +561,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back(tokenizer: Tokenizer) ->
     assert (first, second, last) == ("a", "", "#🙂")
 
 
-def test_stop_strings_are_not_looked_for_in_the_first_tokens(tokenizer: Tokenizer) -> None:
+def test_stop_strings_are_not_searched_in_the_first_min_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two one two")
     assert len(ids) == 4
     text, stop = stream_of(tokenizer, "one two one two", stop="one", min_tokens=2)

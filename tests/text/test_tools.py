@@ -60,13 +60,13 @@ SEARCH = {
     },
 }
 
-# --- which way -----------------------------------------------------------------------------------
+# --- formats -----------------------------------------------------------------------------------
 
 TOOL_SIGNS = [
     (HERMES, ToolFormat.HERMES),
     (LLAMA, ToolFormat.LLAMA),
     (TEMPLATE, None),
-    ("<tool_call>" + TEMPLATE, None),  # reads no tools
+    ("<tool_call>" + TEMPLATE, None),  # its template reads no tools
     ("[TOOL_CALLS]" + READS_TOOLS, ToolFormat.MISTRAL),
     ("[TOOL_CALLS]" + LLAMA, ToolFormat.MISTRAL),
     ("<tool_call>\n<function=f>\n<parameter=x>\n" + READS_TOOLS, ToolFormat.QWEN_CODER),
@@ -102,7 +102,7 @@ def test_the_format_of_reasoning_is_found_in_the_template(
     assert find_formats(a_tokenizer(template)).reasoning is format
 
 
-def test_a_flag_goes_before_the_template() -> None:
+def test_a_flag_overrides_the_template() -> None:
     thinking = a_tokenizer("<think>" + HERMES)
     assert find_formats(thinking, "none", "none") == AnswerFormats()
     named = find_formats(thinking, "mistral", "deepseek_r1")
@@ -135,11 +135,11 @@ def test_the_prompt_decides_whether_an_answer_begins_inside_reasoning(
     assert opening_of(ReasoningFormat.HARMONY, end, is_continued) == ""
 
 
-# --- what is offered -----------------------------------------------------------------------------
+# --- offered tools -----------------------------------------------------------------------------
 
 
 def a_marked_tokenizer(*marks: str) -> Tokenizer:
-    """One token per byte, and special tokens."""
+    """A tokenizer with one token per byte and special tokens."""
     vocab = {name: place for place, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -199,7 +199,7 @@ WRITTEN: list[tuple[ToolFormat, bool, str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("format", "has_special", "text", "arguments"), WRITTEN)
-def test_a_required_call_has_a_form_that_lets_it_through_and_nothing_else(
+def test_the_form_of_a_required_call_accepts_only_that_call(
     format: ToolFormat, has_special: bool, text: str, arguments: dict[str, object]
 ) -> None:
     tokenizer = a_marked_tokenizer(*(MARKS[format] if has_special else ()))
@@ -229,7 +229,7 @@ def _array(ids: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
     return np.array(ids, np.int32)
 
 
-def test_a_model_that_was_taught_no_tools_gets_none() -> None:
+def test_a_model_without_tool_support_gets_no_tools() -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
         offer_tools([CLOCK], None, AnswerFormats())
 
@@ -257,7 +257,7 @@ def test_marks_that_are_special_tokens_reach_the_parser_and_other_special_tokens
         assert "".join(pieces) + stream.finish() == expected
 
 
-def test_the_text_of_each_answer_begins_with_the_opening_once() -> None:
+def test_the_text_of_each_answer_has_the_opening_once() -> None:
     rendering = Rendering(opening="<think>")
     prompt = np.array([1], np.int32)
     request = Request(RequestId("r"), prompt, SamplingParams(n=2), rendering=rendering)

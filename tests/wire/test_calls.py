@@ -1,4 +1,4 @@
-"""A body becomes a Call, or an error that names its field; the OpenAPI document says the same."""
+"""A body becomes a Call, or an error that names a field; the OpenAPI document agrees."""
 
 import json
 
@@ -35,7 +35,7 @@ def refused(kind: Kind, **fields: object) -> WireError:
     return caught.value
 
 
-def test_calls_that_say_the_same_share_their_sampling() -> None:
+def test_equal_calls_share_their_sampling() -> None:
     assert chat(temperature=0.5)[0].sampling is chat(temperature=0.5)[0].sampling
 
 
@@ -45,7 +45,7 @@ def test_several_prompts_are_one_call() -> None:
     assert call.num_answers == 6
 
 
-def test_a_message_keeps_what_only_its_template_knows() -> None:
+def test_a_message_keeps_fields_that_only_its_template_reads() -> None:
     message = {"role": "assistant", "content": "x", "reasoning_content": "why"}
     assert chat(messages=[message])[1].messages == [message]
     of_vllm = {"role": "assistant", "content": "x", "reasoning": "why"}
@@ -61,7 +61,7 @@ def test_arguments_of_past_calls_become_objects() -> None:
     assert refused(Kind.CHAT, messages=[message | {"tool_calls": [broken]}]).param == "messages"
 
 
-def test_a_lone_part_is_a_content_too() -> None:
+def test_a_content_may_be_a_single_part() -> None:
     part = {"type": "text", "text": "x"}
     assert chat(messages=[{"role": "user", "content": part}])[1].messages[0]["content"] == "x"
 
@@ -79,7 +79,7 @@ def test_a_lone_part_is_a_content_too() -> None:
         [CLOCK] * 129,
     ],
 )
-def test_what_is_wrong_with_tools_is_named(tools: object) -> None:
+def test_the_error_for_wrong_tools_names_the_field(tools: object) -> None:
     assert refused(Kind.CHAT, tools=tools).param == "tools"
 
 
@@ -90,7 +90,7 @@ def test_a_choice_must_name_a_tool() -> None:
     assert refused(Kind.CHAT, tools=[], tool_choice="required").param == "tool_choice"
 
 
-def test_no_tools_no_use() -> None:
+def test_tools_are_ignored_if_there_are_none_or_tool_choice_is_none() -> None:
     assert chat(tools=[], tool_choice="auto")[0].tools is None
     assert chat(tools=[CLOCK], tool_choice="none")[0].tools is None
     call, prompt = chat(tools=[CLOCK], tool_choice=CLOCK)
@@ -133,7 +133,7 @@ def test_a_session_keeps_its_kv_by_default() -> None:
     ("options", "param"),
     [({"include_usage": 1}, "stream_options.include_usage"), ({"x": 1}, "stream_options.x")],
 )
-def test_stream_options_are_named_within(options: object, param: str) -> None:
+def test_the_error_names_the_field_inside_stream_options(options: object, param: str) -> None:
     assert refused(Kind.CHAT, stream=True, stream_options=options).param == param
 
 
@@ -156,7 +156,7 @@ def test_values_that_change_nothing_are_accepted() -> None:
     assert refused(Kind.COMPLETION, best_of=2).code == "unknown_field"
 
 
-def test_what_happens_anyway_may_be_said_of_either_kind() -> None:
+def test_fields_of_the_other_kind_are_accepted_if_they_change_nothing() -> None:
     chat(echo=False)
     completion(tool_choice="auto")
     called = {"id": 5, "function": {"name": 5, "arguments": "{}"}}
@@ -173,7 +173,7 @@ def test_what_happens_anyway_may_be_said_of_either_kind() -> None:
         {"truncate_prompt_tokens": None, "truncation_side": "left", "tools": []},
         {"functions": [], "function_call": "none", "return_tokens_as_token_ids": False},
         {"spaces_between_special_tokens": True, "include_reasoning": True, "echo": False},
-        {"tool_choice": "auto"},  # as llama-index sends it, without tools
+        {"tool_choice": "auto"},  # llama-index sends this without tools
         {"tool_choice": "none"},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -229,11 +229,11 @@ def test_structured_outputs_are_forms(given: object, same: dict[str, object]) ->
     ],
     ids=repr,
 )
-def test_what_is_wrong_with_structured_outputs_is_named(given: object, param: str) -> None:
+def test_the_error_for_wrong_structured_outputs_names_the_field(given: object, param: str) -> None:
     assert refused(Kind.COMPLETION, structured_outputs=given).param == param
 
 
-def test_top_logprobs_are_blamed_themselves() -> None:
+def test_the_error_for_top_logprobs_names_top_logprobs() -> None:
     """Issue 25: the error named `logprobs`, which is true or false in a chat."""
     for count in (21, -1):
         assert refused(Kind.CHAT, logprobs=True, top_logprobs=count).param == "top_logprobs"
@@ -248,11 +248,11 @@ def test_top_p_0_is_greedy() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("priority", 2**63), ("cache_salt", "\ud800"), ("guided_json", "[" * 5000)]
 )
-def test_one_value_cannot_end_a_whole_job(name: str, value: object) -> None:
+def test_values_that_would_fail_later_are_refused(name: str, value: object) -> None:
     assert refused(Kind.COMPLETION, **{name: value}).code == "invalid_value"
 
 
-def test_a_large_body_is_not_written_out_to_be_remembered() -> None:
+def test_a_large_body_is_not_cached() -> None:
     parser = CallParser()
     large = {"prompt": "x", "stop_token_ids": [1] * 1000, "metadata": {"a": "b" * 10**6}}
     parser.parse(large, Kind.COMPLETION)
@@ -273,7 +273,7 @@ def test_the_document_describes_every_field(body: type) -> None:
     assert described["n"]["anyOf"][0]["maximum"] == 128
 
 
-def test_the_document_knows_tools_parts_and_uploads() -> None:
+def test_the_document_describes_tools_parts_and_uploads() -> None:
     found = document()
     text = json.dumps(found)
     assert '"tool"' in text  # a role
@@ -283,7 +283,7 @@ def test_the_document_knows_tools_parts_and_uploads() -> None:
     assert "post" in paths["/v1/files"]
 
 
-# --- bodies that differ in their prompt alone -----------------------------------------------------
+# --- bodies that differ in their prompt only -----------------------------------------------------
 
 PROMPTS: list[object] = [
     "x", "", [], [1, 2], [1, True], [1.0], [1.5], [-1], [2**31 - 1], [2**31], [2**70], ["a"],

@@ -41,7 +41,7 @@ def output(text: str, is_last: bool, stop: str | None = None) -> TextOutput:
 
 
 def both(reply: MessageReply, pieces: list[str]) -> tuple[Json, list[Json]]:
-    """The whole reply, and the one that a stream's events add up to."""
+    """The whole reply, and the reply assembled from a stream's events."""
     stream, answers = MessageStream(reply), PromptAnswers(10, reply.call.sampling)
     sent = stream.opening(answers)
     for place, piece in enumerate(pieces):
@@ -92,7 +92,7 @@ def without_ids(blocks: object) -> list[Json]:
         ),
     ],
 )
-def test_whole_and_streamed_are_the_same(
+def test_whole_and_streamed_replies_are_equal(
     pieces: list[str], content: list[Json], reason: str
 ) -> None:
     whole, blocks = both(a_reply(), pieces)
@@ -124,7 +124,7 @@ def test_the_input_of_a_call_is_an_object(arguments: str, told: Json) -> None:
 
 
 class ThinkingParser:
-    """Thinks, speaks and calls, a part for each piece of text."""
+    """Returns reasoning, text and a call: one part for each piece of text."""
 
     def __init__(self) -> None:
         self._parts = {"t": Reasoning("Hm"), "s": "Yes.", "c": ToolCall("call_1", "f", "{}")}
@@ -137,7 +137,7 @@ class ThinkingParser:
 
 
 @pytest.mark.parametrize("shows", [True, False])
-def test_thoughts_are_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch, shows: bool) -> None:
+def test_reasoning_has_its_own_blocks(monkeypatch: pytest.MonkeyPatch, shows: bool) -> None:
     monkeypatch.setattr(Call, "parser", lambda _: ThinkingParser())
     whole, blocks = both(a_reply(shows_thinking=shows), ["t", "t", "sc", "t"])
     assert whole["content"] == blocks

@@ -53,7 +53,7 @@ def random_text(source: random.Random) -> str:
 
 @pytest.mark.parametrize("has_usage", [False, True])
 @pytest.mark.parametrize("kind", [*Kind])
-def test_every_chunk_of_a_stream_is_what_its_news_says(kind: Kind, has_usage: bool) -> None:
+def test_every_chunk_of_a_stream_has_the_text_of_its_output(kind: Kind, has_usage: bool) -> None:
     reply = a_reply(kind, n=2, stream_options={"include_usage": has_usage})
     stream, source = ReplyStream(reply), random.Random(7)
     places = 1 if kind is Kind.CHAT else 2
@@ -91,7 +91,7 @@ def chunks_of(
     answers: list[PromptAnswers],
     has_usage: bool,
 ) -> list[Json]:
-    """The chunks of one news, what all of them repeat checked."""
+    """The chunks of one output; checks the fields that all of them repeat."""
     chunks = sent(stream.events(place, output, answers[place]))
     for chunk in chunks:
         assert (chunk["id"], chunk["model"]) == (HEADING.reply_id, HEADING.model)
@@ -100,7 +100,7 @@ def chunks_of(
     return chunks
 
 
-def test_the_last_news_has_the_reason_after_plain_ones() -> None:
+def test_only_the_last_output_has_a_finish_reason() -> None:
     reply = a_reply(Kind.CHAT)
     stream, answers = ReplyStream(reply), PromptAnswers(1, reply.call.sampling)
     events = stream.opening([answers])
@@ -114,7 +114,7 @@ def test_the_last_news_has_the_reason_after_plain_ones() -> None:
     assert json.loads(json.dumps(reply.usage([answers])))["completion_tokens"] == 4
 
 
-def test_every_chunk_of_running_usage_is_written_as_the_first() -> None:
+def test_every_chunk_has_the_usage_so_far() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     reply = a_reply(Kind.COMPLETION, prompt="x", stream_options=options)
     stream, answers = ReplyStream(reply), PromptAnswers(3, reply.call.sampling)
@@ -132,7 +132,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 @pytest.mark.parametrize(("is_parallel", "count"), [(True, 2), (None, 2), (False, 1)])
-def test_calls_in_parallel_can_be_declined(is_parallel: bool | None, count: int) -> None:
+def test_parallel_calls_can_be_turned_off(is_parallel: bool | None, count: int) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     fields = {"tools": [tool], "parallel_tool_calls": is_parallel, "return_token_ids": True}
     parser = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))

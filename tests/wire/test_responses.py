@@ -1,4 +1,4 @@
-"""Items of the Responses API as a conversation, and answers as items and events."""
+"""Items of the Responses API become a conversation, and answers become items and events."""
 
 import json
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def test_system_messages_at_the_beginning_become_one_message() -> None:
     assert known[-1] == {"role": "developer", "content": "e"}
 
 
-def test_calls_join_the_message_before_them() -> None:
+def test_calls_are_joined_to_the_message_before_them() -> None:
     second = CALL | {"call_id": "c2"}
     found = messages([said("user", "x"), said("assistant", "I call."), CALL, second, OUTPUT])
     function = {"name": "f", "arguments": {"a": 1}}
@@ -55,7 +55,7 @@ def test_calls_join_the_message_before_them() -> None:
     assert alone[1] == {"role": "assistant", "content": None, "tool_calls": calls[:1]}
 
 
-def test_reasoning_goes_with_the_answer_after_it() -> None:
+def test_reasoning_is_joined_to_the_answer_after_it() -> None:
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     found = messages([said("user", "x"), thought, said("assistant", "y"), said("assistant", "z")])
     assert found[1:] == [
@@ -136,7 +136,7 @@ def a_call(name: str) -> ToolCall:
     return ToolCall(f"call_{name}", name, "{}")
 
 
-def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+def test_reasoning_text_and_calls_are_separate_items() -> None:
     events, response = answer(
         [[Reasoning("I ")], [Reasoning("think.")], ["\n"], ["Well"], ["."], [a_call("f")]]
     )
@@ -181,7 +181,7 @@ def test_reasoning_may_be_cut_off() -> None:
     assert events[-1]["type"] == "response.incomplete"
 
 
-def test_what_a_model_wrote_can_always_be_gone_on_from() -> None:
+def test_a_call_with_invalid_json_can_be_continued() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "not json"}
     conversation = Conversation(None, "")
     conversation.add([{"role": "user", "content": "go"}, call], is_kept=True)
@@ -189,7 +189,7 @@ def test_what_a_model_wrote_can_always_be_gone_on_from() -> None:
     assert said["tool_calls"][0]["function"]["arguments"] == {"arguments": "not json"}  # type: ignore[index]
 
 
-def test_reasoning_of_an_answer_that_was_cut_stays_its_own() -> None:
+def test_reasoning_of_an_interrupted_answer_is_a_separate_message() -> None:
     def thought(text: str) -> Item:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 

@@ -1,5 +1,6 @@
 """Random tensors of every format and the numbers in them, decoded one by one from the formats'
-descriptions, without code of the engine. `name` is that of a product; out and width are its shape."""
+descriptions, without code of the engine. `name` is that of a product; out and width are its
+shape."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 Numbers = NDArray[np.float32]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in a word's lowest bits, then in the next bits, ...
+# the column in a word's lowest bits, then in the next bits, ...
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ def test_a_llama_answers_as_its_dequantized_model(name: str, tmp_path: Path) -> 
     ids=["biases", "fused", "turns"],
 )
 @pytest.mark.parametrize("name", ["gptq", pytest.param("fp8 blocks", marks=pytest.mark.slow)])
-def test_families_with_other_fused_products_answer_as_dequantized_models(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
+def test_families_with_other_fused_products_answer_as_dequantized_models(
+    config: PreTrainedConfig, name: str, tmp_path: Path
+) -> None:
     check_batch(write_quantized(config, tmp_path, BY_NAME[name]), tmp_path)
 
 

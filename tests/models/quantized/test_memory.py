@@ -20,7 +20,9 @@ LAYERS = 32  # the memory for reading one layer is small compared with the model
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "awq", "compressed 4 bits zero points"])
-def test_loading_takes_little_more_memory_than_the_packed_weights(name: str, tmp_path: Path) -> None:
+def test_loading_takes_little_more_memory_than_the_packed_weights(
+    name: str, tmp_path: Path
+) -> None:
     config = LlamaConfig(**SMALL | {"num_hidden_layers": 1, "vocab_size": 16})
     write_quantized(config, tmp_path, BY_NAME[name])
     spec = read_spec(tmp_path)

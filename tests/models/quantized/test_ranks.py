@@ -75,7 +75,9 @@ def test_ranks_answer_as_one_process_in_every_format(name: str, tmp_path: Path) 
     ],
     ids=["fused", "turns"],
 )
-def test_ranks_with_fused_products_answer_as_one_process(config: PreTrainedConfig, name: str, tmp_path: Path) -> None:
+def test_ranks_with_fused_products_answer_as_one_process(
+    config: PreTrainedConfig, name: str, tmp_path: Path
+) -> None:
     write_quantized(config, tmp_path, BY_NAME[name])
     check_ranks(tmp_path)
 

@@ -60,7 +60,9 @@ def test_every_number_is_decoded_as_the_format_says(case: Case, tmp_path: Path) 
     [(slice(8, 24),), (slice(3, 37),), (slice(None), slice(32, 64)), (slice(16, 40), slice(0, 48))],
     ids=["rows", "odd rows", "columns", "both"],
 )
-def test_reading_a_part_gives_that_part_of_the_whole(case: Case, at: tuple[slice, ...], tmp_path: Path) -> None:
+def test_reading_a_part_gives_that_part_of_the_whole(
+    case: Case, at: tuple[slice, ...], tmp_path: Path
+) -> None:
     tensors, right = case.make(np.random.default_rng(0), OUT, WIDTH)
     source = saved(tmp_path, case.config, tensors)
     if len(at) == 2 and "act-order" in case.name:

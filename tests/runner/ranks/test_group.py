@@ -152,7 +152,9 @@ def test_a_killed_rank_is_noticed_even_if_there_is_no_work() -> None:
         ("die", EngineLost, "rank 1 of 2 .* SIGKILL"),
     ],
 )
-def test_the_error_names_a_rank_that_cannot_load(kind: str, error: type[Exception], words: str) -> None:
+def test_the_error_names_a_rank_that_cannot_load(
+    kind: str, error: type[Exception], words: str
+) -> None:
     faults = (Fault(0, None, "hang"), Fault(1, None, kind))
     before = psutil.Process().children()
     with pytest.raises(error, match=words):
@@ -160,9 +162,11 @@ def test_the_error_names_a_rank_that_cannot_load(kind: str, error: type[Exceptio
     assert psutil.Process().children() == before
 
 
-def test_ranks_of_a_closed_runner_release_their_devices() -> None:
+def test_ranks_of_a_garbage_collected_runner_end() -> None:
     runner, facts = load_ranks(FakeOrigin(), a_config(2), MODULE)
-    assert (facts.num_params, facts.bytes_per_param) == (1001, 2.0), "the largest count of all ranks"
+    assert (facts.num_params, facts.bytes_per_param) == (1001, 2.0), (
+        "the largest count of all ranks"
+    )
     pids = runner.ranks.pids
     del runner
     gc.collect()

@@ -14,7 +14,8 @@ from tests.fakes import FakeRunner
 
 
 def steps() -> Iterator[Step]:
-    """Steps with shared prompts, decodes, penalties, prompt logprobs, grammar masks and first keys."""
+    """Steps with shared prompts, decodes, penalties, prompt logprobs, grammar masks and first
+    keys."""
     runner = FakeRunner(64, 4, VOCAB)
     special = SamplingParams(max_tokens=6, logit_bias={3: 1.5}, presence_penalty=0.5, seed=1)
     logprobs = SamplingParams(max_tokens=2, prompt_logprobs=2, logprobs=3)

@@ -1,4 +1,5 @@
-"""A model on ranks, over gloo, gives the answers of one process, token for token; also its failures.
+"""A model on ranks, over gloo, gives the answers of one process, token for token; also its
+failures.
 
 Greedy decoding in fp32. Ranks add in another order, so logits differ in their last bits; the chance
 that one of a few hundred tokens of a random model is decided by them is below one in a thousand.
@@ -207,7 +208,9 @@ def test_more_ranks_than_cards_are_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_answers_on_ranks_as_in_one_process(name: str, num_ranks: int, tmp_path: Path) -> None:
+def test_every_family_answers_on_ranks_as_in_one_process(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     write_checkpoint(FAMILIES[name], folder)
     with closing(build_engine(folder, a_config(1, tmp_path / "alone"))) as engine:
@@ -234,7 +237,9 @@ def test_quantized_models_answer_on_ranks_as_in_one_process(name: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_rank_may_be_killed_at_any_moment(folder: Path, tmp_path: Path, expected: Answers) -> None:
+def test_a_rank_may_be_killed_at_any_moment(
+    folder: Path, tmp_path: Path, expected: Answers
+) -> None:
     """Also while it loads. 20 engines use one store, and then one more without a kill."""
     config, moments = a_config(2, tmp_path), random.Random(1)
     load_s = 10.0
