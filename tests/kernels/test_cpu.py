@@ -279,8 +279,7 @@ def test_unequal_tails_do_not_read_slots_after_their_end() -> None:
 
 
 def test_many_heads_per_kv_head_and_unequal_runs_match_the_reference() -> None:
-    """So many heads per KV head that the heads of even a few queries are concatenated, with
-    masks."""
+    """With many heads per KV head, the heads of even a few queries are concatenated; with masks."""
     rows = [list(range(0, 7)), list(range(7, 14))]
     own = [([row], [10 + row], 2, True) for row in range(14)]
     check(
