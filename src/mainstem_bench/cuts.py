@@ -90,7 +90,7 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
     for ways in ways_to_cut(spans, attention.shape):
         for cut in map(ways.cut, range(len(ways.us))):
             plan = plan_cut(spans, cut, attention.shape)
-            key = (*plan.reusable.num_units, cut.sms)
+            key = (*plan.num_units, cut.sms)
             if attention.fits(plan) and key not in us:
                 us[key] = bench.time_us(replay(attention.send(plan)))
     return summary(case.name, us, bench.time_us(replay(attention.plan(spans))))

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mainstem.kernels.attention.cutting import Work, _small_us, _step_us, cut_spans
+from mainstem.kernels.attention.cutting import NOTHING, Work, _small_us, _step_us, cut_spans
 from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.tuning import HOPPER_SPLIT
 from mainstem_bench.workloads import AttentionCase, Run
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.torch
 
 SHAPE = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
 PACE = HOPPER_SPLIT.pace
-ZERO = np.zeros(1)
-NOTHING = Work(ZERO, ZERO, ZERO, ZERO, 0.0)
 
 
 def _work(units: int, unit_us: float, keys: float, rows: float = 0.0) -> Work:
     count, us = np.array([float(units)]), np.array([units * unit_us])
-    return Work(count, us, np.array([unit_us]), np.array([rows]), units * keys)
+    return NOTHING._replace(
+        units=count, us=us, longest_us=np.array([unit_us]), rows=np.array([rows]), keys=units * keys
+    )
 
 
 def large(units: int, unit_us: float = 30.0) -> Work:
@@ -86,5 +86,5 @@ def test_partials_cost() -> None:
 def test_a_shared_prefix_is_cut_for_the_multiprocessors() -> None:
     """The example of the module: 2 tiles of rows x 4 stretches x 8 KV heads."""
     cut = cut_spans(AttentionCase("64", (Run(tuple(range(64)), 2048),)).spans(), SHAPE)
-    assert (cut.num_large, cut.row_tiles[0], cut.parts[0], cut.stretches[0]) == (1, 2, 4, 512)
+    assert (cut.of.num_large, cut.of.row_tiles[0], cut.parts[0], cut.stretches[0]) == (1, 2, 4, 512)
     assert cut.sms == 64

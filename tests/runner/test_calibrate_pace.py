@@ -38,10 +38,9 @@ def _clock(pace: Pace, shape: Shape, noise: float = 0.0) -> StepUs:
 
     def step_us(spans: Spans) -> float:
         rows, keys = int(spans.query_starts[1]) * shape.group, int(spans.key_tokens[0])
-        is_large = rows > shape.most_small_rows
-        tile = shape.tiles.large_q if is_large else shape.most_small_rows
-        units = len(spans) * -(-rows // tile) * shape.units(is_large)
-        slots = shape.num_large_programs if is_large else shape.num_programs
+        is_large = rows > shape.small.rows
+        kind = shape.large if is_large else shape.small
+        units, slots = len(spans) * -(-rows // kind.rows) * kind.units, kind.slots
         if is_large:
             unit_us = pace.large_us + pace.large_key_us * keys
         else:

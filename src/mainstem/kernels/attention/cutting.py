@@ -15,37 +15,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.shape import Floats, Kind, Shape
 
 Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 # Shares of the multiprocessors that large units are cut for; most models have 8 KV heads. The last
 # two mean several units on each.
 LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
 # Without large units, small ones on each program. Fewer than one leave room for short spans.
-SMALL_ON = np.array([1.0, 0.9, 0.8, 2.0])
+SMALL_ON, ONE = np.array([1.0, 0.9, 0.8, 2.0]), np.ones(1)
 ROUNDING = 0.97  # shares are smaller, or rounding could cut a span into one unit less
 EQUAL = 1.001  # of ways that are nearly equal, large units on most multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
 
 
-class Cut(NamedTuple):
-    """Per span, large ones first. Floats, since numpy is slower where floats meet integers."""
+class Sorted(NamedTuple):
+    """The spans of a step, large ones first. Floats, since numpy is slower where floats meet
+    integers.
+    """
 
-    spans: Int64s  # indices of the spans
-    num_large: int  # spans
+    spans: Int64s  # indices
+    num_large: int
+    keys: Floats
+    seen: Floats  # keys that a row sees on average: of a prompt's own keys, half
     rows: Floats
-    stretches: Floats  # keys of a unit
-    parts: Floats  # number of stretches
     row_tiles: Floats
-    sms: int  # multiprocessors, or programs, that get large units
 
 
 class Work(NamedTuple):
     """Units of one kind, in each of several ways to cut: [ways], or [1] if all have the same."""
 
+    stretches: Floats  # [ways, spans] or [1, spans]: keys of a unit
     units: Floats
     us: Floats  # of all units, one after the other, with memory to themselves
     longest_us: Floats
@@ -58,89 +59,36 @@ class Work(NamedTuple):
         return np.maximum(rounds, self.longest_us)
 
 
-class Kind(NamedTuple):
-    """Spans of one kind."""
-
-    keys: Floats
-    seen: Floats  # keys that a row sees on average: of a prompt's own keys, half
-    rows: Floats
-    row_tiles: Floats
-    is_large: bool
-
-    def stretches(self, places: Floats, shape: Shape) -> Floats:
-        """[ways, spans]: keys of a unit, if there were one unit for each of `places` [ways] and all
-        had equally many. Each span is cut into equal parts. One way if none cuts a span.
-        """
-        tile, units = shape.stretch_tile(self.is_large), shape.units(self.is_large)
-        shares = np.maximum(ROUNDING * units * float(self.seen @ self.row_tiles) / places, 1.0)
-        parts: Floats = np.ones((1, 1))
-        if self.seen.max(initial=0.0) >= 2.0 * shares.min():
-            parts = np.maximum(np.floor(self.seen / shares[:, None]), 1.0)
-        tiles: Floats = np.ceil(self.keys / (parts * tile))
-        return tiles * tile
-
-    def work(self, stretches: Floats, shape: Shape) -> Work:
-        parts, share = np.ceil(self.keys / stretches), self.seen / self.keys
-        copies = self.row_tiles * shape.units(self.is_large)
-        us = whole = unit_us(np.minimum(stretches, self.keys) * share, self.is_large, shape)
-        if parts.max(initial=0.0) > 1.0:
-            last = (self.keys - (parts - 1.0) * stretches) * share
-            us = (parts - 1.0) * whole + unit_us(last, self.is_large, shape)
-        return Work(
-            units=parts @ copies,
-            us=us @ copies,
-            longest_us=whole.max(axis=1, initial=0.0),
-            rows=parts @ self.rows * shape.kv_heads,
-            keys=float(self.seen.sum()) * shape.kv_heads,
-        )
+NOTHING = Work(np.empty((1, 0)), *(np.zeros(1) for _ in range(4)), keys=0.0)
 
 
-def unit_us(keys: Floats, is_large: bool, shape: Shape) -> Floats:
-    """How long units of `keys` take, with memory to themselves."""
-    pace, tiles = shape.tiles.pace, shape.tiles
-    step = tiles.large_k if is_large else tiles.small_k // shape.fold
-    per_key = pace.large_key_us if is_large else pace.small_key_us * shape.fold
-    us: Floats = np.ceil(keys / step)
-    us *= step * per_key
-    us += pace.large_us if is_large else pace.small_us
-    return us
-
-
-class Kinds(NamedTuple):
-    """The spans of a step by kind."""
-
-    spans: Int64s  # indices, large ones first
-    large: Kind
-    small: Kind
-
-    def cut(self, large_stretches: Floats, small_stretches: Floats, sms: float) -> Cut:
-        keys, _, rows, row_tiles = map(
-            np.concatenate, zip(self.large[:4], self.small[:4], strict=True)
-        )
-        stretches = np.concatenate((large_stretches, small_stretches))
-        parts = np.ceil(keys / stretches)
-        return Cut(self.spans, len(self.large.keys), rows, stretches, parts, row_tiles, int(sms))
+class Cut(NamedTuple):
+    of: Sorted
+    stretches: Floats  # [spans] keys of a unit
+    parts: Floats  # [spans] number of stretches
+    sms: int  # multiprocessors, or programs, that get large units
 
 
 class Ways(NamedTuple):
     """Ways to cut a step in which the same spans are large."""
 
-    kinds: Kinds
-    large: Floats  # [ways, large spans]: stretches; one row if all ways have the same
-    small: Floats
+    of: Sorted
+    large: Work
+    small: Work
     sms: Floats  # [ways] multiprocessors that get large units
     us: Floats  # [ways] estimated
     rows: Floats  # [ways] or [1]: x heads to be merged, at most
 
     def cut(self, way: int) -> Cut:
-        large, small = (rows[way % len(rows)] for rows in (self.large, self.small))
-        return self.kinds.cut(large, small, self.sms[way])
+        both = self.large.stretches, self.small.stretches
+        stretches = np.concatenate([rows[way % len(rows)] for rows in both])
+        return _cut(self.of, stretches, int(self.sms[way]))
 
 
 def cut_spans(spans: Spans, shape: Shape) -> Cut:
     """Of the ways with few enough Partials the fastest; if there is none, one with the fewest."""
     if shape.fixed_stretch is not None or not shape.can_cut or not len(spans.query_rows):
-        return _cut_at_once(_all_large(spans, shape), shape)
+        return _cut_at_once(spans, shape)
     choices = ways_to_cut(spans, shape)
     most = np.inf
     if shape.max_partials is not None:
@@ -151,70 +99,98 @@ def cut_spans(spans: Spans, shape: Shape) -> Cut:
     return choices[best].cut(int((us[best] <= EQUAL * us[best].min()).argmax()))
 
 
-def _cut_at_once(every: Kind, shape: Shape) -> Cut:
-    """Nothing to choose: stretches are fixed, or no span is cut."""
-    sms = shape.num_large_programs
+def _cut_at_once(spans: Spans, shape: Shape) -> Cut:
+    """Nothing to choose: stretches are fixed, and all units large, or no span is cut."""
+    columns, slots = _columns(spans, shape.group), shape.large.slots
     if shape.fixed_stretch is None:
-        kinds = _by_kind(every, every.rows > shape.small_rows, shape)
-        return kinds.cut(kinds.large.keys, kinds.small.keys, sms)
-    kinds = _by_kind(every, np.ones(len(every.keys), np.bool_), shape)
-    return kinds.cut(np.full(len(every.keys), float(shape.fixed_stretch)), np.empty(0), sms)
+        of = _sort(columns, columns[2] > shape.small_rows, shape)
+        return _cut(of, of.keys, slots)
+    of = _sort(columns, np.ones(len(spans), np.bool_), shape)
+    return _cut(of, np.full(len(spans), float(shape.fixed_stretch)), slots)
+
+
+def _cut(of: Sorted, stretches: Floats, sms: int) -> Cut:
+    return Cut(of, stretches, np.ceil(of.keys / stretches), sms)
 
 
 def ways_to_cut(spans: Spans, shape: Shape) -> list[Ways]:
     """All that are compared; some may leave too many Partials."""
-    every = _all_large(spans, shape)
-    return [_ways(_by_kind(every, large, shape), shape) for large in _choices(every, shape)]
+    columns = _columns(spans, shape.group)
+    return [_ways(_sort(columns, large, shape), shape) for large in _choices(columns, shape)]
 
 
-def _all_large(spans: Spans, shape: Shape) -> Kind:
-    keys = np.maximum(spans.key_tokens, 1).astype(np.float64)
+def _columns(spans: Spans, group: int) -> Floats:
+    """[3, spans]: keys, seen keys and rows."""
+    columns = np.empty((3, len(spans)))
     queries = spans.query_starts[1:] - spans.query_starts[:-1]
-    seen = keys - spans.is_causal * (queries >> 1)
-    rows = queries.astype(np.float64) * shape.group
-    return Kind(keys, seen, rows, np.ceil(rows / shape.tiles.large_q), True)
+    columns[0] = np.maximum(spans.key_tokens, 1)
+    columns[1] = columns[0] - spans.is_causal * (queries >> 1)
+    columns[2] = queries * group
+    return columns
 
 
-def _choices(every: Kind, shape: Shape) -> list[Bools]:
+def _choices(columns: Floats, shape: Shape) -> list[Bools]:
     """Which spans are large: all that may be; only those that must be; or none, if their rows as
     several small tiles cost less than a launch.
     """
-    may_be = every.rows > shape.small_rows
-    if not shape.tiles.is_split or not may_be.any():
+    keys, _, rows = columns
+    may_be, small = rows > shape.small_rows, shape.small
+    if not shape.tiles.is_split or not np.count_nonzero(may_be):
         return [may_be]
-    must_be, choices = every.rows > shape.most_small_rows, [may_be]
+    must_be, choices = rows > small.rows, [may_be]
     if np.count_nonzero(must_be) < np.count_nonzero(may_be):
         choices.append(must_be)
-    units = np.ceil(every.rows[must_be] / shape.most_small_rows) * shape.units(False)
-    us = float(unit_us(every.keys[must_be], False, shape) @ units) / shape.num_programs
+    units = np.ceil(rows[must_be] / small.rows) * small.units
+    us = float(small.unit_us(keys[must_be]) @ units) / small.slots
     if 0.0 < us < shape.tiles.pace.launch_us:
-        choices.append(np.zeros(len(every.rows), np.bool_))
+        choices.append(np.zeros(len(rows), np.bool_))
     return choices
 
 
-def _by_kind(every: Kind, is_large: Bools, shape: Shape) -> Kinds:
-    count = int(np.count_nonzero(is_large))
-    order = (~is_large).argsort(kind="stable")
-    large = Kind._make((*(column[order[:count]] for column in every[:4]), True))
-    keys, seen, rows, _ = (column[order[count:]] for column in every[:4])
-    small_tiles = np.ceil(rows / shape.most_small_rows)
-    return Kinds(order, large, Kind(keys, seen, rows, small_tiles, False))
+def _sort(columns: Floats, is_large: Bools, shape: Shape) -> Sorted:
+    spans, num_large = (~is_large).argsort(kind="stable"), int(np.count_nonzero(is_large))
+    keys, seen, rows = columns.take(spans, axis=1)
+    tile_rows = np.full(len(spans), float(shape.small.rows))
+    tile_rows[:num_large] = shape.large.rows
+    return Sorted(spans, num_large, keys, seen, rows, np.ceil(rows / tile_rows))
 
 
-def _ways(kinds: Kinds, shape: Shape) -> Ways:
-    programs, slots = float(shape.num_programs), shape.num_large_programs
-    if not len(kinds.large.keys):
-        small = kinds.small.stretches(programs * SMALL_ON, shape)
-        work = kinds.small.work(small, shape)
-        us, sms = _small_us(work, shape), np.full(len(small), float(slots))
-        return Ways(kinds, np.empty((1, 0)), small, sms, us, work.rows)
+def _ways(of: Sorted, shape: Shape) -> Ways:
+    slots, heads = shape.large.slots, shape.kv_heads
+    if not of.num_large:
+        small = _work(of, slice(None), shape.small, shape.small.slots * SMALL_ON, heads)
+        sms = np.full(len(small.us), float(slots))
+        return Ways(of, NOTHING, small, sms, _small_us(small, shape), small.rows)
     places = _large_places(slots)
-    large = kinds.large.stretches(places, shape)
-    small = kinds.small.stretches(np.array([programs]), shape)
-    large_work, small_work = kinds.large.work(large, shape), kinds.small.work(small, shape)
-    sms = np.minimum(np.minimum(places, slots), large_work.units)
-    us = _step_us(large_work, small_work, sms, shape)
-    return Ways(kinds, large, small, sms, us, large_work.rows + small_work.rows)
+    large = _work(of, slice(of.num_large), shape.large, places, heads)
+    small = _work(of, slice(of.num_large, None), shape.small, shape.small.slots * ONE, heads)
+    sms = np.minimum(np.minimum(places, slots), large.units)
+    return Ways(of, large, small, sms, _step_us(large, small, sms, shape), large.rows + small.rows)
+
+
+def _work(of: Sorted, part: slice, kind: Kind, places: Floats, kv_heads: int) -> Work:
+    """Spans of one kind, cut as if there were one unit for each of `places` [ways] and all had
+    equally many keys. Each span is cut into equal parts. One way if none cuts a span.
+    """
+    keys, seen, rows, row_tiles = (column[part] for column in of[2:])
+    shares = np.maximum(ROUNDING * kind.units * float(seen @ row_tiles) / places, 1.0)
+    parts: Floats = np.ones((1, 1))
+    if seen.max(initial=0.0) >= 2.0 * shares.min():
+        parts = np.maximum(np.floor(seen / shares[:, None]), 1.0)
+    stretches: Floats = np.ceil(keys / (parts * kind.stretch)) * kind.stretch
+    parts, share, copies = np.ceil(keys / stretches), seen / keys, row_tiles * kind.units
+    us = whole = kind.unit_us(np.minimum(stretches, keys) * share)
+    if parts.max(initial=0.0) > 1.0:
+        last = (keys - (parts - 1.0) * stretches) * share
+        us = (parts - 1.0) * whole + kind.unit_us(last)
+    return Work(
+        stretches,
+        units=parts @ copies,
+        us=us @ copies,
+        longest_us=whole.max(axis=1, initial=0.0),
+        rows=parts @ rows * kv_heads,
+        keys=float(seen.sum()) * kv_heads,
+    )
 
 
 @cache
@@ -241,7 +217,7 @@ def _step_us(large: Work, small: Work, sms: Floats, shape: Shape) -> Floats:
         all others           | small units                      |
     """
     pace, programs = shape.tiles.pace, float(shape.num_programs)
-    early = programs - programs / shape.num_large_programs * sms
+    early = programs - programs / shape.large.slots * sms
     large_us = large.us / sms
     # Keys a microsecond, if memory were as fast as they wish.
     large_wish, wish = large.keys / large_us, small.keys / np.maximum(small.us, TINY)

@@ -31,13 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import layout
-from mainstem.kernels.attention.plan import (
-    ALL_LAUNCHES,
-    KernelPlan,
-    Launches,
-    ReusablePlan,
-    make_plan,
-)
+from mainstem.kernels.attention.plan import ALL_LAUNCHES, KernelPlan, Launches, make_plan
 from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
@@ -261,7 +255,7 @@ class SpanAttention:
             has_windows=has_window,
         )
         self._make_buffers(partials)
-        self._reusable: ReusablePlan | None = None
+        self._last: KernelPlan | None = None  # may hold for the next step
         self._needed = Launches(large=False, merge=False)  # by the last plan
         self._descriptors: dict[int, _Descriptors] = {}
 
@@ -324,14 +318,14 @@ class SpanAttention:
         tenth of the time.
         """
         self._check_spans(spans)
-        if self._reusable is not None and self._reusable.holds_for(spans):
-            plan = self._reusable.plan(spans)
+        if self._last is not None and self._last.holds_for(spans):
+            plan = self._last.of_step(spans)
         else:
             plan = make_plan(spans, self._shape)
         if not self.fits(plan) and self._shape.fixed_stretch is None:
             return self.send(self._smaller_plan(spans))
         launches = self.send(plan)
-        self._reusable = plan.reusable
+        self._last = plan
         return launches
 
     def _smaller_plan(self, spans: Spans) -> KernelPlan:
@@ -388,7 +382,7 @@ class SpanAttention:
         """
         if plan.num_ints > self._plan_ints:
             raise PlanTooLarge(
-                f"the plan is {plan.num_ints} ints for {plan.num_pieces} pieces, the buffer has "
+                f"the plan is {plan.num_ints} ints for {len(plan.pieces.table)} pieces, the buffer has "
                 f"{self._plan_ints}: raise AttentionLimits.max_entries"
             )
         if plan.num_slots > self._limits.partials():
@@ -398,7 +392,7 @@ class SpanAttention:
             )
         self._staging[self._next_staging].send(plan, self._plan_row)
         self._next_staging = (self._next_staging + 1) % len(self._staging)
-        self._reusable = None
+        self._last = None
         has_kernel = self._hopper is not None
         self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
         return self._needed
@@ -462,7 +456,7 @@ class SpanAttention:
             "HAS_WINDOW": shape.has_windows, "SOFTCAP": self._softcap, "launch_pdl": True,
         }  # fmt: skip
         if has_large:
-            large._large_units_kernel[(shape.num_large_programs,)](
+            large._large_units_kernel[(shape.large.slots,)](
                 q, k.large[0], v.large[0], k.large[1], v.large[1], *tensors, tiles.large_stages,
                 TILE_K=tiles.large_k, STAGES=tiles.large_stages,
                 num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
