@@ -38,17 +38,17 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
     order, us = _longest_first(large, shape.large.units)
     slots = large_slots(min(sms, len(order)), shape.large.slots, shape.tiles.is_split)
     load = np.zeros(len(slots))
-    of_large = _shares(order, slots[_turns(us, load)], shape)
+    of_large = _shares(order, _turns(us, slots, load), shape)
     before = _before_small(slots, load, shape)
     order, us = _longest_first(small, shape.small.units)
     free, kept = _spread(shape.num_programs), len(order)
     if shape.tiles.queued_share and kept:
         free = free[before[free] == 0.0]
-        # The time at which all would end, if units could be divided.
-        end_us = ((np.sort(before).cumsum() + us.sum()) / np.arange(1, len(before) + 1)).min()
+        # The time at which all would end, if units could be divided; `before` ascends.
+        end_us = ((before.cumsum() + us.sum()) / np.arange(1, len(before) + 1)).min()
         own_us = (1.0 - shape.tiles.queued_share) * end_us * len(free)
         kept = max(int(us.cumsum().searchsorted(own_us)), min(len(free), kept))
-    return of_large, _shares(order, free[_turns(us[:kept], before[free])], shape)
+    return of_large, _shares(order, _turns(us[:kept], free, before[free]), shape)
 
 
 def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
@@ -60,15 +60,15 @@ def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
     return order, us[by_us].repeat(units)
 
 
-def _turns(us: Floats, load: Floats) -> Int64s:
-    """The program of each unit; adds to `load`. In each round the longest units left go to the
-    least loaded programs; a program that has more than the least loaded one will have sits out.
+def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
+    """The slot of each unit; adds to `load`. In each round the longest units left go to the least
+    loaded slots; a slot that has more than the least loaded one will have sits out.
     """
     if len(us) and us[0] == us[-1] and not load.any():  # in turn: the same, but quicker
         rounds, more = divmod(len(us), len(load))
         load += us[0] * rounds
         load[:more] += us[0]
-        return np.arange(len(us)) % len(load)
+        return slots[None].repeat(rounds + 1, axis=0).ravel()[: len(us)]
     turns, done, least = np.empty(len(us), np.int64), 0, len(load) // LEAST_PLAYERS
     while done < len(us):
         by_load = load.argsort(kind="stable")
@@ -76,7 +76,7 @@ def _turns(us: Floats, load: Floats) -> Int64s:
         players = int(levels.searchsorted(levels[0] + us[done], side="right"))
         round_us = us[done : done + max(players, least)]
         by_load = by_load[: len(round_us)]
-        turns[done : done + len(by_load)] = by_load
+        turns[done : done + len(by_load)] = slots[by_load]
         load[by_load] += round_us
         done += len(by_load)
     return turns

@@ -8,6 +8,7 @@ Large spans are cut for one unit on each of some number of multiprocessors, smal
 on each program. All ways are estimated together, and the one that would end first is taken.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -20,14 +21,15 @@ from mainstem.kernels.attention.shape import Floats, Kind, Shape
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Shares of the multiprocessors that large units are cut for; most models have 8 KV heads. The last
+# Shares of the multiprocessors that large units are cut for; most models have 8 KV heads. The first
 # two mean several units on each.
-LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
+LARGE_ON = tuple(n / 132 for n in (528, 264, 132, 120, 112, 96, 80, 64, 48, 32, 16))
 # Without large units, small ones on each program. Fewer than one leave room for short spans.
-SMALL_ON, ONE = np.array([1.0, 0.9, 0.8, 2.0]), np.ones(1)
+SMALL_ON = (1.0, 0.9, 0.8, 2.0)
 ROUNDING = 0.97  # shares are smaller, or rounding could cut a span into one unit less
 EQUAL = 1.001  # of ways that are nearly equal, large units on most multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
+NO_STRETCHES: Floats = np.empty(0)
 
 
 class Sorted(NamedTuple):
@@ -44,22 +46,18 @@ class Sorted(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Units of one kind, in each of several ways to cut: [ways], or [1] if all have the same."""
+    """Units of one kind, in one way to cut."""
 
-    stretches: Floats  # [ways, spans] or [1, spans]: keys of a unit
-    units: Floats
-    us: Floats  # of all units, one after the other, with memory to themselves
-    longest_us: Floats
-    rows: Floats  # x heads to be merged, at most
+    units: float
+    us: float  # of all units, one after the other, with memory to themselves
+    longest_us: float
+    rows: float  # x heads to be merged, at most
     keys: float  # x KV heads, read from memory
 
-    def last_us(self, places: Floats | float) -> Floats:
+    def last_us(self, places: float) -> float:
         """When the last unit ends on some number of places."""
-        rounds = np.ceil(self.units / places) * (self.us / np.maximum(self.units, 1.0))
-        return np.maximum(rounds, self.longest_us)
-
-
-NOTHING = Work(np.empty((1, 0)), *(np.zeros(1) for _ in range(4)), keys=0.0)
+        rounds = math.ceil(self.units / places) * (self.us / max(self.units, 1.0))
+        return max(rounds, self.longest_us)
 
 
 class Cut(NamedTuple):
@@ -69,34 +67,31 @@ class Cut(NamedTuple):
     sms: int  # multiprocessors, or programs, that get large units
 
 
-class Ways(NamedTuple):
-    """Ways to cut a step in which the same spans are large."""
+class Way(NamedTuple):
+    """One way to cut a step."""
 
     of: Sorted
-    large: Work
-    small: Work
-    sms: Floats  # [ways] multiprocessors that get large units
-    us: Floats  # [ways] estimated
-    rows: Floats  # [ways] or [1]: x heads to be merged, at most
+    large: Floats  # stretches of large spans
+    small: Floats
+    sms: float  # multiprocessors that get large units
+    us: float  # estimated
+    rows: float  # x heads to be merged, at most
 
-    def cut(self, way: int) -> Cut:
-        both = self.large.stretches, self.small.stretches
-        stretches = np.concatenate([rows[way % len(rows)] for rows in both])
-        return _cut(self.of, stretches, int(self.sms[way]))
+    def cut(self) -> Cut:
+        return _cut(self.of, np.concatenate((self.large, self.small)), int(self.sms))
 
 
 def cut_spans(spans: Spans, shape: Shape) -> Cut:
     """Of the ways with few enough Partials the fastest; if there is none, one with the fewest."""
     if shape.fixed_stretch is not None or not shape.can_cut or not len(spans.query_rows):
         return _cut_at_once(spans, shape)
-    choices = ways_to_cut(spans, shape)
-    most = np.inf
+    ways = ways_to_cut(spans, shape)
     if shape.max_partials is not None:
-        fewest = min(float(ways.rows.min()) for ways in choices)
-        most = max(float(shape.max_partials * shape.group * shape.kv_heads), fewest)
-    us = [np.where(ways.rows <= most, ways.us, np.inf) for ways in choices]
-    best = min(range(len(us)), key=lambda i: float(us[i].min()))
-    return choices[best].cut(int((us[best] <= EQUAL * us[best].min()).argmax()))
+        most = float(shape.max_partials * shape.group * shape.kv_heads)
+        most = max(most, min(way.rows for way in ways))
+        ways = [way for way in ways if way.rows <= most]
+    best = min(ways, key=lambda way: way.us)
+    return next(way for way in ways if way.of is best.of and way.us <= EQUAL * best.us).cut()
 
 
 def _cut_at_once(spans: Spans, shape: Shape) -> Cut:
@@ -113,10 +108,11 @@ def _cut(of: Sorted, stretches: Floats, sms: int) -> Cut:
     return Cut(of, stretches, np.ceil(of.keys / stretches), sms)
 
 
-def ways_to_cut(spans: Spans, shape: Shape) -> list[Ways]:
+def ways_to_cut(spans: Spans, shape: Shape) -> list[Way]:
     """All that are compared; some may leave too many Partials."""
     columns = _columns(spans, shape.group)
-    return [_ways(_sort(columns, large, shape), shape) for large in _choices(columns, shape)]
+    choices = (_sort(columns, is_large, shape) for is_large in _choices(columns, shape))
+    return [way for of in choices for way in _ways(of, shape)]
 
 
 def _columns(spans: Spans, group: int) -> Floats:
@@ -155,60 +151,70 @@ def _sort(columns: Floats, is_large: Bools, shape: Shape) -> Sorted:
     return Sorted(spans, num_large, keys, seen, rows, np.ceil(rows / tile_rows))
 
 
-def _ways(of: Sorted, shape: Shape) -> Ways:
-    slots, heads = shape.large.slots, shape.kv_heads
+def _ways(of: Sorted, shape: Shape) -> list[Way]:
+    """With large units, small ones are cut in one way."""
+    slots, own = float(shape.large.slots), slice(of.num_large, None)
     if not of.num_large:
-        small = _work(of, slice(None), shape.small, shape.small.slots * SMALL_ON, heads)
-        sms = np.full(len(small.us), float(slots))
-        return Ways(of, NOTHING, small, sms, _small_us(small, shape), small.rows)
-    places = _large_places(slots)
-    large = _work(of, slice(of.num_large), shape.large, places, heads)
-    small = _work(of, slice(of.num_large, None), shape.small, shape.small.slots * ONE, heads)
-    sms = np.minimum(np.minimum(places, slots), large.units)
-    return Ways(of, large, small, sms, _step_us(large, small, sms, shape), large.rows + small.rows)
+        places = [float(shape.num_programs) * share for share in SMALL_ON]
+        return [
+            Way(of, NO_STRETCHES, stretches, slots, _small_us(work, shape), work.rows)
+            for stretches, work in _works(of, own, shape.small, places, shape)
+        ]
+    [(small, small_work)] = _works(of, own, shape.small, [float(shape.num_programs)], shape)
+    places = _large_places(shape.large.slots)
+    large = _works(of, slice(of.num_large), shape.large, places, shape)
+    ways = []
+    for i, place in enumerate(places):
+        stretches, work = large[i % len(large)]
+        sms, rows = min(place, slots, work.units), work.rows + small_work.rows
+        us = _step_us(work, small_work, sms, shape)
+        ways.append(Way(of, stretches, small, sms, us, rows))
+    return ways
 
 
-def _work(of: Sorted, part: slice, kind: Kind, places: Floats, kv_heads: int) -> Work:
-    """Spans of one kind, cut as if there were one unit for each of `places` [ways] and all had
-    equally many keys. Each span is cut into equal parts. One way if none cuts a span.
+def _works(
+    of: Sorted, part: slice, kind: Kind, places: list[float], shape: Shape
+) -> list[tuple[Floats, Work]]:
+    """Stretches of one kind of span, and the units that they give, for each number of places. Spans
+    are cut into equal parts, as if each place had one unit and all units equally many keys. One
+    entry for all places if no span is cut.
     """
     keys, seen, rows, row_tiles = (column[part] for column in of[2:])
-    shares = np.maximum(ROUNDING * kind.units * float(seen @ row_tiles) / places, 1.0)
-    parts: Floats = np.ones((1, 1))
-    if seen.max(initial=0.0) >= 2.0 * shares.min():
-        parts = np.maximum(np.floor(seen / shares[:, None]), 1.0)
-    stretches: Floats = np.ceil(keys / (parts * kind.stretch)) * kind.stretch
-    parts, share, copies = np.ceil(keys / stretches), seen / keys, row_tiles * kind.units
-    us = whole = kind.unit_us(np.minimum(stretches, keys) * share)
-    if parts.max(initial=0.0) > 1.0:
-        last = (keys - (parts - 1.0) * stretches) * share
-        us = (parts - 1.0) * whole + kind.unit_us(last)
-    return Work(
-        stretches,
-        units=parts @ copies,
-        us=us @ copies,
-        longest_us=whole.max(axis=1, initial=0.0),
-        rows=parts @ rows * kv_heads,
-        keys=float(seen.sum()) * kv_heads,
-    )
+    all_keys = ROUNDING * kind.units * float(seen @ row_tiles)
+    shares = [max(all_keys / count, 1.0) for count in places]
+    copies, share, heads = row_tiles * kind.units, seen / keys, shape.kv_heads
+    num_read = float(seen.sum()) * heads
+    if seen.max(initial=0.0) < 2.0 * min(shares):
+        us = kind.unit_us(keys * share)
+        units, all_us, longest_us = copies.sum(), us @ copies, us.max(initial=0.0)
+        work = Work(*map(float, (units, all_us, longest_us, rows.sum() * heads, num_read)))
+        return [(np.ceil(keys / kind.stretch) * kind.stretch, work)]
+    parts = np.maximum(np.floor(seen / np.array(shares)[:, None]), 1.0)
+    stretches = np.ceil(keys / (parts * kind.stretch)) * kind.stretch
+    parts = np.ceil(keys / stretches)
+    whole = kind.unit_us(np.minimum(stretches, keys) * share)
+    last = kind.unit_us((keys - (parts - 1.0) * stretches) * share)
+    us, longest_us = ((parts - 1.0) * whole + last) @ copies, whole.max(axis=1)
+    columns = parts @ copies, us, longest_us, parts @ rows * heads, np.full(len(parts), num_read)
+    works = map(Work._make, zip(*(column.tolist() for column in columns), strict=True))
+    return list(zip(stretches, works, strict=True))
 
 
 @cache
-def _large_places(slots: int) -> Floats:
-    places: Floats = np.unique(np.maximum(np.rint(slots * LARGE_ON), 1.0))[::-1]
-    return places
+def _large_places(slots: int) -> list[float]:
+    return list(dict.fromkeys(max(float(round(slots * share)), 1.0) for share in LARGE_ON))
 
 
-def _small_us(small: Work, shape: Shape) -> Floats:
+def _small_us(small: Work, shape: Shape) -> float:
     """When all is merged, in a step without large units, up to a constant."""
     pace, programs = shape.tiles.pace, float(shape.num_programs)
-    busy = np.minimum(programs, small.units)
-    speed = np.minimum(pace.reads / (busy * (small.keys / small.us)), 1.0)
-    end = np.maximum(small.us / busy / speed, small.last_us(programs) / np.sqrt(speed))
+    busy = min(programs, small.units)
+    speed = min(pace.reads / (busy * (small.keys / small.us)), 1.0)
+    end = max(small.us / busy / speed, small.last_us(programs) / math.sqrt(speed))
     return end + pace.merge_us * small.rows
 
 
-def _step_us(large: Work, small: Work, sms: Floats, shape: Shape) -> Floats:
+def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
     """When all is merged, up to a constant. Large units run first, on some multiprocessors. Small
     units begin at once on all others, and a little after the large ones on these. While both run,
     they compete for memory:
@@ -220,24 +226,24 @@ def _step_us(large: Work, small: Work, sms: Floats, shape: Shape) -> Floats:
     early = programs - programs / shape.large.slots * sms
     large_us = large.us / sms
     # Keys a microsecond, if memory were as fast as they wish.
-    large_wish, wish = large.keys / large_us, small.keys / np.maximum(small.us, TINY)
-    small_wish = np.minimum(early, small.units) * wish
-    lack = np.maximum((large_wish + small_wish) / pace.reads, 1.0)
+    large_wish, wish = large.keys / large_us, small.keys / max(small.us, TINY)
+    small_wish = min(early, small.units) * wish
+    lack = max((large_wish + small_wish) / pace.reads, 1.0)
     # Large units prefetch further ahead, so they are delayed less.
-    slower = np.where(small_wish > 0.0, 1.0 + pace.yields * (lack - 1.0), lack)
-    left = (pace.reads - large_wish / slower) / np.maximum(small_wish, TINY)
-    beside = np.minimum(np.maximum(left, pace.least_speed / lack), 1.0)
-    large_us = large_us * slower
+    slower = 1.0 + pace.yields * (lack - 1.0) if small_wish > 0.0 else lack
+    left = (pace.reads - large_wish / slower) / max(small_wish, TINY)
+    beside = min(max(left, pace.least_speed / lack), 1.0)
+    large_us *= slower
     done = beside * large_us  # by a program that began at once
-    wished = np.maximum(np.minimum(small.units, programs) * wish, TINY)
-    rest = np.maximum(small.us - early * done, 0.0) / programs
+    wished = max(min(small.units, programs) * wish, TINY)
+    rest = max(small.us - early * done, 0.0) / programs
     late_us = pace.late_us * (1.0 - early / programs)
-    end = large_us + late_us + rest / np.minimum(pace.reads / wished, 1.0)
+    end = large_us + late_us + rest / min(pace.reads / wished, 1.0)
     # Or all units on the programs that begin at once.
-    own_us = small.us / np.maximum(early, TINY)
-    alone = np.minimum(pace.reads / np.maximum(small_wish, TINY), 1.0)
-    own_end = np.where(own_us <= done, own_us / beside, large_us + (own_us - done) / alone)
-    end = np.minimum(end, own_end) + pace.apart * small.longest_us
-    end = np.maximum(end, np.where(early > 0.0, 0.0, large_us) + small.longest_us)
+    own_us = small.us / max(early, TINY)
+    alone = min(pace.reads / max(small_wish, TINY), 1.0)
+    own_end = own_us / beside if own_us <= done else large_us + (own_us - done) / alone
+    end = min(end, own_end) + pace.apart * small.longest_us
+    end = max(end, (0.0 if early > 0.0 else large_us) + small.longest_us)
     merge_us = pace.merge_us * (large.rows + small.rows)
-    return np.maximum(large.last_us(sms) * slower, end) + merge_us + pace.launch_us
+    return max(large.last_us(sms) * slower, end) + merge_us + pace.launch_us

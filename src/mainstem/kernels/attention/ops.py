@@ -382,8 +382,8 @@ class SpanAttention:
         """
         if plan.num_ints > self._plan_ints:
             raise PlanTooLarge(
-                f"the plan is {plan.num_ints} ints for {len(plan.pieces.table)} pieces, the buffer has "
-                f"{self._plan_ints}: raise AttentionLimits.max_entries"
+                f"the plan is {plan.num_ints} ints for {len(plan.pieces.span)} pieces, the buffer "
+                f"has {self._plan_ints}: raise AttentionLimits.max_entries"
             )
         if plan.num_slots > self._limits.partials():
             raise PlanTooLarge(

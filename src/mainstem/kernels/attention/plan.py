@@ -207,10 +207,9 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> Pieces:
     if is_cut:
         num_large = int(counts[:num_large].sum())
         place = np.arange(len(counts)).repeat(counts)
-        span, keys, rows, row_tiles, stretches, parts = (
-            column[place] for column in (span, keys, rows, row_tiles, stretches, parts)
-        )
-        within_span = np.arange(len(place)) - _starts(counts)[place]
+        within_span = np.arange(len(place)) - _starts(parts * row_tiles)[place]
+        span, keys, rows = span[place], keys[place], rows[place]
+        row_tiles, stretches, parts = row_tiles[place], stretches[place], parts[place]
         stretch = np.floor(within_span / row_tiles)
         row_tile = within_span - stretch * row_tiles
     tile_rows = np.full(len(span), float(shape.small.rows))
@@ -258,12 +257,12 @@ def _share_table(
     of_large, of_small = (large_begin < large.ends[1:]).nonzero()[0], (begin < end).nonzero()[0]
     second = np.minimum(begin + 1, end - 1)[of_small]
     table[of_small, layout.SHARE_SECOND_SMALL] = small.order[second]
-    pieces, heads = np.divmod(large.order[large_begin[of_large]], shape.large.units)
+    first, units = large.order[large_begin[of_large]], shape.small.units
     others = np.concatenate((small.order[begin[of_small]], small.queued))
-    other_pieces, other_heads = np.divmod(others, shape.small.units)
+    pieces, other_pieces = first // shape.kv_heads, others // units  # divmod takes far longer
+    heads = first - pieces * shape.kv_heads, (others - other_pieces * units) * shape.fold
     pieces = np.concatenate((pieces, other_pieces + num_large))
-    heads = np.concatenate((heads, other_heads * shape.fold))
-    return table, Stored(pieces, heads, of_large, of_small)
+    return table, Stored(pieces, np.concatenate(heads), of_large, of_small)
 
 
 def _place_partials(spans: Spans, cut: Cut, shape: Shape) -> tuple[Int32s, Int32s]:
@@ -273,23 +272,25 @@ def _place_partials(spans: Spans, cut: Cut, shape: Shape) -> tuple[Int32s, Int32
     Tokens in several units leave Partials, and so do tokens that share a span with one of them,
     since a unit's rows are all whole or all Partials.
     """
-    tokens, parts = spans.query_rows.astype(np.int64), np.empty(len(spans), np.int64)
+    tokens, parts = spans.query_rows.astype(np.int64), np.empty(len(spans))
+    queries = spans.query_starts[1:] - spans.query_starts[:-1]
     parts[cut.of.spans] = cut.parts
-    span = np.arange(len(spans)).repeat(spans.query_starts[1:] - spans.query_starts[:-1])
-    entry_parts = parts[span]
-    token_parts = np.bincount(tokens, weights=entry_parts).astype(np.int64)
+    entry_parts = parts.repeat(queries)
+    token_parts = np.bincount(tokens, weights=entry_parts).astype(np.float64, copy=False)
     entries = np.full((layout.PLAIN_ENTRY_ROWS + shape.has_windows, len(tokens)), -1, np.int32)
     entries[layout.ENTRY_TOKEN] = tokens
     is_split = token_parts > 1
     num_split = np.count_nonzero(is_split)
     if 0 < num_split < len(is_split):
+        span = np.arange(len(spans)).repeat(queries)
         has_split = np.bincount(span, weights=is_split[tokens], minlength=len(spans)) > 0
         is_split[tokens[has_split[span]]] = True
     split = is_split.nonzero()[0]
     merges = np.empty((layout.MERGE_ROWS, len(split)), np.int32)
     if num_split:
         by_token = tokens.argsort(kind="stable")
-        by_token = by_token[is_split[tokens[by_token]]]
+        if len(split) < len(is_split):
+            by_token = by_token[is_split[tokens[by_token]]]
         entries[layout.ENTRY_SLOT][by_token] = _starts(entry_parts[by_token])
         merges[layout.MERGE_TOKEN] = split
         merges[layout.MERGE_PARTIALS] = counts = token_parts[split]
@@ -297,7 +298,7 @@ def _place_partials(spans: Spans, cut: Cut, shape: Shape) -> tuple[Int32s, Int32
     return entries, merges
 
 
-def _starts(counts: Int64s) -> Int64s:
+def _starts(counts: Floats) -> Floats:
     """Where each group begins, if groups lie one after the other."""
     return counts.cumsum() - counts
 
