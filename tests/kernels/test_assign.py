@@ -11,9 +11,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mainstem.kernels.attention.assign import assign_units, large_slots
-from mainstem.kernels.attention.pace import Pace
 from mainstem.kernels.attention.shape import Shape
-from mainstem.kernels.attention.tuning import HOPPER_SPLIT, INTERPRETER, Tiles
+from mainstem.kernels.attention.tuning import HOPPER_SPLIT, INTERPRETER, Pace, Tiles
 
 pytestmark = pytest.mark.torch
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.pace import Pace
 from mainstem.kernels.attention.shape import Kind, Shape
+from mainstem.kernels.attention.tuning import Pace
 
 LONG_KEYS = (1024, 2048, 3072, 4096, 6144, 8192)
 ROUNDS = (1, 2, 3, 4, 6, 8)

@@ -42,6 +42,7 @@ from mainstem.kernels.attention.tuning import (
     MOST_TUNED_DIM,
     Tiles,
     choose_tiles,
+    with_fitted_pace,
 )
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
@@ -216,10 +217,11 @@ class SpanAttention:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if softcap is not None and not softcap > 0:
             raise LayoutError(f"softcap must be positive, got {softcap}")
-        if tiles is None:
-            can_split = deterministic_keys is None
-            tiles = choose_tiles(device, dtype, head_dim, can_split=can_split)
+        can_split, is_given = deterministic_keys is None, tiles is not None
+        tiles = tiles or choose_tiles(device, dtype, head_dim, can_split=can_split)
         tiles, self._hopper = _with_kernel(tiles, device, head_dim, page_size)
+        if device.type != "cpu" and dtype != torch.float32 and can_split and not is_given:
+            tiles = with_fitted_pace(tiles, device, head_dim)
         if self._hopper is not None and deterministic_keys is not None:
             raise LayoutError("tiles that are split are for attention without deterministic_keys")
         if deterministic_keys is not None and (
