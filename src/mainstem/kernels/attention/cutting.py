@@ -119,8 +119,9 @@ def _columns(spans: Spans, group: int) -> Floats:
     """[3, spans]: keys, seen keys and rows."""
     columns = np.empty((3, len(spans)))
     queries = spans.query_starts[1:] - spans.query_starts[:-1]
-    columns[0] = np.maximum(spans.key_tokens, 1)
-    columns[1] = columns[0] - spans.is_causal * (queries >> 1)
+    columns[:2] = np.maximum(spans.key_tokens, 1)
+    if np.count_nonzero(spans.is_causal):
+        columns[1] -= spans.is_causal * (queries >> 1)
     columns[2] = queries * group
     return columns
 

@@ -202,47 +202,43 @@ def plan_cut(spans: Spans, cut: Cut, shape: Shape) -> KernelPlan:
 def _pieces(spans: Spans, cut: Cut, shape: Shape) -> Pieces:
     (span, num_large, keys, _, rows, row_tiles), stretches, parts, _ = cut
     counts = (parts * row_tiles).astype(np.int64)
-    stretch = row_tile = np.zeros(1)
-    is_cut = bool(np.count_nonzero(counts != 1))
-    if is_cut:
-        num_large = int(counts[:num_large].sum())
-        place = np.arange(len(counts)).repeat(counts)
-        within_span = np.arange(len(place)) - _starts(parts * row_tiles)[place]
-        span, keys, rows = span[place], keys[place], rows[place]
-        row_tiles, stretches, parts = row_tiles[place], stretches[place], parts[place]
-        stretch = np.floor(within_span / row_tiles)
-        row_tile = within_span - stretch * row_tiles
+    if not np.count_nonzero(counts != 1):
+        return Pieces(_piece_table(spans, span, rows), num_large, keys, span, within=None)
+    place, num_large = np.arange(len(counts)).repeat(counts), int(counts[:num_large].sum())
+    number = np.arange(len(place)) - _starts(parts * row_tiles)[place]  # within the span
+    span, keys, rows, row_tiles = span[place], keys[place], rows[place], row_tiles[place]
+    stretches, parts = stretches[place], parts[place]
+    stretch = np.floor(number / row_tiles)
     tile_rows = np.full(len(span), float(shape.small.rows))
     tile_rows[:num_large] = shape.large.rows
-    key_begin, row_begin = stretch * stretches, row_tile * tile_rows
-    row_end = np.minimum(row_begin + tile_rows, rows)
-    starts = spans.query_starts.astype(np.int64)
-    table = np.zeros((len(span), layout.PIECE_INTS), np.int32)
-    table[:, layout.PIECE_ENTRY] = entries = starts[span]
+    key_begin, row_begin = stretch * stretches, (number - stretch * row_tiles) * tile_rows
+    key_end, row_end = key_begin + stretches, np.minimum(row_begin + tile_rows, rows)
+    table = _piece_table(spans, span, row_end)
     table[:, layout.PIECE_ROW_BEGIN] = row_begin
-    table[:, layout.PIECE_ROW_END] = row_end
     table[:, layout.PIECE_KEY_BEGIN] = key_begin
     table[:, layout.PIECE_STRETCH] = stretch
-    table[:, layout.PIECE_FIRST_TOKEN] = spans.query_rows[entries]
-    gaps = _spans_with_gaps(spans.query_rows, starts)
-    if len(gaps):
-        table[np.isin(span, gaps), layout.PIECE_FIRST_TOKEN] = -1
-    if not is_cut:
-        return Pieces(table, num_large, keys, span, within=None)
     within = np.empty((3, len(span)), np.int32)
     within[0] = key_begin / shape.page_size
-    within[1] = np.where(stretch + 1.0 < parts, key_begin + stretches, NO_LIMIT)
+    within[1] = np.where(stretch + 1.0 < parts, key_end, NO_LIMIT)
     within[2] = hidden = np.floor((rows - row_end) / shape.group) * spans.is_causal[span]
-    keys = np.maximum(np.minimum(keys - hidden, key_begin + stretches) - key_begin, 1.0)
+    keys = np.maximum(np.minimum(keys - hidden, key_end) - key_begin, 1.0)
     return Pieces(table, num_large, keys, span, within)
 
 
-def _spans_with_gaps(rows: Int32s, starts: Int64s) -> Int64s:
-    """Spans whose tokens are not all neighbours."""
-    is_gap = np.zeros(len(rows) + 1, np.bool_)  # between a token and the one before
+def _piece_table(spans: Spans, span: Int64s, row_end: Floats) -> Int32s:
+    """Pieces that begin with the first row and the first key of their spans."""
+    starts, rows = spans.query_starts.astype(np.int64), spans.query_rows
+    table = np.zeros((len(span), layout.PIECE_INTS), np.int32)
+    table[:, layout.PIECE_ENTRY] = entries = starts[span]
+    table[:, layout.PIECE_ROW_END] = row_end
+    table[:, layout.PIECE_FIRST_TOKEN] = rows[entries]
+    is_gap = np.zeros(len(rows) + 1, np.bool_)  # between a token and the one before in its span
     is_gap[1:-1] = rows[1:] - rows[:-1] != 1
     is_gap[starts] = False
-    return starts.searchsorted(is_gap.nonzero()[0], side="right") - 1
+    if np.count_nonzero(is_gap):
+        spans_with_gaps = starts.searchsorted(is_gap.nonzero()[0], side="right") - 1
+        table[np.isin(span, spans_with_gaps), layout.PIECE_FIRST_TOKEN] = -1
+    return table
 
 
 def _share_table(
