@@ -44,7 +44,8 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
     free, kept = _spread(shape.num_programs), len(order)
     if shape.tiles.queued_share and kept:
         free = free[before[free] == 0.0]
-        # The time at which all would end, if units could be divided; `before` ascends.
+        # The time at which all would end, if units could be divided. Tiles with a queue are split,
+        # so `before` ascends.
         end_us = ((before.cumsum() + us.sum()) / np.arange(1, len(before) + 1)).min()
         own_us = (1.0 - shape.tiles.queued_share) * end_us * len(free)
         kept = max(int(us.cumsum().searchsorted(own_us)), min(len(free), kept))

@@ -58,7 +58,7 @@ class Tiles:
     num_warps: int
     programs_per_sm: int  # as many as fit: all programs must run at once
     max_registers: int | None = None
-    pace: Pace = Pace()  # frozen
+    pace: Pace = Pace()
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
     small_k: int = 64  # keys x KV heads per step of its loop, or those of one page if that has more
     # Large units run first and take whole multiprocessors; small ones follow as these end.
