@@ -84,8 +84,8 @@ def measure(probe: Probe) -> Card:
 
 
 def measure_tiles(probe: Probe) -> Iterator[tuple[str, Tiles]]:
-    """The attention planner's record of each head_dim, by times of steps, with the name under which
-    it is saved; none on a CPU, where attention is planned without one.
+    """The tiles of each head_dim with the costs that the attention planner uses, fitted to times of
+    steps, and the name under which they are saved; none on a CPU, whose planner needs no costs.
     """
     if probe.device.type == "cpu":
         return
@@ -105,7 +105,7 @@ def keep_tiles(name: str, tiles: Tiles) -> Path:
 
 
 def is_tuned(probe: Probe) -> bool:
-    """Whether the planner has a tuned record of this card, so that it uses no fitted one."""
+    """Whether the planner has tuned costs for this card, and so uses no fitted ones."""
     return probe.name == TUNED_CARD
 
 
@@ -149,7 +149,7 @@ def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans
 
 
 def _make_attention(probe: Probe, num_tokens: int, num_pages: int) -> "SpanAttention":
-    """Planned by the built-in record: an earlier calibration does not change the next one."""
+    """Plan with the built-in costs: an earlier calibration does not change the next one."""
     from mainstem.kernels import AttentionLimits, SpanAttention  # noqa: PLC0415  # needs Triton
 
     heads = probe.heads
