@@ -69,6 +69,42 @@ def test_the_device_evicts_awaited_pages_last() -> None:
     assert order == [*unwaited, *reversed(chains[1].keys), *reversed(chains[0].keys)]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_device_evicts_by_pin_then_queue_then_use_then_depth(seed: int) -> None:
+    """Random queues and amounts, compared with a sort over all pages."""
+    rng = np.random.default_rng(seed)
+    pool = PagePool(160)
+    index = PrefixIndex(pool, 4, EventBus(), Lookahead())
+    root = root_key(b"model", 4, b"")
+    chains = [PageChain.of(root, 4, np.arange(n, n + 32, dtype=np.int32)) for n in range(20)]
+    for chain in chains:
+        pages = pool.take(8)
+        index.reserve(chain, 0, pages)
+        index.commit(pages)
+        pool.give_back(pages)
+    used = rng.permutation(20).tolist()
+    for number in used:
+        index.touch(index.match(chains[number].keys)[0])
+    index.pin(index.match(chains[used[1]].keys[:3])[0].tolist())
+    where = {key: (n, d) for n, chain in enumerate(chains) for d, key in enumerate(chain.keys)}
+    while len(index):
+        asked = rng.permutation(20)[: rng.integers(0, 12)]
+        awaited = [chains[number].keys[: rng.integers(1, 9)] for number in asked]
+
+        def worth(key: PageKey, awaited: list[tuple[PageKey, ...]] = awaited) -> tuple[int, ...]:
+            number, depth = where[key]
+            places = [-place for place, keys in enumerate(awaited) if key in keys]
+            is_pinned = number == used[1] and depth < 3
+            wait = (1, places[0]) if places else (0, used.index(number))
+            return (is_pinned, *wait, -depth)
+
+        count = int(rng.integers(1, 30))
+        expected = sorted(index.ready_keys(), key=worth)[count:]
+        index.evict(count, awaited)
+        index.check()
+        assert sorted(index.ready_keys()) == sorted(expected)
+
+
 def cached_by_policy(policy: StorePolicy) -> list[int]:
     """Cached tokens of four conversations queued after a new request, which takes 8 of 24 pages.
     The first conversation in the queue was used longest ago."""

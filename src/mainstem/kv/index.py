@@ -292,15 +292,50 @@ class PrefixIndex:
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
-            worth = self._rank * MAX_DEPTH - self._depth
-            for place, keys in enumerate(reversed(awaited)):  # the soonest chain counts
-                pages, _ = self.match(keys)
-                worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
-            worth = worth[idle]
-            worth[np.isin(idle, list(self._pins))] += PINNED
-            idle = np.sort(idle[np.argpartition(worth, count)[:count]])
+            idle = np.sort(self._least_worth(idle, count, awaited))
         self._remove(idle.astype(np.int32))
         return len(idle)
+
+    def _least_worth(
+        self, idle: NDArray[np.int64], count: int, awaited: Sequence[Sequence[PageKey]]
+    ) -> NDArray[np.int64]:
+        """The `count` pages of `idle` to evict; `idle` has more."""
+        worth = self._rank * MAX_DEPTH - self._depth
+        if awaited:
+            chosen = self._least_worth_unawaited(idle, worth, count, awaited)
+            if chosen is not None:
+                return chosen
+        for place, keys in enumerate(reversed(awaited)):  # the soonest chain counts
+            pages, _ = self.match(keys)
+            worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
+        worth[list(self._pins)] += PINNED
+        return idle[np.argpartition(worth[idle], count)[:count]]
+
+    def _least_worth_unawaited(
+        self,
+        idle: NDArray[np.int64],
+        worth: NDArray[np.int64],
+        count: int,
+        awaited: Sequence[Sequence[PageKey]],
+    ) -> NDArray[np.int64] | None:
+        """The pages to evict if there are enough that no chain has; None: there are too few.
+
+        Chains may have as many pages as the device, and to look up all of them costs more than the
+        eviction. So the oldest pages are chosen first, and it is tested which of these are in a
+        chain.
+        """
+        if self._pins:
+            idle = idle[~np.isin(idle, list(self._pins))]
+        num_tried = 2 * count
+        while num_tried < len(idle):
+            oldest = idle[np.argpartition(worth[idle], num_tried)[:num_tried]]
+            page_of = {self._key_of[page]: page for page in oldest.tolist()}
+            left = set(page_of).difference(*awaited)
+            if len(left) >= count:
+                pages = np.array([page_of[key] for key in left])
+                return pages[np.argpartition(worth[pages], count - 1)[:count]]
+            num_tried *= 4
+        return None
 
     def _remove(self, pages: Int32s) -> list[PageKey]:
         keys: list[PageKey] = []
