@@ -245,6 +245,8 @@ class _Compiler:
                 lambda weight, bias: self.linears.layer(Product(weight, bias)),
                 is_deterministic=self.is_deterministic,
             )
+            if experts.unpacked is not None:
+                self.linears.note_experts(experts.unpacked)
             return ExpertsMlp(experts, space)
         assert isinstance(found, MlpTensors)
         return DenseMlp(
