@@ -160,8 +160,8 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
     ]
     if unread:
         words = (
-            f"{unread / kept:.0%} of that has left the windows of their layers at the end of the "
-            "longest context, and is kept all the same: pages hold all layers"
+            f"in the longest context, {unread / kept:.0%} of that is outside the sliding windows, "
+            "but is kept, because a page holds all layers"
         )
         lines.append(("  windows", words))
     ranks = model["ranks"]
@@ -180,7 +180,7 @@ def _rank_words(row: Section) -> str:
     assert isinstance(stored, int)
     more = "" if weights == stored else f" ({gigabytes(stored)} in the checkpoint)"
     words = f"{row['num_ranks']}: {gigabytes(weights)} of weights{more}, "
-    words += f"{kv:,} bytes of KV a token each"
+    words += f"{kv:,} bytes of KV a token, each"
     if tokens is None:
         return words
     return f"{words}; {f'{tokens:,} tokens fit' if tokens else 'does not fit'} on this GPU"
