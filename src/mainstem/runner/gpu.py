@@ -4,8 +4,8 @@ work.
     launch   plan attention, send the arrays, queue forward pass, sampling and the copy back
     wait     until the copy back is done
 
-Sampled ids stay on the device for the next step. Small steps, which take longer to launch than to
-compute, are replayed as CUDA graphs.
+Sampled ids stay on the device for the next step. Steps that take longer to launch than to compute
+are replayed as CUDA graphs (graphs.py).
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Spans, Step, StepResult
 from mainstem.kernels.attention.plan import Launches
+from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.sampling.sample import argmax
@@ -122,6 +123,7 @@ class GpuRunner:
                 hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
             rows = min(tokens, len(self._logits))
             argmax(decoder.logits(hidden[:rows], self._logits[:rows]))
+        forget_constants()
         for rows in all_sizes(max_tokens):
             decoder.touch(rows)
             if rows <= len(self._logits):

@@ -1,4 +1,4 @@
-"""CUDA graphs of small steps, several per padded size, in pieces of a few layers.
+"""CUDA graphs of steps, several per padded size, in pieces of a few layers.
 
 A step with loads in progress waits between the pieces, as it would between the layers. Small steps
 also have graphs that leave out attention launches which decodes often do not need.
@@ -14,12 +14,32 @@ import torch
 from mainstem.core.step import Step
 from mainstem.kernels.attention.plan import Launches
 from mainstem.models.block import Gate
+from mainstem.models.spec import ExpertsSpec, ModelSpec
 from mainstem.runner.gates import LAYERS_AT_ONCE
 
-# A larger step keeps the device busy for longer than its launches take.
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 1025, 64))
+GRAPH_SIZES = (
+    1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 2049, 64), *range(2176, 4097, 128)
+)  # fmt: skip
+FEW_TOKENS = 1024  # every model has graphs of so many and fewer
+# One H200 multiplies this many weights (times tokens) while the host launches one kernel: 50 us at
+# 600 TFLOP/s.
+_WEIGHTS_PER_LAUNCH = 1.5e10
+_LAUNCHES_OF_DENSE, _LAUNCHES_OF_EXPERTS = 9, 16  # in a layer
 # Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.
 MOST_TOKENS_OF_FEWER = 256
+
+
+def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
+    """The sizes to capture for steps of up to `max_tokens`: those that take longer to launch than to
+    compute. A larger step keeps the device busy while the host launches.
+
+    Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 2,176, Qwen3-30B-A3B: 4,096.
+    """
+    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+    launches = (_LAUNCHES_OF_EXPERTS if has_experts else _LAUNCHES_OF_DENSE) * spec.num_layers
+    launch_bound = launches * _WEIGHTS_PER_LAUNCH / spec.num_layer_params
+    most = min(max_tokens, max(launch_bound, FEW_TOKENS))
+    return tuple(size for size in GRAPH_SIZES if size <= most)
 
 
 class StepGraphs:

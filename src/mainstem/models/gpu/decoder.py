@@ -108,21 +108,21 @@ class GpuDecoder:
     ) -> Rows:
         """Run layers [first, end): from the input of the first to the input of layer `end`."""
         space = self._space
-        x = space.residual[:tokens]
+        x, qkv_room, room = space.residual[:tokens], space.qkv[:tokens], space.answer[:tokens]
         last = len(self._layers) - 1
         for index in range(*layers):
             layer = self._layers[index]
-            qkv = layer.qkv(normed, space.qkv[:tokens])
+            qkv = layer.qkv(normed, qkv_room)
             if layer.joint_norm is not None:
                 layer.joint_norm(qkv)
             gate.before(index)
             mixed = attention.run(index, qkv)
             if index == last and rows is not None:
-                mixed, x, tokens = mixed[rows], x[rows], len(rows)
-                if tokens == 0:
+                mixed, x, room = mixed[rows], x[rows], room[: len(rows)]
+                if len(rows) == 0:
                     return x
             between, after = layer.joins
-            answer = layer.out(mixed, space.answer[:tokens])
+            answer = layer.out(mixed, room)
             normed = after(layer.mlp(between(answer, x)), x)
         return normed
 
