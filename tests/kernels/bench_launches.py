@@ -61,9 +61,9 @@ class _Silent(NoLaunch):
 def _pretend_to_be_hopper(head_dim: int) -> None:
     """Choose on a CPU what a card of this kind would be given."""
     card: Any = SimpleNamespace(multi_processor_count=132)
-    torch.cuda.get_device_properties = lambda _=None: card
-    torch.mm = lambda x, columns, out: out  # type: ignore[assignment, misc]
-    torch.addmm = lambda bias, x, columns, out: out  # type: ignore[assignment, misc]
+    vars(torch.cuda)["get_device_properties"] = lambda _=None: card
+    vars(torch)["mm"] = lambda x, columns, out: out
+    vars(torch)["addmm"] = lambda bias, x, columns, out: out
     tiles, kernels = SPLIT_TILES[head_dim], ops._hopper()
     for module in (overlap, ops, route):
         vars(module)["can_overlap"] = lambda _: True
@@ -124,8 +124,8 @@ def main(name: str, tokens: int) -> None:
     JITFunction.run = lambda *_, **__: None
     ours = _least_us(run) / NUM_LAYERS
     JITFunction.run = launch
-    print(f"{name}, {tokens} tokens, Triton {triton.__version__}, {len(of_a_layer)} launches a layer")
-    print(f"{'a layer':28}{whole:8.1f} us")
+    print(f"{name}, {tokens} tokens, Triton {triton.__version__}")
+    print(f"{f'a layer, {len(of_a_layer)} launches':28}{whole:8.1f} us")
     print(f"{'  without Triton':28}{ours:8.1f}")
     for kernel, args, options in of_a_layer:
         alone = _least_us(lambda k=kernel, a=args, o=options: k.run(*a, **o))  # type: ignore[misc]
@@ -134,4 +134,5 @@ def main(name: str, tokens: int) -> None:
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter has other launches"
-    main(*(sys.argv[1:2] or ["qwen3-30b-a3b"]), *map(int, sys.argv[2:3] or ["4096"]))
+    name, tokens = (*sys.argv[1:], *("qwen3-30b-a3b", "4096")[len(sys.argv) - 1 :])
+    main(name, int(tokens))

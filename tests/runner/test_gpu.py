@@ -175,12 +175,13 @@ def test_same_tokens_when_steps_are_replayed(
     origin: Origin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As graphs of two sizes, without the launches that a step's plan does not need; two layers in
-    two pieces."""
+    two pieces. The larger ends before the last layer."""
     from mainstem.runner import gpu, graphs  # noqa: PLC0415
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415
 
     for module in (gpu, graphs):
         monkeypatch.setattr(module, "LAYERS_AT_ONCE", 1)
+        monkeypatch.setattr(module, "FEW_TOKENS", 3)
     runner, _ = load_gpu_runner(origin, a_config(), torch.device("cpu"))
     replayed: list[tuple[int, Launches]] = []
 
@@ -189,6 +190,7 @@ def test_same_tokens_when_steps_are_replayed(
 
     with torch.inference_mode():
         kinds = runner._attention.kinds_of_steps
+        assert [len(runner._pieces(size, kinds[0])) for size in (3, 16)] == [2, 1]
         runner._graphs = graphs.StepGraphs((3, 16), kinds, Recorder(monkeypatch).wrap(pieces_of))
     replayed.clear()
     assert told(runner) == told(load_cpu_runner(origin, a_config())[0])

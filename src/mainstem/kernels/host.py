@@ -19,12 +19,12 @@ def next_power_of_2(size: int) -> int:
 
 
 def forget_constants() -> None:
-    """Once kernels are compiled. Before each launch Triton compares the global constants of a kernel
-    with those that it was compiled with, 1.4 us each, up to 36 in a kernel; ours never change."""
+    """Call it once, after the first launches. Before each launch Triton compares the global
+    constants of a kernel with those that it was compiled with, 1.4 us each, up to 36 in a kernel;
+    ours never change."""
     modules = [module for name, module in sys.modules.items() if name.startswith(_KERNELS)]
-    kernels = [
-        each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)
-    ]
+    found = [each for module in modules for each in vars(module).values()]
+    kernels = [each for each in found if isinstance(each, JITFunction)]
     for kernel in kernels:
         _ = kernel.cache_key  # finds the constants, those of the functions it calls included
     for kernel in kernels:

@@ -20,7 +20,7 @@ from mainstem.runner.gates import LAYERS_AT_ONCE
 GRAPH_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 2049, 64), *range(2176, 4097, 128)
 )  # fmt: skip
-FEW_TOKENS = 1024  # every model has graphs of so many and fewer
+FEW_TOKENS = 1024  # every model has graphs up to this size
 # One H200 multiplies this many weights (times tokens) while the host launches one kernel: 50 us at
 # 600 TFLOP/s.
 _WEIGHTS_PER_LAUNCH = 1.5e10
@@ -30,8 +30,8 @@ MOST_TOKENS_OF_FEWER = 256
 
 
 def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
-    """The sizes to capture for steps of up to `max_tokens`: those that take longer to launch than to
-    compute. A larger step keeps the device busy while the host launches.
+    """The sizes to capture, up to `max_tokens`: steps that take longer to launch than to compute.
+    A larger step keeps the device busy while the host launches.
 
     Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 2,176, Qwen3-30B-A3B: 4,096.
     """
