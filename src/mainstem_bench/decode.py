@@ -19,7 +19,7 @@ from mainstem.engine.engine import Engine
 from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import submit_all
 from mainstem_bench.machine import Machine
-from mainstem_bench.packed import add_weights_flag, chosen_shape
+from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     config = random_config(args, args.model_shape, tokens)
     load, machine = load_average(), Machine.of(config)
     begin = perf_counter()
-    shape = chosen_shape(args, args.model_shape)
+    shape = shape_with(args.model_shape, args.weights)
     engine = build_random_engine(shape, config)
     start_s = round(perf_counter() - begin, 2)
     rows, counters = [], Counters().attach(engine.bus)

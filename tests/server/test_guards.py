@@ -225,7 +225,7 @@ def test_headers_that_trickle_in_do_not_gain_time(tight: Running) -> None:
             except TimeoutError:
                 continue
     assert received.startswith(b"HTTP/1.1 408")
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 5
 
 
 def test_a_body_must_come_in_time(tight: Running) -> None:

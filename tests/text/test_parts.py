@@ -572,7 +572,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
         ended.set()
         thread.join()
         assert took_s > 0.05
-        assert during > took_s * 100, "one in ten milliseconds at least"
+        assert during > took_s * 20, "one in 50 milliseconds at least"
 
 
 def test_begin_tokens_are_still_put_around_raw_prompts() -> None:

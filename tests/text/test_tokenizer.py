@@ -447,9 +447,9 @@ def test_a_long_answer_costs_the_same_per_token(tokenizer: Tokenizer, name: str)
     subject, token_id = (tokenizer, 300) if name == "byte level" else (LLAMA, 5)
 
     def seconds(count: int) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         joined(subject, [token_id] * count)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(1000)
     few = min(seconds(2000) for _ in range(3))

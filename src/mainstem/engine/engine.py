@@ -225,10 +225,12 @@ class Engine:
         self.check_process()
         self._scheduler.flush()
 
-    @held_interrupts()
     def clear_cache(self) -> int:
-        """Forget every page no sequence holds, in every tier; returns how many on the device."""
-        return self._scheduler.clear_cache()
+        """Forget every page no sequence holds, in every tier; returns how many on the device. Waits
+        for saves: a page is held while it is copied."""
+        self.flush()
+        with held_interrupts():
+            return self._scheduler.clear_cache()
 
     @held_interrupts()
     def clear_device(self) -> int:

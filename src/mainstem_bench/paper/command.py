@@ -110,10 +110,9 @@ def _do(item: Item, settings: Settings, args: argparse.Namespace) -> int:
         if item.plot is not None and lines and not args.no_plot and not args.quick:
             draw(item, lines, args.results / f"{item.name}.svg")
         print(told(item, judged(item, lines)), file=sys.stderr)
-    except MainstemError:
-        raise
     except Exception as error:
-        traceback.print_exception(error)
+        if not isinstance(error, MainstemError):
+            traceback.print_exception(error)
         print(f"{item.name}: failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

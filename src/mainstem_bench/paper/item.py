@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from mainstem_bench.paper.engines import Engines
+from mainstem_bench.paper.engines import Engines, Size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +48,10 @@ class Settings:
     is_quick: bool = False  # tiny models on this machine: the same code, small numbers
     engines: Engines = field(default_factory=Engines)
     _measured: dict[str, list[Line]] = field(default_factory=dict)
+
+    def sized(self, size: Size) -> Size:
+        """`size`; a tiny model for a quick run."""
+        return Size("tiny", 16_384) if self.is_quick else size
 
     def once(self, name: str, measure: Callable[[], Iterator[Line]]) -> list[Line]:
         """What `measure` yields; measured once for all items that ask for `name`."""

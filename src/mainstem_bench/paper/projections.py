@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mainstem.plan.cost import H200, Card
+from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import Size, limit_per_s
+from mainstem_bench.paper.jobs import limit_per_s
 from mainstem_bench.paper.results import one
 
 SHARE_OF_LIMIT = 0.9

@@ -8,8 +8,9 @@ import numpy as np
 from mainstem.core.config import Share
 from mainstem.core.plan import Int64s
 from mainstem_bench.paper import style
+from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import SYSTEMS, Job, Size, limit_per_s, run
+from mainstem_bench.paper.jobs import SYSTEMS, Job, limit_per_s, run
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival
@@ -51,7 +52,7 @@ def sharegpt_line(
     drawn = sharegpt_requests(count, 8 if settings.is_quick else MOST_ANSWER)
     users = np.minimum(drawn.users, 64) if settings.is_quick else drawn.users
     job = _after_system(system, users, drawn.answers)
-    found = run(settings, size.of(settings), job, share, repeats=repeats)
+    found = run(settings, settings.sized(size), job, share, repeats=repeats)
     lengths = (system, float(users.mean()), float(drawn.answers.mean()))
     return {
         "system": system,
@@ -114,7 +115,7 @@ def judge_sharegpt(lines: Sequence[Line]) -> Verdict:
 
 def run_synthetic(settings: Settings) -> Iterator[Line]:
     """Fig. 10: all requests of one length."""
-    size = LLAMA_7B.of(settings)
+    size = settings.sized(LLAMA_7B)
     for user, answer in ((8, 4),) if settings.is_quick else SYNTHETIC:
         is_first = (user, answer) == SYNTHETIC[0]
         for share in (Share.READS, Share.STORAGE, *([Share.NONE] if is_first else [])):

@@ -28,7 +28,7 @@ SEND_S = 5.0  # that requests arrive
 
 def run_rates(settings: Settings) -> Iterator[Line]:
     """Each rate for a few seconds; no further rate once one is far beyond what is sustained."""
-    size = LLAMA_7B.of(settings)
+    size = settings.sized(LLAMA_7B)
     for share, rates in RATES.items():
         for rate in (20,) if settings.is_quick else rates:
             count = 10 if settings.is_quick else max(40, round(SEND_S * rate))
