@@ -1,9 +1,10 @@
-"""`mainstem batch` against itself with sharing and planning off, on questions over documents.
+"""Compares `mainstem batch` with and without sharing and planning, on questions about documents.
 
---input takes one JSON object a line, also .gz: {"doc": text, "items": [{"q": question}, ...]}; the
-documents of `mainstem demo` by default. Answers are greedy and have a fixed number of tokens. Both
-runs answer the same file in one process, each with a new engine; reading and tokenising are timed,
-loading the model is not. Answers are compared before a speed is reported.
+--input is a file, also .gz, with one JSON object per line:
+{"doc": text, "items": [{"q": question}, ...]}. The default is the documents of `mainstem demo`.
+Answers are greedy and have a fixed number of tokens. Both runs answer the same file in one process,
+each with a new engine; reading and tokenising are timed, loading the model is not. Answers are
+compared before a speed is reported.
 """
 
 import argparse
@@ -32,7 +33,7 @@ class Run:
 
     name: str
     seconds: float
-    cpu_seconds: float  # of all threads, including loading: less affected by other work
+    cpu_seconds: float  # of all threads, including loading; other programs affect it less
     requests_per_s: float
     computed_prompt_tokens: int
     saving_ratio: float
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     prompts = read_prompts(args.input)[: args.requests]
     if not prompts:
-        raise InvalidRequest("--input", "holds no question")
+        raise InvalidRequest("--input", "has no questions")
     load = load_average()
     with TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
@@ -115,7 +116,9 @@ def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
 def engine_flags(args: argparse.Namespace) -> list[str]:
     """The engine's flags for the runs, as they were given."""
     if args.share is not None:
-        raise InvalidRequest("--share", "one run shares everything, the other nothing")
+        raise InvalidRequest(
+            "--share", "cannot be set: one run shares everything, the other nothing"
+        )
     flags = ["--generation-config", "none"]  # no sampling and no penalties
     given = given_settings(args) | ({} if args.config is None else {"config": args.config})
     for name, value in given.items():

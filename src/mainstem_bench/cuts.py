@@ -114,13 +114,13 @@ def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -
 
 
 def main(args: list[str]) -> int:
-    """Print a line a step, and one over all of them."""
+    """Print one line per step, and a summary."""
     parser = argparse.ArgumentParser(prog="mainstem bench cuts")
     parser.add_argument(
         "--steps", type=positive_count, default=40, help="random steps (default: 40)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="one JSON line a step")
+    parser.add_argument("--json", action="store_true", help="one JSON line per step")
     chosen = parser.parse_args(args)
     if not torch.cuda.is_available():
         print("mainstem bench cuts: needs a CUDA device", file=sys.stderr)

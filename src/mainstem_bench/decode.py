@@ -27,7 +27,7 @@ from mainstem_bench.workloads import shared
 NAME = "decode"  # of requests
 NUM_RUNS = 2
 WARM_STEPS = 20  # steps that decode all sequences before the timed ones
-LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
+LEAST_CHUNK = 128  # prompt tokens of a step, at least, if there are enough
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,7 +116,7 @@ def decode(
     engine.clear_cache()
     steps = after.steps - before.steps
     if after.decoded_tokens - before.decoded_tokens != seqs * steps or not steps:
-        raise ConfigError(f"{seqs} sequences do not decode at once: more --kv-tokens")
+        raise ConfigError(f"{seqs} sequences do not decode at once: use more --kv-tokens")
     return {
         "ms_per_step": round(1e3 * seconds / steps, 3),
         "host_ms_per_step": round(1e3 * (after.host_s - before.host_s) / steps, 3),

@@ -1,4 +1,4 @@
-"""Random weights that are packed: which are, what they weigh, what the limit makes of it."""
+"""Random packed weights: which products are packed, their memory, and the limit of the card."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_steps_are_larger_where_weights_are_dequantized() -> None:
 
     assert tokens("llama31-70b", None) == tokens("llama31-70b", "fp8") == 4096
     assert tokens("llama31-70b", "gptq") == 8192
-    assert tokens("gpt-oss-20b", "mxfp4") == 4096  # experts are read as they are
+    assert tokens("gpt-oss-20b", "mxfp4") == 4096  # experts are read without conversion
 
 
 @pytest.mark.torch

@@ -1,4 +1,4 @@
-"""`mainstem bench paper`: the registry, a quick run, and what stored lines are worth."""
+"""`mainstem bench paper`: the registry, a quick run, and verdicts from stored lines."""
 
 import json
 import subprocess

@@ -29,12 +29,12 @@ def test_a_calibrated_device_is_found_again(
     assert 0 < card.launch_s < 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
-def test_a_cpu_says_that_attention_has_no_record_there(
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fact about CPUs")
+def test_on_a_cpu_the_command_says_that_no_costs_were_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
     monkeypatch.setattr(calibrate, "NUM_TIMED", 1)
     assert command.main([]) == 0
-    assert "planned without a record of the card" in capsys.readouterr().out
+    assert "needs no measured costs" in capsys.readouterr().out
     assert not (tmp_path / "paces.json").exists()

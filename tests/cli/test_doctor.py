@@ -35,9 +35,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (StoreConfig(host_gb=1.0, remote="redis://h"), "1.00 GB of host memory, redis://h: "),
     ],
 )
-def test_only_the_places_for_pages_that_there_are_are_told(
-    config: StoreConfig, places: str
-) -> None:
+def test_only_configured_tiers_are_listed(config: StoreConfig, places: str) -> None:
     assert doctor._store_words(config, 0).startswith(places)
 
 
@@ -124,7 +122,7 @@ def test_this_cpu_loads_what_doctor_says() -> None:
         (replace(CPU, free_bytes=1 << 29), ABSENT, 1 << 40, "memory"),
     ],
 )
-def test_trouble_ahead_is_a_warning(
+def test_expected_problems_are_warnings(
     cpu: DeviceFacts, default: ModelRecord, free_bytes: int, words: str
 ) -> None:
     (warning,) = doctor.find_warnings(cpu, default, free_bytes)
@@ -135,7 +133,7 @@ def test_a_healthy_machine_has_no_warnings() -> None:
     assert doctor.find_warnings(CPU, ABSENT, 1 << 40) == []
 
 
-def test_a_model_tells_what_its_keys_and_values_take(
+def test_a_models_size_of_keys_and_values_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {
@@ -150,9 +148,9 @@ def test_a_model_tells_what_its_keys_and_values_take(
     assert doctor.main(["--model", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "256 bytes a token in bfloat16" in told
-    assert "75% of that has left the windows" in told
+    assert "75% of that is outside the sliding windows" in told
     assert "  ranks     2: " in told
-    assert "128 bytes of KV a token each" in told
+    assert "128 bytes of KV a token, each" in told
     assert "weights   bfloat16" in told
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -160,7 +158,7 @@ def test_a_model_tells_what_its_keys_and_values_take(
     assert "weights   AWQ, 4 bits, groups of 32, zero points" in capsys.readouterr().out
 
 
-def test_ranks_that_fit_are_told_from_those_that_do_not() -> None:
+def test_ranks_that_fit_and_ranks_that_do_not_are_shown() -> None:
     """A card of 140 GiB: 0.9 of it, less 2 GiB of buffers, less the weights."""
     gib = 1 << 30
     large, half = RankSize(1, 130 * gib, 1 << 20), RankSize(2, 65 * gib, 1 << 19)

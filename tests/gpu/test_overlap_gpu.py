@@ -222,7 +222,7 @@ def test_nothing_is_written_before_it_is_read(
 
 @pytest.mark.parametrize("behind", [0, 1])
 def test_an_event_between_two_launches_is_waited_for(behind: int) -> None:
-    """As layers wait for pages that another stream loads."""
+    """Like layers that wait for pages which another stream loads."""
     source = some(TOKENS, HIDDEN, seed=9)
     right = norm_rows(source, NORM)
     quantize_rows(ASIDE)  # compiled

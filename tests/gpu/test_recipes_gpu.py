@@ -26,7 +26,8 @@ LIMITS = {DType.FP32: (2e-3, 1e-2), DType.BF16: (0.1, 1.0)}  # in the mean, and 
 
 
 def logprobs(engine: Engine, counts: Sequence[int] = (3, 6, 21, 40)) -> np.ndarray:
-    """Of every token of prompts that share two pages and have `counts` more tokens, in chunks."""
+    """Logprobs of every token of prompts that share two pages and have `counts` more tokens,
+    computed in chunks."""
     rng = np.random.default_rng(5)
     head = rng.integers(3, 96, 33).tolist()
     sampling = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)

@@ -74,7 +74,7 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Kind:
-    """What layers may have."""
+    """Options that layers may have."""
 
     window: int | None = None
     softcap: float | None = None
@@ -468,7 +468,8 @@ def test_queued_units_are_all_computed_and_the_queue_is_ready_again(name: str) -
 
 
 def test_plans_with_queues_of_different_sizes_follow_each_other() -> None:
-    """And plans without one, with and without large units; nothing waits in between."""
+    """Plans with and without a queue, with and without large units; the host does not wait in
+    between."""
     cases = [
         AttentionCase(name, runs)
         for name, runs in (

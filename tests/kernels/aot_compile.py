@@ -3,7 +3,8 @@
 `python -m tests.kernels.aot_compile TARGET`, or `layouts` for Hopper's kernels with more layouts of
 heads.
 
-Prints one line per kernel. A process of its own, since the other kernel tests need the interpreter.
+Prints one line per kernel. It runs in a separate process, since the other kernel tests need the
+interpreter.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Units are assigned whole: every one once, whatever the programs have to do already."""
+"""Units are assigned as a whole, each once, whatever load the programs already have."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ NONE = np.empty(0)
 
 
 def shape_of(programs: int, queued_share: float = 0.25, tiles: Tiles = HOPPER_SPLIT) -> Shape:
-    """One unit a piece, of either kind; on Hopper two programs a multiprocessor."""
+    """One unit per piece, of either kind; on Hopper two programs per multiprocessor."""
     tiles = replace(tiles, queued_share=queued_share, pace=Pace())
     return Shape(1, 1, 16, num_programs=programs, tiles=tiles)
 
@@ -65,7 +65,7 @@ def test_every_unit_has_one_program(
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=80))
 def test_no_load_is_far_from_the_mean(us: list[float]) -> None:
-    """Longest-processing-time-first: nobody ends later than the mean and a longest unit."""
+    """Longest-processing-time-first: no program ends later than the mean plus the longest unit."""
     shares, _ = assign_units(np.array(us), NONE, 8, shape_of(8, 0.0, INTERPRETER))
     loads = [
         sum(us[unit] for unit in shares.order[b:e])

@@ -1,4 +1,4 @@
-"""The estimate behind the choice of a cut: what must hold whatever its constants are."""
+"""The estimate that chooses a cut: facts that must hold for any constants."""
 
 import numpy as np
 import pytest
@@ -70,9 +70,8 @@ def test_both_take_less_than_one_after_the_other() -> None:
 
 
 def test_a_long_small_unit_begins_at_once_if_some_multiprocessor_has_no_large_ones() -> None:
-    """One of 264 units takes 100 us: after large ones of 30 us on all multiprocessors, or beside
-    them on all but two.
-    """
+    """One of 264 units takes 100 us: after large units of 30 us on all multiprocessors, or at the
+    same time as large units on all except two."""
     uneven = small(264, steps=4)._replace(longest_us=np.array([100.0]))
     after = step_us(large(132), uneven, 132)
     beside = step_us(large(130), uneven, 130)

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
 SMALL = Tiles(Tile(16, 32, 64, warps=4, stages=1), Tile(16, 64, 64, warps=4, stages=1))
-# Relative. The interpreter cuts bf16 instead of rounding.
+# Relative. The interpreter truncates bf16 instead of rounding it.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
@@ -155,7 +155,7 @@ def test_rows_may_lie_apart() -> None:
     assert bool(wide[:, : case.hidden].isnan().all())
 
 
-def test_a_deterministic_row_does_not_depend_on_the_rows_beside_it(
+def test_a_deterministic_row_does_not_depend_on_other_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Enough tokens that router sums are not split over programs. The interpreter multiplies
@@ -275,14 +275,14 @@ def test_tiles_follow_the_number_of_rows() -> None:
 
 
 def test_hopper_has_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows of x are 32 bytes, or a multiple, apart."""
+    """With rows of x that are a multiple of 32 bytes apart."""
     monkeypatch.setattr(choose_module, "hopper_kernels", lambda device: products)
     for width, tiles in ((64, HOPPER), (72, MANY)):
         x = torch.empty(1, width, dtype=torch.bfloat16)
         assert choose(512 * 128, 128, x, is_deterministic=False) is tiles
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     case = CASES[0]
     layer = a_layer(case, some_tensors(case), 4)
     with pytest.raises(PlanTooLarge, match="5 tokens, buffers were made for 4"):

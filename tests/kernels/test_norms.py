@@ -148,7 +148,7 @@ def test_groups_of_columns_have_scales_of_their_own() -> None:
 
 def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:
     whole, norm = some(2, 200), a_norm("layer", 64)
-    x = whole[:, 8:72]  # rows that lie apart
+    x = whole[:, 8:72]  # rows with gaps between them
     wide = torch.full((4, 160), float("nan"))
     first, second = wide[1:3, 16:80], wide[1:3, 88:152]
     norm_twice(x, (norm, norm), out=(first, second))
@@ -161,7 +161,7 @@ def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
+def test_a_row_does_not_depend_on_other_rows(kind: str) -> None:
     norm = a_norm(kind, 128)
     assert_rows_are_independent(lambda x: norm_rows(x, norm))
     assert_rows_are_independent(
@@ -221,7 +221,7 @@ def test_no_tokens_is_no_work() -> None:
     joint_norm_(torch.empty(0, 256), a_norm("rms", 128), norm, 2, 1, 64)
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     x, norm = some(2, 64), a_norm("rms", 64)
     with pytest.raises(LayoutError, match="multiple of 8"):
         norm_rows(some(2, 60), a_norm("rms", 60))

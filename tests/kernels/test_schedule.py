@@ -1,4 +1,4 @@
-"""The plan of a step: every key of every row lies in exactly one unit."""
+"""The plan of a step: every key of every row is in exactly one unit."""
 
 import random
 import time
@@ -129,7 +129,7 @@ def _check_first_units(
     ints: np.ndarray, kind: int, table: np.ndarray, units: np.ndarray, pieces_at: int,
     per_piece: int, shape: Shape,
 ) -> None:  # fmt: skip
-    """What a share says of its first unit is what the orders and pieces say."""
+    """A share's copy of its first unit equals the fields in orders and pieces."""
     for share in table[table[:, 2 * kind] < table[:, 2 * kind + 1]]:
         begin, end = share[2 * kind : 2 * kind + 2]
         first = int(units[begin])
@@ -288,7 +288,7 @@ def test_large_units_are_on_as_few_multiprocessors_as_end_in_time() -> None:
 
 
 def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
-    """8,192 tokens: prompts over prefixes of three levels beside 1,600 decodes, in MBs."""
+    """8,192 tokens: prompts over prefixes of three levels together with 1,600 decodes, in MB."""
     runs = [Run(tuple(range(8192)), 512), Run(tuple(range(4096)), 512)]
     runs += [Run(tuple(range(1600 * i // 4, 1600 * (i + 1) // 4)), 2000) for i in range(4)]
     runs += [Run((row,), 200) for row in range(1600)]
@@ -501,7 +501,7 @@ def test_hoppers_own_kernels_are_chosen_for_what_they_have(
 def test_wide_heads_have_their_own_tiles_without_hoppers_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three stages of 64 keys of 256 numbers do not fit beside the queries."""
+    """Three stages of 64 keys of 256 numbers do not fit together with the queries."""
     monkeypatch.setattr(ops, "_hopper", lambda: None)
     card = torch.device("cuda")
     for head_dim, tiles in ((128, HOPPER), (256, HOPPER_WIDE_HEADS)):

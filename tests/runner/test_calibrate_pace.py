@@ -1,4 +1,4 @@
-"""The record of a card is fitted to times of steps: known constants come back."""
+"""The costs of a card are fitted to times of steps: known constants are found again."""
 
 import json
 import random
@@ -33,7 +33,7 @@ LAUNCH_US = 5.5
 
 
 def _clock(pace: Pace, shape: Shape, noise: float = 0.0) -> StepUs:
-    """A made-up card: rounds of equal units, or as fast as its memory is."""
+    """A made-up card: the time of rounds of equal units, or that of its memory if it is longer."""
     rng = random.Random(0)
 
     def step_us(spans: Spans) -> float:
@@ -101,7 +101,7 @@ def test_an_untuned_card_uses_what_was_fitted(
 def test_a_calibration_begins_from_the_built_in_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be fitted would otherwise stay as an earlier version had it."""
+    """Otherwise fields that cannot be fitted would keep the values of an earlier version."""
     monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     monkeypatch.setattr(torch.version, "hip", None)

@@ -231,7 +231,7 @@ def test_fp8_is_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert choose_device(ModelConfig(quantize=Quantize.FP8)).type == "cuda"
-    with pytest.raises(ConfigError, match="deterministic does not go with quantize=fp8"):
+    with pytest.raises(ConfigError, match="deterministic cannot be combined with quantize=fp8"):
         choose_device(ModelConfig(quantize=Quantize.FP8, deterministic=True))
 
 

@@ -131,6 +131,6 @@ def test_without_sizes_no_step_has_a_graph(order: Order, monkeypatch: pytest.Mon
 def test_every_piece_runs_once_before_it_is_captured(
     order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A capture must neither compile nor choose algorithms."""
+    """No kernel may be compiled, and no algorithm chosen, during a capture."""
     StepGraphs((4,), KINDS, Recorder(monkeypatch).wrap(order.pieces_of))
     assert order.calls == [(4, kind, index) for kind in KINDS for index in range(NUM_PIECES)]

@@ -1,4 +1,5 @@
-"""Sessions over HTTP: turns extend each other, tenants are apart, the window may be outgrown."""
+"""Sessions over HTTP: turns extend each other, tenants share nothing, and a conversation may
+outgrow the window."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,7 @@ def test_a_turn_computes_only_what_is_said_in_it(server: Running) -> None:
     assert session["tokens"] == talk.usage["total_tokens"]
 
 
-def test_a_streamed_turn_is_kept_before_its_end_is_told(server: Running) -> None:
+def test_a_streamed_turn_is_stored_before_its_last_event(server: Running) -> None:
     body = {"prompt": "stream", "session_id": "streamed", "max_tokens": 3, "stream": True}
     text = server.post("/v1/completions", body).text
     assert events(text)[-1] == "[DONE]"

@@ -63,17 +63,20 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--ray", nargs="?", const=HERE, metavar="ADDRESS",
-        help="engines in Ray actors, in the cluster of this address; without one, on this machine",
+        help="run engines in Ray actors: in the cluster at ADDRESS, or without it on this machine",
     )  # fmt: skip
     group.add_argument(
-        "--worker-key-file", type=Path, metavar="FILE", help="holds the API key of --workers"
+        "--worker-key-file", type=Path, metavar="FILE", help="file with the API key for --workers"
     )
     group.add_argument(
         "--worker-rows", type=int, default=ROWS_PER_WORKER, metavar="N",
-        help="rows in progress at each of --workers (%(default)s)",
+        help="rows in progress at each server (%(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--ray-workers", type=int, metavar="N", help="actors of --ray (one for each GPU, or one)"
+        "--ray-workers",
+        type=int,
+        metavar="N",
+        help="number of Ray actors (one for each GPU, or one)",
     )
 
 
@@ -99,12 +102,14 @@ def has_workers(args: argparse.Namespace) -> bool:
     if args.worker_rows < 1:
         raise ConfigError(f"--worker-rows must be at least 1, got {args.worker_rows}")
     if args.worker_key_file is not None and args.workers is None:
-        raise ConfigError("--worker-key-file is for --workers")
+        raise ConfigError("--worker-key-file needs --workers")
     has_parsers = (args.tool_call_parser, args.reasoning_parser) != (AUTO, AUTO)
     if has_parsers and args.workers is not None:
-        raise ConfigError("--tool-call-parser and --reasoning-parser are flags of the servers here")
+        raise ConfigError(
+            "with --workers, give --tool-call-parser and --reasoning-parser to the servers"
+        )
     if args.ray_workers is not None and (args.ray is None or args.ray_workers < 1):
-        raise ConfigError("--ray-workers is for --ray, and at least 1")
+        raise ConfigError("--ray-workers needs --ray, and must be at least 1")
     return args.workers is not None or args.ray is not None
 
 

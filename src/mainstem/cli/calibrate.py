@@ -1,8 +1,8 @@
-"""`mainstem calibrate`: measures the rates of this device, which the cost model then uses, and fits
-the record by which attention is planned on a card that nobody tuned.
+"""`mainstem calibrate`: measures the rates of this device for the cost model. On a GPU that we have
+not tuned, it also measures the costs that the planner of attention needs.
 
-Writes them to `cards.json` and `paces.json` in the cache folder, where `plan.cost.card_for` and
-`kernels.attention.tuning.choose_tiles` find them.
+The results are written to `cards.json` and `paces.json` in the cache folder, where
+`plan.cost.card_for` and `kernels.attention.tuning.choose_tiles` find them.
 """
 
 import argparse
@@ -33,11 +33,11 @@ def main(argv: list[str]) -> int:
     for head_dim, fields in fitted.items():
         print(f"head_dim {head_dim}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items()))
     if not paces:
-        print("attention on a CPU is planned without a record of the card: none was fitted")
+        print("attention on a CPU needs no measured costs: none were fitted")
     elif is_tuned(probe):
-        print(f"attention on {probe.name} is planned by a tuned record: the fitted one is not kept")
+        print(f"attention on {probe.name} has tuned costs: the fitted ones are not saved")
     for path in paths:
-        print(f"kept in {path}")
+        print(f"saved to {path}")
     return 0
 
 

@@ -153,8 +153,8 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
     ]
     if unread:
         words = (
-            f"{unread / kept:.0%} of that has left the windows of their layers at the end of the "
-            "longest context, and is kept all the same: pages hold all layers"
+            f"in the longest context, {unread / kept:.0%} of that is outside the sliding windows, "
+            "but is kept, because a page holds all layers"
         )
         lines.append(("  windows", words))
     ranks = model["ranks"]
@@ -166,7 +166,7 @@ def _rank_words(row: Section) -> str:
     """A number of ranks that divides the model (--tensor-parallel)."""
     weights, kv, tokens = row["weight_bytes"], row["kv_bytes_per_token"], row["kv_tokens"]
     assert isinstance(weights, int)
-    words = f"{row['num_ranks']}: {gigabytes(weights)} of weights, {kv:,} bytes of KV a token each"
+    words = f"{row['num_ranks']}: {gigabytes(weights)} of weights, {kv:,} bytes of KV a token, each"
     if tokens is None:
         return words
     return f"{words}; {f'{tokens:,} tokens fit' if tokens else 'does not fit'} on this GPU"

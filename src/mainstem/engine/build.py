@@ -48,7 +48,7 @@ def build_engine(
     config = with_chunk(config, origin.spec)
     if ignored := origin.spec.ignored_fields:
         log.warning(
-            "config.json of %s: ignored %s, as ignore_config_fields wants it; answers are wrong if "
+            "config.json of %s: ignored %s because of ignore_config_fields; answers are wrong if "
             "the model depends on it",
             config.model.model,
             ", ".join(ignored),

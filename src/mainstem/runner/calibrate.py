@@ -84,8 +84,8 @@ def measure(probe: Probe) -> Card:
 
 
 def measure_paces(probe: Probe) -> Paces:
-    """The attention planner's record of each head_dim, by times of steps; none on a CPU, where
-    attention is planned without one.
+    """The costs that the attention planner uses, fitted to times of steps for each head_dim; none
+    on a CPU, whose planner needs no costs.
     """
     if probe.device.type == "cpu":
         return {}
@@ -101,7 +101,7 @@ def measure_paces(probe: Probe) -> Paces:
 
 
 def is_tuned(probe: Probe) -> bool:
-    """Whether the planner has a tuned record of this card, so that it uses no fitted one."""
+    """Whether the planner has tuned costs for this card, and so uses no fitted ones."""
     return probe.name == TUNED_CARD
 
 
@@ -146,7 +146,7 @@ def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans
 
 
 def _make_attention(probe: Probe, num_tokens: int, num_pages: int) -> "SpanAttention":
-    """Planned by the built-in record: an earlier calibration does not change the next one."""
+    """Plan with the built-in costs: an earlier calibration does not change the next one."""
     from mainstem.kernels import AttentionLimits, SpanAttention  # noqa: PLC0415  # needs Triton
 
     heads = probe.heads

@@ -1,12 +1,12 @@
-"""Fits the record by which attention is planned (`Pace`) to the times of a few dozen steps.
+"""Fits the costs that the planner of attention uses (`Pace`) to the times of a few dozen steps.
 
-Each step has equal units of one kind, uncut, so that its time is linear in what is looked for:
+Each step has equal units of one kind, uncut, so that its time is linear in the unknowns:
 
     time = launch + rounds * (unit_us + key_us * keys)
 
 Units over 1,024 to 8,192 keys on a few programs have memory to themselves and give key_us. One to
-eight rounds of units on all programs, over the same few keys, give unit_us. What cannot be told
-from such steps (`yields`, `late_us`, `beside`, `least_speed`, `apart`) stays as it is built in.
+eight rounds of units on all programs, over the same few keys, give unit_us. Fields that such steps
+do not show (`yields`, `late_us`, `beside`, `least_speed`, `apart`) keep their built-in values.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from mainstem.kernels.attention.shape import Shape
 
 LONG_KEYS = (1024, 2048, 3072, 4096, 6144, 8192)
 ROUNDS = (1, 2, 3, 4, 6, 8)
-READ_ROUNDS, READ_KEYS = 2, 1024  # of the step that reads as fast as it can
+READ_ROUNDS, READ_KEYS = 2, 1024  # of the step that reads at full bandwidth
 MERGED_TOKENS, MERGED_KEYS = 2048, 16
 LEAST_US = 1e-5  # noise could give a time below zero
 StepUs = Callable[[Spans], float]  # runs the step with no span cut; microseconds

@@ -21,8 +21,8 @@ GRAPH_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 2049, 64), *range(2176, 4097, 128)
 )  # fmt: skip
 FEW_TOKENS = 1024  # every model has graphs up to this size
-# What a layer takes the host of an H200 to launch (12.5 ms for 32 dense layers; 48 with experts took
-# 52 ms before launches became a quarter cheaper), and the card's products (600 TFLOP/s).
+# What a layer takes the host of an H200 to launch (32 dense layers 12.5 ms; 48 with experts 52 ms
+# before launches became a quarter cheaper), and the card's products (600 TFLOP/s).
 _DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.4e-3, 0.8e-3
 _WEIGHTS_PER_S = 3e14  # times tokens
 # Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.

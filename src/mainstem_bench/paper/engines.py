@@ -1,4 +1,4 @@
-"""Engines on random weights that keep a model loaded from one setting to the next."""
+"""Engines with random weights that share one loaded model."""
 
 import gc
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ class _Loaded:
     config: EngineConfig
     runner: Runner
     facts: RunnerFacts
-    shares: set[Share] = field(default_factory=set)  # that engines were made with
+    shares: set[Share] = field(default_factory=set)  # of the engines made so far
 
 
 @dataclass(slots=True)
@@ -86,18 +86,18 @@ class Engines:
             engine.close()
 
     def is_new(self, share: Share) -> bool:
-        """Whether the loaded model has not run with `share` before, as far as was asked here."""
+        """Whether this is the first call with `share` since the model was loaded."""
         assert self._loaded is not None, "no model is loaded"
         is_new = share not in self._loaded.shares
         self._loaded.shares.add(share)
         return is_new
 
     def close(self) -> None:
-        """Free the device, also of what engines of other makers have left there."""
+        """Free the device's memory, including tensors of engines that other code made."""
         if self._loaded is not None:
             self._loaded.runner.close()
             self._loaded = None
-        gc.collect()  # engines refer to themselves by way of their buses
+        gc.collect()  # engines are in reference cycles with their event buses
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Whole jobs on random weights: one engine a setting, the model loaded once."""
+"""Whole jobs on random weights: one engine per setting, with the model loaded once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -111,7 +111,8 @@ def limit_per_s(
     lengths: tuple[float, float, float],
     card: Card = H200,
 ) -> float:
-    """Requests a second that a card could do at most: prefix, own and answer tokens (means)."""
+    """The most requests per second that a card could answer, for mean prefix, own and answer
+    tokens."""
     prefix, own, answer = (round(tokens) for tokens in lengths)
     job = OfflineJob("limit", size.shape, size.kv_tokens, groups, degree, prefix, own, answer)
     cost = ModelCost.of(size.spec, element_bytes=2)

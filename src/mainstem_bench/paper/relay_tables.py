@@ -67,7 +67,7 @@ def judge_models(lines: Sequence[Line]) -> Verdict:
         told.append(f"{name} {reads / none:.1f} (paper {paper[2] / paper[0]:.1f})")
     return Verdict(
         Outcome.REPRODUCED if is_above else Outcome.NOT,
-        f"reading once over sharing nothing at 1,024 tokens: {', '.join(told)}",
+        f"throughput of reading once / sharing nothing with 1,024 tokens: {', '.join(told)}",
     )
 
 
