@@ -46,7 +46,6 @@ from mainstem.kernels.attention.tuning import (
 )
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
-from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.overlap import can_overlap, overlap_options
 
@@ -463,7 +462,6 @@ class SpanAttention:
                 TILE_K=tiles.large_k, STAGES=tiles.large_stages,
                 num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
             )  # fmt: skip
-            forget_constants(large._large_units_kernel)
         small._small_units_kernel[(shape.num_programs,)](
             q, k.small[0], v.small[0], k.small[1], v.small[1], *tensors,
             self._tickets, tiles.small_stages,
@@ -471,7 +469,6 @@ class SpanAttention:
             num_warps=small.NUM_WARPS, maxnreg=small.max_registers(tiles.programs_per_sm),
             **constants,
         )  # fmt: skip
-        forget_constants(small._small_units_kernel)
 
     def _attend(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
