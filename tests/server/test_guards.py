@@ -142,7 +142,7 @@ def test_other_content_types_are_refused(tight: Running) -> None:
 
 
 def test_a_body_that_says_it_is_compressed_is_refused(tight: Running) -> None:
-    """Bodies are not decompressed. Before, plain bodies with this header passed, and compressed ones were bad JSON."""
+    """Bodies are not decompressed: with this header, compressed ones would be bad JSON."""
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     plain = {"content-type": "application/json"}
     for encoding, content in (("gzip", gzip.compress(body)), ("gzip", body), ("br", body)):
@@ -164,7 +164,7 @@ def test_a_body_that_says_it_is_compressed_is_refused(tight: Running) -> None:
         ("/v1/score", "prompt"),
     ],
 )
-def test_the_error_for_a_missing_prompt_does_not_mention_rows(
+def test_the_error_for_a_missing_prompt_names_the_field(
     tight: Running, path: str, field: str
 ) -> None:
     response = tight.post(path, {"choices": ["a"]} if path == "/v1/score" else {})
