@@ -11,7 +11,7 @@ from mainstem.core.step import Float32s, InFlight, Int32s, PageWeighing, Step, S
 
 
 def fake_next_token(token_ids: list[int], vocab_size: int) -> int:
-    """The answer of FakeRunner: a hash of everything before."""
+    """The next token of FakeRunner: a hash of all tokens before it."""
     digest = blake2b(np.array(token_ids, np.int32).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
 
@@ -81,10 +81,10 @@ class FakeRunner:
         return self._can_overlap
 
     def drain(self) -> None:
-        """A launched step has run."""
+        """Does nothing: a launched step has already run."""
 
     def check(self) -> None:
-        """Nothing can be lost."""
+        """Does nothing: FakeRunner cannot lose anything."""
 
     def launch(self, step: Step) -> InFlight:
         if self.at_launch is not None:
@@ -173,7 +173,7 @@ class FakeRunner:
         return known
 
     def _seen(self, step: Step) -> dict[int, dict[int, int]]:
-        """By packed token: position -> token id."""
+        """A dictionary for each packed token: position -> token id."""
         wanted = set(step.hidden_rows()[0].tolist())
         contexts: dict[int, dict[int, int]] = {row: {} for row in wanted}
         spans = step.spans

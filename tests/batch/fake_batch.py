@@ -67,7 +67,7 @@ class FakeEngines:
     ) -> None:
         self._template = template
         self._sampling_defaults = sampling_defaults
-        self.samplings: dict[str, SamplingParams] = {}  # by request
+        self.samplings: dict[str, SamplingParams] = {}  # sampling settings by request
         self._num_pages = num_pages
         self._max_model_len = max_model_len
         self.config: EngineConfig | None = None

@@ -161,7 +161,7 @@ def test_resume_cuts_an_incomplete_last_line(tmp_path: Path, suffix: str) -> Non
         assert kept == names[: len(kept)]
 
 
-def test_resume_knows_error_rows_by_their_line(tmp_path: Path) -> None:
+def test_resume_recognizes_error_rows_by_their_line_number(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with AnswerFile(str(path), Existing.REFUSE) as out:
         out.start()

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 NUM_ROWS = 120
-SOME_FAILED = 1  # the exit status, since the input has bad rows
+SOME_FAILED = 1  # exit status of a finished job, since the input has bad rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_input(path: Path, changed: int = NUM_ROWS) -> None:
     """Questions over shared documents, some sampled, some refused, some the same.
 
-    Every `changed`-th row is different from before.
+    If `changed` is given, every `changed`-th row differs from the first version.
     """
     rows: list[str] = []
     for index in range(NUM_ROWS):
@@ -32,7 +32,7 @@ def write_input(path: Path, changed: int = NUM_ROWS) -> None:
         if index % changed == changed - 1:
             row["prompt"] = f"changed {index}"
         if index % 17 == 3:
-            row["custom_id"] = "row 0"  # used before
+            row["custom_id"] = "row 0"  # a custom_id that was used before
         if index % 19 == 4:
             row["nonsense"] = True
         rows.append("{" if index % 23 == 5 else json.dumps(row))

@@ -1,4 +1,4 @@
-"""What is shown while a job or a plan runs."""
+"""The progress that a job or a plan shows."""
 
 import io
 from array import array

@@ -1,4 +1,4 @@
-"""`mainstem batch --ray` and Ray Data: skipped by name where Ray is not installed.
+"""`mainstem batch --ray` and Ray Data: skipped with a reason if Ray is not installed.
 
 Ray opens ports on all interfaces: run these in a network namespace of their own,
 `unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/batch/test_ray.py`.

@@ -24,7 +24,7 @@ def test_each_kind_of_step_gets_a_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_collectives_are_as_many_as_counted_by_hand() -> None:
-    """Llama-65B on 4: 161 sums of 8,192 numbers a token, then 32,000 logits of each sample."""
+    """Llama-65B on 4 ranks: 161 sums of 8,192 numbers per token, and 32,000 logits per sample."""
     spec = SHAPES["llama-65b"]
     moved = 161 * 8192 * 2 * 100 * 1.5 + 3 * 32_000 * 2 * 0.75
     expected = 162 * CALL_S + moved / NVLINK_BYTES_PER_S

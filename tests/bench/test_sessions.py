@@ -27,7 +27,7 @@ def test_each_turn_gets_a_line_and_later_turns_find_their_history(
         *(("host", turn) for turn in (1, 2, 3)),
         *(("none", turn) for turn in (1, 2, 3)),
     ]
-    # 100 tokens, 4 out, 10 new: 6 full pages of 16 after the first turn, 7 after the second
+    # 100 tokens, 4 answered, 10 new: 6 full pages of 16 after the first turn, 7 after the second
     assert [line["cached_tokens"] for line in lines] == [0.0, 96.0, 112.0, 0.0, 0.0, 0.0]
     assert all(line["mean_ttft_ms"] > 0 for line in lines)  # type: ignore[operator]
     assert all(line["p95_ttft_ms"] > 0 for line in lines)  # type: ignore[operator]

@@ -59,7 +59,7 @@ def test_a_shared_prefix_is_computed_once_even_if_all_requests_arrive_together()
     prompts = prompts_over(PREFIX[:32], 6, 5)
     run_all(engine, [a_request(p, max_tokens=2) for p in prompts])
     own = sum(len(p) for p in prompts) - 6 * 32
-    # random own tokens may begin alike by chance; those are not computed again either
+    # random own tokens may have the same first ones by chance; these are not computed again, either
     assert 32 + own - 5 <= counters.computed_tokens <= 32 + own
     assert counters.cached_tokens >= 5 * 32
     assert counters.key_tokens_read < counters.key_tokens_seen

@@ -1,4 +1,4 @@
-"""A seed's answer: the same alone, in a batch and after preemption.
+"""A seed gives the same answer alone, in a batch and after preemption.
 
 Logits are rounded differently in each case. A tiny model is too exact to show the effect, so its
 logits get errors of up to ERROR, as large as those of a large model in fp32. A draw changes with a

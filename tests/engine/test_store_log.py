@@ -38,7 +38,7 @@ def test_problems_are_logged_at_once_and_then_once_a_minute(
     ]
 
 
-def test_a_store_that_lost_pages_is_a_line_on_stderr(
+def test_a_store_that_lost_pages_writes_a_line_to_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger("mainstem"), "propagate", False)  # not to pytest
@@ -46,7 +46,7 @@ def test_a_store_that_lost_pages_is_a_line_on_stderr(
     bus.publish(StoreOpened("/sound", 7))
     bus.publish(StoreOpened("/bad", 1234, "index damaged", {"index": 5000}))
     bus.publish(StoreOpened("/worse", 0, "index damaged"))
-    StoreLog(bus)  # subscribes later, and gets the event
+    StoreLog(bus)  # a later subscriber also gets the event
     assert capsys.readouterr().err.splitlines() == [
         "the KV store in /bad has lost 5,000 pages: index damaged. 1,234 are left; "
         "what is lost is computed again",

@@ -73,7 +73,7 @@ class _Asked:
     request: Request
     max_tokens: int
     is_cut_short: bool = False
-    weighed: Request | None = None  # as it was given, if its cut depends on attention
+    weighed: Request | None = None  # the request before its cut, if this depends on attention
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = field(default_factory=list)

@@ -27,7 +27,7 @@ PAGE = 4
 PREFIX_TOKENS = 5 * PAGE + 1  # all prompts begin with them
 OWN_TOKENS = (3, 24, 9, 0)
 ANSWER_TOKENS = 12
-CONTEXT = PREFIX_TOKENS + max(OWN_TOKENS) + ANSWER_TOKENS  # of the longest request
+CONTEXT = PREFIX_TOKENS + max(OWN_TOKENS) + ANSWER_TOKENS  # tokens of the longest request
 TOP = 4  # logprobs compared at each position
 
 

@@ -1,4 +1,4 @@
-"""Falcon in its three forms."""
+"""Falcon in its three variants."""
 
 from pathlib import Path
 from typing import Any
@@ -31,5 +31,5 @@ from tests.models.checkpoints import SMALL_FALCON
         ),
     ],
 )
-def test_falcon(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_falcon_answers_as_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
     check_family(FalconConfig(**SMALL_FALCON, **fields), tmp_path)

@@ -10,7 +10,7 @@ from tests.models.checkpoints import SMALL
 SIZES = {"head_dim": 16, "sliding_window": 11}
 
 
-def test_gemma2(tmp_path: Path) -> None:
+def test_gemma2_answers_as_transformers(tmp_path: Path) -> None:
     config = Gemma2Config(
         **SMALL,
         **SIZES,
@@ -22,7 +22,7 @@ def test_gemma2(tmp_path: Path) -> None:
     check_family(config, tmp_path)
 
 
-def test_gemma3(tmp_path: Path) -> None:
+def test_gemma3_answers_as_transformers(tmp_path: Path) -> None:
     config = Gemma3TextConfig(
         **SMALL,
         **SIZES,

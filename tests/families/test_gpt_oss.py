@@ -18,7 +18,7 @@ YARN = {
 }
 
 
-def test_gpt_oss(tmp_path: Path) -> None:
+def test_gpt_oss_answers_as_transformers(tmp_path: Path) -> None:
     config = GptOssConfig(
         **SMALL,
         num_local_experts=5,

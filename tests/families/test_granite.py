@@ -8,7 +8,7 @@ from tests.families.equality import check_family
 from tests.models.checkpoints import SMALL
 
 
-def test_granite(tmp_path: Path) -> None:
+def test_granite_answers_as_transformers(tmp_path: Path) -> None:
     config = GraniteConfig(
         **SMALL,
         embedding_multiplier=3.0,

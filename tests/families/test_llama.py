@@ -8,5 +8,5 @@ from tests.families.equality import check_family
 from tests.models.checkpoints import SMALL
 
 
-def test_llama_with_biases(tmp_path: Path) -> None:
+def test_llama_with_biases_answers_as_transformers(tmp_path: Path) -> None:
     check_family(LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True), tmp_path)

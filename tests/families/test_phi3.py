@@ -28,7 +28,7 @@ def longrope(original: int, num_pairs: int, **more: object) -> dict[str, Any]:
     return {**SMALL, "original_max_position_embeddings": original, "rope_parameters": rope}
 
 
-def test_phi_3_with_plain_rope_and_a_window(tmp_path: Path) -> None:
+def test_phi_3_with_plain_rope_and_a_window_answers_as_transformers(tmp_path: Path) -> None:
     check_family(Phi3Config(**SMALL, sliding_window=PREFIX_TOKENS // 2), tmp_path)
 
 

@@ -22,7 +22,7 @@ from mainstem.models.spec import (
 )
 from tests.families.published import PUBLISHED
 
-BILLIONS = {  # of weights, as published
+BILLIONS = {  # billions of weights, as published
     "huggyllama/llama-7b": 6.74,
     "the first LLaMA conversions": 32.53,
     "microsoft/phi-2": 2.78,
@@ -62,7 +62,7 @@ def test_every_field_is_known_and_the_size_is_right(name: str) -> None:
     assert found / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
 
 
-def test_phi_2() -> None:
+def test_phi_2_is_read() -> None:
     spec = read("microsoft/phi-2")
     assert (spec.head_dim, spec.rotary_dim) == (80, 32)
     assert (spec.norm.kind, spec.norm.has_bias) == (NormKind.LAYER, True)
@@ -71,7 +71,7 @@ def test_phi_2() -> None:
     assert spec.has_head_bias
 
 
-def test_phi_3() -> None:
+def test_phi_3_is_read() -> None:
     (kind,) = read("microsoft/Phi-3-mini-4k-instruct").attention_kinds
     assert kind.window == 2047
     spec = read("microsoft/Phi-3-mini-128k-instruct")
@@ -83,7 +83,7 @@ def test_phi_3() -> None:
     assert [kind.window for kind in spec.at_context(131072).attention_kinds] == [None]
 
 
-def test_phi_4() -> None:
+def test_phi_4_is_read() -> None:
     spec = read("microsoft/phi-4")
     assert (spec.num_kv_heads, spec.head_dim, spec.ropes[0].theta) == (10, 128, 250000)
     mini = read("microsoft/Phi-4-mini-instruct")
@@ -100,7 +100,7 @@ def test_phi_4() -> None:
         ("tiiuae/falcon-11B", 8, Residual.PARALLEL, False, 8192),
     ],
 )
-def test_falcon(
+def test_falcon_is_read(
     name: str, kv_heads: int, residual: Residual, is_tied: bool, positions: int
 ) -> None:
     spec = read(name)
@@ -112,7 +112,7 @@ def test_falcon(
     assert (spec.has_tied_embeddings, spec.max_positions) == (is_tied, positions)
 
 
-def test_smollm3() -> None:
+def test_smollm3_is_read() -> None:
     spec = read("HuggingFaceTB/SmolLM3-3B")
     assert [layer.attention.rope is None for layer in spec.layers[:8]] == [
         False,
@@ -128,20 +128,20 @@ def test_smollm3() -> None:
     assert [layer.attention.window for layer in windowed.layers[:4]] == [None, None, None, 8]
 
 
-def test_olmo2() -> None:
+def test_olmo2_is_read() -> None:
     spec = read("allenai/OLMo-2-1124-7B")
     assert (spec.norm_place, spec.qk_norm) == (NormPlace.AFTER, QkNorm.ROWS)
     assert spec.norm.eps == 1e-6
 
 
-def test_granite() -> None:
+def test_granite_is_read() -> None:
     spec = read("ibm-granite/granite-3.1-8b-instruct")
     assert (spec.embedding_scale, spec.residual_scale, spec.logit_scale) == (12.0, 0.22, 1 / 16)
     assert spec.layers[0].attention.scale == 0.0078125
 
 
 @pytest.mark.parametrize("name", ["huggyllama/llama-7b", "the first LLaMA conversions"])
-def test_llama_1(name: str) -> None:
+def test_llama_1_is_read(name: str) -> None:
     spec = read(name)
     assert (spec.num_kv_heads, spec.head_dim, spec.max_positions) == (spec.num_heads, 128, 2048)
 
@@ -172,7 +172,7 @@ def windows(spec: ModelSpec) -> Counter[int | None]:
     return Counter(layer.attention.window for layer in spec.layers)
 
 
-def test_gemma_2_2b() -> None:
+def test_gemma_2_2b_is_read() -> None:
     spec = read("google/gemma-2-2b")
     assert windows(spec) == {4096: 13, None: 13}
     assert spec.layers[0].attention.window == 4096
@@ -190,7 +190,7 @@ def test_gemma_2_scales_scores_by_query_pre_attn_scalar() -> None:
     assert {kind.softcap for kind in spec.attention_kinds} == {None}
 
 
-def test_gemma_3_270m() -> None:
+def test_gemma_3_270m_is_read() -> None:
     spec = read("google/gemma-3-270m")
     assert windows(spec) == {512: 15, None: 3}
     assert [(kind.window, kind.rope and kind.rope.theta) for kind in spec.attention_kinds] == [
@@ -228,7 +228,7 @@ def test_fields_of_the_text_part_are_known_or_refused() -> None:
     assert spec_from_config(config, ["scale_depth"]).ignored_fields == ("scale_depth",)
 
 
-def test_mistral_small_3_1() -> None:
+def test_mistral_small_3_1_is_read() -> None:
     spec = read("mistralai/Mistral-Small-3.1-24B-Instruct-2503")
     assert (spec.hidden_size, spec.num_layers, spec.head_dim) == (5120, 40, 128)
     assert windows(spec) == {None: 40}
@@ -252,14 +252,14 @@ def experts_of(spec: ModelSpec) -> ExpertsSpec:
     return mlp
 
 
-def test_mixtral_8x7b() -> None:
+def test_mixtral_8x7b_is_read() -> None:
     experts = experts_of(read("mistralai/Mixtral-8x7B-v0.1"))
     assert (experts.num_experts, experts.top_k, experts.size) == (8, 2, 14336)
     assert experts.is_normalized
     assert experts.shared_size is None
 
 
-def test_qwen_15_moe() -> None:
+def test_qwen_15_moe_is_read() -> None:
     spec = read("Qwen/Qwen1.5-MoE-A2.7B")
     experts = experts_of(spec)
     assert (experts.num_experts, experts.top_k, experts.size) == (60, 4, 1408)
@@ -269,7 +269,7 @@ def test_qwen_15_moe() -> None:
     assert windows(spec) == {None: 24}
 
 
-def test_qwen_3_30b_a3b() -> None:
+def test_qwen_3_30b_a3b_is_read() -> None:
     spec = read("Qwen/Qwen3-30B-A3B")
     experts = experts_of(spec)
     assert (experts.num_experts, experts.top_k, experts.size) == (128, 8, 768)
@@ -289,7 +289,7 @@ def test_windows_of_qwen_with_experts_are_refused(name: str) -> None:
         read(name, use_sliding_window=True)
 
 
-def test_gpt_oss_20b() -> None:
+def test_gpt_oss_20b_is_read() -> None:
     spec = read("openai/gpt-oss-20b, in 16 bits")
     experts = experts_of(spec)
     assert (experts.num_experts, experts.top_k, experts.size) == (32, 4, 2880)

@@ -8,7 +8,7 @@ from tests.families.equality import PREFIX_TOKENS, check_family
 from tests.models.checkpoints import SMALL
 
 
-def test_qwen3_with_windows_in_the_upper_layers(tmp_path: Path) -> None:
+def test_qwen3_with_windows_in_the_upper_layers_answers_as_transformers(tmp_path: Path) -> None:
     config = Qwen3Config(
         **SMALL,
         head_dim=16,

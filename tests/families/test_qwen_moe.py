@@ -14,14 +14,16 @@ from tests.models.checkpoints import SMALL, write_checkpoint
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 
-def test_qwen2_moe_with_a_dense_layer_and_a_shared_expert(tmp_path: Path) -> None:
+def test_qwen2_moe_with_dense_layer_and_shared_expert_answers_as_transformers(
+    tmp_path: Path,
+) -> None:
     config = Qwen2MoeConfig(
         **SMALL, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1]
     )
     check_family(config, tmp_path)
 
 
-def test_qwen3_moe_with_experts_in_every_other_layer(tmp_path: Path) -> None:
+def test_qwen3_moe_with_every_other_layer_dense_answers_as_transformers(tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         **SMALL | {"num_hidden_layers": 4},
         **EXPERTS,

@@ -8,7 +8,7 @@ from tests.families.equality import PREFIX_TOKENS, check_family
 from tests.models.checkpoints import SMALL
 
 
-def test_smollm3(tmp_path: Path) -> None:
+def test_smollm3_answers_as_transformers(tmp_path: Path) -> None:
     """The second and the fourth of five layers have no rotary positions, but have a window."""
     config = SmolLM3Config(
         **SMALL | {"num_hidden_layers": 5},

@@ -15,7 +15,7 @@ HEADS_OF_16 = SMALL | {"hidden_size": 96}  # 4 of its dims are rotated
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
-def test_stablelm(is_parallel: bool, tmp_path: Path) -> None:
+def test_stablelm_answers_as_transformers(is_parallel: bool, tmp_path: Path) -> None:
     config = StableLmConfig(
         **HEADS_OF_16, use_qkv_bias=not is_parallel, use_parallel_residual=is_parallel
     )

@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-LIMITS = {DType.FP32: (2e-3, 1e-2), DType.BF16: (0.1, 1.0)}  # of the mean and of the largest error
+# limits of the mean and of the largest error
+LIMITS = {DType.FP32: (2e-3, 1e-2), DType.BF16: (0.1, 1.0)}
 
 
 def logprobs(engine: Engine, counts: Sequence[int] = (3, 6, 21, 40)) -> np.ndarray:

@@ -439,7 +439,7 @@ POOLS = {
 
 @pytest.mark.parametrize("name", list(POOLS))
 def test_all_queued_units_are_computed_and_the_queue_is_reset(name: str) -> None:
-    """Of many runs, one right after the other, each begins with a full queue."""
+    """Many runs follow each other at once, and each begins with a full queue."""
     runs, kv_heads = POOLS[name]
     case = AttentionCase(name, runs, 32, kv_heads)
     spans = case.spans()

@@ -50,7 +50,7 @@ def test_the_linear_multiplies_the_rounded_numbers(num_out: int, num_in: int) ->
     assert 0.005 < float(error) < 0.05  # two roundings of 2.6 % each, averaged over the sum
 
 
-def test_the_answer_has_the_dtype_asked_for() -> None:
+def test_the_output_has_the_requested_dtype() -> None:
     assert Fp8Linear.quantize(some(16, 32))(some(2, 32)).dtype == torch.bfloat16
 
 

@@ -84,7 +84,7 @@ def some(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_packed_weights_are_dequantized_exactly(case: Case, dtype: torch.dtype) -> None:
     if case.is_mxfp4 and dtype == torch.float16:
-        pytest.skip("not in fp16")
+        pytest.skip("MXFP4 is not supported in fp16")
     weight = case.weight(dtype)
     out = torch.full((case.num_out, case.num_in), float("nan"), dtype=dtype)
     assert torch.equal(dequantize(packed(weight, dtype), out), weight.dense(dtype))
@@ -104,7 +104,7 @@ def test_the_extreme_exponents_of_mxfp4_are_dequantized_exactly() -> None:
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_multiply_agrees_with_a_product_in_double(case: Case, dtype: torch.dtype) -> None:
     if case.is_mxfp4 and dtype == torch.float16:
-        pytest.skip("not in fp16")
+        pytest.skip("MXFP4 is not supported in fp16")
     tokens = 5
     weight, x = case.weight(dtype), some(tokens, case.num_in).to(dtype)
     bias = some(case.num_out, seed=2).to(dtype)

@@ -203,7 +203,8 @@ def test_any_plan_agrees_with_the_reference(
 
 
 def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
-    """The same bits alone, beside another sequence, and with 32 keys shared with another one."""
+    """A row has the same bits alone, with another sequence, and with 32 keys shared with another
+    one."""
     torch.manual_seed(0)
     shape = (4, 2, 64, 16)
     pages = torch.randn(2, 20, 2, 16, 64)

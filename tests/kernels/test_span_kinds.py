@@ -123,7 +123,7 @@ def test_any_shape_of_heads_may_have_windows_softcaps_and_sinks(heads: Heads) ->
     check(clipped, heads, softcap=5.0, has_sinks=True, dtype=torch.bfloat16)
 
 
-def test_softcaps_agree() -> None:
+def test_softcaps_agree_with_the_reference() -> None:
     check(a_case(prompt=2)[0], softcap=0.5)
 
 

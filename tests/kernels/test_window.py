@@ -25,7 +25,7 @@ class Workload:
 
     spans: Spans
     positions: Int32s
-    pages_of: list[list[int]]  # of each token, in order
+    pages_of: list[list[int]]  # pages of each token, in order
     page_size: int
 
 
@@ -142,7 +142,7 @@ def test_spans_stay_aligned_for_rows_that_must_not_depend_on_the_batch() -> None
 
 
 def test_decodes_over_one_prefix_have_their_own_windows() -> None:
-    """Of three sequences one sees much of the prefix, one its end, one nothing of it."""
+    """There are three sequences: one sees much of the prefix, one its end, one nothing of it."""
     spans = make_spans(
         [([0, 1, 2], [0, 1, 2, 3], 16, False), ([0], [4], 1, False), ([1], [5, 6], 7, False),
          ([2], [7, 8, 9], 12, False)]

@@ -1,4 +1,4 @@
-"""More returning conversations than device and host memory hold, in virtual time."""
+"""More conversations return than device and host memory hold; in virtual time."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ from tests.kv.virtual import PAGE_SIZE, VirtualClock, a_virtual_card
 
 SESSIONS, AT_ONCE = 48, 16
 HISTORY, NEW, OUTPUT = 2000, 100, 16
-DEVICE_TOKENS = 44_000  # 20 of them
+DEVICE_TOKENS = 44_000  # 20 conversations
 HOST_PAGES = 18 * HISTORY // PAGE_SIZE
 
 
@@ -59,9 +59,9 @@ def arrivals(num_sessions: int, num_turns: int, rate: float) -> list[tuple[float
     return found
 
 
-def test_look_ahead_beats_blind_policies_on_the_same_arrivals(clock: VirtualClock) -> None:
-    """24 conversations come faster than they are answered; the device holds 4 of them, host memory
-    8, the disk all."""
+def test_look_ahead_beats_lru_and_fifo_on_the_same_arrivals(clock: VirtualClock) -> None:
+    """24 conversations arrive faster than they are answered. The device holds 4 of them, host
+    memory 8, the disk all."""
     session_pages = (HISTORY + 3 * (OUTPUT + NEW)) // PAGE_SIZE
     coming = arrivals(24, 3, rate=60.0)
     mean_s, from_host, hits = {}, {}, {}

@@ -213,7 +213,7 @@ def test_pages_that_return_late_from_disk_use_free_host_memory() -> None:
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_of_conversations_that_return_in_turn_some_stay_in_host_memory(kind: PolicyKind) -> None:
+def test_some_conversations_that_return_in_turn_stay_in_host_memory(kind: PolicyKind) -> None:
     """Three chains fit, six return in turn: with LRU each would evict the one needed next."""
     policy = a_policy(12, 99, kind)
     chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(6)]

@@ -18,7 +18,7 @@ from tests.fakes import FakeRunner
 
 
 @pytest.mark.parametrize("kind", PolicyKind)
-def test_numbers_and_arrays_are_ranked_alike(kind: PolicyKind) -> None:
+def test_numbers_and_arrays_get_the_same_rank(kind: PolicyKind) -> None:
     ranking, ranks = RANKINGS[kind], [0, 3, 7]
     alone = [ranking.used(rank, 9) for rank in ranks]
     together = np.zeros(3, np.int64)

@@ -144,7 +144,7 @@ def test_a_stored_response_outlives_a_restart_of_the_engine(is_down: bool) -> No
 def test_a_response_whose_replica_is_unknown_is_searched_for() -> None:
     async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
         name, home = await made(front)
-        front._router._sessions.clear()  # as after a start of the front
+        front._router._sessions.clear()  # the front knows this little after its start
         replicas[home].status_code = 503
         reply = await post(front, input="go on", previous_response_id=name)
         assert reply.status_code == 503, "the replica that refuses may have the response"

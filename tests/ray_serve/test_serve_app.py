@@ -1,4 +1,5 @@
-"""Two replicas under Ray Serve, asked by the stock `openai` client; skipped by name without Ray.
+"""Two replicas under Ray Serve, asked by the stock `openai` client; skipped with a reason without
+Ray.
 
 Ray opens ports on all interfaces: run these in a network namespace of their own,
 `unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/ray_serve`.

@@ -17,7 +17,7 @@ from mainstem.models.weights import Checkpoint
 from mainstem.runner.perplexity import perplexity
 
 TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
-QUANTIZED = ("qkv", "out", "gate_up", "down")  # as on a card
+QUANTIZED = ("qkv", "out", "gate_up", "down")  # the same as on a card
 
 
 def emulated(decoder: Decoder, folder: Path, names: Collection[str] = QUANTIZED) -> Decoder:
@@ -79,7 +79,7 @@ def _in_fp8(linear: Linear) -> Linear:
 
 
 def cost(folder: Path, text: str, num_tokens: int, names: Collection[str]) -> tuple[float, float]:
-    """Perplexity before and after."""
+    """Perplexity without and with fp8."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = np.array(tokenizer.encode(text).ids[:num_tokens], np.int32)
     dense = load_decoder(folder, read_spec(folder), torch.float32)

@@ -1,4 +1,4 @@
-"""The seam that chooses a GPU's products by their weights, under Triton's interpreter."""
+"""The code that chooses a GPU's products by their weights, under Triton's interpreter."""
 
 import logging
 import os

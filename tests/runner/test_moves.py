@@ -1,4 +1,5 @@
-"""Pages kept by a truncation: keys rotated to other positions on real (tiny) models."""
+"""Pages that a truncation keeps: their keys are rotated to other positions, on real (tiny)
+models."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ def moving(step: Step, source: list[int], target: list[int], by: list[int]) -> S
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_moved_keys_are_those_of_the_other_position(name: str, tmp_path: Path) -> None:
+def test_moved_keys_equal_keys_computed_at_the_new_position(name: str, tmp_path: Path) -> None:
     """Keys and values of the first layer depend on token and position alone, so a moved page must
     equal a page that is computed at its new position."""
     assert name in CONFIGS

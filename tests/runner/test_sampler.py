@@ -52,9 +52,9 @@ def counts(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
 
 
 def assert_shares(counts: torch.Tensor, expected: torch.Tensor) -> None:
-    """Chance fails this in fewer than two cases of 10^9: the statistic's mean is the degrees of
-    freedom f, its variance 2 f, and its tail beyond f + 2 sqrt(21 f) + 42 is e^-21 (Laurent and
-    Massart 2000, lemma 1). Tokens expected less than 5 times are taken together."""
+    """A right sampler fails this in fewer than two cases of 10^9: the statistic's mean is the
+    degrees of freedom f, its variance 2 f, and its tail beyond f + 2 sqrt(21 f) + 42 is e^-21
+    (Laurent and Massart 2000, lemma 1). Tokens expected less than 5 times are taken together."""
     assert int(counts[expected == 0].sum()) == 0
     mean = expected.double() * DRAWS
     is_rare = mean < 5
@@ -108,7 +108,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
 
 
 def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
-    # of 0.4 and 0.3, the first alone has 0.57
+    # 0.4 and 0.3 are left; the first is 0.57 of them
     found = counts(four_tokens(), SamplingParams(top_p=0.55, top_k=2))
     assert found.nonzero()[:, 0].tolist() == [0]
 
@@ -256,7 +256,7 @@ def test_logprobs_have_rank_and_top_tokens() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 300])
-def test_logprobs_of_many_rows_are_those_of_each(rows: int) -> None:
+def test_logprobs_of_many_rows_equal_those_of_single_rows(rows: int) -> None:
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
     ids, counts = torch.arange(rows) % VOCAB, np.arange(rows, dtype=np.int32) % 4
     records = start_logprobs(logits, ids, counts).resolve()

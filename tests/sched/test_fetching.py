@@ -39,7 +39,7 @@ def a_fetching(fetch: Fetch = Fetch.AUTO, preload: str = "auto") -> tuple[Fetchi
 
 
 def assign(fetching: Fetching, tiers: Tiers, count: int, is_on_disk: bool) -> tuple[int, int]:
-    """Of histories that arrive at once, how many are loaded and how many computed."""
+    """How many of the histories that arrive at once are loaded, and how many computed."""
     stored = Stored(HISTORY, (HISTORY,) if is_on_disk else ())
     num_loaded, tokens_ahead = 0, 0
     for index in range(count):

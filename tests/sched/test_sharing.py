@@ -134,8 +134,7 @@ def test_a_run_not_worth_a_span_is_joined_to_the_runs_below() -> None:
 
 
 def test_the_number_of_levels_can_be_limited() -> None:
-    """Of two levels of sharing one is allowed: the topmost stays, and each sequence reads the
-    second."""
+    """One of two levels of sharing is allowed: the topmost stays."""
     tree = SharingTree()
     table = np.zeros((4, 8), np.int32)
     for slot in range(4):

@@ -157,7 +157,7 @@ def a_server(
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     host, port = listener.getsockname()
-    loop = uvloop.new_event_loop()  # as uvicorn makes it
+    loop = uvloop.new_event_loop()  # the kind of loop that uvicorn makes
 
     def serve() -> None:
         asyncio.set_event_loop(loop)

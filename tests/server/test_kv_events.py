@@ -34,7 +34,7 @@ NUM_OPERATIONS = 1000
 
 
 def apply_vllm(mirror: Mirror, payload: bytes) -> None:
-    """Decode with the classes of vLLM, whose fields they must fit."""
+    """Decode with copies of vLLM's classes: events must have their fields."""
     theirs = pytest.importorskip("vllm.distributed.kv_events")
     batch = msgspec.msgpack.decode(payload, type=theirs.KVEventBatch)
     assert batch.data_parallel_rank == 0

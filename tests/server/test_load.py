@@ -42,7 +42,7 @@ def a_process(kind: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], s
 
 @dataclass
 class Tally:
-    """What the clients received."""
+    """The results of the clients."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     num_left: int = 0

@@ -286,7 +286,7 @@ def test_responses_are_counted_by_status() -> None:
 
 
 def test_counters_never_fall_while_another_thread_publishes() -> None:
-    """Every render sees whole events: tokens and saved keys of a step move together."""
+    """Every render sees complete events: tokens and saved keys of a step change together."""
     bus = EventBus()
     metrics = ServerMetrics(bus)
 

@@ -1,4 +1,4 @@
-"""What goes over the wire, in OpenAI's form; the fake model's answers are known exactly."""
+"""Requests and replies in OpenAI's format; the fake model's answers are known exactly."""
 
 import json
 from pathlib import Path

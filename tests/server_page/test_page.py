@@ -271,7 +271,7 @@ def test_the_last_answer_can_be_regenerated(page: Page, server: StubServer) -> N
     for number, question in enumerate(("first", "second"), 1):
         say(page, question)
         wait_for_answers(page, number)
-    assert texts_of(page, ".again") == ["Regenerate"]  # of the last answer only
+    assert texts_of(page, ".again") == ["Regenerate"]  # only the last answer has the button
     click(page, ".again")
     page.wait("document.querySelector('.turn.streaming') === null")
     wait_for_answers(page, 2)

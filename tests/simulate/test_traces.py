@@ -99,13 +99,13 @@ def test_session_starts_are_poisson_and_repeatable() -> None:
     )
 
 
-def test_the_context_ends_a_session(tmp_path: Path) -> None:
+def test_a_session_ends_when_the_context_is_full(tmp_path: Path) -> None:
     text = '{"turns": [[10, 10], [10, 10], [1, 1]]}\n'
     trace = read(tmp_path, text, ReadOptions(context_tokens=30))
     assert [r.input_tokens for r in trace.requests] == [10]
 
 
-def test_a_rate_stretches_recorded_arrivals(tmp_path: Path) -> None:
+def test_a_rate_scales_recorded_arrivals(tmp_path: Path) -> None:
     text = "".join(mooncake(1000 * i, 512, [i]) for i in range(11))
     trace = read(tmp_path, text, ReadOptions(rate=4))
     assert trace.requests[-1].arrival_s == pytest.approx(10 / 4)
@@ -300,7 +300,7 @@ def test_the_error_names_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_trace(broken)
 
 
-def test_think_times_are_those_of_people(tmp_path: Path) -> None:
+def test_think_times_are_read_from_timings_of_people(tmp_path: Path) -> None:
     shipped = load_think_times(None)
     assert len(shipped) == 1000
     assert sorted(shipped)[500] == 17

@@ -33,7 +33,7 @@ class OutOfMemoryError(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens on a rank when it launches a step or, if `step` is None, when it loads."""
+    """A fault of a rank, when it launches a step or, if `step` is None, when it loads."""
 
     rank: int
     step: int | None

@@ -89,7 +89,7 @@ def test_answers_are_those_of_one_runner(can_overlap: bool) -> None:
 
 
 def test_no_rank_is_more_than_a_few_steps_late() -> None:
-    """Rank 1 takes 20 ms a step, rank 0 next to nothing."""
+    """Rank 1 takes 20 ms per step, rank 0 almost no time."""
     with ranked(FakeOrigin(slow_rank=1)) as ranks:
         began_s = monotonic()
         run_all(ranks.engine, [a_request(PROMPTS[0], 30)])
@@ -188,7 +188,7 @@ with ranked(FakeOrigin(faults=(Fault(1, 3, "hang"),))) as ranks:
 
 @pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them() -> None:
-    """One of them waits in the middle of a step."""
+    """One of the ranks waits in the middle of a step."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]

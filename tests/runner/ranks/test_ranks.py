@@ -1,5 +1,5 @@
-"""A model on ranks, over gloo, gives the answers of one process, token for token; also its
-failures.
+"""A model on ranks, over gloo, gives the answers of one process, token for token. Failures are
+tested, too.
 
 Greedy decoding in fp32. Ranks add in another order, so logits differ in their last bits; the chance
 that one of a few hundred tokens of a random model is decided by them is below one in a thousand.
