@@ -1,8 +1,8 @@
 """Write the pages of results from the lines in `results/`: `make docs`.
 
 README.md gets ratios, docs/results.md every row and an overview of the papers, and docs/results/
-a page for each paper with its plots. With --check nothing is written: the exit status says whether
-the pages are what the lines say.
+a page for each paper with its plots. With --check nothing is written, and the exit status is 1 if a
+page is out of date.
 """
 
 import argparse
@@ -25,12 +25,12 @@ FILES = {"RelayAttention": "relay", "AttentionStore": "attentionstore", "BatchLL
 ABOUT = {
     "RelayAttention": "The keys of a system prompt that all requests share are read once per step.",
     "AttentionStore": "The KV of conversations is kept in host memory and on disk between turns.",
-    "BatchLLM": "A whole batch is seen at once: prefixes are found, groups are run together.",
+    "BatchLLM": "The whole batch is known in advance: requests with a common prefix run together.",
 }
 
 
 def blocks() -> dict[str, dict[str, str]]:
-    """By file and name of the block: what stands between its marks."""
+    """The text of each generated block, by file and by the block's name."""
     return {
         "README.md": {"results": headlines()},
         "docs/results.md": {"results": table(), "papers": overview()},
@@ -49,7 +49,7 @@ def overview() -> str:
         counts = Counter(verdict.outcome for verdict in verdicts)
         told = ", ".join(f"{counts[each]} {each.value}" for each in Outcome if counts[each])
         out += [f"### {paper}", "", f"{ABOUT[paper]} {len(items)} items: {told}."]
-        out += ["", "| item | here | what came out |", "| --- | --- | --- |"]
+        out += ["", "| item | verdict | result |", "| --- | --- | --- |"]
         for item, verdict in zip(items, verdicts, strict=True):
             link = f"[{_short(item)}](results/{FILES[paper]}.md#{item.name})"
             out.append(f"| {link} | {verdict.outcome.value} | {_capital(verdict.reason)}. |")
@@ -72,7 +72,7 @@ def paper_page(paper: str, items: tuple[Item, ...]) -> str:
             f"- **Different:** {item.differs}.",
         ]
         if item.run is not None:
-            out.append(f"- **Again:** `{item.command}`{_where(lines, item)}")
+            out.append(f"- **To repeat it:** `{item.command}`{_where(lines, item)}")
         out.append("")
     return "\n".join(out).rstrip()
 
@@ -113,12 +113,16 @@ def plot_all() -> None:
             if item.plot is not None and lines:
                 path = PLOTS / f"{item.name}.png"
                 draw(item, lines, path)
-                Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)  # a third
+                Image.open(path).convert("RGB").quantize(64).save(
+                    path, optimize=True
+                )  # a third of the size
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only check that they are up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a page is out of date"
+    )
     parser.add_argument("--no-plots", action="store_true", help="pages only")
     args = parser.parse_args()
     stale = []
@@ -132,7 +136,7 @@ def main() -> int:
     if not args.check and not args.no_plots:
         plot_all()
     if args.check and stale:
-        print(f"not what the lines say: {', '.join(stale)}; run `make docs`", file=sys.stderr)
+        print(f"out of date: {', '.join(stale)}; run `make docs`", file=sys.stderr)
     return 1 if args.check and stale else 0
 
 

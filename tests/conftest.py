@@ -1,4 +1,4 @@
-"""Fixtures that several test packages use, and how tests are dealt to workers."""
+"""Fixtures that several test packages use, and the order in which workers get tests."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ import pytest
 from mainstem.checkpoints.hub import resolve_model
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a core each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 LONGEST_FIRST = (
     "kernels/test_aot.py",
@@ -22,7 +22,7 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of half a minute and more begin first, so that no worker ends with one of them."""
+    """Files that take half a minute or more run first, so that no worker ends with one of them."""
     tests = Path(__file__).parent
     place = {tests / name: index for index, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
@@ -39,7 +39,7 @@ def smollm2_folder() -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_logs() -> Iterator[None]:
-    """What a program says of its logs holds for its own test."""
+    """A test's changes to logging end with the test."""
     loggers = [logging.getLogger(name) for name in ("mainstem", "uvicorn")]
     before = [(each.handlers, each.propagate, each.level) for each in loggers]
     yield

@@ -17,7 +17,7 @@ def fake_next_token(token_ids: list[int], vocab_size: int) -> int:
 
 
 def fake_answer(prompt_ids: list[int], length: int, vocab_size: int) -> list[int]:
-    """What FakeRunner says to a prompt that runs alone and never stops."""
+    """FakeRunner's answer to a prompt that runs alone and never stops."""
     known = list(prompt_ids)
     for _ in range(length):
         known.append(fake_next_token(known, vocab_size))
@@ -25,7 +25,7 @@ def fake_answer(prompt_ids: list[int], length: int, vocab_size: int) -> list[int
 
 
 def fake_logprob(token_ids: list[int], next_id: int, num_top: int) -> TokenLogprobs:
-    """What FakeRunner says of a token after others: a hash of them all, exact in 32 bits."""
+    """FakeRunner's logprob of a token after others: a hash of them all, exact in 32 bits."""
     logprob = -fake_next_token([*token_ids, next_id], 4096) / 64
     likeliest = fake_next_token(token_ids, 97)
     top = ((likeliest,), (-0.5,)) if num_top else ((), ())
@@ -33,7 +33,7 @@ def fake_logprob(token_ids: list[int], next_id: int, num_top: int) -> TokenLogpr
 
 
 def fake_masses(token_ids: Int32s, num_queries: int, page_size: int) -> Float32s:
-    """What FakeRunner says some queries pay to each page of tokens: a hash of the page."""
+    """FakeRunner's attention of some queries to each page of tokens: a hash of the page."""
     pages = [token_ids[at : at + page_size] for at in range(0, len(token_ids), page_size)]
     masses = [1 + fake_next_token(page.tolist(), 31) for page in pages]
     return np.array(masses, np.float32) * np.float32(num_queries)
@@ -157,7 +157,7 @@ class FakeRunner:
         return fake_masses(self._token_at[slots], weighing.num_rows, self._page_size)
 
     def _contexts(self, step: Step) -> dict[int, list[int]]:
-        """For each packed token that anything is asked of: the tokens up to it, as its spans show
+        """For each packed token whose output is wanted: the tokens up to it, as its spans show
         them."""
         known: dict[int, list[int]] = {}
         for row, context in self._seen(step).items():

@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "mainstem"
 
 BENCH = ROOT / "src" / "mainstem_bench"
 
-# package -> what else of ours it may import; a file beside the packages counts as one
+# package -> the other packages it may import; a file next to the packages counts as one
 MAY_IMPORT = {
     "core": "",
     "kernels": "core",

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md and of the README run as they stand."""
+"""The examples of docs/python.md and of the README run without changes."""
 
 import re
 from pathlib import Path

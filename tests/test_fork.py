@@ -1,4 +1,4 @@
-"""An LLM in a forked child: an error at once, where it would hang without a word."""
+"""An LLM in a forked child raises an error at once; without the check it would hang."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ print("the parent goes on", flush=True)
 """
 
 
-def test_a_fork_is_told_and_does_not_hang(tmp_path: Path) -> None:
+def test_a_call_in_a_fork_raises_instead_of_hanging(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PARENT, str(tmp_path)],  # Python warns of forks
         capture_output=True,

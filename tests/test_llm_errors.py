@@ -1,4 +1,5 @@
-"""A bad prompt among good ones: named, or answered with an error of its own. Without a model."""
+"""A bad prompt among good ones: the error names it, or only its own result has an error. Without a
+model."""
 
 import copy
 import pickle
@@ -74,7 +75,7 @@ def test_bad_prompts_may_be_answered_with_errors_of_their_own(llm: LLM) -> None:
     llm.text_engine.engine.check()
 
 
-def test_the_reason_of_a_prompts_own_settings_is_told_too(llm: LLM) -> None:
+def test_an_error_in_a_prompts_own_settings_is_reported_too(llm: LLM) -> None:
     bad = SamplingParams(stop_token_ids=[10**6])
     with pytest.raises(InvalidRequest, match=r"^prompts\[1\]: stop_token_ids: token id 1000000"):
         llm.generate(["one", "two"], [SHORT, bad], use_tqdm=False)
@@ -138,7 +139,7 @@ def test_an_llm_cannot_be_pickled(llm: LLM, attempt: Any) -> None:
         attempt(llm)
 
 
-def test_arguments_of_vllm_are_taken_or_refused(
+def test_arguments_of_vllm_are_accepted_or_refused(
     llm: LLM, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: dict[str, Any] = {"max_num_batched_tokens": 99, "max_num_seqs": 8, "dtype": "half"}

@@ -1,4 +1,4 @@
-"""LLM.score over the real embedded model and a fake one: what it says, and what it refuses."""
+"""LLM.score with the real embedded model and with a fake one: its results and its errors."""
 
 import asyncio
 from collections.abc import Iterator

@@ -127,7 +127,7 @@ def test_streams_of_several_threads(llm: LLM) -> None:
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(lambda prompt: joined(list(llm.stream(prompt, SHORT))), prompts)
     assert list(found) == [expected_text(prompt, 9) for prompt in prompts]
-    next(llm.stream("one", SHORT))  # somebody sees to what threads have left
+    next(llm.stream("one", SHORT))  # the next step handles what threads have left
     assert at_rest(llm)
 
 
@@ -168,7 +168,7 @@ def test_closing_ends_a_stream_with_an_error(llm: LLM) -> None:
         list(stream)
 
 
-def test_ctrl_c_ends_a_stream_and_the_llm_goes_on(llm: LLM, engines: FakeEngines) -> None:
+def test_ctrl_c_ends_a_stream_and_the_llm_can_be_used_again(llm: LLM, engines: FakeEngines) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     try:
         stream = llm.stream("one", LONG)
@@ -267,7 +267,9 @@ def test_whole_answers_and_chats_of_an_async_llm(loop: Loop) -> None:
     loop.run(body)
 
 
-def test_an_async_stream_ends_where_nobody_reads_on(loop: Loop, engines: FakeEngines) -> None:
+def test_an_async_stream_ends_when_its_caller_stops_reading(
+    loop: Loop, engines: FakeEngines
+) -> None:
     async def body(llm: AsyncLLM) -> None:
         async for piece in llm.stream("one", LONG):
             assert piece.text
@@ -391,7 +393,8 @@ def test_a_loop_that_is_gone_leaves_nothing_running(
 def test_a_prompt_that_cannot_be_queued_ends_alone(
     engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a callback raises while a prompt is queued: it ends, and the others are answered."""
+    """If a callback raises while a prompt is queued, that prompt ends and the others are
+    answered."""
     llm = a_fake_async_llm(engines, monkeypatch)
     submit = llm.text_engine.submit
 

@@ -26,7 +26,7 @@ def text_ids(llm: LLM) -> list[int]:
     return llm.tokenizer.encode(path.read_text(encoding="utf-8")[:2000])
 
 
-def test_a_session_goes_on_past_the_window(llm: LLM, text_ids: list[int]) -> None:
+def test_a_session_continues_beyond_the_window(llm: LLM, text_ids: list[int]) -> None:
     first = llm.generate(text_ids[:80], GREEDY, use_tqdm=False, sessions=["a"])[0]
     assert first.num_dropped_tokens == 0
     second = llm.generate(text_ids[:110], GREEDY, use_tqdm=False, sessions=["a"])[0]

@@ -1,4 +1,4 @@
-"""Mainstem: LLM inference for work whose context is shared.
+"""Mainstem: LLM inference for requests that share context.
 
 from mainstem import LLM, SamplingParams
 """

@@ -1,13 +1,15 @@
-"""`mainstem batch` against itself with sharing and planning off, on questions over documents.
+"""Compares `mainstem batch` with and without sharing and planning, on questions about documents.
 
---input takes one JSON object a line, also .gz: {"doc": text, "items": [{"q": question}, ...]}; the
-documents of `mainstem demo` by default. Answers are greedy and have a fixed number of tokens. Both
-runs answer the same file in one process, each with a new engine; reading and tokenising are timed,
-loading the model is not. Answers are compared before a speed is reported.
+--input is a file, also .gz, with one JSON object per line:
+{"doc": text, "items": [{"q": question}, ...]}. The default is the documents of `mainstem demo`.
+Answers are greedy and have a fixed number of tokens. Both runs answer the same file in one process,
+each with a new engine; reading and tokenising are timed, loading the model is not. Answers are
+compared before a speed is reported.
 """
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -18,12 +20,15 @@ from mainstem.batch.files import InputFile
 from mainstem.cli import batch
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, given_settings
+from mainstem.core.config import SETTINGS
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import table
 from mainstem_bench.report import line, load_average
 
 PLANNED: tuple[str, ...] = ()
 PLAIN = ("--share", "none", "--no-plan", "--no-dedupe")
+# settings without effect if nothing is shared
+NOT_SHARED = {"span_levels", *(row.argument for row in SETTINGS if row.section == "store")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Run:
 
     name: str
     seconds: float
-    cpu_seconds: float  # of all threads, including loading: less affected by other work
+    cpu_seconds: float  # of all threads, including loading; other programs affect it less
     requests_per_s: float
     computed_prompt_tokens: int
     saving_ratio: float
@@ -57,14 +62,13 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     prompts = read_prompts(args.input)[: args.requests]
     if not prompts:
-        raise InvalidRequest("--input", "holds no question")
+        raise InvalidRequest("--input", "has no questions")
     load = load_average()
     with TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in rows(prompts, args.output)))
-        flags = engine_flags(args)
-        planned, ours = run("planned", source, [*flags, *PLANNED])
-        plain, theirs = run("plain", source, [*flags, *PLAIN])
+        planned, ours = run("planned", source, [*engine_flags(args), *PLANNED])
+        plain, theirs = run("plain", source, [*engine_flags(args, NOT_SHARED), *PLAIN])
     same = sum(ours[name] == theirs[name] for name in ours)
     speedup = plain.seconds / planned.seconds
     if args.json:
@@ -112,13 +116,18 @@ def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
     ]
 
 
-def engine_flags(args: argparse.Namespace) -> list[str]:
-    """The engine's flags for the runs, as they were given."""
+def engine_flags(args: argparse.Namespace, left_out: Collection[str] = ()) -> list[str]:
+    """The engine's flags for the runs, as they were given, without some that would have no
+    effect."""
     if args.share is not None:
-        raise InvalidRequest("--share", "one run shares everything, the other nothing")
+        raise InvalidRequest(
+            "--share", "cannot be set: one run shares everything, the other nothing"
+        )
     flags = ["--generation-config", "none"]  # no sampling and no penalties
     given = given_settings(args) | ({} if args.config is None else {"config": args.config})
     for name, value in given.items():
+        if name in left_out:
+            continue
         flags.append(f"--{name.replace('_', '-')}")
         flags += [] if value is True else [str(value)]
     return flags

@@ -141,7 +141,9 @@ def _in_process(
         child.join()
     expected = KILLED if stage.end == "kill" else 0
     if child.exitcode != expected or num_told != len(stage.turns):
-        raise RuntimeError(f"a process that asks ended with {child.exitcode} after {num_told}")
+        raise RuntimeError(
+            f"a benchmark process ended with status {child.exitcode} after {num_told} results"
+        )
 
 
 def _ask_stage(

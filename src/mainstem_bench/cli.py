@@ -7,20 +7,23 @@ from mainstem.core.spelling import did_you_mean
 
 BENCHES = {
     "host": ("mainstem_bench.host", "scheduler time per step at 1,000 sequences"),
-    "cpu": ("mainstem_bench.cpu", "64 requests over one prefix, also with installed rivals"),
+    "cpu": ("mainstem_bench.cpu", "64 requests over one prefix; also with other installed engines"),
     "attention": ("mainstem_bench.attention", "CPU decode attention over a shared prefix"),
-    "batch": ("mainstem_bench.batch", "a batch over shared documents, planned and not"),
+    "batch": ("mainstem_bench.batch", "a batch over shared documents, with and without planning"),
     "plan": ("mainstem_bench.plan", "seconds and memory of planning up to 1M prompts"),
     "shares": ("mainstem_bench.shares", "a plan of 10M rows cut for 1,000 workers"),
     "serve": ("mainstem_bench.serve", "load on any OpenAI-compatible server"),
     "replay": ("mainstem_bench.replay", "recorded requests of a server, on the engine alone"),
     "policies": ("mainstem_bench.policies", "the same arrivals under lookahead, LRU and FIFO"),
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),
-    "offline": ("mainstem_bench.offline", "a whole job on random weights against the limit"),
+    "offline": (
+        "mainstem_bench.offline",
+        "a whole job on random weights, compared with the card's limit",
+    ),
     "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
     "fewshot": ("mainstem_bench.fewshot", "few-shot questions with and without sharing"),
-    "decode": ("mainstem_bench.decode", "milliseconds a decode step on random weights"),
-    "ranks": ("mainstem_bench.ranks", "one rank's part of a step, and its collectives by NVLink"),
+    "decode": ("mainstem_bench.decode", "milliseconds per decode step on random weights"),
+    "ranks": ("mainstem_bench.ranks", "time of a step on several cards, projected from one card"),
     "soak": (
         "mainstem_bench.soak",
         "random requests, aborts, preemptions: nothing is lost",
@@ -31,10 +34,13 @@ BENCHES = {
         "quality after a conversation was cut to the window",
     ),
     "quantized": ("mainstem_bench.quantized", "perplexity of a model that we quantize to 4 bits"),
-    "kernel": ("mainstem_bench.kernel", "span attention on a GPU against its floor"),
-    "heads": ("mainstem_bench.heads", "span attention for many head layouts, over its floor"),
+    "kernel": (
+        "mainstem_bench.kernel",
+        "span attention on a GPU, compared with its least possible time",
+    ),
+    "heads": ("mainstem_bench.heads", "the same for many head layouts"),
     "paper": ("mainstem_bench.paper.command", "figures and tables of three papers, measured again"),
-    "cuts": ("mainstem_bench.cuts", "random steps of attention, cut in all possible ways"),
+    "cuts": ("mainstem_bench.cuts", "how well the attention planner chooses, on random steps"),
 }
 
 

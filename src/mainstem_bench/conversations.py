@@ -12,7 +12,7 @@ from mainstem.core.files import UNREADABLE, read_plain_or_gzip
 
 Message = dict[str, str]
 
-# common, short, and one token in the usual vocabularies, so that words are about tokens
+# common and short: one token each in the usual vocabularies, so that words count about like tokens
 WORDS = """
     about after again all also and any are back because been before being between both but
     came can come could day did down each end even every few find first for from gave get
@@ -64,7 +64,7 @@ def from_file(path: Path) -> list[Conversation]:
 
     {"prompt": "..."}                                    one question
     {"system": "...", "turns": ["...", "..."]}           several; `system` may be left out
-    {"messages": [{"role": ..., "content": ...}, ...]}   ends with the user: one request as it is;
+    {"messages": [{"role": ..., "content": ...}, ...]}   ends with a user's message: sent as it is;
                                                          ends with an answer: asked turn by turn
     {"body": {"messages": [...]}}                        a line of a batch file
     {"conversations": [{"from": "human", "value": ...}, ...]}   ShareGPT, asked turn by turn

@@ -87,12 +87,11 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
 
     bench.time_us(replay(attention.plan(spans)))  # until the card's clocks are high
     us: dict[tuple[int, int, int], float] = {}
-    for ways in ways_to_cut(spans, attention.shape):
-        for cut in map(ways.cut, range(len(ways.us))):
-            plan = plan_cut(spans, cut, attention.shape)
-            key = (*plan.reusable.num_units, cut.sms)
-            if attention.fits(plan) and key not in us:
-                us[key] = bench.time_us(replay(attention.send(plan)))
+    for way in ways_to_cut(spans, attention.shape):
+        plan = plan_cut(spans, way.cut(), attention.shape)
+        key = (*plan.num_units, int(way.sms))
+        if attention.fits(plan) and key not in us:
+            us[key] = bench.time_us(replay(attention.send(plan)))
     return summary(case.name, us, bench.time_us(replay(attention.plan(spans))))
 
 
@@ -114,13 +113,13 @@ def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -
 
 
 def main(args: list[str]) -> int:
-    """Print a line a step, and one over all of them."""
+    """Print one line per step, and a summary."""
     parser = argparse.ArgumentParser(prog="mainstem bench cuts")
     parser.add_argument(
         "--steps", type=positive_count, default=40, help="random steps (default: 40)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="one JSON line a step")
+    parser.add_argument("--json", action="store_true", help="one JSON line per step")
     chosen = parser.parse_args(args)
     if not torch.cuda.is_available():
         print("mainstem bench cuts: needs a CUDA device", file=sys.stderr)

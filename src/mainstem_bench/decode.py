@@ -19,7 +19,7 @@ from mainstem.engine.engine import Engine
 from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import submit_all
 from mainstem_bench.machine import Machine
-from mainstem_bench.packed import add_weights_flag, chosen_shape
+from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
@@ -27,7 +27,7 @@ from mainstem_bench.workloads import shared
 NAME = "decode"  # of requests
 NUM_RUNS = 2
 WARM_STEPS = 20  # steps that decode all sequences before the timed ones
-LEAST_CHUNK = 128  # least prompt tokens of a step, if there are that many
+LEAST_CHUNK = 128  # prompt tokens of a step, at least, if there are enough
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     config = random_config(args, args.model_shape, tokens)
     load, machine = load_average(), Machine.of(config)
     begin = perf_counter()
-    shape = chosen_shape(args, args.model_shape)
+    shape = shape_with(args.model_shape, args.weights)
     engine = build_random_engine(shape, config)
     start_s = round(perf_counter() - begin, 2)
     rows, counters = [], Counters().attach(engine.bus)
@@ -116,7 +116,7 @@ def decode(
     engine.clear_cache()
     steps = after.steps - before.steps
     if after.decoded_tokens - before.decoded_tokens != seqs * steps or not steps:
-        raise ConfigError(f"{seqs} sequences do not decode at once: more --kv-tokens")
+        raise ConfigError(f"{seqs} sequences do not decode at once: use more --kv-tokens")
     return {
         "ms_per_step": round(1e3 * seconds / steps, 3),
         "host_ms_per_step": round(1e3 * (after.host_s - before.host_s) / steps, 3),

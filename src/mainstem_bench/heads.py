@@ -143,14 +143,14 @@ def summary(lines: list[dict[str, object]], seed: int) -> dict[str, object]:
 
 
 def main(args: list[str]) -> int:
-    """Print a line a shape, and one over the random ones; 1 if they miss a bar."""
+    """Print one line per shape, and a summary of the random ones; 1 if they miss a bar."""
     parser = argparse.ArgumentParser(prog="mainstem bench heads")
     parser.add_argument(
         "--shapes", type=positive_count, default=24, help="random shapes (default: 24)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="only the shapes whose name contains this")
-    parser.add_argument("--json", action="store_true", help="one JSON line a shape")
+    parser.add_argument("--json", action="store_true", help="one JSON line per shape")
     chosen = parser.parse_args(args)
     if not torch.cuda.is_available():
         print("mainstem bench heads: needs a CUDA device", file=sys.stderr)

@@ -40,7 +40,7 @@ PLANS = 50  # plans that are timed; the first ones are slower, after the host wa
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
 PREFILL_TFLOPS = 350.0  # what prompts must reach
-ONE_KEY = AttentionCase("one key", (Run((0,), 1),)).spans()  # a step unlike any other
+ONE_KEY = AttentionCase("one key", (Run((0,), 1),)).spans()  # a step whose plan cannot be reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,10 +298,10 @@ def fingerprint() -> dict[str, object]:
 
 
 def main(args: list[str]) -> int:
-    """Print one line a case; 1 if a case misses its bar."""
+    """Print one line per case; returns 1 if a case misses its bar."""
     parser = argparse.ArgumentParser(prog="mainstem bench kernel")
     parser.add_argument("--case", help="only the cases whose name contains this")
-    parser.add_argument("--json", action="store_true", help="one JSON line a case")
+    parser.add_argument("--json", action="store_true", help="one JSON line per case")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])
     chosen = parser.parse_args(args)
     if not torch.cuda.is_available():

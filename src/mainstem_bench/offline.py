@@ -27,7 +27,7 @@ from mainstem_bench.feed import JobRun, Order, run_job, submit_all
 from mainstem_bench.grouped_rate import grouped_flops_per_s
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.machine import Machine
-from mainstem_bench.packed import add_weights_flag, chosen_shape
+from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.profile import ProfileWindow
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
@@ -104,7 +104,7 @@ def chosen_job(args: argparse.Namespace) -> OfflineJob:
 def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> dict[str, object]:
     """One result: the settings, the speed, and the speed as a share of the limit."""
     load, machine = load_average(), Machine.of(config)
-    shape = chosen_shape(args, job.model_shape)
+    shape = shape_with(job.model_shape, args.weights)
     given = job.prompts(shape.vocab_size)
     if args.order == "shuffled":
         given = shuffled(given)
@@ -223,7 +223,7 @@ def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
     shape = SHAPES[job.model_shape]
     prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab_size)))
     exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
-    alone = replace(exact, sched=replace(exact.sched, share=Share.NONE))
+    alone = exact.sharing(Share.NONE)
     answers = []
     for each, is_planned in ((exact, True), (alone, False)):
         engine = build_random_engine(shape, each)

@@ -32,8 +32,6 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_shape(args: argparse.Namespace, name: str) -> ModelSpec:
-    """The shape of this name with the chosen format of weights."""
-    if args.weights is None:
-        return SHAPES[name]
-    return replace(SHAPES[name], quantized=PACKED[args.weights])
+def shape_with(name: str, weights: str | None) -> ModelSpec:
+    """The shape of this name with weights in this format, or in 16 bits."""
+    return SHAPES[name] if weights is None else replace(SHAPES[name], quantized=PACKED[weights])

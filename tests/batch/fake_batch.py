@@ -108,7 +108,7 @@ class FakeEngines:
 
 
 def expected_text(prompt: str, max_tokens: int) -> str:
-    """What the fake model says to a text."""
+    """The fake model's answer to a text."""
     tokenizer = a_tokenizer()
     ids = fake_answer(tokenizer.encode(prompt), max_tokens, VOCAB)
     if EOS_ID in ids:

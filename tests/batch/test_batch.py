@@ -74,7 +74,7 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def prompts(count: int, **fields: object) -> list[Row | str]:
-    """Questions over a few documents, each document's apart from the others."""
+    """Questions about a few documents; those of one document are not neighbours."""
     rows: list[Row | str] = []
     for index in range(count):
         prompt = f"document number {index % 4}, which is long; question {index}"
@@ -117,7 +117,7 @@ def test_the_summary_is_silent_about_a_sound_store(
     assert "store" not in capsys.readouterr().err
 
 
-# --- what rows leave open -------------------------------------------------------------------------
+# --- fields that rows leave out ------------------------------------------------------------------
 
 
 def test_a_row_wins_over_the_flags_and_the_flags_over_the_models_advice(folder: Folder) -> None:
@@ -368,7 +368,7 @@ def test_equal_greedy_rows_are_answered_once(folder: Folder) -> None:
 def test_sampled_rows_depend_on_their_id_alone(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The seed comes from custom_id, so neither order nor company changes an answer."""
+    """The seed comes from custom_id, so neither the order nor other rows change an answer."""
     seen: dict[str, set[int | None]] = {}
     load = folder.engines
 
@@ -451,7 +451,7 @@ def test_a_bad_line_becomes_an_error_row_and_the_rest_goes_on(folder: Folder) ->
 
 
 def test_a_line_that_is_not_utf8_is_an_error_row_with_its_line(folder: Folder) -> None:
-    """Bytes within a text came past the first parser's errors and ended the job."""
+    """The first parser did not report invalid bytes within a text, and the job ended."""
     lines = [b'{"prompt": "a"}', b'{"prompt": "\xe9t\xe9"}', b"\xff\xfe", b'{"prompt": "b"}']
     folder.input.write_bytes(b"\n".join(lines) + b"\n")
     assert folder.run("--max-tokens", "2") == 1
@@ -559,7 +559,7 @@ def test_resume_of_nothing_is_a_first_run(folder: Folder) -> None:
 def test_ctrl_c_stops_between_steps_and_can_be_resumed(folder: Folder) -> None:
     folder.write(prompts(60, max_tokens=6))
     folder.engines = FakeEngines(num_pages=40)  # few at a time
-    before = signal.getsignal(signal.SIGINT)  # ignored, where a shell runs this in the background
+    before = signal.getsignal(signal.SIGINT)  # it is ignored if a shell runs this in the background
 
     def press(event: StepFinished) -> None:
         if folder.output.read_bytes().count(b"\n") >= 10:
@@ -798,7 +798,7 @@ def test_an_input_that_breaks_off_is_answered_up_to_there(
 def test_windows_bound_what_is_held_at_once(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same answers, from several plans, and equal rows of different windows run twice."""
+    """Several plans give the same answers; equal rows of different windows run twice."""
     monkeypatch.setattr(windows, "ROWS_AT_ONCE", 8)
     monkeypatch.setattr(windows, "ROW_BYTES", 1 << 17)
     rows = prompts(50, max_tokens=3)

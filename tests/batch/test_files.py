@@ -1,4 +1,4 @@
-"""Files of a batch job: compression, torn ends, full disks, names of what is done."""
+"""Files of a batch job: compression, incomplete last lines, full disks, names of finished rows."""
 
 import gzip
 import io

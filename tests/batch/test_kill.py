@@ -1,4 +1,4 @@
-"""kill -9 at random points of a job: no answer is lost, none is there twice."""
+"""kill -9 at random points of a job: no answer is lost or written twice."""
 
 import json
 import random
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def write_input(path: Path, changed: int = NUM_ROWS) -> None:
     """Questions over shared documents, some sampled, some refused, some the same.
 
-    Every `changed`-th row asks something else than it did.
+    Every `changed`-th row is different from before.
     """
     rows: list[str] = []
     for index in range(NUM_ROWS):
@@ -46,7 +46,7 @@ def run(
     resume: str = "--resume",
     flags: Sequence[str] = (),
 ) -> int:
-    """Start or resume the job in a process of its own; 0: it may come to its end."""
+    """Start or resume the job in a separate process; 0: it may run to its end."""
     module = [sys.executable, "-m", "tests.batch.fake_batch", str(kill_at_bytes)]
     job = [str(source), "-o", str(output), "--no-progress", resume, "--window-mib", "64", *flags]
     done = subprocess.run([*module, *job], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
@@ -66,7 +66,7 @@ def essences(path: Path) -> list[str]:
 
 
 def check_kills(tmp_path: Path, num_kills: int) -> None:
-    """Kill points are bytes of the output, so most of them tear a line."""
+    """Kill points are bytes of the output, so most of them cut a line."""
     source, whole, output = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     write_input(source)
     assert run(source, whole) == SOME_FAILED
@@ -80,7 +80,7 @@ def check_kills(tmp_path: Path, num_kills: int) -> None:
 
 
 def test_kills_while_changed_rows_are_redone(tmp_path: Path) -> None:
-    """Some of the points are in the copy that takes the changed rows out, some after it."""
+    """Some of the points are within the copy that removes the changed rows, some after it."""
     source, whole, output = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     write_input(source)
     assert run(source, output) == SOME_FAILED

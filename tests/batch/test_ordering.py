@@ -1,4 +1,4 @@
-"""Order of a window's rows: all of them, equal ones once, neighbours that share."""
+"""Order of a window's rows: each row once, equal rows together, rows that share as neighbours."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -55,7 +55,7 @@ def a_planner() -> WindowPlanner:
 
 
 def planned(prompts: list[list[int]], rows: list[Row] | None = None) -> list[Stretch]:
-    """The stretches of a window of which nothing is learned meanwhile."""
+    """The stretches of a window if no answers become known in the meantime."""
     return list(a_planner().plan(a_window(prompts, rows)).stretches(LengthEstimate()))
 
 
@@ -72,7 +72,7 @@ def test_shared_with_next_is_what_neighbours_have_in_common(prompts: list[list[i
 @settings(deadline=None)
 @given(workloads, st.data())
 def test_every_row_runs_once_and_by_priority(prompts: list[list[int]], data: st.DataObject) -> None:
-    """However many stretches it takes, and whatever is learned between them."""
+    """For any number of stretches, and any answers in between."""
     count = len(prompts)
     priorities = data.draw(st.lists(st.integers(-1, 1), min_size=count, max_size=count))
     rows = [a_row(index, priority=priorities[index]) for index in range(count)]
@@ -101,7 +101,7 @@ def test_a_large_workload_comes_in_stretches(monkeypatch: pytest.MonkeyPatch) ->
     stretches = planned(prompts)
     sizes = [len(stretch.row_indices) for stretch in stretches]
     assert all(8 <= size <= 16 for size in sizes)
-    for stretch in stretches:  # documents are not torn apart
+    for stretch in stretches:  # rows of a document stay together
         docs = [prompts[index][0] for index in stretch.row_indices.tolist()]
         assert all(docs.count(doc) == 5 for doc in docs)
 

@@ -1,4 +1,4 @@
-"""What is said while a job or a plan is under way."""
+"""What is shown while a job or a plan runs."""
 
 import io
 from array import array
@@ -26,8 +26,8 @@ def a_window(lengths: list[int], progress: float | None = 1.0, num_skipped: int 
 
 
 def test_the_time_left_is_near_the_truth_from_the_start() -> None:
-    """Ten batches of 64 rows, long ones first. Of finished rows, none is there after an eighth of
-    the time, and the first one would promise 640 times what it took."""
+    """Ten batches of 64 rows, long ones first. After an eighth of the time no row is finished, and
+    an estimate from the first finished row would be 640 times its time."""
     lengths = [4000] * 320 + [100] * 320
     counters = Counters()
     work = Work(counters)
@@ -71,13 +71,13 @@ def test_rows_of_earlier_runs_count_as_rows_and_copies_as_done() -> None:
 
 
 class Terminal(io.StringIO):
-    """A stream that is one."""
+    """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_a_terminal_is_told_at_once_and_cleaned_up() -> None:
+def test_a_terminal_shows_progress_at_once_and_is_cleaned_up() -> None:
     shown = Terminal()
     line = PhaseLine("mainstem plan", True, shown)
     line.show("reading 5 rows")

@@ -48,14 +48,14 @@ STEP_S = 0.02
 
 
 def slow_engine(config: EngineConfig) -> TextEngine:
-    """What actors make; a step takes a while."""
+    """The engine that actors use; its steps are slow."""
     engines = FakeEngines(num_pages=512, max_model_len=800)
     engines.at_step = lambda _: sleep(STEP_S)
     return engines(config)
 
 
 def actor_pids() -> list[int]:
-    """Of the processes below this one that run an EngineActor."""
+    """Ids of the child processes that run an EngineActor."""
     parents: dict[int, int] = {}
     actors: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -98,7 +98,7 @@ def test_two_actors_answer_as_one_engine_does(tmp_path: Path) -> None:
 
 
 def grown(output: Path, over: Event) -> Callable[[], bool]:
-    """Whether a file has grown since, or will not any more."""
+    """Whether a file has grown since, or the job has ended."""
     size = output.stat().st_size
     return lambda: output.stat().st_size > size or over.is_set()
 
@@ -175,7 +175,8 @@ def cluster() -> Iterator[None]:
 
 
 class _Echo:
-    """Stands for Generate where only the way of rows matters: says how large its batch was."""
+    """A stand-in for Generate, for tests of how rows are distributed: it returns the size of its
+    batch."""
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return batch | {"size": [len(batch["prompt"])] * len(batch["prompt"])}

@@ -164,9 +164,14 @@ def test_keys_come_from_a_file_and_who_refuses_is_set_aside(
         (["--workers", "http://user:word@host"], "not of the form http"),
         (["--workers", ","], "one server or more"),
         (["--workers", "http://a,http://a"], "each once"),
-        (["--worker-key-file", "k"], "is for --workers"),
-        (["--ray-workers", "2"], "is for --ray"),
+        (["--worker-key-file", "k"], "needs --workers"),
+        (["--ray-workers", "2"], "needs --ray"),
         (["--workers", "http://a", "--worker-rows", "0"], "at least 1"),
+        (["--worker-rows", "8"], "needs --workers"),
+        (["--workers", "http://a", "--max-seqs", "8"], "give --max-seqs to the servers"),
+        (["--host-gb", "0", "--preload", "2"], "preload=2 would have no effect"),
+        (["--no-plan", "--levels", "1"], "no effect with --no-plan"),
+        (["--no-plan", "--no-reorder"], "no effect with --no-plan"),
         (["--workers", "http://a", "--worker-rows", "999999999"], "open files"),
         (["--workers", "http://a", "--worker-key-file", "/nowhere/k"], "cannot be read"),
     ],
@@ -196,7 +201,7 @@ def test_bundles_are_taken_from_the_own_share_and_from_the_end_of_the_longest() 
     assert bundles.take(0) is None
     assert bundles.take_from_others() is third
     assert bundles.take(1) is first
-    task = Task(*(None,) * 4)  # type: ignore[arg-type]  # nobody looks into it
+    task = Task(*(None,) * 4)  # type: ignore[arg-type]  # it is not used
     bundles.give_back([task])
     returned = bundles.take(1)
     assert returned is not None
@@ -210,7 +215,7 @@ def test_bundles_are_taken_from_the_own_share_and_from_the_end_of_the_longest() 
 
 
 def check_driver_kills(tmp_path: Path, num_kills: int, servers: list[Running]) -> None:
-    """Kill points are bytes of the output, so most of them tear a line."""
+    """Kill points are bytes of the output, so most of them cut a line."""
     source, whole, output = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     write_input(source)
     assert run(source, whole) == SOME_FAILED
@@ -251,8 +256,8 @@ def free_port() -> int:
 
 
 def check_worker_kills(tmp_path: Path, lasting: Running, num_kills: int, num_rows: int) -> None:
-    """Two servers are killed in turn, with rows in them; as long as more kills are to come, others
-    take their places at the same addresses. A third one lasts."""
+    """Two servers are killed in turn while they answer rows. As long as there are more kills, new
+    servers are started at the same addresses. A third server keeps running."""
     source, output = write(tmp_path / "in.jsonl", rows(num_rows)), tmp_path / "out.jsonl"
     alone, moments = tmp_path / "alone.jsonl", random.Random(num_kills)
     assert answer(source, alone) == 0

@@ -84,8 +84,8 @@ def test_a_plan_saves_where_memory_is_short() -> None:
 def test_steps_are_never_short_of_waiting_prompts(
     is_planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is fed a little ahead fills the same steps as what is submitted all at once; sorted, so
-    that most of a prompt is cached without a plan, too."""
+    """Prompts that are submitted shortly before they run fill the same steps as prompts that are
+    submitted all at once. They are sorted, so most of a prompt is cached without a plan, too."""
     prompts = Prompts.from_lists(shared(20, 4, 96, 17, vocab=VOCAB))
 
     def num_steps() -> int:
@@ -101,7 +101,7 @@ def test_steps_are_never_short_of_waiting_prompts(
 def test_host_time_includes_launching_where_steps_overlap(
     can_overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they do not, launching is running: the device's time."""
+    """If steps do not overlap, launching runs the step: its time is device time."""
     launch, launch_s = FakeRunner.launch, 0.05  # far above what the rest takes
 
     def slow_launch(runner: FakeRunner, step: Step) -> InFlight:

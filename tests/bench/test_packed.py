@@ -1,24 +1,17 @@
-"""Random weights that are packed: which are, what they weigh, what the limit makes of it."""
+"""Random packed weights: which products are packed, their memory, and the limit of the card."""
 
-import argparse
 import json
 
 import pytest
 
 from mainstem.core.config import EngineConfig, ModelConfig, Quantize
 from mainstem.models.shapes import SHAPES
-from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import H200, full_speed_tokens, step_s
 from mainstem_bench.offline import FP8_FLOPS_PER_S, main, model_cost
-from mainstem_bench.packed import PACKED, chosen_shape
+from mainstem_bench.packed import PACKED, shape_with
 from tests.bench.test_offline import SMALL
 
 LAYER = "model.layers.3."
-
-
-def shape_of(name: str, weights: str | None) -> ModelSpec:
-    args = argparse.Namespace(weights=weights)
-    return chosen_shape(args, name)
 
 
 def test_the_head_stays_as_it_is_and_layers_are_packed() -> None:
@@ -35,7 +28,7 @@ def test_the_head_stays_as_it_is_and_layers_are_packed() -> None:
 
 def test_what_weights_weigh() -> None:
     per_param = {
-        weights: shape_of("llama31-70b", weights).bytes_per_param(2)
+        weights: shape_with("llama31-70b", weights).bytes_per_param(2)
         for weights in (None, "gptq", "awq", "fp8", "fp8-blocks")
     }
     assert per_param[None] == 2.0
@@ -43,15 +36,15 @@ def test_what_weights_weigh() -> None:
     assert per_param["awq"] == 0.5 + 3 / 128
     assert per_param["fp8"] == 1.0
     assert per_param["fp8-blocks"] == 1.0 + 4 / 128**2
-    gpt_oss = shape_of("gpt-oss-20b", "mxfp4")
+    gpt_oss = shape_with("gpt-oss-20b", "mxfp4")
     weights = gpt_oss.bytes_per_param(2) * (gpt_oss.num_layer_params + gpt_oss.num_idle_params)
     assert weights + 2 * 2 * gpt_oss.num_head_params < 16e9
 
 
 def test_a_step_reads_packed_weights_or_computes_in_16_bits() -> None:
     config = EngineConfig(ModelConfig(model="llama31-70b"))
-    packed = model_cost(shape_of("llama31-70b", "gptq"), config, has_gpu=True).size
-    plain = model_cost(shape_of("llama31-70b", None), config, has_gpu=True).size
+    packed = model_cost(shape_with("llama31-70b", "gptq"), config, has_gpu=True).size
+    plain = model_cost(shape_with("llama31-70b", None), config, has_gpu=True).size
     assert 3.5 < step_s(H200, plain, 1, 1, 0) / step_s(H200, packed, 1, 1, 0) < 4
     assert step_s(H200, plain, 8192, 1, 0) == step_s(H200, packed, 8192, 1, 0)
 
@@ -62,17 +55,17 @@ def test_the_limit_of_fp8_checkpoints_is_that_of_fp8() -> None:
     assert model_cost(SHAPES["llama31-8b"], config, True).gemm_flops_per_s is None
     assert model_cost(SHAPES["llama31-8b"], by_order, True).gemm_flops_per_s == FP8_FLOPS_PER_S
     for weights in ("fp8", "fp8-blocks"):
-        cost = model_cost(shape_of("llama31-8b", weights), config, True)
+        cost = model_cost(shape_with("llama31-8b", weights), config, True)
         assert cost.gemm_flops_per_s == FP8_FLOPS_PER_S
 
 
 def test_steps_are_larger_where_weights_are_dequantized() -> None:
     def tokens(name: str, weights: str | None) -> int:
-        return full_speed_tokens(H200, shape_of(name, weights).moved_bytes_per_param)
+        return full_speed_tokens(H200, shape_with(name, weights).moved_bytes_per_param)
 
     assert tokens("llama31-70b", None) == tokens("llama31-70b", "fp8") == 4096
     assert tokens("llama31-70b", "gptq") == 8192
-    assert tokens("gpt-oss-20b", "mxfp4") == 4096  # experts are read as they are
+    assert tokens("gpt-oss-20b", "mxfp4") == 4096  # experts are read without conversion
 
 
 @pytest.mark.torch

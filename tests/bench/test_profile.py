@@ -43,7 +43,7 @@ def work(name: str, begin: float, duration: float, stream: int = 7) -> Work:
         ("mystery", "other"),
     ],
 )
-def test_kinds_are_told_by_name(name: str, kind: str) -> None:
+def test_the_name_of_a_kernel_decides_its_kind(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
@@ -52,12 +52,12 @@ def test_enclosing_work_does_not_count_what_it_encloses() -> None:
     assert self_us(works) == [("outer", 5), ("inner", 2), ("innermost", 1), ("next", 2)]
 
 
-def test_a_kernel_that_waits_for_the_one_ahead_counts_from_its_end() -> None:
+def test_a_kernel_counts_only_from_the_end_of_the_kernel_before_it() -> None:
     works = [work("span", 0, 10), work("merge", 7, 5), work("next", 12, 1)]
     assert self_us(works) == [("span", 10), ("merge", 2), ("next", 1)]
 
 
-def test_time_on_two_streams_is_busy_once() -> None:
+def test_busy_time_on_two_streams_counts_once() -> None:
     works = [work("a", 0, 4), work("b", 2, 4, stream=8), work("c", 10, 1)]
     assert busy_us(works) == 7
 
@@ -68,7 +68,7 @@ def test_shares_and_idle() -> None:
     assert shares_of([]) == {"idle": 1.0}
 
 
-def test_a_trace_with_kernels_is_read_without_its_host_side(tmp_path: Path) -> None:
+def test_of_a_trace_with_kernels_the_host_events_are_left_out(tmp_path: Path) -> None:
     event = {"ph": "X", "pid": 0, "tid": 7}
     events = [
         event | {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 50},

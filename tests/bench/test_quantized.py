@@ -31,7 +31,7 @@ def error(weight: torch.Tensor, rounded: Rounded, x: torch.Tensor) -> float:
 def test_rounding_for_inputs_is_nearer_to_their_answers(grid: Grid) -> None:
     torch.manual_seed(0)
     weight, mixing = torch.randn(40, 64), torch.randn(64, 64)
-    x = torch.randn(500, 64) @ mixing  # columns of inputs have to do with each other
+    x = torch.randn(500, 64) @ mixing  # columns of inputs are correlated
     near, fitted = nearest(weight, grid), for_inputs(weight, x.t() @ x / len(x), grid)
     for rounded in (near, fitted):
         assert rounded.levels.min() >= 0

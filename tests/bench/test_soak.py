@@ -1,4 +1,4 @@
-"""The soak: clean on a sound engine, loud on one that loses something."""
+"""The soak test: it passes on a correct engine, and fails on one that loses something."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.builders import VOCAB, an_engine
 
 
 class Careless:
-    """An engine that keeps one output to itself, or says one twice."""
+    """An engine that drops one output, or delivers one twice."""
 
     def __init__(self, engine: Engine, repeats: int) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""`mainstem bench truncation`: what it scores is what another implementation says."""
+"""`mainstem bench truncation`: its scores equal those of another implementation."""
 
 import json
 import math
@@ -131,7 +131,8 @@ def test_ways_are_compared_question_by_question() -> None:
 
 
 def test_the_margin_is_that_of_documents_drawn_again() -> None:
-    """A bootstrap over documents, whose questions go together, says the same."""
+    """A bootstrap over documents (questions about one document are not independent) gives the
+    same."""
     rng = np.random.default_rng(0)
     points = [(n, float(rng.normal(rng.normal(0, 8), 20))) for n in range(150) for _ in range(5)]
     zeros = [ScoredAnswer(n, 0.0, 0.0) for n, _ in points]

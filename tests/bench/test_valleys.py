@@ -1,4 +1,4 @@
-"""Whole jobs in virtual time: what the scheduler makes of a card."""
+"""Whole jobs in virtual time: how near the scheduler comes to the card's limit."""
 
 import json
 

@@ -67,7 +67,7 @@ class Folder:
 
 
 def tensor_name(name: str, post_attention: str) -> str:
-    """As llama.cpp calls it; `post_attention` is its name for what transformers calls so."""
+    """The name in llama.cpp; `post_attention` means the same as in transformers."""
     stem, kind = name.rsplit(".", 1)
     if stem == "lm_head":
         return f"output.{kind}"

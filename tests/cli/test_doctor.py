@@ -11,6 +11,7 @@ import torch
 from mainstem.checkpoints.hub import ModelRecord, ModelState
 from mainstem.cli import doctor, models
 from mainstem.core.config import DType, StoreConfig
+from mainstem.core.tables import gigabytes
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_cpu
 from mainstem.runner.rank_sizes import RankSize
@@ -35,9 +36,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (StoreConfig(host_gb=1.0, remote="redis://h"), "1.00 GB of host memory, redis://h: "),
     ],
 )
-def test_only_the_places_for_pages_that_there_are_are_told(
-    config: StoreConfig, places: str
-) -> None:
+def test_only_configured_tiers_are_listed(config: StoreConfig, places: str) -> None:
     assert doctor._store_words(config, 0).startswith(places)
 
 
@@ -124,7 +123,7 @@ def test_this_cpu_loads_what_doctor_says() -> None:
         (replace(CPU, free_bytes=1 << 29), ABSENT, 1 << 40, "memory"),
     ],
 )
-def test_trouble_ahead_is_a_warning(
+def test_expected_problems_are_warnings(
     cpu: DeviceFacts, default: ModelRecord, free_bytes: int, words: str
 ) -> None:
     (warning,) = doctor.find_warnings(cpu, default, free_bytes)
@@ -135,9 +134,11 @@ def test_a_healthy_machine_has_no_warnings() -> None:
     assert doctor.find_warnings(CPU, ABSENT, 1 << 40) == []
 
 
-def test_a_model_tells_what_its_keys_and_values_take(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_models_size_of_keys_and_values_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    device = replace(CPU, has_fast_bf16=True)
+    monkeypatch.setattr(doctor, "describe_devices", lambda: [device])
     config = {
         "architectures": ["MistralForCausalLM"], "vocab_size": 100, "hidden_size": 64,
         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -150,20 +151,35 @@ def test_a_model_tells_what_its_keys_and_values_take(
     assert doctor.main(["--model", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "256 bytes a token in bfloat16" in told
-    assert "75% of that has left the windows" in told
+    assert "75% of that is outside the sliding windows" in told
     assert "  ranks     2: " in told
-    assert "128 bytes of KV a token each" in told
+    assert "128 bytes of KV a token, each" in told
     assert "weights   bfloat16" in told
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert doctor.main(["--model", str(tmp_path)]) == 0
-    assert "weights   AWQ, 4 bits, groups of 32, zero points" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "weights   AWQ, 4 bits, groups of 32, zero points" in told
+    assert "unpacked  products in 4 bits, groups of 32, zero points become bfloat16 when" in told
+    device = CPU
+    assert doctor.main(["--model", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "512 bytes a token in float32" in told
+    assert "become float32 when loaded: this device has no product for them" in told
+    held, stored = 4 * (2 * 36864 + 2 * 6400), round(2 * 36864 * (1 / 2 + 3 / 32)) + 4 * 6400
+    sizes = f"{gigabytes(held)} of weights ({gigabytes(stored)} in the checkpoint)"
+    assert f"  ranks     1: {sizes}" in told
+    device = GPU
+    assert doctor.main(["--model", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "unpacked" not in told
+    assert "in the checkpoint" not in told
 
 
-def test_ranks_that_fit_are_told_from_those_that_do_not() -> None:
+def test_ranks_that_fit_and_ranks_that_do_not_are_shown() -> None:
     """A card of 140 GiB: 0.9 of it, less 2 GiB of buffers, less the weights."""
     gib = 1 << 30
-    large, half = RankSize(1, 130 * gib, 1 << 20), RankSize(2, 65 * gib, 1 << 19)
+    large, half = RankSize(1, 130 * gib, 1 << 20, 0), RankSize(2, 65 * gib, 1 << 19, 0)
     assert doctor.fitting_tokens(large, GPU) == 0
     assert doctor.fitting_tokens(half, GPU) == (126 - 2 - 65) * gib // (1 << 19)
     assert doctor.fitting_tokens(half, CPU) is None

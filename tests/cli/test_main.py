@@ -97,7 +97,7 @@ def test_only_what_has_sums_can_be_verified(name: str) -> None:
         models.main(["--verify", name])
 
 
-def test_a_bench_of_few_prompts_says_nothing_of_growth(
+def test_a_bench_of_few_prompts_reports_no_growth(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plan, "measure", lambda *_, **__: (1.0, 1.0))

@@ -142,7 +142,7 @@ def test_an_app_is_in_front_of_the_rows_that_name_it(
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
-def test_json_tells_counts_times_and_savings(
+def test_json_has_counts_times_and_savings(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / name, [{"prompt": prompt} for prompt in DOCS])
@@ -306,7 +306,9 @@ def test_phases_are_shown_while_it_works(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("line", [b'{"prompt": "\xff"}', b"\xff\xfe"])
-def test_a_line_that_is_not_utf8_is_named_and_the_others_go_on(tmp_path: Path, line: bytes) -> None:
+def test_a_line_that_is_not_utf8_is_named_and_the_others_are_planned(
+    tmp_path: Path, line: bytes
+) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n' + line + b'\n{"prompt": "fine"}\n')
     found = read(path)

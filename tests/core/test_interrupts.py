@@ -1,4 +1,4 @@
-"""An interrupt waits for the end of what holds it, and is never lost."""
+"""An interrupt waits until the held change is complete, and is never lost."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from mainstem.core.interrupts import guarded_interrupts, held_interrupts
 
 @pytest.fixture(autouse=True)
 def _are_heard() -> Iterator[None]:
-    """Interrupts are ignored where a shell runs this in the background."""
+    """Interrupts are ignored if a shell runs this in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Arguments of vLLM: taken where they mean the same, refused with what to use instead."""
+"""Arguments of vLLM: accepted if they mean the same here; otherwise the error says what to use."""
 
 from dataclasses import fields, replace
 from inspect import signature

@@ -1,4 +1,4 @@
-"""An engine as it is put together: config.json with unknown fields, and the store beside it."""
+"""How an engine is built: config.json with unknown fields, and the store."""
 
 import json
 import logging
@@ -46,7 +46,7 @@ def test_an_unknown_field_is_ignored_with_a_line_on_stderr(
     build_engine(folder, a_config("scale_depth", "not_there")).close()
     told = [line for line in capsys.readouterr().err.splitlines() if "config.json" in line]
     assert len(told) == 1
-    assert "mine: ignored scale_depth, as" in told[0]
+    assert "mine: ignored scale_depth because of" in told[0]
 
 
 def test_what_is_ignored_is_part_of_what_pages_are_named_after(folder: Path) -> None:
@@ -61,10 +61,10 @@ def test_what_is_ignored_is_part_of_what_pages_are_named_after(folder: Path) -> 
     assert checkpoint_digest(folder) == plain.weights.wait()
 
 
-def test_a_runner_is_closed_where_the_rest_cannot_be_made(
+def test_a_runner_is_closed_if_the_engine_cannot_be_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its processes would go on."""
+    """Otherwise its processes would keep running."""
     made: list[Runner] = []
     closed: list[Runner] = []
 
@@ -90,7 +90,7 @@ def with_disk(folder: Path, disk: Path) -> Engine:
     )
 
 
-def test_an_emptied_store_is_told_once_and_every_store_has_a_name(
+def test_an_emptied_store_is_reported_once_and_every_store_has_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger("mainstem"), "propagate", False)  # not to pytest

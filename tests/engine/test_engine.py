@@ -107,7 +107,7 @@ def test_stop_tokens_end_the_answer_and_are_delivered() -> None:
         assert got.reasons["a", 0] is FinishReason.STOP
 
 
-def test_min_tokens_and_ignore_eos_let_the_answer_go_on() -> None:
+def test_min_tokens_and_ignore_eos_let_the_answer_continue() -> None:
     answer = fake_answer(PREFIX, 20, VOCAB)
     stop = answer[3]
     ignoring = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

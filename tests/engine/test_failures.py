@@ -1,4 +1,5 @@
-"""Steps that fail: chance costs time, a poisonous request ends alone, a lost engine says so."""
+"""Steps that fail: a single failure only costs time, a request that always fails ends alone, and a
+lost engine raises."""
 
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ POISON = 96  # a token id that no answer here has
 
 
 class PoisonedRunner(FakeRunner):
-    """Fails the steps that `fails` says, in the launch or when they are waited for."""
+    """Fails the steps for which `fails` is true, at the launch or when they are waited for."""
 
     def __init__(self, can_overlap: bool, fails: Callable[[Step], bool], at_wait: bool) -> None:
         super().__init__(256, 4, VOCAB, can_overlap)
@@ -73,7 +74,7 @@ both_ways = pytest.mark.parametrize(
 
 
 @both_ways
-def test_a_step_that_fails_once_costs_nobody_an_answer(can_overlap: bool, at_wait: bool) -> None:
+def test_a_step_that_fails_once_loses_no_answer(can_overlap: bool, at_wait: bool) -> None:
     left = [4]
 
     def fails(_: Step) -> bool:
@@ -157,7 +158,7 @@ def test_all_answers_of_a_poisonous_request_end_together(can_overlap: bool, at_w
 
 @both_ways
 @pytest.mark.parametrize("count", [10, 20, 200])
-def test_an_engine_whose_steps_all_fail_is_lost_and_blames_nobody(
+def test_an_engine_whose_steps_all_fail_is_lost_and_blames_no_request(
     can_overlap: bool, at_wait: bool, count: int
 ) -> None:
     runner = PoisonedRunner(can_overlap, lambda _: True, at_wait)
@@ -187,7 +188,7 @@ def test_a_good_answer_between_poisonous_ones_shows_that_the_engine_lives() -> N
         run_all(engine, [a_request(asked, 3)], 20)
 
 
-def test_between_two_suspects_somebody_else_runs() -> None:
+def test_between_two_suspects_another_sequence_runs() -> None:
     tried: list[list[int]] = []
 
     def fails(step: Step) -> bool:
@@ -206,8 +207,8 @@ def test_between_two_suspects_somebody_else_runs() -> None:
     assert got.tokens["4", 0] == fake_answer([4, 5], 4, VOCAB)
 
 
-def test_requests_at_fault_end_when_the_others_are_taken_back() -> None:
-    """Nothing is left to show whether steps end well without them."""
+def test_requests_at_fault_end_when_the_others_are_aborted() -> None:
+    """No other request is left to show that steps succeed without them."""
     engine = an_engine_over(PoisonedRunner(False, has_poison, False))
     failed: list[StepFailed] = []
     engine.bus.subscribe(StepFailed, failed.append)
@@ -220,7 +221,7 @@ def test_requests_at_fault_end_when_the_others_are_taken_back() -> None:
     got = run_all(engine, [], 20)
     assert got.reasons["bad", 0] is FinishReason.ERROR
     assert got.reasons["x", 0] is FinishReason.ABORT
-    run_all(engine, [a_request([1, 5], 2, name="bad")], 20)  # the name is nobody's any more
+    run_all(engine, [a_request([1, 5], 2, name="bad")], 20)  # the name is free again
 
 
 class OverlapCounter(PoisonedRunner):
@@ -278,7 +279,7 @@ def test_a_lone_request_is_tried_twice() -> None:
 def test_an_error_in_the_making_of_a_step_ends_who_causes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a grammar does that cannot say which tokens may follow."""
+    """Like a grammar that cannot compute which tokens may follow."""
     engine = an_engine_over(FakeRunner(256, 4, VOCAB))
     look_up = Loader.look_up
 

@@ -1,4 +1,4 @@
-"""Errors and interrupts in the taking in of a step: answers are right, nothing goes unheard."""
+"""Errors and interrupts during a commit: answers are right, and every output is delivered."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,8 @@ def fail_at(
 
 
 def requests() -> list[Request]:
-    """Of every kind: told at each step or at the end, with logprobs, ended by a stop token."""
+    """Requests of every kind: delivered at each step or at the end, with logprobs, with a stop
+    token."""
     eos = fake_answer(PROMPTS[3], 6, VOCAB)[4]
     with_logprobs = SamplingParams(temperature=0.0, max_tokens=9, logprobs=1)
     return [
@@ -80,7 +81,7 @@ def run_through(engine: Engine) -> Collector:
 @pytest.mark.parametrize("error", [RuntimeError("no copy"), KeyboardInterrupt()], ids=str)
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0].__name__}.{place[1]}")
-def test_a_commit_that_fails_costs_nobody_a_token(
+def test_a_commit_that_fails_loses_no_token(
     place: tuple[type, str], can_overlap: bool, error: BaseException
 ) -> None:
     expected = run_through(an_engine(can_overlap=can_overlap))
@@ -98,7 +99,7 @@ def test_a_commit_that_fails_costs_nobody_a_token(
 
 
 class FailingRunner(FakeRunner):
-    """Its steps fail as they are waited for, once `error` is set."""
+    """Once `error` is set, waiting for a step raises it."""
 
     def __init__(self) -> None:
         super().__init__(64, 4, VOCAB, can_overlap=True)
@@ -127,7 +128,7 @@ class _Failing:
         return self._done.has_ended()
 
 
-def test_an_interrupt_leaves_what_is_to_be_told_to_the_next_step() -> None:
+def test_after_an_interrupt_the_next_step_delivers_pending_outputs() -> None:
     runner = FailingRunner()
     engine = an_engine(runner=runner)
     engine.submit(a_request(PROMPTS[0], 5, name="a"))
@@ -142,7 +143,7 @@ def test_an_interrupt_leaves_what_is_to_be_told_to_the_next_step() -> None:
     assert ("b", FinishReason.ABORT) in told
 
 
-def test_a_lost_engine_still_tells_who_ended() -> None:
+def test_a_lost_engine_still_delivers_final_outputs() -> None:
     runner = FailingRunner()
     engine = an_engine(runner=runner)
     for number in range(12):

@@ -50,7 +50,7 @@ def test_a_failed_launch_leaves_nothing_running(can_overlap: bool) -> None:
 
 
 class InterruptedRunner(FakeRunner):
-    """Ctrl-C comes when step number `when` is launched, but nobody has taken note of it."""
+    """Ctrl-C comes when step number `when` is launched, before the engine has recorded that."""
 
     when = 2
 
@@ -63,7 +63,7 @@ class InterruptedRunner(FakeRunner):
 
 
 def check_goes_on(engine: Engine) -> None:
-    """After Ctrl-C: what ran can be dropped, and others are answered as ever."""
+    """After Ctrl-C, running requests can be aborted, and others are answered as usual."""
     for name in "abc":
         engine.abort(RequestId(name))
     run_all(engine, [], max_steps=50)
@@ -82,7 +82,7 @@ def test_an_interrupt_right_after_a_launch_does_not_lose_the_step(can_overlap: b
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("kind", [SequenceFinished, StepFinished])
 def test_an_interrupt_while_a_step_is_committed(kind: type[Event], can_overlap: bool) -> None:
-    """Listeners are called in the midst of it."""
+    """Listeners are called in the middle of the change."""
     bus = EventBus()
     engine = an_engine(bus=bus, can_overlap=can_overlap)
     pressed: list[Event] = []
@@ -181,7 +181,7 @@ def test_an_urgent_request_starts_though_decodes_fill_the_chunk() -> None:
     assert steps_until_heard(engine, "urgent") < 5
 
 
-def test_news_of_an_aborted_request_is_not_taken_for_its_namesakes() -> None:
+def test_a_name_is_refused_until_its_aborted_request_has_ended() -> None:
     engine = an_engine()
     engine.submit(a_request([1, 2, 3], 4, name="a"))
     engine.step()
@@ -260,7 +260,8 @@ def test_an_error_in_the_scheduler_loses_nothing(
 
 
 class LateRunner(FakeRunner):
-    """The host runs ahead: a step is computed when somebody waits for it, or for all."""
+    """The host runs ahead: a step is computed only when the caller waits for it, or for all
+    steps."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size, VOCAB, can_overlap=True)
@@ -316,8 +317,8 @@ def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
     assert not runner._late
 
 
-def test_taking_a_request_in_does_not_look_through_what_is_to_be_told() -> None:
-    """A crowd gives up, and others come before anybody was told."""
+def test_submitting_a_request_does_not_search_pending_outputs() -> None:
+    """Many requests are aborted, and others arrive before any output was delivered."""
     engine = an_engine()
     names = [str(number) for number in range(3000)]
     for name in names:

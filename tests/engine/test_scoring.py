@@ -112,7 +112,7 @@ def test_scores_are_complete_after_preemption() -> None:
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("num_context", [32, 37])
 def test_prompt_logprobs_are_kept_beside_pages(can_overlap: bool, num_context: int) -> None:
-    """As lm-evaluation-harness asks: context and choice, each time with all logprobs."""
+    """Requests like those of lm-evaluation-harness: context and choice, each with all logprobs."""
     engine, counters = counted(200, 16, can_overlap=can_overlap)
     prompts = [CONTEXT[:num_context] + choice for choice in CHOICES]
     for place, prompt in enumerate([*prompts, *prompts]):
@@ -150,7 +150,7 @@ def test_pages_without_logprobs_are_computed_again() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_logprobs_are_right_in_any_company(seed: int) -> None:
-    """Few pages, so that they change hands; some requests are given up."""
+    """There are few pages, so that they are evicted and reused; some requests are aborted."""
     rng = np.random.default_rng(seed)
     engine = an_engine(24, 4, SchedConfig(chunk_tokens=int(rng.integers(3, 40))), bool(seed % 2))
     stems = [rng.integers(0, VOCAB, 30).tolist() for _ in range(3)]
@@ -200,7 +200,7 @@ def test_impossible_scorings_are_refused(sampling: SamplingParams, scoring: Scor
 
 
 @pytest.mark.parametrize("top", [0, 1, 2])
-def test_prompts_whose_logprobs_nobody_can_reuse_do_not_wait_for_each_other(top: int) -> None:
+def test_prompts_with_logprobs_that_cannot_be_reused_do_not_wait_for_each_other(top: int) -> None:
     engine = an_engine(num_pages=512, config=SchedConfig(chunk_tokens=512))
     counters = Counters().attach(engine.bus)
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=top, ignore_eos=True)
@@ -211,7 +211,7 @@ def test_prompts_whose_logprobs_nobody_can_reuse_do_not_wait_for_each_other(top:
 
 
 @pytest.mark.parametrize("ends", ["later", "never"])
-def test_no_page_is_told_before_the_one_it_follows(ends: str) -> None:
+def test_no_page_is_reported_before_its_predecessor(ends: str) -> None:
     recorder, mirror = Recorder(bus := EventBus()), Mirror(4)
     engine = an_engine(page_size=4, config=SchedConfig(chunk_tokens=3), bus=bus)
     engine.submit(a_request(CONTEXT[:8], 1, "slow", priority=1))

@@ -68,7 +68,8 @@ def an_engine(
 
 
 def answers(engine: Engine, indices: list[int]) -> list[list[int]]:
-    """Of these prompts, submitted together; too low an expectation starts more than may fit."""
+    """Answers to these prompts, submitted together. The expected length is too low, so more
+    sequences start than fit."""
     for index in indices:
         request = a_request(
             PROMPTS[index], name=str(index), sampling=SAMPLING[index], expected_tokens=1

@@ -1,4 +1,4 @@
-"""Trouble of the store is told, and not again and again."""
+"""Problems of the store are logged, but not repeatedly."""
 
 import logging
 
@@ -9,7 +9,9 @@ from mainstem.engine import store_log
 from mainstem.engine.store_log import StoreLog
 
 
-def test_trouble_is_told_at_once_and_then_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_logged_at_once_and_then_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[tuple[str, object]] = []
 
     def warning(words: str, extra: dict[str, object]) -> None:
@@ -44,7 +46,7 @@ def test_a_store_that_lost_pages_is_a_line_on_stderr(
     bus.publish(StoreOpened("/sound", 7))
     bus.publish(StoreOpened("/bad", 1234, "index damaged", {"index": 5000}))
     bus.publish(StoreOpened("/worse", 0, "index damaged"))
-    StoreLog(bus)  # comes later, and hears of it
+    StoreLog(bus)  # subscribes later, and gets the event
     assert capsys.readouterr().err.splitlines() == [
         "the KV store in /bad has lost 5,000 pages: index damaged. 1,234 are left; "
         "what is lost is computed again",

@@ -1,5 +1,5 @@
-"""Everything at once, by seed: whatever is asked, fails, is cut short or thrown away meanwhile,
-each answer is the one its prompt gets alone, and at rest nothing is held."""
+"""Everything at once, by seed: requests, failures, aborts and evictions in any order. Each answer
+is the one that its prompt gets alone, and no page is held at the end."""
 
 import logging
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ class _Asked:
     ends: dict[int, FinishReason] = field(default_factory=dict)
 
     def alone(self, length: int | None = None) -> tuple[list[int], FinishReason]:
-        """What it is told if nobody else is there."""
+        """The expected answer, as if no other request were running."""
         request, form = self.request, self.request.grammar
         known, output = request.prompt_ids.tolist(), list[int]()
         while len(output) < (length or self.max_tokens):
@@ -299,7 +299,7 @@ class _Stress:
             self.asked[output.request_id].take(output)
 
     def finish(self) -> None:
-        """Let everything end, and look whether it was right."""
+        """Let everything end, and check all answers."""
         self.fault_rate = 0.0
         for _ in range(10_000):
             if not self.engine.has_work:

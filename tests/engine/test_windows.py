@@ -55,7 +55,7 @@ def an_engine(
 
 
 def answers(engine: Engine, of: list[list[int]]) -> list[list[int]]:
-    """Of prompts that come together."""
+    """Answers to prompts that are submitted together."""
     requests = [
         a_request(ids, NEW_TOKENS, name=str(i), expected_tokens=1) for i, ids in enumerate(of)
     ]

@@ -33,7 +33,7 @@ TOP = 4  # logprobs that are compared at each place
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What transformers makes of a prompt."""
+    """The answer of transformers to a prompt."""
 
     prompt: list[int]
     answer: list[int]
@@ -62,7 +62,7 @@ def check_family(
 
 
 def check_batch(model: PreTrainedModel, folder: Path) -> None:
-    """What is in `folder` answers as `model`, all requests at once."""
+    """The model in `folder` gives the same answers as `model`, all requests at once."""
     expected = _all_expected(model)
     engine = _engine(folder, None, kv_tokens=16 * CONTEXT, chunk_tokens=512)
     requests = [_request(e.prompt, i, b"") for i, e in enumerate(expected)]
@@ -122,7 +122,7 @@ def _engine(
 
 
 def _with_dirty_pages(runner: Runner) -> Runner:
-    """Whatever was in memory must not matter."""
+    """The contents of uninitialised memory must not matter."""
     assert isinstance(runner, CpuRunner)
     for layer in range(runner.pages.num_layers):
         runner.pages.keys(layer).fill_(float("nan"))

@@ -53,7 +53,7 @@ def mistral() -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, folder: Path) -> list[int]:
-    """The answer of the model with random weights, which is then in `folder`."""
+    """Give the model random weights and save it to `folder`; returns its answer."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -39,8 +39,8 @@ def test_short_factors_within_the_original_context(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.75])
 def test_long_factors_beyond_it(share: float, tmp_path: Path) -> None:
-    """Phi-4-mini rotates three quarters of a head: what LongRoPE multiplies scores with is theirs
-    alone."""
+    """Phi-4-mini rotates three quarters of a head; LongRoPE's score factor applies only to
+    these."""
     assert PREFIX_TOKENS > ORIGINAL
     fields = longrope(ORIGINAL, num_pairs=int(4 * share), partial_rotary_factor=share, factor=4.0)
     check_family(Phi3Config(**fields), tmp_path)

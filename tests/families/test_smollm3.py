@@ -9,7 +9,7 @@ from tests.models.checkpoints import SMALL
 
 
 def test_smollm3(tmp_path: Path) -> None:
-    """The second and the fourth of five layers are not told positions, and have a window."""
+    """The second and the fourth of five layers have no positions, but a window."""
     config = SmolLM3Config(
         **SMALL | {"num_hidden_layers": 5},
         no_rope_layer_interval=2,

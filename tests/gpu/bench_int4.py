@@ -105,7 +105,7 @@ def off_by(found: Tensor, right: Tensor) -> float:
 
 
 def check_int4() -> None:
-    """Every tile, dtype and size of groups; twice, since splits leave counts behind."""
+    """Every tile, dtype and group size; twice, since split products must reset their counters."""
     for num_out, num_in, group, dtype, all_tokens in (
         (1024, 4096, 128, torch.bfloat16, (1, 7, 16, 33, 100, 300)),
         (520, 2880, 32, torch.bfloat16, (5, 100)),

@@ -51,7 +51,7 @@ NUM_OTHERS = 200
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt, and what a CPU says to it in fp32."""
+    """A prompt, and a CPU's answer to it in fp32."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -167,7 +167,7 @@ def test_logprobs_of_given_tokens_are_near_those_of_a_cpu(rows: list[Row], dtype
     assert worst < allowed[1]
 
 
-def test_deterministic_answers_do_not_depend_on_what_runs_beside_them(rows: list[Row]) -> None:
+def test_deterministic_answers_do_not_depend_on_other_requests(rows: list[Row]) -> None:
     """To the last bit of every logprob: alone, among 200 others, with and without sharing."""
     chosen = rows[::6]
     rng = random.Random(0)

@@ -1,6 +1,6 @@
 """Two ranks on one card, over gloo: the answers of one process, token for token.
 
-Says nothing of speed: every sum goes through the host. Ranks on cards of their own use NCCL.
+This does not measure speed: every sum goes through the host. Ranks on separate cards use NCCL.
 """
 
 import json

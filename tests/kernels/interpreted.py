@@ -1,6 +1,6 @@
 """Whether this process runs Triton kernels under the interpreter.
 
-It must be chosen before triton is imported, so these tests run in a process of their own:
+It must be chosen before triton is imported, so these tests run in a separate process:
 `test_interpreter.py` starts it, or set TRITON_INTERPRET=1 for the whole of pytest.
 """
 

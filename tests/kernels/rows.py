@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Relative. fp16 rounds alike; the interpreter cuts bf16 instead of rounding, twice in a row.
+# Relative. fp16 rounds alike; the interpreter truncates bf16 instead of rounding it, twice in a
+# row.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCE)
 

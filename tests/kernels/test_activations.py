@@ -113,7 +113,7 @@ def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:
     assert int(wide.isnan().sum()) == 4 * 96 - 2 * 64
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     assert_rows_are_independent(lambda x: activate_gated(x, Act.GELU))
     assert_rows_are_independent(lambda x: activate(x, Act.GELU_TANH))
     assert_rows_are_independent(lambda x: quantize_rows(x)[0].float())
@@ -150,7 +150,7 @@ def test_no_tokens_is_no_work() -> None:
     scale_logits_(torch.empty(0, 64), 2.0)
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     x = some(2, 64)
     with pytest.raises(LayoutError, match="needs gates"):
         activate(x, Act.CLAMPED_SILU)

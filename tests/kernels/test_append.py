@@ -43,7 +43,8 @@ def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_heads_are_normed_before_they_are_rotated(dim: int, half: int, dtype: torch.dtype) -> None:
-    """As by a norm and then a rope: all heads, the padding token included, and no value."""
+    """The same as a norm and then a rope: for all heads, including the padding token, but no
+    value."""
     torch.manual_seed(0)
     qkv = torch.randn(3, 5 + 2 + 2, dim).to(dtype) + 1
     gains = [torch.randn(dim).to(dtype) for _ in range(2)]
@@ -96,7 +97,7 @@ def test_a_token_with_a_negative_slot_is_not_written() -> None:
     assert (v_pages[0, 0, 3] == 1).all()
 
 
-def test_rope_append_names_what_it_does_not_take() -> None:
+def test_rope_append_names_the_argument_that_it_refuses() -> None:
     q, kv, pages = torch.ones(2, 2, 64), torch.ones(2, 1, 64), torch.zeros(1, 1, 16, 64)
     positions, slots, freq = torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.ones(32)
     with pytest.raises(LayoutError, match="v is"):

@@ -1,4 +1,4 @@
-"""Units are assigned whole: every one once, whatever the programs have to do already."""
+"""Units are assigned as a whole, each once, whatever load the programs already have."""
 
 from dataclasses import replace
 
@@ -11,9 +11,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mainstem.kernels.attention.assign import assign_units, large_slots
-from mainstem.kernels.attention.pace import Pace
 from mainstem.kernels.attention.shape import Shape
-from mainstem.kernels.attention.tuning import HOPPER_SPLIT, INTERPRETER, Tiles
+from mainstem.kernels.attention.tuning import HOPPER_SPLIT, INTERPRETER, Pace, Tiles
 
 pytestmark = pytest.mark.torch
 
@@ -21,7 +20,7 @@ NONE = np.empty(0)
 
 
 def shape_of(programs: int, queued_share: float = 0.25, tiles: Tiles = HOPPER_SPLIT) -> Shape:
-    """One unit a piece, of either kind; on Hopper two programs a multiprocessor."""
+    """One unit per piece, of either kind; on Hopper two programs per multiprocessor."""
     tiles = replace(tiles, queued_share=queued_share, pace=Pace())
     return Shape(1, 1, 16, num_programs=programs, tiles=tiles)
 
@@ -49,12 +48,12 @@ def test_every_unit_has_one_program(
     pace = Pace(late_us=5.0, beside=0.5)
     tiles = replace(HOPPER_SPLIT, is_split=is_split, queued_share=queued_share, pace=pace)
     shape = Shape(4, 8, 16, num_programs=2 * pairs, tiles=tiles)
-    sms = max(int(taken * shape.num_large_programs), 1)
+    sms = max(int(taken * shape.large.slots), 1)
     shares = assign_units(np.array(large), np.array(small), sms, shape)
     busy = np.diff(shares[0].ends).nonzero()[0]
     assert len(busy) <= sms
-    assert (busy < shape.num_large_programs).all()
-    counts = 8 * len(large), shape.units(False) * len(small)
+    assert (busy < shape.large.slots).all()
+    counts = 8 * len(large), shape.small.units * len(small)
     for (order, ends, queued), count in zip(shares, counts, strict=True):
         assert ends[0] == 0
         assert ends[-1] == len(order)
@@ -65,7 +64,7 @@ def test_every_unit_has_one_program(
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=80))
 def test_no_load_is_far_from_the_mean(us: list[float]) -> None:
-    """Longest-processing-time-first: nobody ends later than the mean and a longest unit."""
+    """Longest-processing-time-first: no program ends later than the mean plus the longest unit."""
     shares, _ = assign_units(np.array(us), NONE, 8, shape_of(8, 0.0, INTERPRETER))
     loads = [
         sum(us[unit] for unit in shares.order[b:e])

@@ -270,7 +270,7 @@ def test_neighbouring_pages_are_not_copied() -> None:
     assert cpu.plan(scattered, 5, cpu.PageShape(6, 2, 14, 16), 0.25).num_gathered_slots > 0
 
 
-def test_unequal_tails_do_not_read_what_lies_behind_them() -> None:
+def test_unequal_tails_do_not_read_slots_after_their_end() -> None:
     own = [([0], [1, 2], 17, True), ([1], [3, 4], 30, True)]
     check(spans_of(([0, 1], [0], 16, False), *own), 2)
 
@@ -299,10 +299,8 @@ def test_many_heads_over_one_and_runs_of_unequal_length() -> None:
         ([[0, 1], [2, 4]], True),
     ],
 )
-def test_queries_are_read_in_place_where_they_are_even(
-    rows: list[list[int]], is_copied: bool
-) -> None:
-    q = torch.randn(6, 5, 4)[:, :3]  # query heads beside those of keys and values
+def test_evenly_spaced_queries_are_read_in_place(rows: list[list[int]], is_copied: bool) -> None:
+    q = torch.randn(6, 5, 4)[:, :3]  # query heads next to those of keys and values
     found = find_queries(np.array(rows)).read(q)
     assert torch.equal(found, q[torch.tensor(rows)])
     is_own = found.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()

@@ -53,7 +53,7 @@ def test_shapes_that_the_library_does_not_take() -> None:
     assert not has_block_product(256, 512, torch.float16, cpu)
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     values = some(256, 512).to(torch.float8_e4m3fn)
     with pytest.raises(LayoutError, match="each block of 128 x 128"):
         Fp8BlockLinear(values, torch.ones(2, 2), None, torch.float32)
@@ -64,7 +64,9 @@ def test_what_is_not_taken_is_named() -> None:
         quantize_groups(some(2, 200))
 
 
-def test_a_product_whose_scales_lie_elsewhere_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_with_another_layout_of_scales_is_detected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The check that runs once for a card's library, here run on the emulation."""
     is_right = fp8_blocks.is_library_right.__wrapped__
     assert is_right(torch.device("cpu"))

@@ -127,7 +127,7 @@ def test_a_sum_in_parts_is_the_same_sum() -> None:
         assert float((found - right).abs().max() / right.abs().max()) < 1e-6
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     case = Case("long", 40, 1024, 128)
     nibbles, x = packed(case.weight(torch.float32), torch.float32), some(70, case.num_in)
     tile = deterministic_tile(torch.float32, CPU)
@@ -138,7 +138,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         assert torch.equal(alone, together[first:end])
 
 
-def test_many_tokens_whose_sums_are_in_parts_go_one_after_another(
+def test_many_tokens_with_split_sums_take_several_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(int4, "MOST_TILES", 1)
@@ -166,7 +166,7 @@ def test_memory_is_four_bits_and_factors() -> None:
     assert nibbles.nbytes <= 1.03 * weight.nbytes
 
 
-def test_what_kernels_do_not_take_is_not_packed() -> None:
+def test_weights_that_kernels_do_not_support_are_not_packed() -> None:
     assert (
         pack_nibbles(Case("groups of 16", 8, 64, 16).weight(torch.float32), torch.float32) is None
     )
@@ -180,7 +180,7 @@ def test_what_kernels_do_not_take_is_not_packed() -> None:
         Nibbles.int4(mxfp4.values, torch.ones(8, 4), None, 16)
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     nibbles = packed(CASES[0].weight(torch.float32), torch.float32)
     x, out = some(2, 256), torch.empty(2, 48)
     with pytest.raises(LayoutError, match=r"x must be \[tokens, 256\]"):

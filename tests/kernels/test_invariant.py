@@ -1,4 +1,4 @@
-"""The product of the deterministic setting: right, and each row by itself."""
+"""The product of the deterministic setting is right, and each row is independent of other rows."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from mainstem.kernels.dense.invariant import matmul  # noqa: E402
 pytestmark = pytest.mark.torch
 
 # Relative to the largest output. Inputs are equal on both sides; only the sum's order and the
-# output's rounding differ (the interpreter cuts bf16 instead of rounding).
+# output's rounding differ (the interpreter truncates bf16 instead of rounding it).
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
@@ -26,7 +26,9 @@ def some(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tokens", "num_out", "num_in"), [(1, 64, 64), (70, 150, 100), (3, 201, 180)]
 )
-def test_it_is_the_product(tokens: int, num_out: int, num_in: int, dtype: torch.dtype) -> None:
+def test_matmul_agrees_with_torch_in_double(
+    tokens: int, num_out: int, num_in: int, dtype: torch.dtype
+) -> None:
     x, weight = some(tokens, num_in).to(dtype), some(num_out, num_in, seed=1).to(dtype)
     bias = some(num_out, seed=2).to(dtype)
     wide = torch.full((tokens + 1, num_out + 8), float("nan"), dtype=dtype)
@@ -38,7 +40,7 @@ def test_it_is_the_product(tokens: int, num_out: int, num_in: int, dtype: torch.
     assert torch.equal(matmul(x, weight, bias), wide[:tokens, :num_out])
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     x, weight = some(140, 96), some(80, 96, seed=1)
     together = matmul(x, weight)
     for first, last in ((0, 1), (139, 140), (17, 90)):
@@ -46,7 +48,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     assert torch.equal(matmul(x.flip(0), weight).flip(0), together)
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     x, weight = some(2, 32), some(16, 32)
     with pytest.raises(LayoutError, match="must agree"):
         matmul(x, some(16, 24))

@@ -1,4 +1,4 @@
-"""Attention to pages against softmax written out, for one query and head after the other."""
+"""Attention to pages, compared with a plain softmax for one query and head at a time."""
 
 import math
 

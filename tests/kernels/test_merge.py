@@ -34,7 +34,7 @@ def test_a_side_without_keys_has_no_weight_even_if_it_is_nan() -> None:
     assert torch.equal(out, out_a)
 
 
-def test_merge_names_what_it_does_not_take() -> None:
+def test_merge_names_the_argument_that_it_refuses() -> None:
     out, lse = torch.ones(1, 2, 64), torch.zeros(1, 2)
     with pytest.raises(LayoutError, match="lse_b"):
         merge(out, lse, out, lse.half())

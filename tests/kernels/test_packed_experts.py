@@ -99,7 +99,7 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     assert {choose_packed(n, 32, is_deterministic=True) for n in (1, 640, 16000)} == {SOME}
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     tensors = some_packed(GPT_OSS, PackedKind.MXFP4, torch.float32)
     assert isinstance(tensors.gate_up, PackedWeight)
     assert isinstance(tensors.down, PackedWeight)

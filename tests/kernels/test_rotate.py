@@ -43,7 +43,7 @@ def test_without_frequencies_pages_move_as_they_are() -> None:
     assert torch.equal(v_pages, right[1])
 
 
-def test_rerotate_names_what_it_does_not_take() -> None:
+def test_rerotate_names_the_argument_that_it_refuses() -> None:
     pages, ids = torch.zeros(2, 2, 16, 64), torch.tensor([0])
     with pytest.raises(LayoutError, match="one length"):
         rerotate(pages, pages, ids, torch.tensor([0, 1]), ids, torch.ones(32))

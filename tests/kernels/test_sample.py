@@ -52,7 +52,7 @@ def sample(logits: Tensor, settings: list[SamplingParams], keys: Int64s) -> Tens
 
 
 def draw(logits: Tensor, settings: list[SamplingParams], keys: Int64s) -> Tensor:
-    """As `sample`, where there is no top_k and no top_p."""
+    """Like `sample`, without top_k and top_p."""
     batch = a_sample_batch(settings, logits.shape[1], keys)
     columns = (batch.temperature, batch.min_p, batch.noise_keys)
     return kernel.draw(logits, *(torch.from_numpy(column) for column in columns))
@@ -64,10 +64,10 @@ def sorted_draw(logits: Tensor, settings: list[SamplingParams], keys: Int64s) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 50), (2, 9000), (5, 4096)])
-def test_argmax_takes_the_first_of_equals(rows: int, vocab: int, dtype: torch.dtype) -> None:
+def test_argmax_takes_the_first_id_on_a_tie(rows: int, vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randint(-3, 3, (rows, vocab), generator=generator).to(dtype)
-    for _ in range(2):  # the meeting places are left as they were found
+    for _ in range(2):  # the buffers in which parts meet are reset
         assert torch.equal(argmax(logits), logits.argmax(dim=-1))
 
 
@@ -157,7 +157,7 @@ def test_a_draw_of_many_parts_is_that_of_one() -> None:
     assert found.tolist() == right.tolist()
 
 
-def test_equals_are_taken_in_the_order_of_ids() -> None:
+def test_ties_are_broken_by_the_lowest_id() -> None:
     logits, settings, keys = torch.zeros(4, 5000), [SamplingParams(top_k=2003)] * 4, some_keys(4)
     logits[:, 3000:3003] = 1e-3 * torch.arange(3)  # key steps are 3e-8
     kept = np.r_[0:2001, 3001, 3002]  # 3000 is as likely as all the others
@@ -220,7 +220,7 @@ def test_bf16_logits_are_those_numbers() -> None:
     )
 
 
-def test_what_is_not_taken_is_named() -> None:
+def test_refused_arguments_are_named() -> None:
     logits = some_logits(2, 50)
     ones, k = torch.ones(2), torch.ones(2, dtype=torch.int32)
     with pytest.raises(LayoutError, match="top_k"):

@@ -28,8 +28,9 @@ pytestmark = [
 ]
 
 CPU = torch.device("cpu")
-# Largest error over largest value. fp32: sums of a few hundred terms. 16-bit: the output is rounded
-# (2^-9 and 2^-12); under the interpreter operands are widened first.
+# Bounds of (largest error) / (largest value). In fp32 sums of a few hundred terms are rounded. The
+# 16-bit types round the output (2^-9 and 2^-12); the interpreter computes in wider types before
+# that.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 Run = tuple[list[int], int, bool]  # query tokens, keys, causal
@@ -95,7 +96,7 @@ def check(
     spans = make_spans(runs, page_size)
     k_pages, v_pages = make_pages(spans, (kv_heads, page_size, dim), dtype)
     num_tokens = int(spans.query_rows.max()) + 1
-    q = torch.randn(num_tokens + 1, heads, dim).to(dtype)  # the last token lies in no span
+    q = torch.randn(num_tokens + 1, heads, dim).to(dtype)  # the last token is in no span
     out = torch.full_like(q, 7.0)
     lse = torch.full((num_tokens + 1, heads), 7.0)
     before = [x.clone() for x in (q, k_pages, v_pages)]
@@ -169,8 +170,8 @@ def test_plans_with_multiprocessors_for_large_units_agree(name: str) -> None:
     check(CASES[name], tiles=replace(INTERPRETER, is_split=True, programs_per_sm=3))
 
 
-def test_one_kernel_has_no_launch_to_save() -> None:
-    """Rows of small units are one tile there, whatever a launch of another kernel would cost."""
+def test_a_costly_launch_does_not_change_the_tiles_of_a_single_kernel() -> None:
+    """The rows of a small unit are one tile, even if launching a second kernel would be slow."""
     pace = replace(INTERPRETER.pace, launch_us=1e6)
     tiles = replace(INTERPRETER, is_split=True, programs_per_sm=3, pace=pace)
     check([(list(range(10)), 48, False)], tiles=tiles)
@@ -201,7 +202,7 @@ def test_any_plan_agrees_with_the_reference(
 
 
 def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
-    """Bit for bit: alone, beside others, and with the first 32 keys read together with another."""
+    """The same bits alone, beside another sequence, and with 32 keys shared with another one."""
     torch.manual_seed(0)
     shape = (4, 2, 64, 16)
     pages = torch.randn(2, 20, 2, 16, 64)
@@ -252,7 +253,7 @@ def test_a_spread_of_80_in_lse_is_merged_without_overflow() -> None:
         ({"tiles": replace(INTERPRETER, divides_pages=True)}, "divides_pages"),
     ],
 )
-def test_the_constructor_names_what_it_does_not_take(
+def test_the_constructor_names_the_argument_that_it_refuses(
     changes: dict[str, object], named: str
 ) -> None:
     arguments: dict[str, object] = {
@@ -263,7 +264,7 @@ def test_the_constructor_names_what_it_does_not_take(
         SpanAttention(**arguments)  # type: ignore[arg-type]
 
 
-def test_run_names_the_tensor_it_does_not_take() -> None:
+def test_run_names_the_tensor_that_it_refuses() -> None:
     attention = make_attention((4, 2, 64, 16))
     attention.plan(make_spans([([0], 5, True)], 16))
     q, pages = torch.zeros(1, 4, 64), torch.zeros(2, 2, 16, 64)
@@ -334,7 +335,7 @@ def test_a_broken_plan_is_refused() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Spans]:
-    """The steps that are planned anew."""
+    """The steps for which a new plan is made."""
     spans_of_plans: list[Spans] = []
 
     def counted(spans: Spans, *rest: Any) -> KernelPlan:
@@ -345,7 +346,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Spans]:
     return spans_of_plans
 
 
-def test_a_step_like_the_last_one_is_planned_after_it(made: list[Spans]) -> None:
+def test_a_step_like_the_last_one_reuses_its_plan(made: list[Spans]) -> None:
     """Decodes over a shared prefix, one key more each time; full pages are followed by new ones."""
     runs: list[Run] = [([0, 1, 2], 40, False), ([0], 14, False), ([1], 3, False), ([2], 31, False)]
     attention = make_attention((4, 2, 64, 16), torch.float32)

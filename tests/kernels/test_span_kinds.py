@@ -82,7 +82,7 @@ def check(
 
 
 def a_case(page_size: int = 16, prompt: int = 9) -> tuple[Spans, Int32s]:
-    """Decodes of several lengths over two prefixes, and a prompt beside them."""
+    """Decodes of several lengths over two prefixes, together with a prompt."""
     case = AttentionCase(
         "",
         (
@@ -177,7 +177,7 @@ def test_deterministic_rows_do_not_depend_on_batch_sharing_or_chunks() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Spans]:
-    """The steps that are planned anew."""
+    """The steps for which a new plan is made."""
     spans_of_plans: list[Spans] = []
 
     def counted(spans: Spans, *rest: Any) -> KernelPlan:

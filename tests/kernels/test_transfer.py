@@ -1,4 +1,4 @@
-"""Spreading pages under the interpreter: every word arrives, none beside it is touched."""
+"""Distributing pages, under the interpreter: every word arrives, and no other memory changes."""
 
 import pytest
 import torch

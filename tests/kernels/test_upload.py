@@ -1,4 +1,4 @@
-"""The upload kernel under the interpreter: every word arrives, none beside it is touched."""
+"""The upload kernel, under the interpreter: every word arrives, and no other memory changes."""
 
 import pytest
 import torch

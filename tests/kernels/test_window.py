@@ -1,4 +1,5 @@
-"""Clipped spans: what their queries see is what a dense mask shows, and little besides."""
+"""Clipped spans: their queries see the same keys as with a dense mask, and few other keys are
+read."""
 
 import time
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def test_a_window_that_hides_nothing_leaves_the_spans_alone() -> None:
 
 @pytest.mark.parametrize("window", [5, 64, 300])
 def test_a_long_prompt_reads_its_keys_in_runs(window: int) -> None:
-    """No run of queries is given keys of more than its own windows."""
+    """No run of queries reads keys outside its own windows."""
     count, before = 500, 37
     pages = list(range(-(-(count + before) // 4)))
     spans = make_spans([(list(range(count)), pages, count + before, True)])

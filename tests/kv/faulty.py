@@ -1,4 +1,4 @@
-"""Segment files that fail when told to."""
+"""Segment files that fail on request."""
 
 import errno
 from collections import deque

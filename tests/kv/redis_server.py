@@ -167,7 +167,7 @@ class Proxy:
 
 
 def main(argv: Sequence[str]) -> None:
-    """A proxy in a process of its own: its port on a line, until standard input ends."""
+    """A proxy in a separate process: it prints its port and runs until standard input ends."""
     proxy = Proxy(int(argv[0]), float(argv[1]))
     print(proxy.port, flush=True)
     sys.stdin.read()

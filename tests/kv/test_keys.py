@@ -1,4 +1,4 @@
-"""Names of pages: equal prefixes have equal names, branches have names of their own."""
+"""Names of pages: equal prefixes have equal names, and branches have different names."""
 
 import numpy as np
 import pytest

@@ -438,7 +438,7 @@ def test_belady_hits_what_a_full_search_would(capacity: int, known: int) -> None
 
 
 def test_two_tiers_hit_what_one_of_their_size_would() -> None:
-    """But for a few hits: a page that moves up keeps its disk place until it has arrived."""
+    """Except for a few hits: a page that moves up keeps its disk place until it has arrived."""
     chains = random_chains(7, 200)
     for kind in (PolicyKind.LOOKAHEAD, PolicyKind.LRU):
         one = hits_of_policy(chains, PolicyConfig((30,), kind=kind), 20)

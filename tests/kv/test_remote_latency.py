@@ -1,6 +1,6 @@
 """How the round trip to a server changes the time to the first token, with a real model.
 
-Long: 90,000 tokens of prompts on a CPU. Run as a script it prints what it measured.
+This takes long: 90,000 tokens of prompts on a CPU. Run as a script, it prints its measurements.
 """
 
 import subprocess
@@ -33,7 +33,7 @@ VOCAB = 40_000
 
 @contextmanager
 def proxy_url(server: RedisServer, delay_ms: float) -> Iterator[str]:
-    """A proxy in a process of its own, so that it does not share Python's lock."""
+    """A proxy in a separate process, so that it does not share Python's lock."""
     command = [sys.executable, "-m", "tests.kv.redis_server", str(server.port), str(delay_ms / 1e3)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -87,9 +87,9 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[Int32s]:
 
 
 def measure_traffic(folder: Path, server: RedisServer) -> Found:
-    """Half of the requests find their prefix on the server. One request after the other, each
-    asked of an engine without a store and of one for each distance, so that all see the same
-    machine."""
+    """Half of the requests find their prefix on the server. Requests are sent one after the other,
+    each to an engine without a store and to one engine for each distance, so that the machine is in
+    the same state for all."""
     rng = np.random.default_rng(0)
     lengths = np.geomspace(SHORTEST, LONGEST, NUM_REQUESTS).astype(int)
     rng.shuffle(lengths)
@@ -126,7 +126,7 @@ def measure_traffic(folder: Path, server: RedisServer) -> Found:
 
 
 def measure_hit(folder: Path, server: RedisServer, num_tokens: int = 1024) -> Found:
-    """One prefix at 1 ms, loaded by engines that never saw it, against computing it."""
+    """Compares computing a prefix with loading it from a server 1 ms away, in a new engine."""
     seconds: dict[str, list[float]] = {"none": [], "1 ms": []}
     num_cached = 0
     with proxy_url(server, 1) as url:

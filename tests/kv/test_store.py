@@ -54,7 +54,7 @@ def test_keys_depend_on_model_page_size_and_salt() -> None:
 
 
 def test_a_page_comes_after_another_unless_it_is_the_first() -> None:
-    """Where a chain branches, too, the previous page is a page and not the branch's mark."""
+    """Even where a chain branches, the previous page is a page and not the branch's mark."""
     pool = PagePool(4)
     index = PrefixIndex(pool, PAGE, EventBus())
     chain = PageChain.of(root_key(b"m", PAGE, b""), PAGE, ids(1, 2, 3, 4))

@@ -149,6 +149,17 @@ def test_clearing_forgets_every_tier(tmp_path: Path) -> None:
     tiered.engine.close()
 
 
+@pytest.mark.parametrize("can_overlap", [False, True])
+def test_clearing_forgets_pages_that_are_being_saved(tmp_path: Path, can_overlap: bool) -> None:
+    tiered = a_tiered_engine(disk_dir=tmp_path, can_overlap=can_overlap)
+    tiered.copier.patience = 1000  # polls, before a copy is done
+    ask(tiered, [CHATS[0]])
+    assert tiered.engine.clear_cache() > 0
+    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
+    assert ask(tiered, [CHATS[0]]) == [0]
+    tiered.engine.close()
+
+
 def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiered = a_tiered_engine(disk_dir=tmp_path, ttl_s=100.0)
     ask(tiered, [CHATS[0]])

@@ -95,7 +95,8 @@ class TieredMachine(RuleBasedStateMachine):
         loads=st.lists(st.sampled_from([None, "early"]), max_size=3),
     )
     def fail_copies(self, saves: list[str | None], loads: list[str | None]) -> None:
-        """Loads have no late faults: one that fails under way also fails the step that waits."""
+        """Loads have no late faults: a load that fails while it runs also fails the step that
+        waits."""
         self.tiered.copier.save_faults.extend(saves)
         self.tiered.copier.load_faults.extend(loads)
 

@@ -45,7 +45,7 @@ class FakeTransfer:
         self._fails = fault == "late"
         self._done = 0
         self._asked = 0
-        self._lock = Lock()  # the disk's writer waits for saves on a thread of its own
+        self._lock = Lock()  # the disk's writer waits for saves on its own thread
         if fault == "early":
             self._copy()
             raise CopyFault("no memory for the copy")
@@ -90,8 +90,8 @@ class _View:
 class FakeCopier:
     """PageCopier over the memory of a FakeRunner.
 
-    Each save or load takes the next planned fault, if there is one: `early` fails as it starts,
-    `late` under way, both with a part copied.
+    Each save or load takes the next planned fault, if there is one: `early` fails at its start,
+    `late` while it runs, both after a part was copied.
     """
 
     def __init__(self, runner: "TieredRunner", num_slots: int) -> None:

@@ -96,7 +96,7 @@ def logits_after(oracle: torch.nn.Module, ids: list[int], count: int) -> torch.T
 
 
 def gap(logits: torch.Tensor, token_id: int) -> float:
-    """How far a token is behind the best."""
+    """The difference between a token's logit and the largest one."""
     return float(logits.max() - logits[token_id])
 
 

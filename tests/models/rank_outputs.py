@@ -37,7 +37,8 @@ def a_config(quantize: Quantize = Quantize.NONE) -> EngineConfig:
 def outputs(
     folder: Path, ranks: Collectives = ALONE, quantize: Quantize = Quantize.NONE
 ) -> list[Output]:
-    """Of prompts that share a beginning, longer than the windows, in chunks; then of a lone one."""
+    """Outputs for prompts that share a beginning, longer than the windows, in chunks; then for a
+    single prompt."""
     config = a_config(quantize)
     origin: Origin = folder_origin(folder)
     if not ranks.shard.is_whole:

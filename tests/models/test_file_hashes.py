@@ -87,7 +87,7 @@ def test_a_changed_file_is_read_again_even_if_its_times_are_set_back(
 
 
 def test_a_file_that_was_just_written_is_not_remembered(cache: Path, file: Path) -> None:
-    """Another write within the same tick of the clock would leave its times as they are."""
+    """Another write within the same tick of the clock would not change its times."""
     file_sha256(file)
     assert not (cache / KIND).exists()
 

@@ -1,4 +1,4 @@
-"""Packed weights: parts, joins and stacks mean what the whole does."""
+"""Packed weights: parts, joins and stacks have the same numbers as the whole."""
 
 from dataclasses import replace
 
@@ -97,7 +97,7 @@ def test_zeros_of_symmetric_parts_are_the_middle() -> None:
     assert torch.equal(numbers(whole), torch.cat((numbers(one), numbers(other))))
 
 
-def test_blocks_stay_where_parts_are_whole_ones() -> None:
+def test_joined_weights_keep_their_blocks_if_parts_are_whole_blocks() -> None:
     packed = a_weight(PACKINGS["fp8 blocks"], 64, 96)
     whole, uneven = joined([packed, packed]), joined([packed.rows(slice(0, 40)), packed])
     assert whole is not None

@@ -1,4 +1,4 @@
-"""int8 linears: close to fp32, and a token's answer is its own."""
+"""int8 linears: close to fp32, and a token's output does not depend on other tokens."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def test_zeros_stay_zeros() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_whole_layer_stays_close(name: str, tmp_path: Path) -> None:
-    """Loud channels are moved from the norms into the weights; the product must not notice."""
+    """Loud channels are moved from the norms into the weights; the product must not change."""
     make_checkpoint(name, tmp_path)
     dense = load_decoder(tmp_path, read_spec(tmp_path), torch.float32)
     quantized = quantize_decoder(dense)

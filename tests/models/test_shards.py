@@ -122,7 +122,7 @@ def test_ranks_without_tokens_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama, tied", "phi 3"])
 def test_ranks_quantize_their_parts(name: str, tmp_path: Path) -> None:
-    """All ranks alike, and as near to fp32 as int8 is."""
+    """All ranks are equal, and as near to fp32 as int8 is on one device."""
     write_checkpoint(FAMILIES[name], tmp_path)
     whole = outputs(tmp_path, quantize=Quantize.INT8)
     first, second = run_ranks(2, lambda ranks: outputs(tmp_path, ranks, Quantize.INT8))
@@ -130,7 +130,7 @@ def test_ranks_quantize_their_parts(name: str, tmp_path: Path) -> None:
     exact = outputs(tmp_path)
 
     def off(found: Sequence[Output]) -> float:
-        """Of the prompts' logprobs, on average."""
+        """The mean difference of the prompts' logprobs."""
         pairs = zip(_of_prompts(found), _of_prompts(exact), strict=True)
         return float(np.mean([abs(one - two) for one, two in pairs]))
 
@@ -208,7 +208,7 @@ def _taken(spec: ModelSpec, shard: Shard) -> Taken:
 
 @pytest.mark.parametrize("name", ["llama", "falcon 40b", "gpt-oss", "qwen 2 moe", "phi 3"])
 def test_a_rank_never_reads_a_whole_matrix(name: str) -> None:
-    """Except routers and gates; and both ranks together read each number once."""
+    """Except for routers and gates, both ranks together read each number once."""
     config = FAMILIES[name]
     spec = spec_from_config(config.to_dict() | {"architectures": [_architecture(config)]})
     both = [_taken(spec, Shard(rank, 2)) for rank in range(2)]
@@ -283,7 +283,7 @@ def test_a_rank_alone_makes_no_calls(name: str, tmp_path: Path) -> None:
     check_same(outputs(tmp_path, Deaf()), outputs(tmp_path), 0.0)
 
 
-def test_pages_of_other_ranks_and_numbers_are_told_apart(tmp_path: Path) -> None:
+def test_pages_of_other_ranks_and_numbers_of_ranks_have_other_names(tmp_path: Path) -> None:
     write_checkpoint(FAMILIES["llama"], tmp_path)
 
     def identity(ranks: Collectives) -> bytes:

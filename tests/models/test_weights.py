@@ -76,7 +76,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path: Path) -> N
         load(tmp_path)
 
 
-def test_quantized_weights_without_a_config_are_told_from_missing_ones(tmp_path: Path) -> None:
+def test_quantized_weights_without_a_config_have_their_own_error(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     edit(
         tmp_path,
@@ -115,7 +115,7 @@ def test_auto_dtype_avoids_slow_16_bit_arithmetic() -> None:
     assert compute_dtype(DType.AUTO, DType.BF16) == expected
 
 
-def test_the_digest_tells_weights_apart(tmp_path: Path) -> None:
+def test_the_digest_differs_for_different_weights(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     before = checkpoint_digest(tmp_path)
     assert checkpoint_digest(tmp_path) == before

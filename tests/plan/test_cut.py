@@ -81,14 +81,14 @@ def test_a_group_that_exceeds_the_average_share_is_split_and_its_prefix_charged_
     assert cut.lost_saving == 300 / 6000
 
 
-def test_groups_below_the_average_share_stay_whole_where_shares_are_even() -> None:
+def test_groups_below_the_average_share_stay_whole_if_shares_are_even() -> None:
     prompts = [[group] * 100 + [1000 + row] for group in range(32) for row in range(20)]
     cut, _ = cut_of(prompts, 8)
     assert cut.repeated_tokens == 0
     assert cut.balance == pytest.approx(1.0)
 
 
-def test_groups_are_split_where_whole_ones_leave_shares_apart() -> None:
+def test_groups_are_split_if_whole_ones_leave_shares_uneven() -> None:
     """Nine equal groups for eight workers: whole ones would leave one with twice the mean."""
     prompts = [
         [group] * 20 + [1000 * (group + 1) + row] * 30 for group in range(9) for row in range(50)

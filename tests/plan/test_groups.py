@@ -191,15 +191,16 @@ def test_the_papers_figure_4_argument() -> None:
     assert draft_saving(first_level_enlarged(tree)) == 8 + 2
 
 
-def test_algorithm_1_charges_the_last_fork_for_a_prefix_nobody_needs_any_more() -> None:
-    """Each fork alone loses 2 tokens; both together leave no one behind and gain 6."""
+def test_algorithm_1_charges_the_last_fork_for_a_prefix_that_is_no_longer_needed() -> None:
+    """Each fork alone loses 2 tokens; with both, no prompt needs the child any more, which
+    gains 6."""
     prompts = [branch(110, mid, end) for mid in (208, 308) for end in (401, 501)]
     tree = build_tree(Prompts.from_lists(prompts))
     assert draft_saving(first_level_enlarged(tree)) == 3 * 10
     assert best_single_level_saving(prompts) == 2 * 18
 
 
-def test_algorithm_1_decides_sub_problems_without_what_lies_above() -> None:
+def test_algorithm_1_decides_sub_problems_without_the_nodes_above() -> None:
     """Below, 4 prompts share 4 tokens and 2 of them 5 more: forking pays there, but what is left
     is too little to be forked past the 10 tokens above, which the 4 together would have been."""
     lower = [branch(110, 204, 305, 401), branch(110, 204, 305, 501)]
@@ -215,7 +216,8 @@ def test_algorithm_1_decides_sub_problems_without_what_lies_above() -> None:
 
 
 def documents(head: int, count: int, degree: int, doc: int, tail: int) -> Prompts:
-    """`count` documents of `doc` tokens behind one head, `degree` questions of `tail` on each."""
+    """`count` documents of `doc` tokens after a common head, with `degree` questions of `tail`
+    tokens."""
     rng = np.random.default_rng(0)
     start = list(range(head))
     prompts = []
@@ -249,7 +251,7 @@ def test_a_system_prompt_with_too_much_below_it_is_opened_into_groups() -> None:
 
 
 def test_documents_that_begin_with_the_same_words_are_not_one_group() -> None:
-    """40 tokens in common are a span, but a document of 300 is what its questions wait for."""
+    """40 common tokens are a span, but the document of 300 tokens makes the group."""
     plan = plan_prompts(documents(head=40, count=5, degree=4, doc=300, tail=5))
     assert plan.num_groups == 5
     assert plan.node_is_span[plan.node_tokens == 40].all()

@@ -50,7 +50,7 @@ def test_constant_outputs_give_equation_4() -> None:
     assert [group_of(plan, i).prefix_tokens for i in range(3)] == [10, 20, 40]
 
 
-def test_groups_keep_the_order_of_their_first_prompts_where_nothing_is_reordered() -> None:
+def test_groups_keep_the_order_of_their_first_prompts_without_reordering() -> None:
     heads = {1: 40, 2: 10, 3: 20}
     rows = [(token, i) for i in range(3) for token in heads]
     prompts = Prompts.from_lists([[token] * heads[token] + [token + 10 + i] for token, i in rows])
@@ -62,7 +62,8 @@ def test_groups_keep_the_order_of_their_first_prompts_where_nothing_is_reordered
 
 def test_groups_of_one_trunk_stay_together() -> None:
     """The documents below prefix 1 have ratios of 1/11 and 1/92, and the trunk has 2/143. A group
-    of 1/82 lies between the documents, one of 1/52 before the trunk; neither comes in between."""
+    with 1/82 is between the documents' ratios, one with 1/52 before the trunk's; neither may be
+    placed between the documents."""
     prompts = [[1] * 40 + [doc] * size + [q] for doc, size in ((5, 9), (6, 90)) for q in (7, 8)]
     config = PlanConfig(worth_span=LongRuns(1), group_tokens=60)
     for tokens, wanted in ((80, [(0, 1), (2, 3), (4, 5)]), (50, [(4, 5), (0, 1), (2, 3)])):

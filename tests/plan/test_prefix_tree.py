@@ -89,7 +89,7 @@ def test_strip_boundaries_do_not_matter(length: int) -> None:
 
 
 def test_a_prompt_does_not_match_into_its_neighbour() -> None:
-    """Behind prompt 0 in memory lies what would make it equal to prompt 2."""
+    """The tokens after prompt 0 in memory would make it equal to prompt 2."""
     tree = build_tree(Prompts.from_lists([[5], [6, 7], [5, 6, 7]]))
     assert tree.node_tokens.tolist() == [0, 1]
 

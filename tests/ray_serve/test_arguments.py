@@ -11,7 +11,7 @@ from mainstem.ray.serve_app import app, front_settings, read_arguments, replica_
 from mainstem.route.router import RouterKind
 
 
-def test_a_command_line_gives_text() -> None:
+def test_values_may_be_text_as_on_a_command_line() -> None:
     given = read_arguments({"replicas": "3", "num_gpus": "0.5", "router": "random"})
     assert (given.replicas, given.num_gpus) == (3, 0.5)
     assert front_settings(given).kind is RouterKind.RANDOM
@@ -38,7 +38,7 @@ def test_apps_go_to_their_replicas(tmp_path: Path) -> None:
         ({"apps": {"shop": {"file": "x", "replicas": []}}}, "numbers from 0 to 0"),
     ],
 )
-def test_what_is_wrong_is_named(args: dict[str, Any], said: str) -> None:
+def test_errors_name_the_wrong_argument(args: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_arguments(args)
     assert said in str(caught.value)

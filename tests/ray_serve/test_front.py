@@ -1,6 +1,5 @@
-"""The front over replicas that are played in this process: what it learns, and from which answers.
-
-Ray is not needed: of it the front uses handles, which are played too, and the names of exceptions.
+"""The front over fake replicas in this process: what it learns, and from which answers. Ray is not
+needed: the front uses only its handles, which are fakes here, and names of its exceptions.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ def names_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PlayedReplica:
-    """A handle: keeps responses in memory and answers as it is told to."""
+    """A fake handle: keeps responses in memory and gives the prepared answers."""
 
     def __init__(self, place: int) -> None:
         self.status_code = 200  # of its answers
@@ -142,7 +141,7 @@ def test_a_stored_response_outlives_a_restart_of_the_engine(is_down: bool) -> No
     play(scene)
 
 
-def test_a_response_whose_home_is_not_known_is_looked_for() -> None:
+def test_a_response_whose_replica_is_unknown_is_searched_for() -> None:
     async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
         name, home = await made(front)
         front._router._sessions.clear()  # as after a start of the front

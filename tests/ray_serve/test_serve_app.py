@@ -158,7 +158,7 @@ def test_a_session_sticks(fleet: Fleet) -> None:
     assert gone.status_code == 200
 
 
-def test_an_app_is_asked_where_it_is(fleet: Fleet) -> None:
+def test_requests_for_an_app_go_to_a_replica_that_has_it(fleet: Fleet) -> None:
     assert {fleet.ask(f"{n}?", app="shop")[0] for n in range(6)} == {1}
 
 

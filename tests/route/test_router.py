@@ -39,7 +39,7 @@ def serve(router: Router, pages: Sequence[int], **more: object) -> int:
     return ticket.replica
 
 
-def test_a_prompt_goes_to_who_holds_most_of_it() -> None:
+def test_a_prompt_goes_to_the_replica_that_holds_most_of_it() -> None:
     router = a_router()
     home = serve(router, [1, 2, 3])
     other = serve(router, [7, 8, 9])
@@ -145,7 +145,7 @@ def test_pages_are_bounded_and_heads_stay_longest() -> None:
     assert holdings.num_leading(range(30)).tolist() == [0, 0]
 
 
-def test_a_replica_that_was_down_holds_what_it_held_until_it_is_started_again() -> None:
+def test_a_replica_that_was_down_keeps_its_pages_until_it_is_restarted() -> None:
     router = a_router(2)
     home = serve(router, [1, 2, 3])
     router.set_state(home, ReplicaState.DOWN)

@@ -1,7 +1,7 @@
 """A conversation that outgrows its window several times, on any engine of one layer.
 
 Keys and values of one layer depend on token and position alone, so moved pages equal recomputed
-ones: each answer must be that of the kept tokens as a prompt of their own.
+ones: each answer must equal that to a prompt of the kept tokens.
 """
 
 import numpy as np

@@ -85,7 +85,7 @@ def test_room_for_dequantized_weights_is_as_large_as_the_largest() -> None:
 
 
 @pytest.mark.parametrize("block", [None, 128], ids=["channels", "blocks"])
-def test_fp8_is_multiplied_as_it_is(block: int | None) -> None:
+def test_fp8_weights_are_multiplied_without_conversion(block: int | None) -> None:
     """Rows are rounded to fp8, each number by about 2.6 %."""
     product, x = Product(some_fp8(128, 512, block)), some(5, 512)
     maker = a_maker()

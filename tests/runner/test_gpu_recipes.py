@@ -75,7 +75,7 @@ def check_two_ranks(spec: ModelSpec, given: list[list[int]]) -> None:
 
 
 def on_ranks(config: EngineConfig, spec: ModelSpec, ask: Callable[[Engine], T]) -> T:
-    """What both of two ranks answer."""
+    """The answers of both of two ranks."""
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
     def run(ranks: Thread) -> T:
@@ -96,7 +96,7 @@ def prompt_logprobs(engine: Engine) -> list[float]:
 @interpreted
 @pytest.mark.slow
 def test_ranks_quantize_their_parts_to_fp8() -> None:
-    """As near to fp32 as fp8 is on one device."""
+    """The difference to fp32 is not larger than that of fp8 on one device."""
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
     spec, exact = RECIPES["GraniteForCausalLM"], a_config()

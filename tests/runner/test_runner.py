@@ -126,7 +126,7 @@ def test_sixteen_bits_stay_near_fp32(dtype: DType, tmp_path: Path) -> None:
 
 
 def test_shared_prefix_mixed_with_a_prefill(tmp_path: Path) -> None:
-    """Decodes over a shared run of pages, beside the chunk of another prompt, in one step."""
+    """Decodes over a shared run of pages and a chunk of another prompt, in one step."""
     model = make_checkpoint("llama", tmp_path)
     runner = loaded(tmp_path)
     prefix = tokens(16, seed=8)

@@ -119,7 +119,7 @@ def test_min_p_is_relative_to_the_likeliest() -> None:
     assert_shares(counts(four_tokens(), SamplingParams(min_p=0.45)), expected)
 
 
-def test_equals_at_a_limit_are_taken_in_the_order_of_ids() -> None:
+def test_ties_at_a_limit_are_broken_by_the_lowest_id() -> None:
     logits = torch.zeros(VOCAB)
     logits[20] = 1.0
     for sampling in (SamplingParams(top_k=6), SamplingParams(top_p=0.14)):
@@ -128,8 +128,8 @@ def test_equals_at_a_limit_are_taken_in_the_order_of_ids() -> None:
 
 
 def test_top_p_beyond_the_candidates_sorts_everything() -> None:
-    """Nearly flat logits over a large vocabulary: 1,024 candidates do not reach 0.9. Of 300 draws
-    none lies in the last tenth of what is left in one case of 10^13."""
+    """Nearly flat logits over a large vocabulary: 1,024 candidates do not reach 0.9. The chance
+    that none of 300 draws is in the last tenth of the kept tokens is 10^-13."""
     vocab, rows = 5000, 300
     logits = torch.linspace(0.001, 0.0, vocab).expand(rows, -1)
     step = step_for([SamplingParams(top_p=0.9)] * rows, some_keys(rows))

@@ -1,4 +1,4 @@
-"""SingleTokenPass is the same mathematics as Decoder.forward, whatever lies in unused slots."""
+"""SingleTokenPass computes the same as Decoder.forward, whatever unused slots contain."""
 
 from pathlib import Path
 

@@ -147,7 +147,7 @@ def test_slots_are_aligned_for_files() -> None:
     copier.close()
 
 
-def test_a_gate_holds_a_layer_until_it_is_there() -> None:
+def test_a_gate_delays_a_layer_until_its_pages_are_loaded() -> None:
     transfer = CpuTransfer(num_layers=2)
     gate, go = CpuGate([transfer]), [Event(), Event()]
     passed: list[int] = []

@@ -93,7 +93,7 @@ def test_a_slow_link_loses_once_it_was_seen_to_be_slow() -> None:
     assert not fetching.is_worth_it(stored, 0, 0)
 
 
-def test_short_histories_are_computed_where_the_link_is_taken() -> None:
+def test_short_histories_are_computed_if_the_link_is_busy() -> None:
     fetching, tiers = a_fetching()
     tiers.links[0].start(100 * HISTORY * PAGE_BYTES)  # half a second of other loads
     assert not fetching.is_worth_it(Stored(2), 0, 0)
@@ -132,7 +132,7 @@ def test_the_read_buffer_can_be_set(preload: str, layers: int) -> None:
     assert fetching.start_layers(Stored(HISTORY), 100) == layers
 
 
-def test_steps_are_expected_to_take_what_the_latest_took() -> None:
+def test_steps_are_expected_to_take_as_long_as_the_latest_ones() -> None:
     """A device of other figures than the card's: 5.5 ms a step and 27 us a token."""
     steps = StepTimes(TOKEN_S, floor_s=3.5e-3)
     assert steps.expect_s(0) == 3.5e-3
@@ -143,7 +143,7 @@ def test_steps_are_expected_to_take_what_the_latest_took() -> None:
     assert steps.token_s == pytest.approx(27e-6, rel=1e-3)
 
 
-def test_a_step_that_was_held_up_says_little() -> None:
+def test_a_delayed_step_hardly_changes_the_estimate() -> None:
     steps = StepTimes(TOKEN_S, floor_s=3.5e-3)
     steps.observe(1, 60.0)
     assert steps.expect_s(1) < 5e-3
@@ -208,7 +208,7 @@ def test_a_slower_disk_is_noticed_in_the_middle_of_a_burst() -> None:
     assert 1.6e9 < PAGE_BYTES / link.pass_s(PAGE_BYTES) < 2.4e9
 
 
-def test_what_is_under_way_passes_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_in_progress_advance_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen reads that began together end together: until then nothing is known to have come."""
     now_s = 100.0
     monkeypatch.setattr(transfer, "perf_counter", lambda: now_s)

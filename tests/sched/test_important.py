@@ -1,4 +1,4 @@
-"""Truncation by attention: which pages go, which sequence finds that out, and what it leaves."""
+"""Truncation by attention: which pages are dropped, and the sequence that finds them."""
 
 from dataclasses import replace
 from random import Random
@@ -25,7 +25,7 @@ from tests.sched.test_truncation import PAGE, WINDOW, Chat, a_truncator, tokens
 
 
 def kept_ids(truncator: Truncator, request: Request) -> list[int]:
-    """What a FakeRunner's attention leaves of a prompt."""
+    """The part of a prompt that a FakeRunner's attention keeps."""
     kept, truncation = truncator.fit(request)
     if truncation is not None and truncation.weighing is not None:
         weighing = truncation.weighing
@@ -113,9 +113,7 @@ def test_choices_of_other_sessions_salts_and_pasts_are_not_used() -> None:
         assert truncation.weighing is not None
 
 
-def test_a_conversation_taken_up_again_earlier_is_weighed_again_where_the_choice_is_too_long() -> (
-    None
-):
+def test_a_conversation_continued_from_an_earlier_turn_is_weighed_again() -> None:
     truncator = a_truncator(window=80)
     _, truncation = truncator.fit(important_request(list(range(79)), max_tokens=10))
     assert truncation is not None

@@ -1,4 +1,4 @@
-"""Ctrl-C: at whatever line it comes, nothing is lost and nothing told twice."""
+"""Ctrl-C at any line: nothing is lost, and nothing is delivered twice."""
 
 import signal
 import sys
@@ -54,7 +54,7 @@ class Interrupt:
         self._guard.__exit__(None, None, None)
 
     def _on_call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        # what was taken out is the caller's: nobody can hand it out twice
+        # outputs that were returned belong to the caller and cannot be delivered twice
         is_ours = any(name in frame.f_code.co_filename for name in PACKAGES)
         return self._on_line if is_ours and frame.f_code is not TAKE_OUTPUTS else None
 
@@ -66,7 +66,7 @@ class Interrupt:
 
 
 def run_through(engine: Engine, when: int) -> tuple[Collector, int]:
-    """With an interrupt; returns what came, and how many lines ran."""
+    """Run with an interrupt; returns the outputs, and how many lines ran."""
     collector = Collector()
     requests = [
         a_request(prompt, length, name=str(number), expected_tokens=1)
@@ -139,7 +139,7 @@ def test_an_interrupt_as_one_is_preempted_costs_nothing() -> None:
 
 
 def test_an_interrupt_while_pages_are_copied_costs_nothing() -> None:
-    """What copies hold stays theirs."""
+    """Pages that copies hold stay held."""
 
     def make_engine() -> Engine:
         tiered = a_tiered_engine(num_pages=8)

@@ -1,4 +1,4 @@
-"""When the step in flight began, and so when it will end, however late the host looks."""
+"""When the step in flight began and will end, however late the host checks."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -61,7 +61,7 @@ def test_the_more_urgent_are_not_overtaken() -> None:
     assert order(a_queue([loaded, urgent])) == [1, 0]
 
 
-def test_who_computes_much_all_the_same_does_not_overtake() -> None:
+def test_a_sequence_that_still_computes_much_does_not_overtake() -> None:
     first, loaded = a_sequence(0), a_sequence(1)
     load(loaded, num_to_compute=3)
     assert order(a_queue([first, loaded])) == [0, 1]

@@ -1,5 +1,5 @@
-"""The order of BatchLLM's three queues (4.3.1) in a step: answers under way, then prompts whose
-prefix is there, then prefixes; and the limit on answers in progress."""
+"""The order of BatchLLM's three queues (4.3.1) in a step: answers in progress, then prompts whose
+prefix is cached, then prefixes; and the limit on answers in progress."""
 
 import numpy as np
 import pytest
@@ -60,8 +60,8 @@ def test_answers_then_own_prompts_then_the_next_prefix(
             assert max(own_places) < seen.index(group + 1)
 
 
-def test_every_answer_that_can_go_on_is_in_the_step() -> None:
-    """Decodes come out of the budget before any prompt."""
+def test_every_answer_that_can_continue_is_in_the_step() -> None:
+    """Decodes are subtracted from the budget before any prompt."""
     engine = an_engine(512, PAGE, SchedConfig(chunk_tokens=16))
     prompts = a_job(3, 4, 24, 3)
     run_all(engine, [a_request(ids, max_tokens=30, name=str(at)) for at, ids in enumerate(prompts)])

@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_turn(
         self, session: str, new: list[int], max_tokens: int, n: int, overflow: Overflow | None
     ) -> None:
-        """A conversation goes on, with the answers as far as they have come, past the window."""
+        """A conversation continues beyond the window, with the answers so far."""
         name = f"r{len(self.prompts)}"
         prompt = [*self.said.get(session, ()), *new]
         sampling = SamplingParams(n=n, temperature=0.0, max_tokens=max_tokens)

@@ -1,4 +1,5 @@
-"""Conversations that outgrow the window: what is kept, where its KV comes from, and its use."""
+"""Conversations that outgrow the window: what is kept, where its KV comes from, and which requests
+may use it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,7 @@ class Chat:
     keep_tokens=st.integers(0, 40),
     chooses=st.booleans(),
 )
-def test_whatever_is_cut_fits_and_keeps_what_it_must(
+def test_every_cut_fits_the_window_and_keeps_the_required_tokens(
     num_prompt: int,
     window: int,
     max_tokens: int | None,
@@ -240,7 +241,7 @@ def test_keys_are_moved_from_the_original_while_it_is_there() -> None:
     assert len(by) > 1, "every move was by one step only: from the copy, not from the original"
 
 
-def test_nothing_is_moved_where_nothing_is_shared() -> None:
+def test_nothing_is_moved_if_nothing_is_shared() -> None:
     engine = an_engine(64, PAGE, SchedConfig(share=Share.NONE), max_model_len=WINDOW)
     chat = Chat(engine, "s")
     chat.say(tokens(28))
@@ -261,7 +262,7 @@ def test_a_public_prefix_can_be_cut_like_any_other(public: int, overflow: Overfl
 
 @pytest.mark.parametrize("preload", ["auto", "all", "0"])
 @pytest.mark.parametrize("num_turns_before", [1, 2, 3])
-def test_what_lies_in_lower_tiers_is_brought_up_and_moved(
+def test_pages_in_lower_tiers_are_loaded_and_moved(
     preload: str, num_turns_before: int, tmp_path: Path
 ) -> None:
     """The session was idle and the device forgot it; sink and originals come from below."""
@@ -297,8 +298,8 @@ def test_a_long_conversation_over_tiers_is_right_in_every_turn(tmp_path: Path) -
 
 @pytest.mark.parametrize("seed", [0, 40, 42, 44])
 def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: Path) -> None:
-    """Turns follow one another before the last is answered, pages and slots are short, some are
-    given up: what is loaded for one is evicted for the next."""
+    """A turn may come before the last one is answered, pages and slots are short, and some turns
+    are aborted: pages loaded for one sequence are evicted for the next."""
     rng = Random(seed)
     window = rng.choice([16, 24, 40])
     page_size = rng.choice([2, 4])
@@ -355,7 +356,8 @@ def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: P
 def test_moved_pages_serve_neither_other_sessions_nor_plain_prompts(
     salt: bytes, session: str | None, shared: int
 ) -> None:
-    """The sink is where it was and anybody's; of the page after it tokens may be copied."""
+    """The sink has not moved, so any request may use it; tokens of the page after it may be
+    copied."""
     engine = an_engine(num_pages=128, page_size=PAGE, max_model_len=WINDOW)
     chat = Chat(engine, "a")
     chat.say(tokens(28))
@@ -379,7 +381,8 @@ def test_another_session_with_the_same_words_has_its_own_truncated_pages() -> No
 
 
 def test_a_session_that_changes_its_past_does_not_meet_its_old_pages() -> None:
-    """Same session, same kept tokens, other dropped tokens: the moved pages know the old ones."""
+    """Same session, same kept tokens, other dropped tokens: the moved pages depend on the dropped
+    ones."""
     engine = an_engine(num_pages=128, page_size=PAGE, max_model_len=WINDOW)
     chat = Chat(engine, "a")
     chat.say(tokens(28))
@@ -415,7 +418,7 @@ def test_many_answers_of_one_truncated_prompt_move_its_pages_once() -> None:
     assert moves == 2
 
 
-def test_a_move_gives_way_where_pages_are_short() -> None:
+def test_a_move_is_left_out_if_pages_are_short() -> None:
     """Window and memory are the same: originals and their copies do not both fit."""
     config = SchedConfig(truncation_ratio=0.2)
     engine = an_engine(WINDOW // PAGE, PAGE, config, max_model_len=WINDOW)

@@ -1,4 +1,4 @@
-"""One server for the tests that leave it as they found it."""
+"""One server for all tests that do not change its state."""
 
 from collections.abc import Iterator
 

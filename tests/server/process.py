@@ -1,4 +1,4 @@
-"""`mainstem serve` as a process of its own, over FakeRunner or a model; to be stopped or killed."""
+"""`mainstem serve` as a separate process, with FakeRunner or a model; tests stop or kill it."""
 
 import json
 import signal

@@ -48,7 +48,7 @@ class Router:
         return self.mirror
 
     def _take(self, message: list[bytes]) -> bool:
-        """Whether it was the next one, or an old one."""
+        """Whether the batch was the next one or an old one."""
         topic, number, payload = message
         assert topic == TOPIC.encode()
         found = int.from_bytes(number, "big")

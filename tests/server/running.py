@@ -68,7 +68,7 @@ class Running:
         return self.send("GET", path, None, key)
 
     def raw(self, data: bytes) -> bytes:
-        """Whatever comes back on a connection of its own, until the server closes it."""
+        """All bytes that the server sends on a new connection, until it closes it."""
         with socket.create_connection((self.host, self.port), timeout=20) as connection:
             connection.sendall(data)
             received = b""

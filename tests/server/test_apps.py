@@ -132,7 +132,9 @@ def test_an_apps_pages_outlast_a_flood_after_the_cache_was_lost(loss: str) -> No
             running.engines.at_launch = fail_once
             assert running.post("/v1/completions", {"prompt": "x"}).status_code == 200
             until(lambda: running.gateway.engine.num_recoveries == 1)
-            running.on_loop(running.gateway.filler.fill_all())  # beside that of the recovery
+            running.on_loop(
+                running.gateway.filler.fill_all()
+            )  # in addition to the one of the recovery
         for number in range(12):
             running.complete(f"{number:03} " * 30, max_tokens=4)
         assert cached_tokens(running.complete("Hm", app="polite")) == len(POLITE.prompt)

@@ -1,4 +1,4 @@
-"""Batches on a disk that fails, or that a kill has left torn: nothing that was answered is lost."""
+"""Batches on a disk that fails, or with files that a kill has cut: no answer is lost."""
 
 import errno
 import io
@@ -108,7 +108,7 @@ def test_a_full_disk_is_tried_ever_more_rarely(tmp_path: Path, disk: Disk) -> No
         until(lambda: client.batches.retrieve(batch_id).status == "cancelled")
 
 
-def test_what_a_full_disk_cannot_take_is_refused(tmp_path: Path, disk: Disk) -> None:
+def test_files_that_do_not_fit_on_a_full_disk_are_refused(tmp_path: Path, disk: Disk) -> None:
     rows: dict[str, Any] = {
         "files": {"file": ("in", lines([a_row("a", "x")]))},
         "data": {"purpose": "batch"},
@@ -196,7 +196,7 @@ def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
         until(lambda: num_answered(running, at_work) > 5)
         with disk.full("answer", "file", "state"):
             for batch_id in (queued, at_work):
-                for _ in range(2):  # a client that asks again hears the same
+                for _ in range(2):  # a client that asks again gets the same reply
                     reply = running.post(f"/v1/batches/{batch_id}/cancel", {})
                     assert (reply.status_code, reply.json()["status"]) == (200, "cancelling")
         for batch_id in (queued, at_work):

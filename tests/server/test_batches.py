@@ -163,7 +163,7 @@ def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
     [("/v1/chat/completions", {"max_tokens": 1}), ("/v1/score", {"choices": ["yes", "no"]})],
 )
 def test_texts_of_a_batch_are_known_to_its_key_only(shared: Running, url: str, asked: Json) -> None:
-    """How long a prompt takes must not say whether somebody else has sent it."""
+    """The time of a prompt must not reveal whether another tenant has sent it."""
     messages = [{"role": "user", "content": f"A text that only Alice's batch of {url} has had."}]
     body = {"messages": messages} | asked
     rows: list[Json] = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
@@ -312,7 +312,7 @@ def test_a_huge_file_is_refused_whatever_its_headers_say(shared: Running) -> Non
 
 
 def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> None:
-    """All of them are under way before the first is complete."""
+    """All of them are in progress before the first is complete."""
     size, num_uploads = 60_000, 8
     head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     head += b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
@@ -354,7 +354,7 @@ def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> Non
         assert again.status_code == 200
 
 
-def test_an_upload_that_stands_still_is_given_up(shared: Running) -> None:
+def test_an_upload_that_pauses_too_long_is_refused(shared: Running) -> None:
     head = (
         f"POST /v1/files HTTP/1.1\r\nhost: [::1]\r\nauthorization: Bearer {ALICE}\r\n"
         "connection: close\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -475,7 +475,7 @@ def test_what_a_running_batch_has_written_counts_for_uploads(tmp_path: Path) -> 
         assert running.client.post("/v1/files", **form).status_code == 413
 
 
-def test_a_killed_server_goes_on_with_its_batches(tmp_path: Path) -> None:
+def test_a_killed_server_continues_its_batches_after_a_restart(tmp_path: Path) -> None:
     flags = ["--data-dir", str(tmp_path)]
     rows = [a_row(f"r{n}", f"row {n % 50} of many", max_tokens=40) for n in range(400)]
     rows.append(a_row("bad", "x", n=0))

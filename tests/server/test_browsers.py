@@ -160,7 +160,7 @@ def test_names_that_were_given_hold_for_servers_with_keys() -> None:
             assert reply.status_code == status
 
 
-def test_this_machines_name_counts_where_others_reach_it() -> None:
+def test_this_machines_name_is_allowed_if_others_can_reach_it() -> None:
     own = gethostname().lower()
     assert host_names("127.0.0.1", ["a.example"]) == ["127.0.0.1", "a.example"]
     assert host_names("localhost", []) == ["localhost"]

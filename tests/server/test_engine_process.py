@@ -1,4 +1,5 @@
-"""The engine's process ends, in whatever way: clients hear of it, and another one takes over."""
+"""When the engine's process ends in any way, clients get an error and another process is
+started."""
 
 import asyncio
 import json
@@ -35,7 +36,7 @@ APP = "Be brief. "
 
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A server whose engine, a fake one, has a process of its own."""
+    """A server with a fake engine in a separate process."""
     folder = tmp_path_factory.mktemp("split")
     (folder / "app.txt").write_text(APP)
     flags = ["--data-dir", str(folder / "data"), "--app", f"brief={folder / 'app.txt'}"]
@@ -136,8 +137,8 @@ def test_an_engine_that_is_killed_again_and_again(split: Process) -> None:
     check_repeated_kills(split, times=20)
 
 
-def test_each_engine_tells_routers_of_its_own_pages(split: Process) -> None:
-    """The same addresses, other numbers: a router that begins anew knows what there is now."""
+def test_each_engine_reports_only_its_own_pages_to_routers(split: Process) -> None:
+    """The same addresses, other numbers: a router that starts again learns the present pages."""
 
     def told() -> Mirror:
         said = [line for line in split.lines if line["event"] == "publishing KV events"][-1]
@@ -185,8 +186,8 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def test_a_front_that_dies_takes_a_loading_engine_with_it() -> None:
-    """It is still making its engine, and does not read what it is told."""
+def test_an_engine_that_is_loading_ends_when_its_front_dies() -> None:
+    """It is still making its engine, and does not read messages."""
     ours, theirs = socket.socketpair()
     code = (
         "import sys, time\n"
@@ -202,7 +203,7 @@ def test_a_front_that_dies_takes_a_loading_engine_with_it() -> None:
         assert loading.wait(10) != 0
 
 
-def test_what_is_wrong_with_a_model_is_told_by_the_front(tmp_path: Path) -> None:
+def test_the_front_reports_what_is_wrong_with_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchFamily"]}')
     (tmp_path / "tokenizer.json").write_text(a_tokenizer().to_json())
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)))
@@ -210,13 +211,13 @@ def test_what_is_wrong_with_a_model_is_told_by_the_front(tmp_path: Path) -> None
         EngineProcess.start(Begin(config, str(tmp_path), "error")).wait_ready()
 
 
-def test_a_process_that_ends_at_once_is_told() -> None:
+def test_a_process_that_ends_at_once_is_reported() -> None:
     begin = Begin(EngineConfig(), "", "error")
     with pytest.raises(EngineNotMade, match="exit status 1"):
         EngineProcess.start(begin, "no_such_module_anywhere").wait_ready()
 
 
-def test_a_batch_goes_on_with_the_next_engine(split: Process) -> None:
+def test_a_batch_continues_with_the_next_engine(split: Process) -> None:
     rows = [
         {
             "custom_id": f"r{number}",
@@ -294,7 +295,7 @@ def lose(client: EngineClient) -> None:
     client._launched._theirs.close()
 
 
-def test_starts_that_fail_are_told_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_starts_are_reported_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainstem.server.engine_client.FIRST_RETRY_S", 1e-4)
     states: list[EngineState] = []
 

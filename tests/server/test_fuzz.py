@@ -29,7 +29,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def fuzz(case: Case, running: Running) -> None:
-    if isinstance(case.body, dict):  # a made-up name would hide everything behind it
+    if isinstance(case.body, dict):  # with a made-up name, no later check would be reached
         case.body.pop("model", None)
         case.body.pop("app", None)
     response = case.call(base_url=running.url, headers=ADMIN_HEADERS, timeout=30)

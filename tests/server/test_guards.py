@@ -1,5 +1,6 @@
-"""What a hostile or clumsy client may send: a clear 4xx each time, and the engine goes on."""
+"""What a hostile or clumsy client may send: it gets a clear 4xx, and the engine continues."""
 
+import gzip
 import json
 import socket
 import time
@@ -140,6 +141,36 @@ def test_other_content_types_are_refused(tight: Running) -> None:
     assert response.status_code == 415
 
 
+def test_a_body_that_says_it_is_compressed_is_refused(tight: Running) -> None:
+    """Bodies are read as they are; before, plain ones passed and compressed ones were bad JSON."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    plain = {"content-type": "application/json"}
+    for encoding, content in (("gzip", gzip.compress(body)), ("gzip", body), ("br", body)):
+        headers = plain | {"content-encoding": encoding}
+        response = tight.client.post("/v1/completions", content=content, headers=headers)
+        assert response.status_code == 415
+        assert encoding in response.json()["error"]["message"]
+    headers = plain | {"content-encoding": "identity"}
+    response = tight.client.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "prompt"),
+        ("/v1/chat/completions", "messages"),
+        ("/tokenize", "prompt"),
+        ("/v1/score", "prompt"),
+    ],
+)
+def test_a_missing_prompt_is_no_matter_of_rows(tight: Running, path: str, field: str) -> None:
+    response = tight.post(path, {"choices": ["a"]} if path == "/v1/score" else {})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (field, "invalid_value")
+
+
 def test_a_million_stop_strings_are_refused(server: Running) -> None:
     began = time.perf_counter()
     response = server.post("/v1/completions", {"prompt": "x", "stop": ["ab"] * 1_000_000})
@@ -257,7 +288,7 @@ def test_a_full_queue_answers_429_with_retry_after(tight: Running) -> None:
         assert tight.get("/health").status_code == 200
 
 
-def test_more_answers_than_the_queue_takes_are_no_passing_fault() -> None:
+def test_more_answers_than_the_queue_can_hold_get_400() -> None:
     """Issue 25: 429 asked clients to come back for what could never fit."""
     gate = Gate(ServerLimits(open_answers=4))
     with gate.enter(ANYBODY, 3), pytest.raises(ApiError) as caught, gate.enter(ANYBODY, 5):
@@ -295,7 +326,7 @@ def test_a_key_may_send_so_many_requests_a_minute() -> None:
         gate.allow(ANYBODY)
 
 
-def test_the_rate_limit_is_told_to_the_client() -> None:
+def test_the_rate_limit_is_reported_to_the_client() -> None:
     with a_server(limits=ServerLimits(requests_per_minute=1)) as running:
         assert running.post("/v1/completions", {"prompt": "x"}).status_code == 200
         refused = running.post("/v1/completions", {"prompt": "x"})
@@ -321,8 +352,8 @@ def test_a_client_that_leaves_frees_its_pages(tight: Running, is_streaming: bool
     assert tight.get("/live").json()["recent"][-1]["state"] == "aborted"
 
 
-def test_a_reader_that_stands_still_is_given_up(tight: Running) -> None:
-    """Its answer goes on into the socket's buffers until they are full."""
+def test_a_client_that_stops_reading_is_disconnected(tight: Running) -> None:
+    """The server keeps sending its answer until the socket's buffers are full."""
     body = json.dumps(
         {"prompt": "stalled", "max_tokens": 700, "n": 6, "ignore_eos": True, "stream": True}
     ).encode()
@@ -360,7 +391,7 @@ def test_a_step_that_fails_does_not_end_the_engine() -> None:
         running.settle()
 
 
-def test_a_poisonous_request_ends_and_those_beside_it_are_answered() -> None:
+def test_a_request_that_fails_every_step_ends_and_the_others_are_answered() -> None:
     engines, poison = FakeEngines(num_pages=256), "longer than what the others ever have " * 2
     with a_server(engines=engines) as running:
 
@@ -383,7 +414,7 @@ def test_a_poisonous_request_ends_and_those_beside_it_are_answered() -> None:
         running.settle()
 
 
-def test_a_stream_hears_of_the_failure() -> None:
+def test_a_stream_raises_the_failure() -> None:
     engines = FakeEngines(num_pages=256)
     with a_server(engines=engines) as running:
         steps = 0

@@ -1,4 +1,4 @@
-"""What a server does, and tells, while nobody asks for anything or a step takes long."""
+"""What a server does and reports while there are no requests, or while a step takes long."""
 
 import asyncio
 import sqlite3
@@ -55,7 +55,7 @@ def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> 
     asyncio.run(serve())
 
 
-def test_a_long_step_is_told_while_it_runs() -> None:
+def test_a_long_step_is_reported_while_it_runs() -> None:
     """Also how far a prompt is that takes several."""
     engines = FakeEngines(num_pages=512, max_model_len=800)
     config, go = EngineConfig(sched=SchedConfig(chunk_tokens=64)), Event()

@@ -190,7 +190,8 @@ def a_router(publisher: KvEventPublisher, mirror: Mirror, apply: Apply = apply_p
 def test_who_reads_slowly_misses_batches_and_gets_them_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A router that does not read costs the engine nothing, and itself what does not fit."""
+    """A router that does not read never delays the engine, and loses only batches that do not
+    fit."""
     monkeypatch.setattr(kv_events, "MAX_UNSENT", 5)
     monkeypatch.setattr(kv_events, "LINGER_MS", 0)
     bus, size, num_batches = EventBus(), 50_000, 100
@@ -200,7 +201,9 @@ def test_who_reads_slowly_misses_batches_and_gets_them_again(
         router.follow(1)
         sleep(0.2)  # the subscription is on its way
         num_before = router.num_replays
-        for number in range(1, num_batches):  # if anybody waited for the router it had no end
+        for number in range(
+            1, num_batches
+        ):  # if the engine waited for the router, this would not end
             bus.publish(a_page(number, size))
             publisher.flush()
         until(lambda: len(router.replay(num_batches - 1)) == 1)  # all are sent
@@ -231,7 +234,7 @@ def test_replay_goes_back_as_far_as_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
         router.close()
 
 
-def test_no_event_is_built_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_built_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("an event was built")
 

@@ -27,7 +27,7 @@ SYSTEM = "All of these conversations begin with the same few words about nothing
 
 @contextmanager
 def a_process(kind: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
-    """A server that logs to a file: a pipe nobody reads would stop it."""
+    """A server that logs to a file: a pipe that is not read would block it."""
     command = [sys.executable, "-m", "tests.server.checked_serve", kind, "--port", "0"]
     with log.open("wb") as stderr, subprocess.Popen(command, stderr=stderr) as popen:
         try:

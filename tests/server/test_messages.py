@@ -273,7 +273,7 @@ def test_claude_code_is_answered(with_tools: Running) -> None:
     assert count.json()["input_tokens"] > 100
 
 
-def test_what_claude_code_says_reaches_the_model(with_tools: Running) -> None:
+def test_what_claude_code_sends_reaches_the_model(with_tools: Running) -> None:
     text = text_of(with_tools, **CLAUDE_CODE)
     assert "billing" not in text
     said = text[text.index("<system>") :]
@@ -285,7 +285,8 @@ def test_what_claude_code_says_reaches_the_model(with_tools: Running) -> None:
 
 
 def test_blocks_become_messages() -> None:
-    """Results before text, thoughts and calls beside it, and errors that say so."""
+    """Tool results before text, reasoning and calls together with it, and results marked as
+    errors."""
     turns: list[Json] = [
         {"role": "user", "content": []},
         {
@@ -390,7 +391,7 @@ def test_a_stream_without_news_pings(server: Running, monkeypatch: pytest.Monkey
     assert text == send(server, max_tokens=3)["content"][0]["text"]
 
 
-def test_a_stream_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_cannot_continue_reports_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_server() as running:
         running.pause(0.05)
         with running.client.stream("POST", "/v1/messages", json=BODY | {"stream": True}) as reply:
@@ -436,7 +437,7 @@ def test_a_stream_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_what_is_not_taken_is_named(server: Running, fields: Json, said: str) -> None:
+def test_refused_arguments_are_named(server: Running, fields: Json, said: str) -> None:
     response = server.post("/v1/messages", BODY | fields)
     assert response.status_code == 400, response.text
     error = response.json()

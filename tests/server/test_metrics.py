@@ -45,7 +45,8 @@ ID = RequestId("a")
 
 
 def read(metrics: ServerMetrics) -> dict[str, float]:
-    """Every sample, named like `name` or `name{label}` where a label beside the common two is."""
+    """Every sample, by `name`, or by `name{label}` if it has a label besides the two common
+    ones."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics.render()):
         for sample in family.samples:

@@ -188,7 +188,7 @@ def test_a_session_finds_every_token_of_its_turns(client: OpenAI) -> None:
     assert totals[1][0] >= totals[0][1] - 16, "the answer's own pages were not found"
 
 
-def test_responses_go_on_from_each_other(client: OpenAI) -> None:
+def test_responses_continue_each_other(client: OpenAI) -> None:
     first = client.responses.create(
         model="smol",
         instructions="Answer in one sentence.",

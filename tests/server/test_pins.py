@@ -36,7 +36,7 @@ def prefix(*runs: tuple[int, int], salt: bytes = b"") -> Prefix:
 
 
 def run(work: object) -> tuple[FakeEngine, PrefixPins]:
-    """Whatever `work` does with the pins of an engine, and what has become of them."""
+    """Run `work` on the pins of an engine, and return the pinned prefixes afterwards."""
     engine = FakeEngine()
     pins = PrefixPins(engine, 0.25)  # type: ignore[arg-type]
 
@@ -49,7 +49,7 @@ def run(work: object) -> tuple[FakeEngine, PrefixPins]:
     return engine, pins
 
 
-def test_a_prefix_that_goes_on_takes_the_place_of_its_beginning() -> None:
+def test_a_longer_prefix_replaces_its_beginning() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 300)
         pins.keep("a", prefix((1, 20), (2, 10)), 300)

@@ -1,4 +1,4 @@
-"""What a request says is text to the model, and is not read at all where it is far too long."""
+"""The contents of a request are text to the model, and are not encoded if they are far too long."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_special_tokens_in_a_raw_prompt_act(server: Running) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--allow-special-tokens"]])
-def test_special_tokens_in_messages_act_where_a_flag_says_so(
+def test_special_tokens_in_messages_are_control_tokens_with_the_flag(
     smollm2_folder: Path, flags: list[str]
 ) -> None:
     args = parser().parse_args(["--model", str(smollm2_folder), *flags])
@@ -56,7 +56,7 @@ def test_special_tokens_in_messages_act_where_a_flag_says_so(
     assert acting[1] - acting[0] == len(flags)
 
 
-def test_a_session_goes_on_after_a_special_token_that_is_text(server: Running) -> None:
+def test_a_session_continues_after_a_special_token_that_is_text(server: Running) -> None:
     messages: list[Json] = [{"role": "user", "content": f"What does {END} mean, and what > this <"}]
     body: Json = {"messages": messages, "session_id": "spelled", "max_tokens": 8}
     body |= {"temperature": 0, "ignore_eos": True, "stop_token_ids": [95]}
@@ -118,7 +118,7 @@ def test_what_may_outgrow_the_window_is_read(server: Running) -> None:
 
 
 def test_one_keys_texts_are_unknown_to_another(locked: Running) -> None:
-    """How long a prompt takes must not say whether somebody else has sent it."""
+    """The time of a prompt must not reveal whether another tenant has sent it."""
     tokenizer = locked.gateway.engine.tokenizer
     messages = [{"role": "user", "content": "A text that only Alice has sent until now."}]
     body = {"messages": messages, "max_tokens": 1}

@@ -78,7 +78,7 @@ def test_old_files_go_again_and_again(tmp_path: Path, monkeypatch: pytest.Monkey
             until(lambda: running.get("/v1/files").json()["data"] == [])
 
 
-def test_a_file_tells_when_it_goes(tmp_path: Path) -> None:
+def test_a_file_reports_when_it_expires(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path, limits=ServerLimits(file_ttl_s=500.5)) as running:
         made = upload(running)
         assert made["expires_at"] == made["created_at"] + 500
@@ -121,7 +121,7 @@ def a_batch(shelf: BatchStore, status: BatchStatus) -> Batch:
 
 
 def test_a_long_batch_is_kept_from_its_end_on(tmp_path: Path) -> None:
-    """Made long ago, ended now: nobody can have read it before."""
+    """It was made long ago but ended just now, so no client can have read it before."""
     batches = BatchStore(tmp_path / "batches")
     batch = a_batch(batches, BatchStatus.EXPIRED)
     asyncio.run(Pruner(FileStore(tmp_path / "files"), batches, TTL_S).prune())
@@ -167,7 +167,7 @@ def test_a_batch_that_fails_keeps_what_is_answered(tmp_path: Path) -> None:
         made = upload(running, lines(rows))
         batch_id = create(running, made["id"]).json()["id"]
         until(lambda: num_answered(running, batch_id) > 5)
-        client.files.delete(made["id"])  # felt when it goes on after a restart
+        client.files.delete(made["id"])  # takes effect when it continues after a restart
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
         batch = client.batches.retrieve(batch_id)
@@ -177,7 +177,7 @@ def test_a_batch_that_fails_keeps_what_is_answered(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("batches/*/*.work.jsonl"))
 
 
-def test_a_batch_whose_answers_are_damaged_fails_and_goes_in_its_time(tmp_path: Path) -> None:
+def test_a_batch_with_damaged_answers_fails_and_expires_like_others(tmp_path: Path) -> None:
     batches = BatchStore(tmp_path / "batches")
     with a_server(data_dir=tmp_path) as running:
         made = upload(running)

@@ -1,4 +1,4 @@
-"""Kept responses: bounded, apart by owner, gone when deleted."""
+"""Stored responses: limited in number, separate for each owner, removed when deleted."""
 
 from pathlib import Path
 

@@ -73,7 +73,7 @@ def refused(running: Running, **fields: object) -> Json:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_a_response_says_what_a_chat_says(server: Running, client: OpenAI) -> None:
+def test_a_response_has_the_same_text_as_a_chat(server: Running, client: OpenAI) -> None:
     chat = client.chat.completions.create(
         model="fake",
         messages=[
@@ -175,7 +175,7 @@ def test_a_form(client: OpenAI) -> None:
 # --- conversations -------------------------------------------------------------------------------
 
 
-def test_a_response_goes_on_from_an_earlier_one(server: Running, client: OpenAI) -> None:
+def test_a_response_continues_an_earlier_one(server: Running, client: OpenAI) -> None:
     """The conversation is that of a chat, and the ids of the first turn are found in the cache."""
     first = client.responses.create(model="fake", input=LONG, max_output_tokens=12, temperature=0)
     second = client.responses.create(
@@ -266,7 +266,7 @@ def test_a_response_is_kept_until_it_is_deleted(server: Running, client: OpenAI)
     server.gateway.responses.check()
 
 
-def test_a_streamed_response_is_kept_before_its_end_is_told(server: Running) -> None:
+def test_a_streamed_response_is_stored_before_its_last_event(server: Running) -> None:
     last = streamed(server, {"input": "Hi", "max_output_tokens": 3})[-1]["response"]
     assert server.get(f"/v1/responses/{last['id']}").json() == last
     assert server.get(f"/v1/responses/{last['id']}?stream=true").status_code == 400
@@ -501,7 +501,7 @@ def test_a_model_that_does_not_exist(client: OpenAI) -> None:
         client.responses.create(model="gpt-9", input="Hi")
 
 
-def test_a_stream_that_cannot_go_on_ends_as_failed() -> None:
+def test_a_stream_that_cannot_continue_ends_as_failed() -> None:
     with a_server() as running:
         steps = 0
 

@@ -49,7 +49,7 @@ def test_choices_are_weighed_after_a_prompt(server: Running, path: str) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(CONTEXT) - 1
 
 
-def test_contexts_may_be_ids_messages_and_behind_an_app(server: Running) -> None:
+def test_contexts_may_be_ids_or_messages_and_may_follow_an_app(server: Running) -> None:
     ids = TOKENIZER.encode(CONTEXT)
     given = asked(server, {"prompt": ids, "choices": CHOICES})
     assert given["choices"][1]["token_logprobs"] == logprobs_of(CONTEXT, CHOICES[1])

@@ -1,4 +1,4 @@
-"""The command itself: what is wrong is said before a model is loaded; logs are JSON lines."""
+"""The command itself: errors are reported before a model is loaded; logs are JSON lines."""
 
 import json
 import logging
@@ -68,6 +68,21 @@ def test_a_value_out_of_range_is_refused_with_the_name_of_its_flag(
         assert value in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--store-fetch", "always"], "store_fetch=always would have no effect"),
+        (["--max-files", "5"], "--max-files would have no effect: set --data-dir"),
+        (["--max-upload-mib", "5"], "--max-upload-mib would have no effect"),
+        (["--max-stored-gib", "5"], "--max-stored-gib would have no effect"),
+        (["--file-ttl-s", "5", "--disk-dir", "d"], "--file-ttl-s would have no effect"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(flags: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        main(["--port", "0", *flags], no_engine)
+
+
 def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path)
     with pytest.raises(ConfigError, match="another server is using"):
@@ -76,10 +91,12 @@ def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path
     lock_folder(tmp_path).release()
 
 
-def test_a_data_folder_that_takes_no_file_is_found_before_the_model_is_loaded(
+def test_a_data_folder_without_write_permission_is_refused_before_the_model_is_loaded(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "lock").mkdir()  # stands for a folder without permission, which root always has
+    (
+        tmp_path / "lock"
+    ).mkdir()  # in place of a folder without permission, since root has every permission
     with pytest.raises(ConfigError, match="cannot write to the folder"):
         main(["--port", "0", "--data-dir", str(tmp_path)], no_engine)
 
@@ -125,7 +142,9 @@ def test_the_models_advice_is_served_unless_it_is_not_wanted(
     assert served == [expected]
 
 
-def test_what_may_take_long_is_told_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_that_may_take_long_is_announced_before_it_begins(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Seen(Exception):
         pass
 
@@ -162,7 +181,7 @@ def test_a_log_line_is_a_json_object() -> None:
     assert found["time"].endswith("Z")
 
 
-def test_a_port_is_taken_as_soon_as_a_server_says_so() -> None:
+def test_a_port_is_in_use_as_soon_as_a_server_reports_it() -> None:
     """While the first still loads its model: clients can connect, a second server cannot start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

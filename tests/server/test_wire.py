@@ -90,7 +90,7 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(server: Running, seed: int) ->
         assert own[-1]["delta"] == {}
 
 
-def test_a_stream_tells_usage_at_its_end_when_asked(server: Running) -> None:
+def test_a_stream_ends_with_usage_if_asked(server: Running) -> None:
     body = {"prompt": "abc", "max_tokens": 3, "stream_options": {"include_usage": True}}
     chunks = stream(server, "/v1/completions", body | {"ignore_eos": True})
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -339,7 +339,7 @@ def test_detokenize_refuses_what_is_no_token(server: Running, tokens: object) ->
     assert response.json()["error"]["param"] == "tokens"
 
 
-def test_tokenize_takes_what_clients_of_vllm_send(server: Running) -> None:
+def test_tokenize_accepts_bodies_of_vllm_clients(server: Running) -> None:
     body = {"prompt": "ab", "add_special_tokens": False, "return_token_strs": True}
     found = server.post("/tokenize", body).json()
     assert (found["count"], found["token_strs"]) == (2, ["a", "b"])
@@ -386,13 +386,15 @@ def test_the_tokenizer_describes_itself(server: Running) -> None:
         ("/qqqqqq", "/openapi.json"),
     ],
 )
-def test_an_unknown_path_is_told_what_there_is(server: Running, path: str, said: str) -> None:
+def test_the_reply_to_an_unknown_path_names_known_paths(
+    server: Running, path: str, said: str
+) -> None:
     response = server.post(path, {})
     assert response.status_code == 404
     assert said in response.json()["error"]["message"]
 
 
-def test_a_wrong_method_is_told_the_right_ones(server: Running) -> None:
+def test_the_reply_to_a_wrong_method_names_the_right_ones(server: Running) -> None:
     for method, path, allowed in (
         ("GET", "/v1/completions", "POST"),
         ("DELETE", "/v1/models", "GET, HEAD"),
@@ -405,7 +407,7 @@ def test_a_wrong_method_is_told_the_right_ones(server: Running) -> None:
 
 
 def test_each_chunk_has_the_usage_so_far_when_asked(server: Running) -> None:
-    """As GuideLLM asks; the end tells the usage of all answers."""
+    """A request like GuideLLM's; the last event has the usage of all answers."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     fields = {"max_tokens": 4, "ignore_eos": True, "n": 2, "stream_options": options}
     for path, prompt in PROMPTS.items():

@@ -1,4 +1,5 @@
-"""An engine for a server under test: as in a process of its own, but on a thread, within reach."""
+"""An engine for a server under test: like one in a separate process, but on a thread, so that tests
+can access it."""
 
 import logging
 import socket
@@ -15,7 +16,7 @@ from mainstem.text.text_engine import TextEngine
 
 
 class ThreadEngine:
-    """What EngineProcess is to the front."""
+    """Has the interface of EngineProcess for the front."""
 
     def __init__(self, text_engine: TextEngine) -> None:
         self.connection, self._theirs = socket.socketpair()

@@ -84,7 +84,7 @@ def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubS
     (asked,) = server.asked
     assert asked["model"] == "tiny"
     assert asked["stream"] is True
-    assert asked["temperature"] is None  # the model's own, as nobody has set one
+    assert asked["temperature"] is None  # the model's default, since none was set
     assert asked["stream_options"] == {"include_usage": True}
 
     page.run("document.getElementById('app').value = 'legal'")
@@ -102,9 +102,7 @@ def test_chat_streams_and_what_a_model_says_stays_text(page: Page, server: StubS
     assert page.complaints == []
 
 
-def test_conversations_are_sessions_that_can_be_taken_up_again(
-    page: Page, server: StubServer
-) -> None:
+def test_conversations_are_sessions_that_can_be_continued(page: Page, server: StubServer) -> None:
     assert page.run("document.getElementById('session-field').hidden") is True
     say(page, "first")
     wait_for_answers(page, 1)
@@ -168,7 +166,7 @@ def test_the_live_view_shows_the_tree_the_pages_and_the_requests(page: Page) -> 
     assert page.complaints == []
 
 
-def test_a_request_whose_client_left_is_stopped_and_no_failure(
+def test_a_request_whose_client_left_counts_as_stopped_not_as_failed(
     server: StubServer, chrome: Page
 ) -> None:
     server.live["recent"][0]["state"] = "aborted"

@@ -133,7 +133,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(("dtype", "kv_bytes"), [("auto", 131072), ("float32", 262144)])
-def test_a_model_says_what_its_tokens_take(
+def test_the_size_of_kv_is_read_from_the_models_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, kv_bytes: int
 ) -> None:
     """Its weights are not needed."""

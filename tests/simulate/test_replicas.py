@@ -61,7 +61,7 @@ def test_a_prefix_is_found_where_it_was_sent() -> None:
     assert turns.hit_rate < affine.hit_rate
 
 
-def test_a_shared_tier_is_read_where_that_is_faster() -> None:
+def test_a_shared_tier_is_read_if_that_is_faster() -> None:
     keys = list(range(5))
     trace = a_trace((0, keys), (100, keys), (200, keys))
     fields = {"router": RouterKind.ROUND_ROBIN, "kv_bytes_per_token": 1e9 / PAGE, "shared_gb": 100}
@@ -82,7 +82,7 @@ def test_a_turn_waits_for_the_answer_before() -> None:
     assert report.p50_ttft_s == pytest.approx(1 / PAGE)
 
 
-def test_small_pages_are_taken_together() -> None:
+def test_small_pages_are_joined() -> None:
     trace = a_trace((0, list(range(20))), (1, list(range(9))), page=64)
     assert trace.page_tokens == 512
     assert trace.names == [[0, 1], [0]]

@@ -1,4 +1,4 @@
-"""Traces are read as they are; what is wrong with one is said with the number of its line."""
+"""Traces are read unchanged; an error names the line."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def test_mooncake_keeps_whole_pages_in_order_of_arrival(tmp_path: Path) -> None:
     assert [list(r.keys) for r in trace.requests] == [[1, 2], [1, 2]]
 
 
-def test_a_prompt_that_goes_on_where_another_ended_is_of_its_session(tmp_path: Path) -> None:
+def test_a_prompt_that_continues_another_belongs_to_its_session(tmp_path: Path) -> None:
     lines = [
         mooncake(0, 512 * 4, [0, 1, 2, 3]),
         mooncake(1, 512 * 2, [0, 9]),
@@ -143,7 +143,9 @@ def test_ids_of_another_page_size_are_refused_with_the_size_that_fits(
 
 def test_the_first_request_that_does_not_fit_is_named(tmp_path: Path) -> None:
     lines = [GOOD, mooncake(1, 1024, [1, 2, 3, 4]), mooncake(2, 2048, [9] * 8)]
-    with pytest.raises(InvalidRequest, match=r"trace:2: hash_ids has 4 ids, its tokens make at mo"):
+    with pytest.raises(
+        InvalidRequest, match=r"trace:2: hash_ids has 4 ids, but its tokens make at"
+    ):
         read(tmp_path, "".join(lines))
 
 
@@ -173,7 +175,7 @@ def weka(requests: list[tuple[float, str, int, list[list[int]]]], **more: object
     return json.dumps({"session": "s", "block_size": 64, "requests": rows, **more}) + "\n"
 
 
-def test_weka_ids_are_of_their_session_and_agents_go_on_by_themselves(tmp_path: Path) -> None:
+def test_weka_ids_are_local_to_a_session_and_agents_run_independently(tmp_path: Path) -> None:
     requests = [
         (0.0, "main", 130, [[1, 2]]),
         (9.0, "agent_1", 64, [[50, 1]]),

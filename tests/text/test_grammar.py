@@ -1,4 +1,4 @@
-"""Answers of a given form, whatever the engine does in between."""
+"""Answers of a given form, with preemption, batching and other work in between."""
 
 import json
 import re
@@ -266,7 +266,7 @@ def test_a_form_that_costs_too_much_is_refused(form: str) -> None:
         Grammars(a_tokenizer()).compile(form)
 
 
-def test_a_refused_form_leaves_nothing_behind() -> None:
+def test_a_refused_form_keeps_no_memory() -> None:
     """An error's frames held the parser, tens of megabytes, until garbage was collected."""
     grammars, refused = Grammars(a_tokenizer()), []
     for number in range(3):
@@ -295,7 +295,7 @@ def test_large_forms_are_not_refused() -> None:
 
 
 def walk(mask: AnswerMask, num_tokens: int) -> int:
-    """How many tokens an answer of capital letters gets before its parser gives up."""
+    """How many tokens an answer of capital letters has before its parser fails."""
     ids = np.resize(np.frombuffer(b"ABCDEFGHIJK", np.uint8), num_tokens).astype(np.int32) - 0x20
     for end in range(num_tokens):
         mask.allowed(ids[:end])
@@ -401,7 +401,7 @@ def test_nobody_waits_for_all_the_forms_of_another(monkeypatch: pytest.MonkeyPat
     assert queue.submit(regex_form("later"), "two").cancelled()
 
 
-# --- answers that cannot go on -------------------------------------------------------------------
+# --- answers that cannot continue ----------------------------------------------------------------
 
 
 def test_an_answer_beyond_its_parsers_limits_ends_alone_with_the_reason(

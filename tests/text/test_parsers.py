@@ -1,5 +1,5 @@
 """Answers as models of each family write them: read the same however they are cut."""
-# ruff: noqa: E501  # answers stand as they were written
+# ruff: noqa: E501  # answers are quoted unchanged
 
 from dataclasses import dataclass
 from time import process_time
@@ -206,7 +206,7 @@ def test_every_token_may_be_a_single_byte(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_plain_needs_no_parser_any_more(case: Case) -> None:
-    """A stream leaves the parser out of its way then; the last piece goes through it again."""
+    """A stream then bypasses the parser; only the last piece goes through it again."""
     parser = case.parser()
     parts: list[Part] = []
     for character in case.text:

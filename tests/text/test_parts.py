@@ -358,7 +358,7 @@ def test_content_that_is_null(tokenizer: Tokenizer) -> None:
         assert caught.value.field == "messages[0].content"
 
 
-def test_a_tokenizer_that_cannot_be_split_refuses_what_it_would_obey() -> None:
+def test_a_tokenizer_that_cannot_be_split_refuses_control_tokens_in_text() -> None:
     source = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     strict = Tokenizer(sentencepiece(None, normalized=True), templates={"default": source})
     assert strict.encode_chat([{"role": "user", "content": "> the cat"}])
@@ -435,7 +435,7 @@ def test_other_texts_of_a_tokenizer_that_is_not_split_are_as_they_were(
 # --- sessions ------------------------------------------------------------------------------------
 
 
-def test_a_session_goes_on_after_special_tokens_that_were_text(tokenizer: Tokenizer) -> None:
+def test_a_session_continues_after_special_tokens_that_were_text(tokenizer: Tokenizer) -> None:
     """The user spelled one out, and so did the model; its answer ends with a real one."""
     messages: list[dict[str, object]] = [{"role": "user", "content": INJECTED}]
     begun = begin_prompt(tokenizer, Chat([*messages]), None)
@@ -475,7 +475,7 @@ def a_bound(name: str) -> TokenBound | None:
 @pytest.mark.parametrize("name", ["smollm2", "qwen", "sentencepiece", "metaspace first"])
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_no_text_has_fewer_tokens_than_its_length_says(name: str, data: st.DataObject) -> None:
+def test_no_text_has_fewer_tokens_than_the_lower_bound(name: str, data: st.DataObject) -> None:
     backend, _, added = a_kind(name)
     bound = a_bound(name)
     assert bound is not None
@@ -553,7 +553,7 @@ def test_a_chat_that_is_too_long_is_refused_before_it_is_rendered(
 
 @pytest.mark.serial
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
-    """With the interpreter lock held they would stand still for all of it."""
+    """If the interpreter lock were held, they would stop for the whole time."""
     text = "Nothing in here is worth a second look, or is it? " * 8000
     ended, beats = Event(), count()
 

@@ -1,4 +1,4 @@
-"""What scripts hand to LLM: every way that vLLM knows is taken or refused by name."""
+"""Prompts that scripts pass to LLM: every form that vLLM has is accepted, or refused by name."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ USER = {"role": "user", "content": "x"}
         ([], []),
     ],
 )
-def test_prompts_of_every_kind_are_taken(given: Any, listed: object) -> None:
+def test_prompts_of_every_kind_are_accepted(given: Any, listed: object) -> None:
     found, refusals = listed_prompts(given)
     assert found == listed
     assert not refusals.reasons
@@ -82,7 +82,7 @@ def test_settings_that_are_no_sampling_params_are_refused(given: Any) -> None:
         listed_params(given, 1)
 
 
-def test_refused_prompts_are_noted_where_that_is_wanted() -> None:
+def test_refused_prompts_are_recorded_if_wanted() -> None:
     prompts: list[Any] = ["hi", None, [1], b"ho"]
     chats: list[Any] = [[USER], [5]]
     listed, refusals = listed_prompts(prompts, "return")
@@ -112,13 +112,13 @@ def test_a_session_for_each_prompt() -> None:
             listed_sessions(given, number)  # type: ignore[arg-type]  # as a script may
 
 
-def test_a_list_of_messages_is_told_from_a_prompt() -> None:
+def test_a_list_of_messages_is_not_read_as_a_prompt() -> None:
     assert is_conversation([USER])
     for prompt in ("hi", [1, 2], {"prompt": "hi"}, [{"prompt": "hi"}], []):
         assert not is_conversation(prompt)
 
 
-def test_a_conversation_and_a_list_of_them_are_told_apart() -> None:
+def test_a_conversation_and_a_list_of_them_are_distinguished() -> None:
     assert listed_conversations([USER])[0] == [[USER]]
     assert listed_conversations([[USER], [USER, USER]])[0] == [[USER], [USER, USER]]
 
@@ -147,7 +147,7 @@ def test_no_message_is_dropped_in_silence(given: Any) -> None:
         listed_conversations(given)
 
 
-def test_vllms_absent_values_are_taken() -> None:
+def test_none_means_the_default_as_in_vllm() -> None:
     params: dict[str, Any] = {"stop": None, "stop_token_ids": None, "seed": None, "logprobs": None}
     assert SamplingParams(**params) == SamplingParams()
 

@@ -118,7 +118,7 @@ def test_encode_and_decode_equal_hugging_face(
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_every_digit_is_a_token_of_its_own(tokenizer: Tokenizer) -> None:
+def test_every_digit_is_a_separate_token(tokenizer: Tokenizer) -> None:
     assert [tokenizer.decode([token_id]) for token_id in tokenizer.encode("2048")] == list("2048")
 
 
@@ -148,7 +148,7 @@ def test_lone_surrogates_are_the_callers_fault(tokenizer: Tokenizer) -> None:
 
 
 def write_folder(folder: Path, source: Path, **files: object) -> Path:
-    """A copy of the embedded tokenizer with other settings beside it."""
+    """A copy of the embedded tokenizer with other settings in its folder."""
     shutil.copy(source / "tokenizer.json", folder)
     for name, value in files.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
@@ -175,9 +175,7 @@ def test_eos_ids_are_found_wherever_they_are_named(
     assert Tokenizer.load(folder).eos_ids == expected
 
 
-def test_another_template_takes_the_place_of_the_models_own(
-    tmp_path: Path, smollm2_folder: Path
-) -> None:
+def test_another_template_replaces_the_models_own(tmp_path: Path, smollm2_folder: Path) -> None:
     path = tmp_path / "loud.jinja"
     path.write_text("{% for m in messages %}{{ m['content'] | upper }}!{% endfor %}é")
     tokenizer = Tokenizer.load(smollm2_folder, str(path))
@@ -544,7 +542,7 @@ def test_a_stop_string_across_tokens(tokenizer: Tokenizer) -> None:
     assert whole[0] == kept + "\n\nQuestion:"
 
 
-def test_a_stop_string_inside_one_token_leaves_what_stands_before_it(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_inside_a_token_keeps_the_text_before_it(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(" answer")
     assert len(ids) == 1
     assert stream_of(tokenizer, " answer", stop="swer") == (" an", "swer")

@@ -1,4 +1,4 @@
-"""Tools that a request offers: which way the model writes calls, and the form of a required one."""
+"""Tools that a request offers: how the model writes calls, and the form of a required call."""
 
 import json
 
@@ -89,12 +89,14 @@ REASONING_SIGNS = [
 
 
 @pytest.mark.parametrize(("template", "format"), TOOL_SIGNS)
-def test_the_template_tells_how_calls_are_written(template: str, format: ToolFormat | None) -> None:
+def test_the_format_of_calls_is_found_in_the_template(
+    template: str, format: ToolFormat | None
+) -> None:
     assert find_formats(a_tokenizer(template)).tools is format
 
 
 @pytest.mark.parametrize(("template", "format"), REASONING_SIGNS)
-def test_the_template_tells_how_reasoning_is_written(
+def test_the_format_of_reasoning_is_found_in_the_template(
     template: str, format: ReasoningFormat | None
 ) -> None:
     assert find_formats(a_tokenizer(template)).reasoning is format
@@ -125,7 +127,7 @@ def test_a_flag_goes_before_the_template() -> None:
         ("assistant\nIt is", True, False),
     ],
 )
-def test_the_prompt_tells_whether_an_answer_begins_inside_reasoning(
+def test_the_prompt_decides_whether_an_answer_begins_inside_reasoning(
     end: str, is_continued: bool, is_inside: bool
 ) -> None:
     opening = opening_of(ReasoningFormat.THINK, end, is_continued)

@@ -114,7 +114,7 @@ def test_scoring_is_echo_without_an_answer() -> None:
     assert refused(Kind.COMPLETION, max_tokens=0).param == "max_tokens"
 
 
-def test_a_session_keeps_its_kv_unless_told_otherwise() -> None:
+def test_a_session_keeps_its_kv_by_default() -> None:
     assert chat(session_id="a")[0].overflow is Overflow.KV
     assert chat(session_id="a", context_overflow="error")[0].overflow is Overflow.ERROR
     assert chat(context_overflow="recompute")[0].overflow is Overflow.RECOMPUTE
@@ -178,7 +178,7 @@ def test_what_happens_anyway_may_be_said_of_either_kind() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_field_that_says_what_happens_anyway_changes_nothing(fields: dict[str, object]) -> None:
+def test_a_field_with_its_only_possible_value_is_accepted(fields: dict[str, object]) -> None:
     assert chat(**fields) == chat()
     assert completion(**fields) == completion()
 
@@ -261,7 +261,7 @@ def test_a_large_body_is_not_written_out_to_be_remembered() -> None:
     assert len(parser._known) == 1
 
 
-def test_an_unknown_choice_is_told_the_known_ones() -> None:
+def test_the_error_for_an_unknown_choice_names_the_known_ones() -> None:
     assert "error, recompute, kv, important" in refused(Kind.CHAT, context_overflow="drop").message
 
 
@@ -319,7 +319,7 @@ RESTS: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("rest", RESTS, ids=repr)
-def test_a_parser_that_has_seen_such_a_body_says_what_a_fresh_one_says(
+def test_a_parser_that_has_seen_a_similar_body_gives_the_same_result_as_a_new_one(
     rest: dict[str, object],
 ) -> None:
     def read(parser: CallParser, body: dict[str, object], kind: Kind) -> object:

@@ -1,4 +1,4 @@
-"""Answers in the words of Anthropic's Messages API, whole and streamed."""
+"""Answers in the format of Anthropic's Messages API, whole and streamed."""
 
 import json
 
@@ -100,7 +100,7 @@ def test_whole_and_streamed_are_the_same(
     assert whole["stop_reason"] == reason
 
 
-def test_one_call_is_told_where_no_more_are_wanted() -> None:
+def test_only_one_call_is_returned_if_parallel_calls_are_off() -> None:
     whole, blocks = both(a_reply(one=True), [f"{CALL}\n{CALL}"])
     assert len(blocks) == 1
     assert without_ids(whole["content"]) == without_ids(blocks)

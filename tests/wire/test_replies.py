@@ -1,4 +1,4 @@
-"""Answers as OpenAI writes them; what a stream leaves out of its way must not change a byte."""
+"""Answers in OpenAI's format; the fast path of a stream must not change a byte."""
 
 import json
 import random
@@ -166,7 +166,7 @@ def a_thoughtful_call(**fields: object) -> Call:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_reasoning_has_a_field_of_its_own_whole_and_streamed(size: int) -> None:
+def test_reasoning_has_a_separate_field_whole_and_streamed(size: int) -> None:
     call = a_thoughtful_call(stream=True, stream_options={"include_usage": True})
     reply = Reply(call, HEADING, a_tokenizer())
     answers, stream, data = PromptAnswers(1, call.sampling), ReplyStream(reply), b""
@@ -199,7 +199,7 @@ def test_an_answer_that_never_gets_beyond_its_reasoning_has_no_content() -> None
     assert choice["finish_reason"] == "length"
 
 
-def test_reasoning_and_a_call_stand_beside_each_other() -> None:
+def test_reasoning_and_a_call_are_returned_together() -> None:
     call = a_thoughtful_call(tools=[{"type": "function", "function": {"name": "f"}}])
     answers = PromptAnswers(1, call.sampling)
     answers.add(news(f"<think>\nHm\n</think>\n\nSee:\n{CALL}", 0, FinishReason.STOP))

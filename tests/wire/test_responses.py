@@ -33,7 +33,7 @@ def said(role: str, text: str) -> Item:
     return {"role": role, "content": text}
 
 
-def test_what_the_system_says_first_is_one_message() -> None:
+def test_system_messages_at_the_beginning_become_one_message() -> None:
     items = [said("developer", "b"), said("system", "c"), said("user", "d"), said("developer", "e")]
     assert messages(items, "a") == [
         {"role": "system", "content": "a\n\nb\n\nc"},
@@ -85,7 +85,7 @@ def test_effort_reaches_the_template(effort: str, template: str, args: Json | No
     ("effort", "template"),
     [("high", ""), ("minimal", "{{ reasoning_effort }}"), ("none", "<think>"), ("low", "<think>")],
 )
-def test_effort_that_no_template_can_be_told_is_refused(effort: str, template: str) -> None:
+def test_effort_is_refused_if_the_template_does_not_support_it(effort: str, template: str) -> None:
     reasoning = ReasoningConfig(effort=effort)  # type: ignore[arg-type]
     with pytest.raises(WireError, match=effort):
         chat_fields(ResponsesBody(input="x", reasoning=reasoning), [], template)
@@ -95,7 +95,7 @@ def test_effort_that_no_template_can_be_told_is_refused(effort: str, template: s
 
 
 class Script:
-    """A reader that says what it is told to, one entry for each push."""
+    """A fake parser that returns prepared parts, one entry for each push."""
 
     def __init__(self, parts: Sequence[Sequence[Part]]) -> None:
         self._parts = [list(each) for each in parts]
@@ -113,7 +113,7 @@ def answer(
     *,
     has_one_tool_call: bool = False,
 ) -> tuple[list[Json], Json]:
-    """The events and the response of an answer whose reader gives these parts, a token each."""
+    """The events and the response of an answer whose parser returns these parts, one token each."""
     sampling = SamplingParams()
     tools = ToolUse((), ToolFormat.HERMES)
     call = Call(Kind.CHAT, sampling, tools=tools, has_one_tool_call=has_one_tool_call)
@@ -159,7 +159,7 @@ def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     assert kinds[-1] == "response.completed"
 
 
-def test_further_calls_are_left_out_where_one_is_allowed() -> None:
+def test_further_calls_are_left_out_if_only_one_is_allowed() -> None:
     both = [[a_call("f"), a_call("g")]]
     _, response = answer(both)
     assert [item["name"] for item in response["output"]] == ["f", "g"]  # type: ignore[attr-defined]

@@ -193,7 +193,9 @@ class Driver:
         """See Desk."""
         self._served_model = self._served_model or name
         if name != self._served_model:
-            raise WorkerLost(f"it serves {name!r}, others {self._served_model!r}")
+            raise WorkerLost(
+                f"it serves {name!r}, and the other workers serve {self._served_model!r}"
+            )
 
     def give_back(self, tasks: Sequence[Task]) -> None:
         """See Desk."""

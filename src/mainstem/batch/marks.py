@@ -1,5 +1,4 @@
-"""Marks: two short hashes in each output line, of the row and of the model that the answer was made
-from.
+"""Marks: two short hashes in each output line, of the row and of the model that answered it.
 
     {"custom_id": "a", "response": {...}, "error": null,
      "mainstem": {"row": "8a41...", "model": "90fc..."}}

@@ -15,13 +15,14 @@ UNLIMITED_TOKENS = 512  # assumed length of an answer without max_tokens, until 
 
 @dataclass(slots=True)
 class Work:
-    """Prompt tokens of a job, each counted once per answer: read, finished and running."""
+    """Prompt tokens of a job that were read, are finished, or are running. A prompt with n answers
+    counts n times."""
 
     counters: Counters
     rows_read: int = 0
     rows_done: int = 0  # including those of earlier runs
     tokens_read: int = 0
-    progress: float | None = None  # of the input's bytes
+    progress: float | None = None  # share of the input's bytes that were read
     _limits: int = 0  # sum of the output limits of all rows read
     _num_answers: int = 0  # of all rows read
     _finished: int = 0  # prompt tokens of rows that are written

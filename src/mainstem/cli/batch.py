@@ -79,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
         choices=[KEEP_ALL, REDO_CHANGED],
         const=KEEP_ALL,
         metavar=REDO_CHANGED,
-        help="continue an existing OUT; =changed: also answer rows again that changed since, "
-        "or that another model answered",
+        help="continue an existing OUT; =changed: also answer again the rows that have changed "
+        "since, or that another model answered",
     )
     existing.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_app_flag(made)
@@ -92,15 +92,17 @@ def parser() -> argparse.ArgumentParser:
         "order, instead of running those with long answers first",
     )
     made.add_argument(
-        "--no-dedupe", action="store_true", help="answer equal greedy rows separately, not once"
+        "--no-dedupe",
+        action="store_true",
+        help="compute equal greedy rows one by one; do not copy one answer",
     )
     made.add_argument(
         "--levels", type=int, default=PlanConfig().levels, metavar="N",
-        help="most levels of shared prefixes; 1: as in BatchLLM (%(default)s)",
+        help="maximum levels of shared prefixes; 1: as in BatchLLM (%(default)s)",
     )  # fmt: skip
     made.add_argument(
         "--window-mib", type=int, metavar="N",
-        help="memory for rows that are planned together (an eighth of what is free)",
+        help="memory for rows that are planned together (an eighth of the free memory)",
     )  # fmt: skip
     made.add_argument("--summary-json", type=Path, metavar="FILE", help="also write the summary")
     made.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -132,7 +134,7 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N",
-        help="rows without a seed derive one from this and their custom_id (%(default)s)",
+        help="rows without a seed get one made from N and their custom_id (%(default)s)",
     )  # fmt: skip
 
 
@@ -151,9 +153,14 @@ def main(
     """Exit status as above; errors in the call are raised as MainstemError."""
     args = parser().parse_args(join_ray_address(_joined(argv)))
     if args.resume == REDO_CHANGED and not Path(args.input).is_file():
-        raise InvalidRequest("--resume=changed", "needs an input that can be read twice, a file")
+        raise InvalidRequest(
+            "--resume=changed", "needs an input file: standard input cannot be read twice"
+        )
     is_spread = has_workers(args)
     config = engine_config(args)
+    config.check()
+    if args.no_plan and (args.no_reorder or args.levels != PlanConfig().levels):
+        raise ConfigError("--no-reorder and --levels would have no effect with --no-plan")
     defaults = _defaults(args)
     CallParser(defaults)  # raises if they are not valid
     find_app = apps_by_name(args.app)

@@ -12,6 +12,7 @@ from mainstem.batch.driver import Worker
 from mainstem.batch.http_worker import Endpoint, HttpWorker, read_key
 from mainstem.batch.job import seeded
 from mainstem.checkpoints.hub import resolve_model
+from mainstem.cli.flags import given_settings
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.text.encoding import App
@@ -22,6 +23,8 @@ from mainstem.wire.calls import Call
 
 ROWS_PER_WORKER = 256
 OTHER_FILES = 256  # files that a job may have open besides its connections
+# settings that count even if servers answer: the job is planned with the model's tokenizer
+OF_TOKENIZER = {"model", "chat_template", "allow_special_tokens"}
 HERE = "local"  # a value of --ray
 
 Json = dict[str, object]
@@ -63,17 +66,20 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--ray", nargs="?", const=HERE, metavar="ADDRESS",
-        help="engines in Ray actors, in the cluster of this address; without one, on this machine",
+        help="run engines in Ray actors: in the cluster at ADDRESS, or without it on this machine",
     )  # fmt: skip
     group.add_argument(
-        "--worker-key-file", type=Path, metavar="FILE", help="holds the API key of --workers"
+        "--worker-key-file", type=Path, metavar="FILE", help="file with the API key for --workers"
     )
     group.add_argument(
         "--worker-rows", type=int, default=ROWS_PER_WORKER, metavar="N",
-        help="rows in progress at each of --workers (%(default)s)",
+        help="rows in progress at each server (%(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--ray-workers", type=int, metavar="N", help="actors of --ray (one for each GPU, or one)"
+        "--ray-workers",
+        type=int,
+        metavar="N",
+        help="number of Ray actors (one for each GPU, or one)",
     )
 
 
@@ -99,12 +105,20 @@ def has_workers(args: argparse.Namespace) -> bool:
     if args.worker_rows < 1:
         raise ConfigError(f"--worker-rows must be at least 1, got {args.worker_rows}")
     if args.worker_key_file is not None and args.workers is None:
-        raise ConfigError("--worker-key-file is for --workers")
+        raise ConfigError("--worker-key-file needs --workers")
+    if args.worker_rows != ROWS_PER_WORKER and args.workers is None:
+        raise ConfigError("--worker-rows needs --workers")
+    theirs = sorted(given_settings(args).keys() - OF_TOKENIZER)
+    if theirs and args.workers is not None:
+        flag = f"--{theirs[0].replace('_', '-')}"
+        raise ConfigError(f"with --workers, give {flag} to the servers")
     has_parsers = (args.tool_call_parser, args.reasoning_parser) != (AUTO, AUTO)
     if has_parsers and args.workers is not None:
-        raise ConfigError("--tool-call-parser and --reasoning-parser are flags of the servers here")
+        raise ConfigError(
+            "with --workers, give --tool-call-parser and --reasoning-parser to the servers"
+        )
     if args.ray_workers is not None and (args.ray is None or args.ray_workers < 1):
-        raise ConfigError("--ray-workers is for --ray, and at least 1")
+        raise ConfigError("--ray-workers needs --ray, and must be at least 1")
     return args.workers is not None or args.ray is not None
 
 

@@ -1,9 +1,9 @@
 """`mainstem capacity TRACE`: the storage that a hit rate needs (AttentionStore 4.3.5).
 
-Prints DSpUT (most distinct sessions in a time of TTL), CCpS (bytes of K and V of one session) and
-CCpUT (DSpUT * CCpS), and searches for the share of CCpUT that reaches the target by replaying the
-trace through the engine's policy. The hit rate is that of `mainstem simulate`: prompt tokens saved
-of all prompt tokens. A target that no capacity reaches exits with 1.
+Prints DSpUT (the largest number of distinct sessions within one TTL), CCpS (bytes of K and V of one
+session) and CCpUT (DSpUT * CCpS). It then replays the trace through the engine's policy to find the
+share of CCpUT that reaches the target. The hit rate is that of `mainstem simulate`: saved prompt
+tokens / all prompt tokens. If no capacity reaches the target, the exit status is 1.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=0.9,
         metavar="X",
-        help="prompt tokens saved of all prompt tokens (0.9)",
+        help="saved prompt tokens / all prompt tokens (0.9)",
     )
     made.add_argument(
         "--policy",
@@ -58,7 +58,10 @@ def parser() -> argparse.ArgumentParser:
         help="(lookahead)",
     )
     made.add_argument(
-        "--lookahead", type=not_negative_count, metavar="N", help="requests known (by capacity)"
+        "--lookahead",
+        type=not_negative_count,
+        metavar="N",
+        help="waiting requests that the policy sees",
     )
     add_storage_prices(made)
     made.add_argument("--json", action="store_true", help="one JSON object")

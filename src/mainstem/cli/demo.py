@@ -1,4 +1,4 @@
-"""`mainstem demo`: questions over shared documents, answered with sharing on and off.
+"""`mainstem demo`: questions about shared documents, answered with sharing on and off.
 
 The documents and questions are shipped with the package; `--input` takes another file of the same
 form, one JSON object a line: {"doc": text, "items": [{"q": question}, ...]}.
@@ -7,7 +7,7 @@ form, one JSON object a line: {"doc": text, "items": [{"q": question}, ...]}.
 import argparse
 import json
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +27,7 @@ INSTRUCTION = "Answer the question from the document, in one short sentence."
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question over a document."""
+    """One question about a document."""
 
     doc_index: int
     doc: str
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     questions = load_questions(args.input)[: args.limit]
     num_docs = len({question.doc_index for question in questions})
     make_writable(args.out)
-    print(f"{len(questions)} questions over {num_docs} documents\n")
+    print(f"{len(questions)} questions about {num_docs} documents\n")
     config = engine_config(args)
     runs = [run(config, share, questions, args.max_tokens) for share in (Share.READS, Share.NONE)]
     write_answers(args.out, questions, runs[0])
@@ -108,13 +108,13 @@ def load_questions(path: Path | None) -> list[Question]:
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest("--input", f"line {number}: {error!r}") from error
     if not questions:
-        raise InvalidRequest("--input", "holds no question")
+        raise InvalidRequest("--input", "has no questions")
     return questions
 
 
 def run(config: EngineConfig, share: Share, questions: list[Question], max_tokens: int) -> Run:
     """Answer everything with a new engine; loading is not part of the time."""
-    llm = LLM.from_config(replace(config, sched=replace(config.sched, share=share)))
+    llm = LLM.from_config(config.sharing(share))
     print("sharing on" if share is Share.READS else "sharing off", flush=True)
     began_s = perf_counter()
     answers = llm.chat(

@@ -15,10 +15,10 @@ DRAW_FLAGS: dict[str, tuple[type, str, str]] = {  # field of SamplingParams -> t
     "temperature": (float, "T", "0 always takes the likeliest token"),
     "top_p": (float, "P", "draw from the likeliest tokens whose probabilities sum to P"),
     "top_k": (int, "K", "draw from the K likeliest tokens; 0: from all"),
-    "min_p": (float, "P", "drop tokens below P times the likeliest"),
-    "repetition_penalty": (float, "X", "divide logits of tokens that occurred"),
+    "min_p": (float, "P", "drop tokens less likely than P times the likeliest"),
+    "repetition_penalty": (float, "X", "above 1: make tokens that have occurred less likely"),
     "presence_penalty": (float, "X", "lower logits of tokens that are in the answer"),
-    "frequency_penalty": (float, "X", "the same, once for each occurrence"),
+    "frequency_penalty": (float, "X", "lower them once for each occurrence in the answer"),
 }
 GREEDY = dict.fromkeys(DRAW_FLAGS, 0.0) | {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
@@ -27,7 +27,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags for model, memory and scheduling. If a flag is not given, the config file's value
     is used."""
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--config", type=Path, metavar="FILE.toml", help="settings; flags win")
+    engine.add_argument(
+        "--config", type=Path, metavar="FILE.toml", help="file with settings; flags override it"
+    )
     store = parser.add_argument_group("KV store")
     for setting in SETTINGS:
         _add_flag(store if setting.section == "store" else engine, setting)
@@ -68,7 +70,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-tokens", type=int, default=max_tokens, metavar="N",
-        help="most tokens of the answer (%(default)s)",
+        help="maximum tokens of the answer (%(default)s)",
     )  # fmt: skip
     add_draw_flags(group, GREEDY)
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens")
@@ -99,8 +101,8 @@ def add_generation_flag(group: argparse._ActionsContainer) -> None:
         "--generation-config",
         choices=["auto", "none"],
         default="auto",
-        help="defaults of sampling: auto takes the model's generation_config.json, none those of "
-        "OpenAI's API (auto)",
+        help="defaults of sampling: those of the model's generation_config.json (auto) or of "
+        "OpenAI's API (none) (auto)",
     )
 
 
@@ -123,13 +125,13 @@ def add_parser_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def model_defaults(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, object]:
-    """The model's own sampling defaults, if --generation-config wants them; raises ConfigError."""
+    """The model's own sampling defaults, unless --generation-config is none; raises ConfigError."""
     if args.generation_config == "none":
         return {}
     try:
         SamplingParams(**tokenizer.sampling_defaults)  # type: ignore[arg-type]  # it checks them
     except InvalidRequest as error:
-        reason = "--generation-config none ignores it"
+        reason = "use --generation-config none to ignore the file"
         raise ConfigError(f"{GENERATION_FILE}: {error}; {reason}") from None
     return tokenizer.sampling_defaults
 

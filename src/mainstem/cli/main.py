@@ -23,13 +23,15 @@ class Command:
 COMMANDS = {
     "generate": Command("mainstem.cli.generate", "answer one prompt, streaming"),
     "chat": Command("mainstem.cli.chat", "talk with a model in the terminal"),
-    "demo": Command("mainstem.cli.demo", "questions over shared documents, sharing on and off"),
-    "serve": Command("mainstem.cli.serve", "an OpenAI-compatible server with a page"),
+    "demo": Command("mainstem.cli.demo", "questions about shared documents, sharing on and off"),
+    "serve": Command("mainstem.cli.serve", "an OpenAI-compatible server with a web page"),
     "batch": Command("mainstem.cli.batch", "answer a file of requests, planned and resumable"),
     "plan": Command("mainstem.cli.plan", "what a batch of prompts shares, and the best order"),
     "bench": Command("mainstem_bench.cli", "measure the parts and the whole"),
-    "simulate": Command("mainstem.cli.simulate", "what a tiered KV store would save on a trace"),
-    "capacity": Command("mainstem.cli.capacity", "storage that a hit rate needs"),
+    "simulate": Command(
+        "mainstem.cli.simulate", "what a tiered KV store would save for a trace of requests"
+    ),
+    "capacity": Command("mainstem.cli.capacity", "the storage that a hit rate needs, from a trace"),
     "calibrate": Command("mainstem.cli.calibrate", "measure this device for the cost model"),
     "cache": Command("mainstem.cli.cache", "show, verify and delete saved pages on disk"),
     "models": Command("mainstem.cli.models", "the embedded model and what is cached"),
@@ -47,7 +49,7 @@ def usage() -> str:
         [
             "usage: mainstem COMMAND [flags]",
             "",
-            "LLM inference for work whose context is shared.",
+            "LLM inference for requests that share context.",
             "",
             *lines,
             "",
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(name: str, command: Command, argv: list[str]) -> int:
-    """The command's exit status; expected errors and those of the system are printed as a line."""
+    """The command's exit status; expected errors and system errors are printed as one line."""
     try:
         call: Callable[[list[str]], int] = import_module(command.module).main
         return call(argv)

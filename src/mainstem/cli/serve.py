@@ -73,9 +73,18 @@ def parser() -> argparse.ArgumentParser:
     defaults = ServerLimits()
     made = argparse.ArgumentParser("mainstem serve", usage="%(prog)s [flags]", description=__doc__)
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    made.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
     made.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="the name for clients (--model)"
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0: any free port (8000)",
+    )
+    made.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="model name that clients use (--model)",
     )
     made.add_argument(
         "--app",
@@ -107,8 +116,8 @@ def parser() -> argparse.ArgumentParser:
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="keeps files, batches, sessions, responses and the apps of /admin/apps; without it, "
-        "/v1/files and /v1/batches are closed",
+        help="folder for files, batches, sessions, responses and the apps of /admin/apps; without "
+        "it, /v1/files and /v1/batches are not available",
     )
     made.add_argument(
         "--shutdown-s",
@@ -132,19 +141,19 @@ def parser() -> argparse.ArgumentParser:
         type=positive_count,
         default=defaults.open_answers,
         metavar="N",
-        help=f"answers running and waiting; more get 429 ({defaults.open_answers})",
+        help=f"maximum answers running and waiting, then 429 ({defaults.open_answers})",
     )
     limits.add_argument(
         "--rate-limit",
         type=positive_count,
         metavar="N",
-        help="requests per minute of a key (no limit)",
+        help="maximum requests per minute of a key (no limit)",
     )
     limits.add_argument(
         "--max-concurrent",
         type=positive_count,
         metavar="N",
-        help="open requests of a key (no limit)",
+        help="maximum open requests of a key (no limit)",
     )
     limits.add_argument(
         "--max-pinned-share",
@@ -159,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive_count,
         default=kept.max_sessions,
         metavar="N",
-        help=f"conversations remembered ({kept.max_sessions})",
+        help=f"maximum sessions that are kept ({kept.max_sessions})",
     )
     limits.add_argument(
         "--session-ttl-s",
@@ -173,28 +182,28 @@ def parser() -> argparse.ArgumentParser:
         type=positive_count,
         default=defaults.upload_bytes // MIB,
         metavar="N",
-        help="size of an uploaded file (%(default)s)",
+        help="maximum size of an uploaded file (%(default)s)",
     )
     limits.add_argument(
         "--max-body-mib",
         type=positive_count,
         default=defaults.body_bytes // MIB,
         metavar="N",
-        help="size of any other request (%(default)s)",
+        help="maximum size of any other request (%(default)s)",
     )
     limits.add_argument(
         "--max-stored-gib",
         type=positive,
         default=defaults.stored_bytes / GIB,
         metavar="N",
-        help="all files of a key, including answers of its batches (%(default)g)",
+        help="maximum size of all files of a key, including answers of its batches (%(default)g)",
     )
     limits.add_argument(
         "--max-files",
         type=positive_count,
         default=defaults.stored_files,
         metavar="N",
-        help="files of a key (%(default)s)",
+        help="maximum number of files of a key (%(default)s)",
     )
     limits.add_argument(
         "--file-ttl-s",
@@ -228,6 +237,8 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     """
     args = parser().parse_args(argv)
     config = engine_config(args)
+    config.check()
+    _check_files(args)
     kv_events = kv_events_config(args)
     limits = ServerLimits(
         body_bytes=args.max_body_mib * MIB,
@@ -250,7 +261,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     with _bind(args.host, args.port) as listener:
         set_up_logs(args.log_level)
         if keys is None and not _is_loopback(args.host):
-            log.warning("anybody who can reach this address may use it; see --api-key-file")
+            log.warning("anybody who can reach this address may use the server; see --api-key-file")
         log.info("loading", extra={"facts": {"model": config.model.model}})  # may take minutes
         tokenizer, launch = open_(config, args.log_level, kv_events)
         settings = GatewaySettings(
@@ -274,6 +285,16 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
         hosts = host_names(args.host, args.allowed_hosts) if checks_hosts else None
         Server(gateway, args.shutdown_s, args.allowed_origins, hosts).run(sockets=[listener])
     return 1 if gateway.engine.state is EngineState.FAILED else 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a limit of files if there are none."""
+    limits = ("max_upload_mib", "max_stored_gib", "max_files", "file_ttl_s")
+    unset = parser()
+    for name in limits if args.data_dir is None else ():
+        if getattr(args, name) != unset.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} would have no effect: set --data-dir, or leave it out")
 
 
 def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:

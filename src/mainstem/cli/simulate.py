@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         "--lookahead",
         type=not_negative_count,
         metavar="N",
-        help="waiting requests known ((host + disk) / mean size of a request; belady: all)",
+        help="waiting requests that the policy sees (as many as the store holds; belady: all)",
     )
     store.add_argument(
         "--headroom",
@@ -88,7 +88,11 @@ def parser() -> argparse.ArgumentParser:
         help="saturated: requests always wait; arrivals: as the trace says (saturated)",
     )
     world.add_argument(
-        "--warmup", type=not_negative_count, default=0, metavar="N", help="requests not counted"
+        "--warmup",
+        type=not_negative_count,
+        default=0,
+        metavar="N",
+        help="leave the first N requests out of the counts",
     )
     add_rate_flags(world, list(ServiceRates.__dataclass_fields__))
     money = made.add_argument_group("prices")
@@ -97,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         type=not_negative,
         default=prices.gpu,
         metavar="$",
-        help=f"US dollars a GPU and hour ({prices.gpu})",
+        help=f"US dollars per GPU and hour ({prices.gpu})",
     )
     add_storage_prices(money)
     money.add_argument(
@@ -122,7 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace = read_trace(args.trace, read_options(args))
     warn_if_nothing_is_shared(trace)
     if args.warmup >= len(trace.requests):
-        raise ConfigError(f"--warmup {args.warmup} leaves none of {len(trace.requests)} requests")
+        raise ConfigError(
+            f"--warmup {args.warmup} leaves no request to count: there are {len(trace.requests)}"
+        )
     reports = []
     for config in configs(args, kv_bytes_per_token(args)):
         report = simulate(trace, config)

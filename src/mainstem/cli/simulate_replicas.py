@@ -89,7 +89,11 @@ def parser() -> argparse.ArgumentParser:
     )
     world = made.add_argument_group("service")
     world.add_argument(
-        "--warmup", type=not_negative_count, default=0, metavar="N", help="requests not counted"
+        "--warmup",
+        type=not_negative_count,
+        default=0,
+        metavar="N",
+        help="leave the first N requests out of the counts",
     )
     add_rate_flags(world, ("prefill_tokens_per_s", "decode_tokens_per_s"))
     made.add_argument("--json", action="store_true", help="one JSON object a line")

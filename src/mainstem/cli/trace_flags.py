@@ -32,26 +32,26 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=[dtype.value for dtype in DType],
         default=DType.AUTO.value,
-        help="of K and V, with --model (auto: the checkpoint's)",
+        help="type of K and V, with --model (auto: the checkpoint's)",
     )
     group = parser.add_argument_group("trace")
     group.add_argument(
         "--format",
         choices=[member.value for member in TraceFormat],
-        help="format of the trace (found by its first line)",
+        help="format of the trace (default: found from its first line)",
     )
     group.add_argument(
         "--page-tokens",
         type=positive_count,
         metavar="N",
-        help="tokens of a page: mooncake 512, qwen 16, weka 64, others 128; if the trace has "
-        "ids, that of its ids",
+        help="tokens per page; if the trace has page ids, their page size (mooncake 512, qwen 16, "
+        "weka 64, others 128)",
     )
     group.add_argument(
         "--rate",
         type=positive,
         metavar="R",
-        help="sessions, weka, chitchat: starts a second (1); others: requests a second "
+        help="sessions, weka, chitchat: session starts per second (1); others: requests per second "
         "(as recorded)",
     )
     group.add_argument(
@@ -125,14 +125,14 @@ def add_storage_prices(group: argparse._ActionsContainer) -> None:
         type=not_negative,
         default=prices.dram_gb,
         metavar="$",
-        help=f"US dollars a GB of host memory and hour ({prices.dram_gb})",
+        help=f"US dollars per GB of host memory and hour ({prices.dram_gb})",
     )
     group.add_argument(
         "--disk-price",
         type=not_negative,
         default=prices.disk_gb,
         metavar="$",
-        help=f"US dollars a GB of disk and hour ({prices.disk_gb})",
+        help=f"US dollars per GB of disk and hour ({prices.disk_gb})",
     )
 
 
@@ -154,6 +154,6 @@ def read_options(args: argparse.Namespace) -> ReadOptions:
 def warn_if_nothing_is_shared(trace: Trace) -> None:
     if not trace.can_share:
         print(
-            "this trace has no contents of prompts: nothing in it can be shared",
+            "this trace has no contents of prompts, so nothing in it can be shared",
             file=sys.stderr,
         )

@@ -60,9 +60,9 @@ def keep_freed_memory() -> None:
 def child_environment() -> dict[str, str]:
     """The environment of a child process that finds modules where this one does.
 
-    Its OpenMP threads sleep while they wait instead of spinning, unless the user has set it: on a
-    CPU both processes use all cores, and spinning threads take them from the one that serves
-    clients.
+    Its OpenMP threads sleep while they wait instead of spinning, unless the user has set
+    OMP_WAIT_POLICY or GOMP_SPINCOUNT. On a CPU both processes use all cores, and spinning threads
+    would take cores from the process that serves clients.
     """
     own = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -80,7 +80,7 @@ def rank_environment() -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class RemoteSecrets:
     """The account on the server of a remote store, and the key that pages there are signed with.
-    Never an argument of a command: others can read those."""
+    They are never command-line arguments, because other users can read those."""
 
     username: str | None = None
     password: str | None = None
@@ -103,7 +103,7 @@ class RemoteSecrets:
         for name, value in table.items():
             if name not in names or not isinstance(value, str) or not value:
                 known = ", ".join(names)
-                raise ConfigError(f"{path}: {name!r} is unknown, or is not a text. Known: {known}")
+                raise ConfigError(f"{path}: {name!r} is unknown or not a string. Known: {known}")
         return cls(**found | table)
 
     def __repr__(self) -> str:
@@ -148,7 +148,7 @@ class ModelConfig:
     dtype: DType = field(
         default=DType.AUTO,
         metadata=about(
-            "form of the weights; auto is the checkpoint's, or float32 on a CPU that is slow at it"
+            "type of the weights; auto: the checkpoint's, or float32 if the CPU is slow with that"
         ),
     )
     device: Device = field(
@@ -158,7 +158,7 @@ class ModelConfig:
     quantize: Quantize = field(
         default=Quantize.NONE,
         metadata=about(
-            "smaller weights: int8 on a CPU costs smollm2 1.2 % of perplexity, fp8 on a GPU 3 %"
+            "smaller weights: int8 (CPU) raises smollm2's perplexity by 1.2 %, fp8 (GPU) by 3 %"
         ),
     )
     threads: int | None = field(
@@ -168,18 +168,18 @@ class ModelConfig:
     chat_template: str | None = field(
         default=None,
         metadata=about(
-            "a Jinja file that chats go through",
+            "a Jinja file that turns messages into a prompt",
             unset="the model's own",
             metavar="FILE.jinja",
         ),
     )
     allow_special_tokens: bool = field(
         default=False,
-        metadata=about("treat special tokens written in messages as control, and allow any role"),
+        metadata=about("read special tokens in messages as control tokens, and allow any role"),
     )
     deterministic: bool = field(
         default=False,
-        metadata=about("answers equal to the bit, whatever else runs; GPU, up to 2x slower"),
+        metadata=about("the same answers bit for bit in any batch; GPU only, up to 2x slower"),
     )
     tensor_parallel: int = field(
         default=1,
@@ -222,9 +222,9 @@ class CacheConfig:
     memory_share: float | None = field(
         default=None,
         metadata=about(
-            "share of the memory for weights and pages if kv_tokens is not set; on a CPU, of the "
-            "memory that is available",
-            unset="a cautious one",
+            "share of the memory (on a CPU, of the available memory) for weights and pages, if "
+            "kv_tokens is not set",
+            unset="chosen with a reserve",
             range=SHARE,
             argument="gpu_memory_utilization",
         ),
@@ -234,7 +234,7 @@ class CacheConfig:
         check_ranges(self)
         if self.kv_tokens is not None and self.kv_tokens < self.page_size:
             raise ConfigError(
-                f"kv_tokens must hold a page of {self.page_size}, got {self.kv_tokens}"
+                f"kv_tokens must be at least {self.page_size} (one page), got {self.kv_tokens}"
             )
 
     def num_pages(self, free_bytes: int, page_bytes: int) -> int:
@@ -261,7 +261,7 @@ class SchedConfig:
     chunk_tokens: int | None = field(
         default=None,
         metadata=about(
-            "most tokens of a step: fewer make decodes smoother, more make prompts faster",
+            "maximum tokens per step: fewer make decodes smoother, more make prompts faster",
             unset="by device",
             range=at_least(1),
         ),
@@ -269,14 +269,14 @@ class SchedConfig:
     max_seqs: int | None = field(
         default=None,
         metadata=about(
-            "most answers in progress at once", unset="memory is the limit", range=at_least(1)
+            "maximum answers in progress", unset="memory is the limit", range=at_least(1)
         ),
     )
     share: Share = field(
         default=Share.READS,
         metadata=about(
-            "what equal prefixes share: nothing, storage (computed and stored once), or reads, too "
-            "(read once per step)"
+            "what equal prefixes share: nothing (none), computation and storage (storage), or also "
+            "reads, once per step (reads)"
         ),
     )
     max_model_len: int | None = field(
@@ -284,7 +284,7 @@ class SchedConfig:
         metadata=about("context window", unset="the model's own", range=at_least(2)),
     )
     seed: int = field(
-        default=0, metadata=about("for requests that bring none", range=BITS_64, has_flag=False)
+        default=0, metadata=about("for requests without a seed", range=BITS_64, has_flag=False)
     )
     span_levels: int | None = field(
         default=None,
@@ -359,7 +359,7 @@ class StoreConfig:
     )
     disk_gb: float = field(
         default=20.0,
-        metadata=about("most that one model's pages take there", range=POSITIVE, metavar="GB"),
+        metadata=about("maximum size of one model's pages there", range=POSITIVE, metavar="GB"),
     )
     remote: str | None = field(
         default=None,
@@ -373,7 +373,7 @@ class StoreConfig:
     remote_gb: float = field(
         default=20.0,
         metadata=about(
-            "most memory of that server, if it has no limit of its own",
+            "maximum memory to use on that server, if it has no limit of its own",
             range=POSITIVE,
             metavar="GB",
         ),
@@ -412,8 +412,8 @@ class StoreConfig:
     save: Saving = field(
         default=Saving.DECODING,
         metadata=about(
-            "when pages of answers are saved: as they fill, when a sequence ends, or then while "
-            "the next step waits",
+            "when pages of answers are saved: as they fill (decoding), when a sequence ends (end), "
+            "or when it ends, and the next step waits for it (sync)",
             argument="store_save",
         ),
     )
@@ -424,7 +424,7 @@ class StoreConfig:
             argument="store_fetch",
         ),
     )
-    # auto: so that the rest arrives in time
+    # auto: few enough layers that the others are loaded before they are needed
     preload: str = field(
         default="auto",
         metadata=about(
@@ -439,11 +439,6 @@ class StoreConfig:
         check_ranges(self)
         if self.host_gb == 0 and (self.disk_dir is not None or self.remote is not None):
             raise ConfigError("pages go through host memory: host_gb must be above 0")
-        if self.save is not Saving.DECODING and not self.host_bytes:
-            raise ConfigError(
-                f"store_save={self.save.value}: there is nothing to save pages to; set host_gb, "
-                "disk_dir or remote"
-            )
 
     @property
     def host_bytes(self) -> int:
@@ -470,6 +465,52 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     sched: SchedConfig = field(default_factory=SchedConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+
+    def check(self) -> None:
+        """Raise ConfigError if a setting would be ignored because of another.
+
+        For complete configs, before the model is loaded: while a file and flags are being joined,
+        one of them may still bring what the other needs.
+        """
+        store = self.store
+        tiers = "host_gb, disk_dir or remote"
+        if not store.host_bytes:
+            self._refuse("store", "save fetch preload ttl_s", f"set {tiers}")
+        if store.disk_dir is None:
+            self._refuse("store", "disk_gb", "set disk_dir")
+        if store.remote is None:
+            self._refuse("store", "remote_gb remote_ttl_s remote_secrets", "set remote")
+        if store.fetch is Fetch.NEVER:
+            self._refuse("store", "preload", "set store_fetch to auto or always")
+        if self.sched.share is Share.NONE:
+            needed = "set share to storage or reads"
+            self._refuse("store", "disk_dir remote policy", needed)
+            if store.host_bytes:
+                self._refuse("store", "host_gb", needed)
+        if self.sched.share is not Share.READS:
+            self._refuse("sched", "span_levels", "set share to reads")
+        if self.cache.kv_tokens is not None:
+            self._refuse("cache", "memory_share", "leave out kv_tokens")
+
+    def _refuse(self, section: str, names: str, needed: str) -> None:
+        """Raise ConfigError if one of these settings is not at its default."""
+        for row in SETTINGS:
+            value = getattr(getattr(self, section), row.name, None)
+            if row.section == section and row.name in names.split() and value != row.default:
+                shown = value.value if isinstance(value, Enum) else value
+                raise ConfigError(
+                    f"{row.argument}={shown} would have no effect: {needed}, or leave it out"
+                )
+
+    def sharing(self, share: Share) -> "EngineConfig":
+        """A copy with this `share`, without the settings that then have no effect: for runs that
+        compare ways of sharing."""
+        sched = replace(self.sched, share=share)
+        if share is not Share.READS:
+            sched = replace(sched, span_levels=None)
+        return replace(
+            self, sched=sched, store=StoreConfig() if share is Share.NONE else self.store
+        )
 
 
 SETTINGS = tuple(

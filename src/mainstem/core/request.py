@@ -14,7 +14,7 @@ from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.vllm_names import SAMPLING_ARGUMENTS
 
 MAX_N = 128
-MIN_TEMPERATURE = 1e-5  # below it only the likeliest token is left: greedy
+MIN_TEMPERATURE = 1e-5  # a lower temperature counts as 0: only the likeliest token is left
 MIN_TOP_P = 1e-6  # below it the same
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64

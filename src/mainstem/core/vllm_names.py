@@ -60,7 +60,7 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "kv_transfer_config": OnlyAt((None,), "use host_gb and disk_dir"),
     "tokenizer": OnlyAt((None,), "the tokenizer is the one in the model's folder"),
     "tokenizer_mode": OnlyAt(("auto", None), "the tokenizer is read from tokenizer.json"),
-    "skip_tokenizer_init": OnlyAt((False, None), "prompts may be token ids all the same"),
+    "skip_tokenizer_init": OnlyAt((False, None), "prompts may still be token ids"),
     "revision": OnlyAt(
         (None,), "fetch it with `hf download ID --revision REV --local-dir DIR`, then LLM(DIR)"
     ),

@@ -200,7 +200,7 @@ class Engine:
             self._num_failures += 1
         most_blamed = MAX_FAILURES if self._scheduler.is_all_at_fault else MAX_BLAMED
         if self._num_failures >= MAX_FAILURES or self._num_blamed >= most_blamed:
-            raise EngineLost(f"step after step failed, whatever was in it: {error}") from error
+            raise EngineLost(f"every step failed, with any requests in it: {error}") from error
 
     def snapshot(self) -> EngineSnapshot:
         """What is running and shared at this moment."""
@@ -213,7 +213,7 @@ class Engine:
 
     @held_interrupts()
     def unpin(self, keys: list[PageKey]) -> None:
-        """End what `pin` began; takes what it returned."""
+        """Undo a `pin`; takes the value that it returned."""
         self._scheduler.unpin(keys)
 
     def change_store(self, config: StoreConfig) -> None:
@@ -225,10 +225,12 @@ class Engine:
         self.check_process()
         self._scheduler.flush()
 
-    @held_interrupts()
     def clear_cache(self) -> int:
-        """Forget every page no sequence holds, in every tier; returns how many on the device."""
-        return self._scheduler.clear_cache()
+        """Forget every page no sequence holds, in every tier; returns how many on the device. Waits
+        for saves: a page is held while it is copied."""
+        self.flush()
+        with held_interrupts():
+            return self._scheduler.clear_cache()
 
     @held_interrupts()
     def clear_device(self) -> int:

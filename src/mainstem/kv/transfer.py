@@ -151,7 +151,7 @@ class SharedLink(Link):
         kept = FADE_S / (FADE_S + more_s)
         self._busy_s = kept * self._busy_s + more_s
         self._passed_bytes = kept * self._passed_bytes + num_bytes
-        # several copies end at once: how much of the others is done is not known
+        # other copies may be nearly done, but how much of them is done is not known
         least = self._passed_bytes / self._busy_s
         under_way = min(self._queued_bytes, self._most_under_way)
         is_known = self._busy_s >= 0.9 * FADE_S

@@ -1,12 +1,12 @@
-"""Fits the record by which attention is planned (`Pace`) to the times of a few dozen steps.
+"""Fits the costs that the planner of attention uses (`Pace`) to the times of a few dozen steps.
 
-Each step has equal units of one kind, uncut, so that its time is linear in what is looked for:
+Each step has equal units of one kind, uncut, so that its time is linear in the unknowns:
 
     time = launch + rounds * (unit_us + key_us * keys)
 
 Units over 1,024 to 8,192 keys on a few programs have memory to themselves and give key_us. One to
-eight rounds of units on all programs, over the same few keys, give unit_us. What cannot be told
-from such steps (`yields`, `late_us`, `beside`, `least_speed`, `apart`) stays as it is built in.
+eight rounds of units on all programs, over the same few keys, give unit_us. Fields that such steps
+do not show (`yields`, `late_us`, `beside`, `least_speed`, `apart`) keep their built-in values.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.pace import Pace
-from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.shape import Kind, Shape
+from mainstem.kernels.attention.tuning import Pace
 
 LONG_KEYS = (1024, 2048, 3072, 4096, 6144, 8192)
 ROUNDS = (1, 2, 3, 4, 6, 8)
-READ_ROUNDS, READ_KEYS = 2, 1024  # of the step that reads as fast as it can
+READ_ROUNDS, READ_KEYS = 2, 1024  # of the step that reads at full bandwidth
 MERGED_TOKENS, MERGED_KEYS = 2048, 16
 LEAST_US = 1e-5  # noise could give a time below zero
 StepUs = Callable[[Spans], float]  # runs the step with no span cut; microseconds
@@ -35,8 +35,9 @@ class _Line(NamedTuple):
 
 def fit_pace(step_us: StepUs, shape: Shape) -> Pace:
     """The tiles' pace with the numbers that were fitted."""
-    small, large = (_fit_line(step_us, shape, is_large) for is_large in (False, True))
-    num_spans = max(READ_ROUNDS * shape.num_programs // shape.units(False), 1)
+    small = _fit_line(step_us, shape.small, tokens=1)
+    large = _fit_line(step_us, shape.large, tokens=max(shape.large.rows // shape.group, 1))
+    num_spans = max(READ_ROUNDS * shape.small.slots // shape.small.units, 1)
     read_us = step_us(spans_of(num_spans, 1, READ_KEYS)) - small.launch_us
     merged = step_us(spans_of(2 * MERGED_TOKENS, 1, MERGED_KEYS, spans_of_token=2))
     merge_us = merged - step_us(spans_of(2 * MERGED_TOKENS, 1, MERGED_KEYS))
@@ -54,16 +55,13 @@ def fit_pace(step_us: StepUs, shape: Shape) -> Pace:
     )
 
 
-def _fit_line(step_us: StepUs, shape: Shape, is_large: bool) -> _Line:
-    """Least squares, of relative errors."""
-    tokens = max(shape.tiles.large_q // shape.group, 1) if is_large else 1
-    slots = shape.num_large_programs if is_large else shape.num_programs
-    short = shape.stretch_tile(is_large)
+def _fit_line(step_us: StepUs, kind: Kind, tokens: int) -> _Line:
+    """Least squares, of relative errors. Units have the rows of `tokens`."""
     steps = [(1, keys) for keys in LONG_KEYS]
-    steps += [(max(rounds * slots // shape.units(is_large), 1), short) for rounds in ROUNDS]
+    steps += [(max(rounds * kind.slots // kind.units, 1), kind.stretch) for rounds in ROUNDS]
     rows, times = [], []
     for num_spans, keys in steps:
-        rounds = -(-num_spans * shape.units(is_large) // slots)
+        rounds = -(-num_spans * kind.units // kind.slots)
         rows.append((1.0, float(rounds), float(rounds * keys)))
         times.append(step_us(_over_the_same_keys(spans_of(num_spans, tokens, keys))))
     us = np.array(times)

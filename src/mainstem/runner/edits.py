@@ -6,7 +6,8 @@ copy to the host:
     ids [rows, width]   | prompt ids, each once | output ids in order | unused |
                         0                  num_prompt            num_ids
 
-The host knows only how long each row is. All work is over these ids, never over the vocabulary.
+The host knows only how long each row is. Work grows with the number of these ids, not with the
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from mainstem.core.step import Int32s, Int64s, StartedSequence
 from mainstem.runner.uploads import Uploads
 
 _PROMPT = 1 << 24  # added if the token is in the prompt; output counts stay below
-_COUNTED_ROWS = 32  # sequences whose tokens are counted at once, each over the vocabulary
+_COUNTED_ROWS = 32  # sequences counted at once; each needs one counter per token id
 _FIRST_ROWS, _FIRST_WIDTH = 8, 256
 
 
@@ -74,7 +75,7 @@ class LogitEdits:
         self._sequences[started.seq_slot] = sequence
 
     def apply(self, logits: Tensor, rows: Int32s, seq_slots: Int32s) -> None:
-        """Edit these rows of logits [*, vocab] in place; they belong to these sequences."""
+        """Edit rows `rows` of logits [*, vocab] in place; row rows[i] is of slot seq_slots[i]."""
         pairs = [(row, self._sequences[slot]) for row, slot in _zipped(rows, seq_slots)]
         biased = [(row, seq) for row, seq in pairs if len(seq.bias_ids)]
         if biased:
@@ -93,7 +94,7 @@ class LogitEdits:
             self._penalise(logits, penalised[first : first + _COUNTED_ROWS])
 
     def append(self, token_ids: Tensor, rows: Int32s, seq_slots: Int32s) -> None:
-        """Append these rows of token_ids [*], still on the device, to these sequences."""
+        """Append token_ids[rows[i]], still on the device, to the sequence in slot seq_slots[i]."""
         places = []
         for row, slot in _zipped(rows, seq_slots):
             sequence = self._sequences[slot]
@@ -119,7 +120,7 @@ class LogitEdits:
         ids = self._ids[:, :width].index_select(0, columns[1]).long()
         place = torch.arange(width, device=self._device)
         is_there = place < num_ids
-        ids = torch.where(is_there, ids, ids[:, :1])  # the rest repeats the first id and counts 0
+        ids = torch.where(is_there, ids, ids[:, :1])  # padding: the row's first id, counted 0 times
         said = self._count(ids, torch.where(place < num_prompt, _PROMPT, 1) * is_there, logits)
         times = (said % _PROMPT).float()
         settings = [
@@ -134,7 +135,7 @@ class LogitEdits:
         logits.index_put_((rows, ids), values)
 
     def _count(self, ids: Tensor, added: Tensor, logits: Tensor) -> Tensor:
-        """Sum of `added` over equal ids of a row, at each of them."""
+        """For each id of a row: the sum of `added` over all places of the row with the same id."""
         if self._counts is None:
             size = (_COUNTED_ROWS, logits.shape[1])
             self._counts = torch.zeros(size, dtype=torch.int32, device=self._device)

@@ -30,17 +30,18 @@ def choose_device(model: ModelConfig) -> torch.device:
     """Raises ConfigError if the device is missing or cannot run this config."""
     has_cuda = torch.cuda.is_available()
     if model.device is Device.CUDA and not has_cuda:
-        raise ConfigError("device=cuda: torch sees no GPU; `mainstem doctor` says what it sees")
+        raise ConfigError("device=cuda: torch finds no GPU; `mainstem doctor` shows what it finds")
     is_cpu = model.device is Device.CPU or not has_cuda
     if is_cpu and model.quantize is Quantize.FP8:
-        raise ConfigError("quantize=fp8 needs a GPU; on a CPU int8 is the smaller form")
+        raise ConfigError("quantize=fp8 needs a GPU; on a CPU use quantize=int8")
     if is_cpu and model.deterministic:
-        raise ConfigError("deterministic is a setting of the GPU")
+        raise ConfigError("deterministic works only on a GPU")
     if not is_cpu and model.quantize is Quantize.INT8:
-        raise ConfigError("quantize=int8 is for CPUs; on a GPU fp8 is the smaller form")
+        raise ConfigError("quantize=int8 works only on CPUs; on a GPU use quantize=fp8")
     if model.deterministic and model.quantize is Quantize.FP8:
         raise ConfigError(
-            "deterministic does not go with quantize=fp8: its products depend on their neighbours"
+            "deterministic cannot be combined with quantize=fp8, whose products depend on other "
+            "rows"
         )
     return torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())
 

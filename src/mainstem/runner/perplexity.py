@@ -19,9 +19,9 @@ _HEAD_ROWS = 128  # rows whose full logits are held at once
 def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: int = 512) -> float:
     """exp of the mean negative log-likelihood of every token after the first.
 
-    Windows of `window` tokens move by `stride`; each token is scored once, in the first window
-    that holds it, so all but the first window's have at least window - stride tokens before them.
-    With windows that do not overlap, the first token of each has none before it and is not scored.
+    Windows of `window` tokens move by `stride`. Each token is scored once, in the first window that
+    holds it. So every token, except those of the first window, has at least window - stride tokens
+    before it. If windows do not overlap, the first token of each has none and is not scored.
     """
     if not 0 < stride <= window or min(window, len(token_ids)) < 2:
         raise ValueError(f"cannot score {len(token_ids)} tokens, window {window}, stride {stride}")

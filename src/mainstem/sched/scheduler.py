@@ -309,7 +309,7 @@ class Scheduler:
 
     @property
     def is_all_at_fault(self) -> bool:
-        """Whether steps failed with each request alone that there is."""
+        """Whether every request that there is has failed in a step of its own."""
         return self._retry.is_all_at_fault
 
     def shrink_steps(self) -> bool:
@@ -368,7 +368,7 @@ class Scheduler:
         return self._store.pin(self._store.chain(token_ids, salt, public_tokens))
 
     def unpin(self, keys: Iterable[PageKey]) -> None:
-        """End what `pin` began; takes what it returned."""
+        """Undo a `pin`; takes the value that it returned."""
         self._store.unpin(list(keys))
 
     def clear_cache(self) -> int:

@@ -112,13 +112,14 @@ class PrefixPins:
             self._end(pin.name)
 
     def forget(self) -> None:
-        """The engine has lost its cache, or is closed."""
+        """Drop all pins without a command: the engine has lost its cache, or is closed."""
         for pin in self._pins:
             pin.timer.cancel()
         self._pins.clear()
 
     def _make_room(self, owner: str) -> None:
-        """Unpin the least recently used prefixes, but never the only one left, which fits."""
+        """Unpin the least recently used prefixes until the limits hold. The last prefix always
+        fits."""
         own = [pin for pin in self._pins if pin.owner == owner]
         most = self._max_pages(self._share)
         while len(own) > 1 and (len(own) > MAX_PINS or self.num_pages(owner) > most):

@@ -1,6 +1,6 @@
 """The storage that a hit rate needs (AttentionStore 4.3.5); `mainstem capacity` prints it.
 
-    DSpUT   most distinct sessions within one TTL
+    DSpUT   the largest number of distinct sessions within one TTL
     CCpS    bytes of K and V of one session
     CCpUT   DSpUT * CCpS: enough for everything that has not expired, in the worst case
 

@@ -44,7 +44,9 @@ class _PageFit:
         most = -(-input_tokens // self._page_tokens)
         if self._misfit is None and not full <= num_ids <= most:
             made = f"fill {full}" if num_ids < full else f"make at most {most}"
-            reason = f"{field} has {num_ids} ids, its tokens {made} pages of {self._page_tokens}"
+            reason = (
+                f"{field} has {num_ids} ids, but its tokens {made} pages of {self._page_tokens}"
+            )
             self._misfit = self._lines.error(reason)
 
     def finish(self) -> None:

@@ -259,11 +259,13 @@ def _words_of(tokenizer: Tokenizer) -> "LLTokenizer":
         reason = "needs llguidance: pip install 'mainstem[server]'"
         raise MissingPackage(FIELD, reason) from None
     if not tokenizer.eos_ids:
-        raise InvalidRequest(FIELD, "this model names no end token")
+        raise InvalidRequest(FIELD, "this model's files name no end token")
     try:
         return LLTokenizer(tokenizer.to_json(), eos_token=sorted(tokenizer.eos_ids))
     except ValueError as error:
-        raise InvalidRequest(FIELD, f"not with this model's tokenizer: {error}") from None
+        raise InvalidRequest(
+            FIELD, f"is not supported with this model's tokenizer: {error}"
+        ) from None
 
 
 def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":

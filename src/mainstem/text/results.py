@@ -51,7 +51,7 @@ class RequestOutput:
     prompt_logprobs: list[PlaceLogprobs | None] | None = None
     num_cached_tokens: int = 0
     num_dropped_tokens: int = 0  # of a prompt that was longer than the context window
-    error: str | None = None  # only in calls with errors="return"
+    error: str | None = None  # set only in calls with errors="return"
 
     @property
     def finished(self) -> bool:

@@ -8,12 +8,12 @@ from mainstem_bench.paper import store_simulated as simulated
 from mainstem_bench.paper import store_simulated_pictures as drawn
 from mainstem_bench.paper.item import Item, Where
 
-ON_H200 = "one H200 instead of A100s; random weights, which cost the same time; "
+ON_H200 = "one H200 instead of A100s; random weights (the time is the same); "
 SMALL = "SmolLM2-135M on a CPU with a window of 512; "
 SIMULATED = (
-    "simulated by `mainstem simulate` at the speed of the paper's A100s, because there are no four "
-    "A100s here, and LLaMA-65B in 16 bits leaves no room for KV on one H200; 5,671 conversations "
-    "instead of 9,000, shorter ones; times between turns are those of people in a chat"
+    "simulated by `mainstem simulate` at the speed of the paper's A100s, because we have no A100s, "
+    "and LLaMA-65B in 16 bits leaves no room for KV on one H200; 5,671 conversations, shorter than "
+    "the paper's 9,000; the time between turns is that of people in a chat"
 )
 
 
@@ -62,9 +62,9 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="store-fig4",
         title="AttentionStore Fig. 4: history in a prompt, and the time to compute it again",
-        claim="more than 99 % of a late turn's prompt is history, and so is 99 % of its prefill "
-        "time (Mistral-7B, one A100)",
-        differs=ON_H200 + "mean lengths of each turn",
+        claim="in late turns more than 99 % of the prompt is history, which takes 99 % of the "
+        "prefill time (Mistral-7B, one A100)",
+        differs=ON_H200 + "prompts have the mean lengths of each turn",
         where=Where.GPU,
         full_s=25,
         quick_s=2,
@@ -81,18 +81,28 @@ ITEMS: tuple[Item, ...] = (
     _compared(
         14,
         "time to the first token",
-        "85 %, 61 %, 87 % and 86 % less than computing again",
+        "85 %, 61 %, 87 % and 86 % less time than computing the history again",
         drawn.TTFT,
     ),
-    _compared(15, "prefill throughput", "6.8, 2.6, 7.8 and 7.2 times as much", drawn.PREFILL),
     _compared(
-        16, "GPU time of the whole workload", "4.0, 1.9, 3.3 and 3.4 times less", drawn.GPU_TIME
+        15,
+        "prefill throughput",
+        "6.8, 2.6, 7.8 and 7.2 times the prefill throughput",
+        drawn.PREFILL,
     ),
-    _compared(17, "cost of the whole workload", "70 %, 43 %, 66 % and 68 % less", drawn.COST),
+    _compared(
+        16,
+        "GPU time of the whole workload",
+        "GPU time falls by factors of 4.0, 1.9, 3.3 and 3.4",
+        drawn.GPU_TIME,
+    ),
+    _compared(
+        17, "cost of the whole workload", "the cost falls by 70 %, 43 %, 66 % and 68 %", drawn.COST
+    ),
     Item(
         name="store-fig18",
         title="AttentionStore Fig. 18: loading history against computing it",
-        claim="faster than computing at every share of history from 500 to 900 of 1,000 tokens "
+        claim="loading is faster than computing for histories of 500 to 900 of 1,000 tokens "
         "(LLaMA-13B, batch 16, one A100)",
         differs=ON_H200 + "PCIe 5 instead of 4",
         where=Where.GPU,
@@ -105,9 +115,10 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="store-fig19",
         title="AttentionStore Fig. 19: loading by layers, and the read buffer",
-        claim="35 % less time than loading first without a buffer, 61 % less with 15 layers "
-        "(LLaMA-13B, batch 16, 1K tokens of history, 100 new)",
-        differs=ON_H200 + "the batch is timed alone, not behind another job",
+        claim="loading by layers takes 35 % less time than loading everything first; with a "
+        "buffer of 15 layers it takes 61 % less (LLaMA-13B, batch 16, 1K tokens of history, 100 "
+        "new)",
+        differs=ON_H200 + "the batch is timed alone, not after another job",
         where=Where.GPU,
         full_s=30,
         quick_s=2,
@@ -118,10 +129,11 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="store-fig20",
         title="AttentionStore Fig. 20: saving KV beside the computation",
-        claim="13 to 15 % less time than saving synchronously: prompts of 1,000 to 1,600 tokens, "
-        "20 decode steps (LLaMA-13B, batch 16)",
+        claim="saving during the computation takes 13 to 15 % less time than saving "
+        "synchronously, with prompts of 1,000 to 1,600 tokens and 20 decode steps (LLaMA-13B, "
+        "batch 16)",
         differs=ON_H200
-        + "`--store-save decoding` against `sync`; the clock stops when all is saved",
+        + "`--store-save decoding` against `sync`; the time ends when everything is saved",
         where=Where.GPU,
         full_s=60,
         quick_s=3,
@@ -132,7 +144,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="store-fig21",
         title="AttentionStore Fig. 21: look-ahead against LRU and FIFO",
-        claim="at 128 GB and 10 TB 86 % of hits against 58 % and 48 %, 99.6 % of them in DRAM",
+        claim="with 128 GB and 10 TB, look-ahead has a hit rate of 86 % (99.6 % of it in DRAM), "
+        "LRU 58 %, FIFO 48 %",
         differs=SIMULATED,
         where=Where.CPU,
         full_s=120,
@@ -145,7 +158,7 @@ ITEMS: tuple[Item, ...] = (
         name="store-fig22",
         title="AttentionStore Fig. 22: KV kept or invalidated when the window overflows",
         claim="hit rates fall by 17.6, 41.5, 18.1 and 18.4 points for LLaMA-13B, LLaMA-65B, "
-        "LLaMA-70B and Falcon-40B where positions are in the KV",
+        "LLaMA-70B and Falcon-40B if the KV contains positions",
         differs=SIMULATED,
         where=Where.CPU,
         full_s=90,
@@ -157,7 +170,7 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="store-fig23",
         title="AttentionStore Fig. 23: how much storage a hit rate takes",
-        claim="51 % of hits with a tenth of CCpUT, 98 % with a quarter",
+        claim="the hit rate is 51 % with a tenth of CCpUT and 98 % with a quarter",
         differs=SIMULATED,
         where=Where.CPU,
         full_s=120,
@@ -184,7 +197,7 @@ ITEMS: tuple[Item, ...] = (
         title="AttentionStore Fig. 25: first token and prefill throughput with long documents",
         claim="95 % less time to the first token and 22 times the throughput at 28K tokens "
         "(Mistral-7B, batch 1)",
-        differs=ON_H200 + "3 tasks after the first",
+        differs=ON_H200 + "medians of 4 tasks after the first",
         where=Where.GPU,
         full_s=30,
         quick_s=2,
@@ -196,7 +209,7 @@ ITEMS: tuple[Item, ...] = (
         name="store-fig26",
         title="AttentionStore Fig. 26: time of a task, and answer throughput with long documents",
         claim="prefill falls from 41 % of a task to 1.2 %; up to 67 % more answer tokens a second",
-        differs=ON_H200 + "3 tasks after the first",
+        differs=ON_H200 + "medians of 4 tasks after the first",
         where=Where.GPU,
         full_s=30,
         quick_s=2,
@@ -207,10 +220,10 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="store-tab1",
         title="AttentionStore Table 1: perplexity after the window overflowed",
-        claim="moved KV is within 0.02 of computing again (5.48 and 5.47 for LLaMA-7B on "
-        "WikiText-2), misplaced KV is above 1,000",
-        differs=SMALL + "3,072 tokens of WikiText-2; beside it, pages kept by attention, and how "
-        "often the likeliest token is that of the uncut text",
+        claim="perplexity with moved KV is within 0.02 of computing again (5.48 and 5.47 for "
+        "LLaMA-7B on WikiText-2); KV with wrong positions gives more than 1,000",
+        differs=SMALL + "3,072 tokens of WikiText-2; also measured: keeping pages by "
+        "attention, and how often the likeliest token is the same as with the whole text",
         where=Where.CPU,
         full_s=420,
         quick_s=15,
@@ -222,9 +235,9 @@ ITEMS: tuple[Item, ...] = (
         name="store-tab2",
         title="AttentionStore Table 2: accuracy after the window overflowed",
         claim="moved KV answers as well as computing again (MMLU 43.7 and 43.4 %, LongEval 66.0 "
-        "and 65.9 %, PIQA 77.1 and 77.2 % for LLaMA-7B), misplaced KV far worse",
-        differs=SMALL + "it is at chance on MMLU and LongEval, so questions are asked on 24 "
-        "paragraphs of XQuAD in a full window, which stand after other text or before it",
+        "and 65.9 %, PIQA 77.1 and 77.2 % for LLaMA-7B); KV with wrong positions is far worse",
+        differs=SMALL + "on MMLU and LongEval it only guesses, so questions are asked about 24 "
+        "paragraphs of XQuAD in a full window, placed after or before other text",
         where=Where.CPU,
         full_s=1200,
         quick_s=20,

@@ -8,18 +8,18 @@ from mainstem_bench.paper import projections
 from mainstem_bench.paper.item import Item, Where
 
 ON_H200 = "an H200 instead of an A100 and an MI200 (no AMD card here); "
-RANDOM = "random weights, which cost the same time; "
+RANDOM = "random weights (the time is the same); "
 
 BATCHING = (
     ON_H200 + RANDOM + "600 requests of the drawn industry mix, answers as long as ShareGPT's; "
-    "`--max-seqs 256 --no-reorder` is token batching off"
+    "token batching off means `--max-seqs 256 --no-reorder`"
 )
 
 ITEMS: tuple[Item, ...] = (
     Item(
         name="batch-fig2",
         title="BatchLLM Fig. 2: tokens in each step of a baseline",
-        claim="vLLM's chunked prefill has valleys: many steps of few tokens",
+        claim="vLLM's chunked prefill has valleys: many steps with few tokens",
         differs=BATCHING,
         where=Where.GPU,
         full_s=60,
@@ -30,15 +30,13 @@ ITEMS: tuple[Item, ...] = (
     ),
     Item(
         name="batch-fig5",
-        title="BatchLLM Fig. 5: throughput of three mixes, degrees 4 and 16, 8B and 14B",
+        title="BatchLLM Fig. 5: throughput of three mixes, degrees 4 and 16, 8B to 70B",
         claim="1.4 to 3 times vLLM (prefix caching, chunked prefill) and 1.2 to 2.5 times SGLang "
         "on an A100; 1.8 to 4.1 and 1.3 to 2.8 times on an MI200",
-        differs=ON_H200
-        + RANDOM
-        + "160 to 640 requests instead of 6,400, which leaves an LRU cache "
-        "less to lose; 70B in 4 bits is left out; our baseline is `--share storage --no-plan`",
+        differs=ON_H200 + RANDOM + "64 to 640 requests instead of 6,400, so an LRU cache misses "
+        "less; 70B is in 4 bits (GPTQ); our baseline is `--share storage --no-plan`",
         where=Where.GPU,
-        full_s=150,
+        full_s=240,
         quick_s=8,
         run=jobs.run_mixes,
         verdict=jobs.judge_mixes,
@@ -60,7 +58,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="batch-fig7",
         title="BatchLLM Fig. 7: lengths in the industry workload",
-        claim="prefixes of about 1,570 tokens, own contexts of about 30, 3 prompts to a prefix",
+        claim="prefixes have about 1,570 tokens, the rest of a prompt about 30; 3 prompts per "
+        "prefix",
         differs="the authors' data is not public: lengths are drawn with the averages they give",
         where=Where.CPU,
         full_s=15,
@@ -86,7 +85,7 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="batch-fig9",
         title="BatchLLM Fig. 9: tokens in each step, token batching on",
-        claim="fewer valleys than in Fig. 2, without sharing prefixes",
+        claim="without shared prefixes, there are fewer valleys than in Fig. 2",
         differs=BATCHING,
         where=Where.GPU,
         full_s=60,
@@ -98,7 +97,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="batch-fig10",
         title="BatchLLM Fig. 10: attention over shared prefixes in one launch",
-        claim="as fast as FlashInfer's cascade or faster on an A100, decoding and with chunks",
+        claim="as fast as FlashInfer's cascade or faster on an A100, in decode steps and steps "
+        "with chunks",
         differs=ON_H200 + "8B's heads; newer rivals (FlashInfer 0.6.12, FlashAttention-3)",
         where=Where.GPU,
         full_s=15,
@@ -111,7 +111,7 @@ ITEMS: tuple[Item, ...] = (
         name="batch-tab1",
         title="BatchLLM Table 1: the industry workload",
         claim="8.67 requests/s, 1.30 times vLLM's best (A100); 4.24, 1.26 times (MI200)",
-        differs=ON_H200 + RANDOM + "600 requests with KV memory in proportion to 2,000",
+        differs=ON_H200 + RANDOM + "600 requests instead of 2,000, with KV memory in proportion",
         where=Where.GPU,
         full_s=70,
         quick_s=3,
@@ -122,7 +122,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="batch-tab2",
         title="BatchLLM Table 2: token batching off and on",
-        claim="5.79 to 5.94 requests/s without shared prefixes, 8.16 to 8.47 with them (A100)",
+        claim="token batching raises 5.79 requests/s to 5.94 without shared prefixes, and 8.16 to "
+        "8.47 with them (A100)",
         differs=BATCHING,
         where=Where.GPU,
         full_s=60,
@@ -135,7 +136,7 @@ ITEMS: tuple[Item, ...] = (
         name="batch-amd",
         title="BatchLLM Fig. 5 and Table 1 on an AMD card",
         claim="1.8 to 4.1 times vLLM and 1.3 to 2.8 times SGLang on an MI200",
-        differs="there is no AMD card here: a projection from its data sheet",
+        differs="we have no AMD card; the numbers are projected from its data sheet",
         where=Where.CPU,
         full_s=1,
         quick_s=1,
@@ -146,7 +147,7 @@ ITEMS: tuple[Item, ...] = (
         name="batch-levels",
         title="BatchLLM 6.2.2: many levels of prefixes against one enlarged level",
         claim="56 % saved with many levels, 55 % with one enlarged level",
-        differs="lengths are drawn; with the stated degree of 3 two thirds can be saved, not 58 %",
+        differs="lengths are drawn; with the stated degree of 3, two thirds can be saved, not 58 %",
         where=Where.CPU,
         full_s=10,
         quick_s=1,
@@ -157,7 +158,7 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="batch-overhead",
         title="BatchLLM 6.3.4: seconds of planning",
-        claim="1.51 s for 8,000 requests, against 919.54 s of running them",
+        claim="planning 8,000 requests takes 1.51 s, and running them 919.54 s",
         differs="one slow core of another processor; numpy arrays instead of Python objects",
         where=Where.CPU,
         full_s=30,

@@ -9,8 +9,9 @@ import numpy as np
 from mainstem.core.config import Share
 from mainstem_bench.paper import style
 from mainstem_bench.paper.batchllm_plans import industry
+from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import VOCAB, Job, Size, limit_per_s, run
+from mainstem_bench.paper.jobs import VOCAB, Job, limit_per_s, run
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 LLAMA_8B = Size("llama31-8b", 450_000)
 QWEN_14B = Size("qwen25-14b", 300_000)
+LLAMA_70B = Size("llama31-70b", 250_000, weights="gptq")
 QWEN_7B = Size("qwen25-7b", 135_000)  # as much for 600 requests as 450,000 are for 2,000
 ANSWER = 100
 # prefix, own tokens, degree -> requests of a run of a few seconds on an H200
@@ -30,6 +32,9 @@ MIXES = {
     (1000, 1000, 4): 160,
     (1000, 1000, 16): 192,
 }
+MIXES_14B = {mix: count // 2 for mix, count in MIXES.items()}
+MIXES_70B = {(2000, 200, 4): 64, (2000, 200, 16): 128}
+MODELS = {LLAMA_8B: MIXES, QWEN_14B: MIXES_14B, LLAMA_70B: MIXES_70B}
 GRID = {  # prefix, degree -> requests
     (2000, 2): 120, (2000, 4): 240, (2000, 8): 320, (2000, 16): 480,
     (8000, 2): 32, (8000, 4): 64, (8000, 8): 96, (8000, 16): 160,
@@ -63,7 +68,7 @@ def _line(
         job = documents(8, degree, 48, 16, 4)
     else:
         job = documents(count, degree, prefix, own, ANSWER)
-    found = run(settings, size.of(settings), job, share, is_planned=is_planned, repeats=repeats)
+    found = run(settings, settings.sized(size), job, share, is_planned=is_planned, repeats=repeats)
     limit = limit_per_s(size, max(1, count // degree), degree, (prefix, own, ANSWER))
     return {
         "model": size.shape, "prefix": prefix, "own": own, "degree": degree, "way": way,
@@ -73,38 +78,44 @@ def _line(
 
 
 def run_mixes(settings: Settings) -> Iterator[Line]:
-    """Fig. 5: all mixes on 8B, planned and not; on 14B."""
-    for size, part in ((LLAMA_8B, 1.0), (QWEN_14B, 0.5)):
-        for mix, count in MIXES.items():
+    """Fig. 5: all mixes on 8B, planned and not; on 14B, and two on 70B in 4 bits."""
+    for size, mixes in MODELS.items():
+        for mix, count in mixes.items():
             for way in ("planned", "LRU, as given"):
                 if way == "planned" or size is LLAMA_8B or mix[:2] == (2000, 200):
                     repeats = 2 if (way, mix, size) == ("planned", (2000, 200, 16), LLAMA_8B) else 1
-                    yield _line(settings, size, way, mix, round(part * count), repeats)
+                    yield _line(settings, size, way, mix, count, repeats)
 
 
 def plot_mixes(lines: Sequence[Line], figure: "Figure") -> None:
-    for axes, size in zip(figure.subplots(1, 2), (LLAMA_8B, QWEN_14B), strict=True):
+    figure.set_size_inches(8, 7)
+    rows = figure.subplot_mosaic([["llama31-8b"] * 3, ["qwen25-14b", "qwen25-14b", "llama31-70b"]])
+    for size, mixes in MODELS.items():
+        axes = rows[size.shape]
         found = only(lines, model=size.shape)
-        names = [f"{p / 1000:g}K\n{o}\n{d}" for p, o, d in MIXES]
+        names = [
+            f"{p:,}, {o:,}, {d}" if size is LLAMA_8B else f"{p:,}\n{o:,}\n{d}" for p, o, d in mixes
+        ]
         series = {
-            way: ([_rate(found, way, mix) for mix in MIXES], LOOKS[way])
+            way: ([_rate(found, way, mix) for mix in mixes], LOOKS[way])
             for way in ("planned", "LRU, as given")
         }
         if size is LLAMA_8B:
             theirs = [
                 rival("offline", VLLM_NAMES[mix], "sorted") if mix in VLLM_NAMES else None
-                for mix in MIXES
+                for mix in mixes
             ]
             series["vLLM 0.24, sorted"] = (theirs, style.RIVAL)
-        style.bars(axes, names, series, "{:.0f}")
+        style.bars(axes, names, series, "{:.1f}" if size is LLAMA_70B else "{:.0f}")
         limits = [
-            one(found, prefix=p, own=o, degree=d)["limit_requests_per_s"] for p, o, d in MIXES
+            one(found, prefix=p, own=o, degree=d)["limit_requests_per_s"] for p, o, d in mixes
         ]
         for at, limit in enumerate(limits):
             label = "limit of the card" if at == 0 else None
             axes.plot([at - 0.45, at + 0.45], [limit] * 2, label=label, **style.LIMIT)
         axes.tick_params(axis="x", labelsize=7)
-        style.finish(axes, f"{size.shape}, one H200", "prefix, own tokens, degree", "requests/s")
+        about = "prefix, own tokens, degree"
+        style.finish(axes, size.shape, about, "requests/s", legend=size is LLAMA_8B)
 
 
 def _rate(lines: Sequence[Line], way: str, mix: tuple[int, int, int]) -> float | None:
@@ -196,7 +207,7 @@ def run_industry(settings: Settings) -> Iterator[Line]:
     answers = np.full(len(rows), 4 if settings.is_quick else ANSWER)
     job = Job.of(rows, answers)
     for way, (share, is_planned, like) in WAYS.items():
-        found = run(settings, QWEN_7B.of(settings), job, share, is_planned=is_planned)
+        found = run(settings, settings.sized(QWEN_7B), job, share, is_planned=is_planned)
         yield {"way": way, "like": like, **found}
 
 

@@ -101,9 +101,9 @@ def judge_lengths(lines: Sequence[Line]) -> Verdict:
     degree = one(lines, part="degree")
     return Verdict(
         Outcome.REPRODUCED if degree["documents_found"] > 0.999 else Outcome.NOT,
-        f"drawn with {shared:.0f} shared and {own:.0f} own tokens and a degree of "
-        f"{degree['mean']:.1f} on average; the planner finds {degree['documents_found']:.1%} of "
-        "the documents that are asked about more than once, whole",
+        f"on average a prompt is drawn with {shared:.0f} shared and {own:.0f} own tokens and a "
+        f"degree of {degree['mean']:.1f}. Of the documents with more than one question, the "
+        f"planner finds {degree['documents_found']:.1%} as whole prefixes",
     )
 
 
@@ -153,9 +153,10 @@ def judge_saving(lines: Sequence[Line]) -> Verdict:
     is_best = all(abs(line["planned"] - line["upper_bound"]) < 1e-3 for line in lines)
     return Verdict(
         Outcome.REPRODUCED if is_best else Outcome.NOT,
-        f"16 to a prefix of 2,000: {near['planned']:.1%} planned, {near['lru']:.1%} by LRU; "
-        f"of 16,000: {far['planned']:.1%} and {far['lru']:.1%}. The plan "
-        f"{'is' if is_best else 'is not'} at the upper bound everywhere",
+        f"with 16 requests per prefix of 2,000 tokens, the plan saves {near['planned']:.1%} and an "
+        f"LRU cache {near['lru']:.1%}; with prefixes of 16,000, {far['planned']:.1%} and "
+        f"{far['lru']:.1%}. The plan {'always' if is_best else 'does not always'} "
+        f"reach{'es' if is_best else ''} the upper bound",
     )
 
 
@@ -192,8 +193,8 @@ def judge_levels(lines: Sequence[Line]) -> Verdict:
     gap = line["multi_level"] - line["enlarged"]
     return Verdict(
         Outcome.REPRODUCED if gap < 0.03 else Outcome.NOT,
-        f"multi-level {line['multi_level']:.1%}, one enlarged level {line['enlarged']:.1%}, "
-        f"one plain level {line['first_level']:.1%}. Levels cost nothing here, so all are kept",
+        f"multi-level {line['multi_level']:.1%}, one enlarged level {line['enlarged']:.1%}, one "
+        f"plain level {line['first_level']:.1%}. More levels cost nothing here, so all are kept",
     )
 
 

@@ -15,8 +15,9 @@ from mainstem.plan.planner import PlanConfig
 from mainstem_bench.feed import run_job
 from mainstem_bench.paper import style
 from mainstem_bench.paper.batchllm_plans import industry
+from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import VOCAB, Job, Size, engine_of
+from mainstem_bench.paper.jobs import VOCAB, Job, engine_of
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.step_trace import StepTrace
@@ -48,7 +49,7 @@ def a_job(settings: Settings) -> Job:
 
 def measure(settings: Settings) -> Iterator[Line]:
     """Sharing and token batching, off and on: measured steps."""
-    job, size = a_job(settings), QWEN_7B.of(settings)
+    job, size = a_job(settings), settings.sized(QWEN_7B)
     for shared, share in SHARES.items():
         for batching in ("off", "on"):
             max_seqs = None if batching == "on" else 4 if settings.is_quick else VLLM_SEQS

@@ -1,13 +1,13 @@
 """The evaluation of three papers, redone: every figure and table by its name.
 
     mainstem bench paper --list
-    mainstem bench paper relay-fig7            on a card, or on this CPU where no card is needed
+    mainstem bench paper relay-fig7            on a GPU, or on this CPU if the item needs no GPU
     mainstem bench paper --quick all           tiny models on this CPU: the same code on small
                                                numbers, nothing drawn or judged
     mainstem bench paper --draw relay-fig7     plot and verdict again, from stored lines
 
-An item prints its JSON lines, and writes them to --results with a plot. Then it says what the paper
-shows, what came out here, and what is different.
+An item prints its JSON lines, and writes them to --results with a plot. Then it prints the paper's
+claim, our result, and what is different here.
 """
 
 import argparse
@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("items", nargs="*", metavar="ITEM", help="relay-fig7, relay, all")
-    made.add_argument("--list", action="store_true", help="the items, and what each takes")
+    made.add_argument(
+        "--list", action="store_true", help="list the items and the seconds that each takes"
+    )
     made.add_argument("--quick", action="store_true", help="tiny models on a CPU")
     made.add_argument(
         "--results", type=Path, default=DEFAULT_RESULTS, metavar="FOLDER", help="(%(default)s)"
@@ -45,7 +47,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--draw", action="store_true", help="measure nothing: use stored lines")
     made.add_argument("--no-plot", action="store_true", help="lines and verdicts only")
     made.add_argument(
-        "--limit-s", type=float, metavar="S", help="begin no item that would end later (none)"
+        "--limit-s",
+        type=float,
+        metavar="S",
+        help="start no item that would end after S seconds (no limit)",
     )
     return made
 
@@ -64,7 +69,9 @@ def main(argv: list[str]) -> int:
         for item in items:
             expected_s = item.quick_s if args.quick else item.full_s
             if args.limit_s is not None and perf_counter() - began_s + expected_s > args.limit_s:
-                print(f"{item.name}: left out, --limit-s {args.limit_s:g}", file=sys.stderr)
+                print(
+                    f"{item.name}: left out because of --limit-s {args.limit_s:g}", file=sys.stderr
+                )
                 continue
             if len(items) > 1 and not args.draw and not can_run(item, settings):
                 print(f"{item.name}: left out, it needs a CUDA device", file=sys.stderr)
@@ -110,10 +117,9 @@ def _do(item: Item, settings: Settings, args: argparse.Namespace) -> int:
         if item.plot is not None and lines and not args.no_plot and not args.quick:
             draw(item, lines, args.results / f"{item.name}.svg")
         print(told(item, judged(item, lines)), file=sys.stderr)
-    except MainstemError:
-        raise
     except Exception as error:
-        traceback.print_exception(error)
+        if not isinstance(error, MainstemError):
+            traceback.print_exception(error)
         print(f"{item.name}: failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -144,12 +150,12 @@ def _measure(item: Item, settings: Settings) -> list[Line]:
 
 
 def judged(item: Item, lines: list[Line]) -> Verdict:
-    """The item's verdict; open where it was never measured in full."""
+    """The item's verdict; OPEN if it was never measured in full."""
     if item.run is None:
         return item.verdict(lines)
     if not lines:
-        where = "on a card" if item.where is Where.GPU else "in full"
-        return Verdict(Outcome.OPEN, f"{where}: `{item.command}`")
+        needs = "it needs a GPU" if item.where is Where.GPU else "a full run is needed"
+        return Verdict(Outcome.OPEN, f"{needs}: `{item.command}`")
     if any("--quick" in line["command"] for line in lines):
         return Verdict(Outcome.OPEN, "a quick run checks the code; its numbers mean little")
     return item.verdict(lines)

@@ -1,4 +1,4 @@
-"""Engines on random weights that keep a model loaded from one setting to the next."""
+"""Engines with random weights that share one loaded model."""
 
 import gc
 from collections.abc import Iterator
@@ -12,10 +12,24 @@ from mainstem.core.events import EventBus
 from mainstem.core.step import InFlight, Runner, Step
 from mainstem.engine.build import join, with_chunk
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
+from mainstem.models.spec import ModelSpec
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import load_runner
 from mainstem.runner.origin import RandomOrigin
+from mainstem_bench.packed import shape_with
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model and the KV memory that it gets."""
+
+    shape: str
+    kv_tokens: int
+    weights: str | None = None  # a format of quantized checkpoints; None: 16 bits
+
+    @property
+    def spec(self) -> ModelSpec:
+        return shape_with(self.shape, self.weights)
 
 
 class KeptRunner:
@@ -43,14 +57,11 @@ class KeptRunner:
 
 @dataclass(slots=True)
 class _Loaded:
-    shape: str
+    size: Size
     config: EngineConfig
     runner: Runner
     facts: RunnerFacts
-    shares: set[Share] = field(default_factory=set)  # that engines were made with
-
-    def holds(self, shape: str, kv_tokens: int) -> bool:
-        return (self.shape, self.config.cache.kv_tokens) == (shape, kv_tokens)
+    shares: set[Share] = field(default_factory=set)  # of the engines made so far
 
 
 @dataclass(slots=True)
@@ -61,14 +72,10 @@ class Engines:
 
     @contextmanager
     def engine(
-        self,
-        shape: str,
-        kv_tokens: int,
-        share: Share = Share.READS,
-        max_seqs: int | None = None,
+        self, size: Size, share: Share = Share.READS, max_seqs: int | None = None
     ) -> Iterator[Engine]:
-        """An engine around random weights of `shape` with room for `kv_tokens`, nothing cached."""
-        loaded = self._load(shape, kv_tokens)
+        """An engine around random weights, nothing cached."""
+        loaded = self._load(size)
         sched = replace(loaded.config.sched, share=share, max_seqs=max_seqs)
         config = replace(loaded.config, sched=sched)
         engine = join(loaded.runner, loaded.facts, config, EventBus(), around=KeptRunner)
@@ -79,29 +86,27 @@ class Engines:
             engine.close()
 
     def is_new(self, share: Share) -> bool:
-        """Whether the loaded model has not run with `share` before, as far as was asked here."""
+        """Whether this is the first call with `share` since the model was loaded."""
         assert self._loaded is not None, "no model is loaded"
         is_new = share not in self._loaded.shares
         self._loaded.shares.add(share)
         return is_new
 
     def close(self) -> None:
-        """Free the device, also of what engines of other makers have left there."""
+        """Free the device's memory, including tensors of engines that other code made."""
         if self._loaded is not None:
             self._loaded.runner.close()
             self._loaded = None
-        gc.collect()  # engines refer to themselves by way of their buses
+        gc.collect()  # engines are in reference cycles with their event buses
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self, shape: str, kv_tokens: int) -> _Loaded:
-        if self._loaded is not None and self._loaded.holds(shape, kv_tokens):
+    def _load(self, size: Size) -> _Loaded:
+        if self._loaded is not None and self._loaded.size == size:
             return self._loaded
         self.close()
-        config = with_chunk(
-            EngineConfig(model=ModelConfig(model=shape), cache=CacheConfig(kv_tokens=kv_tokens)),
-            SHAPES[shape],
-        )
-        runner, facts = load_runner(RandomOrigin(SHAPES[shape], seed=0), config)
-        self._loaded = _Loaded(shape, config, runner, facts)
+        model, cache = ModelConfig(model=size.shape), CacheConfig(kv_tokens=size.kv_tokens)
+        config = with_chunk(EngineConfig(model=model, cache=cache), size.spec)
+        runner, facts = load_runner(RandomOrigin(size.spec, seed=0), config)
+        self._loaded = _Loaded(size, config, runner, facts)
         return self._loaded

@@ -1,7 +1,7 @@
 """One figure or table of a paper: how it is measured here, drawn, and judged.
 
-A line is one measured point as JSON. An item's `run` yields lines; `plot` and `verdict` see nothing
-but lines, so that a page can be made from stored ones.
+A line is one measured point as JSON. An item's `run` yields lines; `plot` and `verdict` use only
+lines, so pages can be made from stored lines.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from mainstem_bench.paper.engines import Engines
+from mainstem_bench.paper.engines import Engines, Size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Line = dict[str, Any]
-"""A measured point; what it holds is between an item's run, plot and verdict."""
+"""A measured point. Its keys are chosen by the item's `run` and known only to its `plot` and
+`verdict`."""
 
 
 class Outcome(Enum):
@@ -28,10 +29,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a claim, and why."""
+    """Whether the paper's claim holds here, and why."""
 
     outcome: Outcome
-    reason: str  # a sentence or two; numbers of ours come from lines
+    reason: str  # a sentence or two; our own numbers come from lines
 
 
 class Where(Enum):
@@ -49,8 +50,12 @@ class Settings:
     engines: Engines = field(default_factory=Engines)
     _measured: dict[str, list[Line]] = field(default_factory=dict)
 
+    def sized(self, size: Size) -> Size:
+        """`size`; a tiny model for a quick run."""
+        return Size("tiny", 16_384) if self.is_quick else size
+
     def once(self, name: str, measure: Callable[[], Iterator[Line]]) -> list[Line]:
-        """What `measure` yields; measured once for all items that ask for `name`."""
+        """The lines of `measure`, which runs once for all items that use the same `name`."""
         if name not in self._measured:
             self._measured[name] = list(measure())
         return [dict(line) for line in self._measured[name]]

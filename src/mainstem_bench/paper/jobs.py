@@ -1,4 +1,4 @@
-"""Whole jobs on random weights: one engine a setting, the model loaded once."""
+"""Whole jobs on random weights: one engine per setting, with the model loaded once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ import torch
 from mainstem.core.config import Share
 from mainstem.core.plan import Int64s, Prompts
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem.plan.cost import H200, Card
 from mainstem_bench.feed import run_job
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.offline import warm_up
+from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.workloads import OfflineJob
 
@@ -25,19 +25,7 @@ SYSTEMS = {  # the paper's names for what is shared
     Share.READS: "vLLM-RA",
 }
 WARM_SEQS = 256
-QUICK_SHAPE = "tiny"
 VOCAB = 500  # ids of random prompts stay below: every shape has that many
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A model and the KV memory that it gets."""
-
-    shape: str
-    kv_tokens: int
-
-    def of(self, settings: Settings) -> "Size":
-        return Size(QUICK_SHAPE, 16_384) if settings.is_quick else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +59,10 @@ def engine_of(
     settings: Settings, size: Size, share: Share, max_seqs: int | None = None
 ) -> Iterator[Engine]:
     """An engine that has run steps of every kind before, with nothing cached."""
-    with settings.engines.engine(size.shape, size.kv_tokens, share, max_seqs) as engine:
+    with settings.engines.engine(size, share, max_seqs) as engine:
         if settings.engines.is_new(share) and torch.cuda.is_available():
             about = OfflineJob("warm", size.shape, size.kv_tokens, 2, 64, 256, 64, 16)
-            warm_up(engine, about, SHAPES[size.shape].vocab_size, WARM_SEQS)
+            warm_up(engine, about, size.spec.vocab_size, WARM_SEQS)
         yield engine
 
 
@@ -97,6 +85,7 @@ def run(
     num_tokens = len(job.prompts.token_ids) + int(job.answers.sum())
     return {
         "model_shape": size.shape,
+        "weights": size.weights,
         "kv_tokens": size.kv_tokens,
         "share": share.value,
         "planned": is_planned,
@@ -122,8 +111,9 @@ def limit_per_s(
     lengths: tuple[float, float, float],
     card: Card = H200,
 ) -> float:
-    """Requests a second that a card could do at most: prefix, own and answer tokens (means)."""
+    """The most requests per second that a card could answer, for mean prefix, own and answer
+    tokens."""
     prefix, own, answer = (round(tokens) for tokens in lengths)
     job = OfflineJob("limit", size.shape, size.kv_tokens, groups, degree, prefix, own, answer)
-    cost = ModelCost.of(SHAPES[size.shape], element_bytes=2)
+    cost = ModelCost.of(size.spec, element_bytes=2)
     return groups * degree / job_floor(card, cost, job, size.kv_tokens).total_s

@@ -33,7 +33,7 @@ def shipped(name: str) -> Iterator[Path]:
 
 @cache
 def sharegpt_turns() -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Conversations as (user tokens, answer tokens) a turn."""
+    """Conversations, as (user tokens, answer tokens) of each turn."""
     rows = _rows("sharegpt_session_lengths.jsonl.gz")
     return tuple(tuple((user, answer) for user, answer in row["turns"]) for row in rows)
 

@@ -1,15 +1,16 @@
-"""What cards that are not here would do: the limit of their data sheet, times what an H200 reaches.
+"""Projected throughput of cards that we do not have.
 
-Of a data sheet's rates a card sustains about 9/10 of the bandwidth and 2/3 of the products, as the
-H200 does; jobs reach about 9/10 of the limit that follows (`mainstem bench offline`).
+The limit follows from 9/10 of the data sheet's bandwidth and 2/3 of its FLOP/s, which are the
+shares that an H200 sustains. A job reaches about 9/10 of that limit (`mainstem bench offline`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mainstem.plan.cost import H200, Card
+from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import Size, limit_per_s
+from mainstem_bench.paper.jobs import limit_per_s
 from mainstem_bench.paper.results import one
 
 SHARE_OF_LIMIT = 0.9
@@ -64,7 +65,7 @@ def judge_batch(lines: Sequence[Line]) -> Verdict:
     )
     return Verdict(
         Outcome.CANNOT,
-        "the kernels are Triton's, except on Hopper, and nothing was run on an AMD card. Projected "
-        f"for 2000/200 at degree 16 with 8B: {amd:.1f} requests/s on one die of an MI200, "
-        f"{a100:.1f} on an A100, for which the paper reports 18",
+        "the kernels are written in Triton, except on Hopper, and nothing was run on an AMD card. "
+        f"Projected for 2000/200 at degree 16 with 8B: {amd:.1f} requests/s on one die of an "
+        f"MI200, {a100:.1f} on an A100, for which the paper reports 18",
     )

@@ -83,16 +83,16 @@ def judge_answers(lines: Sequence[Line]) -> Verdict:
     chance = ""
     if at_chance:
         chance = (
-            f". With {', '.join(dict.fromkeys(at_chance))} examples the model is at chance (25 %), "
-            "so that accuracy shows little; logprobs of the letters"
+            f". With {', '.join(dict.fromkeys(at_chance))} examples the model only guesses (25 %), "
+            "so equal accuracy proves little; but logprobs of the letters"
         )
         worst = max(line["logprob_difference"] for line in shared)
         chance += f" differ by {worst:.1g} at most"
     tokens = min(line["same_tokens"] for line in shared)
     return Verdict(
         Outcome.REPRODUCED if is_equal else Outcome.NOT,
-        f"accuracy with 1, 3 and 5 examples is {told} with and without sharing: the same choice at "
-        f"every question, and {tokens:.0f} % of generated tokens are the same{chance}",
+        f"accuracy with 1, 3 and 5 examples is {told}, with and without sharing. Every question "
+        f"gets the same choice, and {tokens:.0f} % of generated tokens are the same{chance}",
     )
 
 
@@ -100,7 +100,7 @@ def judge_answers(lines: Sequence[Line]) -> Verdict:
 
 
 def run_perplexity(settings: Settings) -> Iterator[Line]:
-    """A text read on through many cuts of the window."""
+    """One long text, during which the window is cut many times."""
     window, num_tokens, turn = WINDOW, TEXT_TOKENS, TURN_TOKENS
     ways = list(CUT_WAYS)
     if settings.is_quick:
@@ -138,8 +138,8 @@ def judge_perplexity(lines: Sequence[Line]) -> Verdict:
     is_close = kv <= CLOSE * recompute and naive > 2 * recompute
     return Verdict(
         Outcome.REPRODUCED if is_close else Outcome.NOT,
-        f"perplexity: {told}; kv is {kv / recompute - 1:.1%} above recompute, and naive is lost, "
-        f"as in the paper. The likeliest token is that of the uncut text at: {same}",
+        f"perplexity: {told}; kv is {kv / recompute - 1:.1%} above recompute, and naive fails, as "
+        f"in the paper. How often the likeliest token is the same as with the whole text: {same}",
     )
 
 
@@ -147,7 +147,7 @@ def judge_perplexity(lines: Sequence[Line]) -> Verdict:
 
 
 def run_questions(settings: Settings) -> Iterator[Line]:
-    """Questions on documents after a cut: of the text before them, and of the documents."""
+    """Questions about documents after a cut that dropped older text, or the documents."""
     ways = ["kv"] if settings.is_quick else ["recompute", "kv", "important"]
     config, folder = a_config(WINDOW), resolve_model(MODEL)
     with shipped("xquad_few.jsonl.gz") as path:
@@ -200,7 +200,7 @@ def judge_questions(lines: Sequence[Line]) -> Verdict:
     count = kv["questions"]
     return Verdict(
         Outcome.REPRODUCED if is_equal else Outcome.NOT,
-        f"{'; '.join(told)} ({count} questions, kv differs from recompute by "
+        f"correct answers with {'; '.join(told)} ({count} questions; kv minus recompute is "
         f"{kv['right_difference']:+.1f} +- {kv['right_margin']:.1f} points)",
     )
 

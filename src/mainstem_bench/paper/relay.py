@@ -9,19 +9,19 @@ from mainstem_bench.paper import relay_tables as tables
 from mainstem_bench.paper.item import Item, Where
 
 ON_H200 = "an H200 instead of an A40 and A100s; "
-RANDOM = "random weights, which cost the same time; "
-CUT = "answers are cut at 256 tokens, or a run would wait for its longest answer; "
+RANDOM = "random weights (the time is the same); "
+CUT = "answers have at most 256 tokens, so that a run does not wait for one long answer; "
 
 DATA = (
     "the first 5,671 conversations of ShareGPT, 41 of 57 subjects of MMLU, other tokenizers "
-    "(Qwen 2.5, SmolLM2), which make fewer tokens than Llama's"
+    "(Qwen 2.5, SmolLM2), which need fewer tokens than Llama's"
 )
 
 ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-fig1",
         title="RelayAttention Fig. 1: attention time against the system prompt",
-        claim="PagedAttention's time grows with the system prompt, RelayAttention's hardly does "
+        claim="PagedAttention's time grows with the system prompt, RelayAttention's hardly grows "
         "(Llama-30B, batch 32, context 128)",
         differs=ON_H200 + "one launch for shared and own keys instead of three",
         where=Where.GPU,
@@ -35,7 +35,8 @@ ITEMS: tuple[Item, ...] = (
         name="relay-fig6",
         title="RelayAttention Fig. 6: speed-up of attention, measured and by Eq. 10",
         claim="measured speed-ups are close to Eq. 10 at batches of 4 to 32, contexts 128 and 256",
-        differs=ON_H200 + "an H200 reads so fast that launching weighs more at small batches",
+        differs=ON_H200
+        + "an H200 reads so fast that at small batches the launch takes a larger part of the time",
         where=Where.GPU,
         full_s=30,
         quick_s=4,
@@ -46,8 +47,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-fig7",
         title="RelayAttention Fig. 7: batch throughput on ShareGPT",
-        claim="1.06 to 4.36 times vLLM's throughput from 64 to 2,048 tokens of system prompt; "
-        "storing once (vLLM-PS) gains at most 108 %",
+        claim="with system prompts of 64 to 2,048 tokens RelayAttention has 1.06 to 4.36 times "
+        "vLLM's throughput; storing the prompt once (vLLM-PS) gains at most 108 %",
         differs=ON_H200 + RANDOM + CUT + "the three systems are `--share none|storage|reads`",
         where=Where.GPU,
         full_s=110,
@@ -59,10 +60,10 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-fig8",
         title="RelayAttention Fig. 8: latency against the rate of requests",
-        claim="up to about 2.2 times the request rate of vLLM-PS at 0.5 s a token, system prompt "
-        "of 2,048",
-        differs=ON_H200 + RANDOM + CUT + "requests arrive for 5 s at each rate, and 15 ms a token "
-        "are the limit, three times what an idle engine takes here",
+        claim="at 0.5 s per token, up to about 2.2 times the request rate of vLLM-PS, system "
+        "prompt of 2,048",
+        differs=ON_H200 + RANDOM + CUT + "requests arrive for 5 s at each rate; the limit is 15 ms "
+        "per token, three times the time of an idle engine here",
         where=Where.GPU,
         full_s=110,
         quick_s=4,
@@ -85,9 +86,10 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-fig10",
         title="RelayAttention Fig. 10: throughput with equal lengths",
-        claim="up to 2.2 times with 256 user and 512 answer tokens at a system prompt of 2,048",
-        differs=ON_H200 + RANDOM + "vLLM 0.24 beside ours on 64+128; vLLM 0.32 has removed its "
-        "attention over shared prefixes",
+        claim="RelayAttention is up to 2.2 times as fast, with 256 user and 512 answer tokens "
+        "after a system prompt of 2,048",
+        differs=ON_H200 + RANDOM + "vLLM 0.24 is also measured on 64+128; vLLM 0.32 has no "
+        "attention over shared prefixes any more",
         where=Where.GPU,
         full_s=110,
         quick_s=5,
@@ -98,8 +100,9 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-tab1",
         title="RelayAttention Table 1: ranges of lengths in the benchmark's data",
-        claim="ShareGPT: system prompts of 64 to 2,048 tokens, user prompts of 4 to 1,024, answers "
-        "of 4 to 2,013; MMLU: 379 to 2,895 before questions of 55 to 1,219, 32 answered",
+        claim="ShareGPT: system prompts of 64 to 2,048 tokens, user prompts of 4 to 1,024, "
+        "answers of 4 to 2,013; MMLU: system prompts of 379 to 2,895, questions of 55 to 1,219, "
+        "answers of 32",
         differs=DATA,
         where=Where.CPU,
         full_s=2,
@@ -122,8 +125,11 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-tab3",
         title="RelayAttention Table 3: few-shot MMLU, time",
-        claim="39 %, 63 % and 76 % less time with 1, 3 and 5 examples (A100-80G)",
-        differs=ON_H200 + RANDOM + "500 questions instead of all; lengths of the real ones; the "
+        claim="RelayAttention takes 39 %, 63 % and 76 % less time with 1, 3 and 5 examples "
+        "(A100-80G)",
+        differs=ON_H200
+        + RANDOM
+        + "500 questions instead of all, with the lengths of real ones; the "
         "answers are relay-answers",
         where=Where.GPU,
         full_s=40,
@@ -135,7 +141,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-answers",
         title="RelayAttention Table 3: few-shot MMLU, accuracy",
-        claim="37.6, 41.3 and 43.2 % with 1, 3 and 5 examples (Llama2-7B), the same in all systems",
+        claim="accuracy is 37.6, 41.3 and 43.2 % with 1, 3 and 5 examples (Llama2-7B) in all "
+        "systems",
         differs="SmolLM2-135M on a CPU; 100 questions of 12 subjects; the answer is the likeliest "
         "of the four letters",
         where=Where.CPU,
@@ -148,8 +155,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="relay-tab4",
         title="RelayAttention Table 4: throughput of other models on ShareGPT",
-        claim="at 1,024 tokens 2.6 times vLLM's throughput for Llama2-13B, 2.4 for Llama-30B, 2.5 "
-        "for Phi-2, 2.3 for Mistral-7B",
+        claim="with 1,024 tokens, 2.6 times vLLM's throughput for Llama2-13B, 2.4 for Llama-30B, "
+        "2.5 for Phi-2, 2.3 for Mistral-7B",
         differs=ON_H200 + RANDOM + CUT + "KV memory as on the paper's cards; Llama-30B on one card "
         "instead of two",
         where=Where.GPU,

@@ -94,8 +94,8 @@ def judge_time(lines: Sequence[Line]) -> Verdict:
     grows = {name: last[name] / first[name] for name in ("storage_us", "reads_us")}
     return Verdict(
         Outcome.REPRODUCED if grows["reads_us"] < grows["storage_us"] / 3 else Outcome.NOT,
-        f"from 64 to 4,096 tokens the time grows {grows['storage_us']:.1f}-fold where every "
-        f"sequence reads the prompt, {grows['reads_us']:.1f}-fold where it is read once "
+        f"from 64 to 4,096 tokens the time grows {grows['storage_us']:.1f}-fold if every "
+        f"sequence reads the prompt, and {grows['reads_us']:.1f}-fold if it is read once "
         f"({last['storage_us']:.0f} and {last['reads_us']:.0f} us)",
     )
 
@@ -120,10 +120,10 @@ def judge_speedup(lines: Sequence[Line]) -> Verdict:
     best = max(lines, key=lambda line: line["speedup"])
     worst = min(lines, key=lambda line: line["speedup"])
     at = f"batch {worst['batch']}, system prompt {worst['system']}"
-    why = ": a launch costs more there than reading, and the engine does not share"
+    why = ": there the launch takes longer than reading, so the engine does not share"
     return Verdict(
         Outcome.REPRODUCED if min(share) > 0.6 else Outcome.NOT,
-        f"up to {best['speedup']:.1f} times as fast (Eq. 10: {best['theory']:.1f}); from 1,024 "
-        f"tokens on {min(share):.0%} to {max(share):.0%} of Eq. 10. The least is "
+        f"the largest speed-up is {best['speedup']:.1f} (Eq. 10: {best['theory']:.1f}); with 1,024 "
+        f"tokens or more it is {min(share):.0%} to {max(share):.0%} of Eq. 10. The smallest is "
         f"{worst['speedup']:.2f} ({at})" + why * (worst["speedup"] < 1),
     )

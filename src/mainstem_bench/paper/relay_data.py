@@ -84,7 +84,8 @@ def judge_lengths(lines: Sequence[Line]) -> Verdict:
     is_alike = one(lines, data="MMLU", part="system prompt")["most"] > 2000
     return Verdict(
         Outcome.REPRODUCED if is_alike else Outcome.NOT,
-        "; ".join(told) + ". ShareGPT's ranges agree, MMLU's prompts have half the tokens",
+        "; ".join(told)
+        + ". ShareGPT's ranges agree with the paper's; MMLU's prompts have half as many tokens",
     )
 
 

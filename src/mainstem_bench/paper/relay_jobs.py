@@ -8,8 +8,9 @@ import numpy as np
 from mainstem.core.config import Share
 from mainstem.core.plan import Int64s
 from mainstem_bench.paper import style
+from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import SYSTEMS, Job, Size, limit_per_s, run
+from mainstem_bench.paper.jobs import SYSTEMS, Job, limit_per_s, run
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival
@@ -51,7 +52,7 @@ def sharegpt_line(
     drawn = sharegpt_requests(count, 8 if settings.is_quick else MOST_ANSWER)
     users = np.minimum(drawn.users, 64) if settings.is_quick else drawn.users
     job = _after_system(system, users, drawn.answers)
-    found = run(settings, size.of(settings), job, share, repeats=repeats)
+    found = run(settings, settings.sized(size), job, share, repeats=repeats)
     lengths = (system, float(users.mean()), float(drawn.answers.mean()))
     return {
         "system": system,
@@ -106,15 +107,16 @@ def judge_sharegpt(lines: Sequence[Line]) -> Verdict:
     is_good = ratio["reads", 2048] >= 4.36
     return Verdict(
         Outcome.EXCEEDED if is_good else Outcome.REPRODUCED if over_stored > 1.5 else Outcome.NOT,
-        f"reading once is {ratio['reads', 64]:.2f} times as fast as sharing nothing at 64 tokens "
-        f"and {ratio['reads', 2048]:.2f} times at 2,048 ({over_stored:.2f} times as fast as "
-        f"storing once, which gives {ratio['storage', 2048]:.2f})",
+        f"reading once is {ratio['reads', 64]:.2f} times as fast as sharing nothing with a system "
+        f"prompt of 64 tokens, and {ratio['reads', 2048]:.2f} times with 2,048. Storing once is "
+        f"{ratio['storage', 2048]:.2f} times as fast with 2,048, so reading once is "
+        f"{over_stored:.2f} times as fast as storing once",
     )
 
 
 def run_synthetic(settings: Settings) -> Iterator[Line]:
     """Fig. 10: all requests of one length."""
-    size = LLAMA_7B.of(settings)
+    size = settings.sized(LLAMA_7B)
     for user, answer in ((8, 4),) if settings.is_quick else SYNTHETIC:
         is_first = (user, answer) == SYNTHETIC[0]
         for share in (Share.READS, Share.STORAGE, *([Share.NONE] if is_first else [])):
@@ -183,7 +185,8 @@ def judge_synthetic(lines: Sequence[Line]) -> Verdict:
     best = rival("offline", "relay-2048", "cascade")
     return Verdict(
         Outcome.EXCEEDED if hardest > 2.2 else Outcome.REPRODUCED if hardest > 1.2 else Outcome.NOT,
-        f"at 2,048 tokens reading once is {ratios[64]:.2f}, {ratios[128]:.2f} and {hardest:.2f} "
-        f"times as fast as storing once for 64+128, 128+256 and 256+512; vLLM 0.24 with cascade "
-        f"attention does {best:g} requests/s on 64+128, we {rate('reads', 64):.1f}",
+        f"after a system prompt of 2,048 tokens, reading once is {ratios[64]:.2f}, "
+        f"{ratios[128]:.2f} and {hardest:.2f} times as fast as storing once for 64+128, 128+256 "
+        f"and 256+512 (user + answer tokens). On 64+128 we answer {rate('reads', 64):.1f} "
+        f"requests/s, and vLLM 0.24 with cascade attention {best:g}",
     )

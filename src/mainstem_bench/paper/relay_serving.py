@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SYSTEM = 2048
-LONG_S = 0.015  # a token, three times an idle engine's; the paper waits for 0.5 s of an A40
+LONG_S = (
+    0.015  # limit per token: three times an idle engine's; the paper's limit is 0.5 s on an A40
+)
 RATES = {Share.READS: (32, 64, 96, 128), Share.STORAGE: (8, 16, 32, 48), Share.NONE: (2, 4, 8, 12)}
-SEND_S = 5.0  # that requests arrive
+SEND_S = 5.0  # how long requests arrive
 
 
 def run_rates(settings: Settings) -> Iterator[Line]:
-    """Each rate for a few seconds; no further rate once one is far beyond what is sustained."""
-    size = LLAMA_7B.of(settings)
+    """Measure each rate for a few seconds; stop after a rate that is far too high to sustain."""
+    size = settings.sized(LLAMA_7B)
     for share, rates in RATES.items():
         for rate in (20,) if settings.is_quick else rates:
             count = 10 if settings.is_quick else max(40, round(SEND_S * rate))
@@ -65,8 +67,8 @@ def run_rates(settings: Settings) -> Iterator[Line]:
 
 
 def sustained(lines: Sequence[Line], share: str, most_ms: float) -> float:
-    """The rate at which a token takes `most_ms` on average, between the rates that were tried; the
-    highest tried where all are quicker."""
+    """The rate at which a token takes `most_ms` on average, interpolated between measured rates. If
+    all were faster, the highest measured rate."""
     found = sorted(only(lines, share=share), key=lambda line: line["rate"])
     x, y = [line["rate"] for line in found], [line["norm_ms_mean"] for line in found]
     return float(np.interp(most_ms, np.maximum.accumulate(y), x))
@@ -95,8 +97,8 @@ def judge_rates(lines: Sequence[Line]) -> Verdict:
     at_least = " or more" if rates["reads"] >= most["reads"] else ""
     return Verdict(
         Outcome.EXCEEDED if over > 2.2 else Outcome.REPRODUCED if over > 1.3 else Outcome.NOT,
-        f"at {1e3 * LONG_S:g} ms a token, requests that arrive for {SEND_S:g} s, "
-        f"{rates['reads']:.0f}{at_least} requests/s are sustained reading once, "
-        f"{rates['storage']:.0f} storing once and {rates['none']:.0f} sharing nothing: {over:.1f} "
-        "times as many as storing once",
+        f"with at most {1e3 * LONG_S:g} ms per token, for requests that arrive during {SEND_S:g} "
+        f"s, reading once sustains {rates['reads']:.0f}{at_least} requests/s, storing once "
+        f"{rates['storage']:.0f}, and sharing nothing {rates['none']:.0f}: reading once sustains "
+        f"{over:.1f} times as many as storing once",
     )

@@ -8,8 +8,9 @@ import numpy as np
 
 from mainstem.core.config import Share
 from mainstem_bench.paper import style
+from mainstem_bench.paper.engines import Size
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
-from mainstem_bench.paper.jobs import SYSTEMS, Job, Size, run
+from mainstem_bench.paper.jobs import SYSTEMS, Job, run
 from mainstem_bench.paper.lengths import SHOTS, mmlu_subjects
 from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, SHORT, sharegpt_line
 from mainstem_bench.paper.results import one
@@ -66,7 +67,7 @@ def judge_models(lines: Sequence[Line]) -> Verdict:
         told.append(f"{name} {reads / none:.1f} (paper {paper[2] / paper[0]:.1f})")
     return Verdict(
         Outcome.REPRODUCED if is_above else Outcome.NOT,
-        f"reading once over sharing nothing at 1,024 tokens: {', '.join(told)}",
+        f"throughput of reading once / sharing nothing with 1,024 tokens: {', '.join(told)}",
     )
 
 
@@ -82,7 +83,7 @@ def run_mmlu(settings: Settings) -> Iterator[Line]:
         job = Job.after_prefixes(prefixes, owns, answers, groups)
         for share in (Share.READS, Share.STORAGE, Share.NONE):
             found = run(
-                settings, LLAMA_7B.of(settings), job, share, is_planned=share is not Share.NONE
+                settings, settings.sized(LLAMA_7B), job, share, is_planned=share is not Share.NONE
             )
             mean = round(float(np.mean([prefixes[at] for at in groups])), 1)
             yield {"shots": shots, "mean_prefix": mean, "paper_name": SYSTEMS[share], **found}

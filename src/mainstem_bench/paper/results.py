@@ -14,7 +14,7 @@ def lines_path(folder: Path, item: Item) -> Path:
 
 
 def read_lines(folder: Path, item: Item) -> list[Line]:
-    """What is stored of an item; empty where it was never run."""
+    """The stored lines of an item; empty if it was never run."""
     path = lines_path(folder, item)
     if not path.is_file():
         return []
@@ -23,7 +23,7 @@ def read_lines(folder: Path, item: Item) -> list[Line]:
         try:
             found.append(json.loads(text))
         except ValueError as error:
-            raise InvalidRequest(f"{path}:{number}", f"not a line of results: {error}") from None
+            raise InvalidRequest(f"{path}:{number}", f"is not a line of results: {error}") from None
     return found
 
 

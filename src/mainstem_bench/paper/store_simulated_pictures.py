@@ -51,16 +51,17 @@ class Compared:
 def _decoding(lines: Sequence[Line]) -> str:
     share = max(line["prefill_share"] for line in only(lines, way="RE"))
     return (
-        f". Prefill is at most {share:.0%} of the device's time here without a store, so no store "
-        "can save more; the paper's numbers for 13B together mean that it was 88 % there"
+        f". Without a store, prefill is at most {share:.0%} of the device's time here, and no "
+        "store can save more than that. From the paper's numbers for 13B it follows that it was "
+        "88 % there"
     )
 
 
 def _link(lines: Sequence[Line]) -> str:
     busy = max(line["link_busy"] for line in lines)
     return (
-        f". Copies from host memory run while the requests before are answered; they keep PCIe "
-        f"busy for at most {busy:.0%} of the time"
+        f". Copies from host memory run while earlier requests are answered; they keep PCIe busy "
+        f"for at most {busy:.0%} of the time"
     )
 
 
@@ -74,18 +75,21 @@ HITS = Compared(
     (86, 71, 89, 90), "{:.0f}", 0.1,
 )  # fmt: skip
 TTFT = Compared(
-    "time to the first token, % less", _saved("mean_ttft_s"), (85, 61, 87, 86), "{:.0f}", 0.15,
+    "time to the first token, reduction in %",
+    _saved("mean_ttft_s"), (85, 61, 87, 86), "{:.0f}", 0.15,
     note=_link,
 )  # fmt: skip
 PREFILL = Compared(
-    "prefill throughput, times as much", lambda lines, model: ratio(lines, model, "prefill_s"),
+    "prefill throughput, ratio to computing again",
+    lambda lines, model: ratio(lines, model, "prefill_s"),
     (6.8, 2.6, 7.8, 7.2), "{:.1f}", 0.25,
 )  # fmt: skip
 GPU_TIME = Compared(
-    "GPU time, times less", lambda lines, model: ratio(lines, model, "device_s"),
+    "GPU time, computing again / with the store",
+    lambda lines, model: ratio(lines, model, "device_s"),
     (4.0, 1.9, 3.3, 3.4), "{:.1f}", 0.25, _decoding,
 )  # fmt: skip
-COST = Compared("cost, % less", _saved("cost"), (70, 43, 66, 68), "{:.0f}", 0.25, _decoding)
+COST = Compared("cost, reduction in %", _saved("cost"), (70, 43, 66, 68), "{:.0f}", 0.25, _decoding)
 
 
 def plot_policies(lines: Sequence[Line], figure: "Figure") -> None:
@@ -124,12 +128,12 @@ def judge_policies(lines: Sequence[Line]) -> Verdict:
     is_ahead = ahead["hit_rate"] > lru["hit_rate"] > fifo["hit_rate"]
     return Verdict(
         Outcome.REPRODUCED if is_ahead and from_dram > 0.99 else Outcome.NOT,
-        f"at 32 GB and 128 GB of disk {ahead['hit_rate']:.0%} with look-ahead, "
-        f"{lru['hit_rate']:.0%} with LRU, {fifo['hit_rate']:.0%} with FIFO; {from_dram:.1%} of "
-        f"look-ahead's hits are in DRAM. At the paper's 128 GB and 10 TB all three have "
-        f"{lru_dram['hit_rate']:.0%}, because real users answer after seconds and nothing is "
-        f"pushed out; LRU still finds only {lru_dram['hit_rate_dram'] / lru_dram['hit_rate']:.0%} "
-        "of it in DRAM",
+        f"with 32 GB of memory and 128 GB of disk, the hit rate is {ahead['hit_rate']:.0%} with "
+        f"look-ahead, {lru['hit_rate']:.0%} with LRU and {fifo['hit_rate']:.0%} with FIFO; "
+        f"{from_dram:.1%} of look-ahead's hits are in DRAM. With the paper's 128 GB and 10 TB all "
+        f"three have {lru_dram['hit_rate']:.0%}, because real users answer within seconds and "
+        "nothing is evicted; but LRU finds only "
+        f"{lru_dram['hit_rate_dram'] / lru_dram['hit_rate']:.0%} of its hits in DRAM",
     )
 
 
@@ -165,12 +169,12 @@ def judge_overflow(lines: Sequence[Line]) -> Verdict:
         is_alike = is_alike and lost > paper / 2
         told.append(f"{model} {lost:.0f} (paper {paper:.0f})")
     why = (
-        ". Keeping KV wins for every model, by less than in the paper, because half as many of "
-        "these conversations outgrow a window (Fig. 2)"
+        ". Keeping KV is better for every model, but by less than in the paper, because only half "
+        "as many of these conversations outgrow the window (Fig. 2)"
     )
     return Verdict(
         Outcome.REPRODUCED if is_alike else Outcome.NOT,
-        f"points of hit rate lost where a cut invalidates KV: {', '.join(told)}"
+        f"points of hit rate lost if a cut invalidates the KV: {', '.join(told)}"
         + why * (not is_alike),
     )
 
@@ -208,8 +212,8 @@ def judge_media(lines: Sequence[Line]) -> Verdict:
         )
     ]
     why = (
-        ". The order is the paper's, the gaps are smaller: turns of a conversation follow each "
-        "other after the seconds that people take, so a small memory goes further"
+        ". The order is the same as in the paper, but the differences are smaller: the next turn "
+        "of a conversation comes after seconds, so a small memory is enough for more of them"
     )
     return Verdict(
         Outcome.REPRODUCED if is_alike else Outcome.NOT,
@@ -241,7 +245,8 @@ def judge_capacity(lines: Sequence[Line]) -> Verdict:
         Outcome.EXCEEDED
         if points[0.1] > 0.51 and points[0.25] >= 0.98 * unbounded
         else Outcome.NOT,
-        f"{points[0.1]:.0%} at a tenth of CCpUT and {points[0.25]:.0%} at a quarter, of "
-        f"{unbounded:.0%} that no capacity exceeds: first turns are counted here, and the paper "
-        "leaves them out. Sessions are shorter than the window and over long before the TTL",
+        f"the hit rate is {points[0.1]:.0%} with a tenth of CCpUT and {points[0.25]:.0%} with a "
+        f"quarter; {unbounded:.0%} is the limit for any capacity, since first turns are counted "
+        "here and not in the paper. Sessions are shorter than the window, and end long before the "
+        "TTL",
     )

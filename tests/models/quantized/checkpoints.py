@@ -1,4 +1,4 @@
-"""Tiny quantized checkpoints, and the plain models that they mean."""
+"""Tiny quantized checkpoints, and plain models with the same (dequantized) weights."""
 
 import json
 from pathlib import Path

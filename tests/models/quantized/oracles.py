@@ -1,5 +1,5 @@
-"""Random tensors of every format, and what they mean: read number by number, as the formats are
-described, with nothing of the engine's. `name` is a product's, out and width are its shape."""
+"""Random tensors of every format, and their numbers, read one by one as the formats are described,
+without code of the engine. `name` is a product's, out and width are its shape."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

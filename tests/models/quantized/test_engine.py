@@ -1,4 +1,5 @@
-"""Tiny checkpoints of every format through the whole engine, against the models that they mean."""
+"""Tiny checkpoints of every format through the whole engine, compared with the dequantized
+models."""
 
 import logging
 from pathlib import Path

@@ -119,7 +119,7 @@ def test_columns_in_act_order_are_dequantized_with_a_warning(
 
 
 class Counted(Checkpoint):
-    """Notes the largest share that is read of a tensor of layers, in one go."""
+    """Records the largest part of a layer's tensor that is read in one call."""
 
     largest = 0.0
 

@@ -79,7 +79,7 @@ def test_scales_are_in_the_compute_dtype(tmp_path: Path) -> None:
     assert torch.equal(found.dense(torch.float32), torch.from_numpy(right))
 
 
-def test_a_product_that_is_not_quantized_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_product_that_is_not_quantized_stays_plain(tmp_path: Path) -> None:
     source = saved(tmp_path, gptq_config(), {"weight": torch.ones(OUT, WIDTH)})
     assert source.take_packed(NAME, (OUT, WIDTH)) is None
     assert torch.equal(source.take(f"{NAME}.weight", (OUT, WIDTH)), torch.ones(OUT, WIDTH))
@@ -133,7 +133,7 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
         taken(saved(tmp_path, FP8, wrong))
 
 
-def test_bytes_without_scales_are_not_taken_for_numbers(tmp_path: Path) -> None:
+def test_bytes_without_scales_are_not_read_as_numbers(tmp_path: Path) -> None:
     source = saved(tmp_path, FP8, {"weight": torch.ones(OUT, WIDTH).to(torch.float8_e4m3fn)})
     assert source.take_packed(NAME, (OUT, WIDTH)) is None
     with pytest.raises(UnsupportedModel, match="no quantization_config that describes it"):

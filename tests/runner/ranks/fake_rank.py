@@ -1,4 +1,4 @@
-"""A rank over FakeRunner, which starts quickly and fails as it is told to."""
+"""A rank over FakeRunner, which starts quickly and fails on request."""
 
 import os
 import signal
@@ -28,12 +28,12 @@ NUM_PAGES, PAGE_SIZE = 64, 4
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's is called."""
+    """Named like torch's error."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens on a rank as it launches a step, or, with `step` None, as it loads."""
+    """What happens on a rank when it launches a step or, if `step` is None, when it loads."""
 
     rank: int
     step: int | None

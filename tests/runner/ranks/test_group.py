@@ -1,4 +1,4 @@
-"""Ranks as processes: answers are those of one runner, and the end of one is the end of all."""
+"""Ranks as processes: their answers equal those of one runner, and if one ends, all end."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ from tests.builders import a_request, run_all
 from tests.fakes import fake_answer
 from tests.runner.ranks.fake_rank import MODULE, VOCAB, FakeOrigin, Fault, a_config
 
-LIMIT_S = 5.0  # in which the end of a rank is told
+LIMIT_S = 5.0  # within which the end of a rank is reported
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, number] for number in range(6)]
 
 
@@ -43,8 +43,8 @@ class Ranked:
         return self.runner.ranks.pids
 
     def lose(self, words: str) -> None:
-        """Step until the engine is lost: within the limit, by a rank that `words` name; then no
-        rank is left."""
+        """Step until the engine is lost, within the limit. The error must contain `words`, and no
+        rank may be left."""
         for number in range(4):
             self.engine.submit(a_request(PROMPTS[number], 40))
         with pytest.raises(EngineLost, match=words):
@@ -73,7 +73,7 @@ def ranked(origin: FakeOrigin, num_ranks: int = 2) -> Iterator[Ranked]:
 
 
 def is_over(pid: int) -> bool:
-    """A process whose parent was killed may stay behind as a zombie, if nobody takes it over."""
+    """A process whose parent was killed may remain as a zombie if no other process adopts it."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -97,7 +97,7 @@ def test_no_rank_falls_far_behind() -> None:
 
 
 @pytest.mark.parametrize("can_overlap", [False, True])
-def test_ctrl_c_leaves_an_engine_that_goes_on(can_overlap: bool) -> None:
+def test_an_engine_continues_after_ctrl_c(can_overlap: bool) -> None:
     moments = random.Random(0)
     with ranked(FakeOrigin(can_overlap, slow_rank=0)) as ranks:
         for number in range(8):
@@ -123,7 +123,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rank_that_ends_is_named_while_another_hangs(name: str) -> None:
-    """As ranks do that wait for each other in the middle of a product."""
+    """Like ranks that wait for each other in the middle of a product."""
     fault, words = FAULTS[name]
     hanging = Fault(1 - fault.rank, 3, "hang")
     with ranked(FakeOrigin(can_overlap=name == "raises", faults=(fault, hanging))) as ranks:

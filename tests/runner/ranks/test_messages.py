@@ -1,4 +1,4 @@
-"""Messages between the engine's process and its ranks come out as they went in."""
+"""Messages between the engine's process and its ranks are unchanged after encoding and decoding."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace

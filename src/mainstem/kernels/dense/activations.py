@@ -74,8 +74,8 @@ def _activation_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ACT: tl.constexpr,
     IS_GATED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and block; one scale per row needs its peak, so there one block is the
-    row."""
+    """One program per token and block. With one scale per row a block is the whole row, because the
+    scale depends on the row's peak."""
     wait_for_ahead(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

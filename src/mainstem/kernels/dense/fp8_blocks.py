@@ -24,10 +24,10 @@ from mainstem.kernels.dense.fp8_rows import (
 from mainstem.kernels.errors import LayoutError
 
 BLOCK = GROUP  # rows, and columns
-_ALIGN_BLOCKS = 4  # of columns: a row of scales must be 16 bytes, or a multiple
+_ALIGN_BLOCKS = 4  # blocks of columns: a row of scales must be a multiple of 16 bytes
 _HOPPER = 9
 _CHECKED_ROWS = 16
-_MOST_OFF = 0.01  # of a product; rounding of bf16 outputs is 0.002
+_MOST_OFF = 0.01  # largest relative error of a product; rounding to bf16 alone gives 0.002
 
 
 def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-MAX = 448.0  # the largest fp8 number, which the largest magnitude that shares a scale becomes
+MAX = 448.0  # the largest fp8 number; the largest magnitude under a scale becomes this
 MIN_PEAK = 1e-12  # zeros must not divide by zero
 GROUP = 128  # columns
-_ALIGN_ROWS = 16  # the library refuses some numbers of rows with scales of groups
+_ALIGN_ROWS = 16  # with a scale per group, the library refuses some other numbers of rows
 
 Fp8Rows = tuple[Tensor, Tensor]  # values [tokens, in], scales fp32 [tokens, 1 or in / 128]
 
@@ -33,7 +33,7 @@ def empty_rows(tokens: int, size: int, per: Fp8Per, device: torch.device) -> Fp8
 
 
 def with_padding(rows: Fp8Rows) -> Fp8Rows:
-    """Rows that `empty_rows` made for groups, with the undefined ones up to a multiple of 16."""
+    """Rows from `empty_rows` for groups, with undefined rows added up to a multiple of 16."""
     values, scales = rows
     count = _padded(len(values))
     return (
@@ -43,8 +43,8 @@ def with_padding(rows: Fp8Rows) -> Fp8Rows:
 
 
 def rounded(x: Tensor, peaks: Tensor) -> Fp8Rows:
-    """Numbers of x, fp32, in fp8, and scales; `peaks` are the magnitudes that become the largest.
-    As the kernels do it, to the bit."""
+    """x (fp32) rounded to fp8, and its scales: a magnitude of `peaks` becomes MAX. The same bits as
+    from the kernels."""
     peaks = peaks.clamp(min=MIN_PEAK)
     factors = torch.full_like(peaks, MAX) / peaks  # MAX / peaks would multiply by a reciprocal
     return (x * factors).clamp_(-MAX, MAX).to(FP8), peaks / MAX

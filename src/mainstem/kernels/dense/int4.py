@@ -48,7 +48,7 @@ class Int4Tile:
     tokens: int
     warps: int
     stages: int
-    programs: int  # that run on a multiprocessor at once; columns are split until there are as many
+    programs: int  # that run on a multiprocessor at once; columns are split to reach this number
     # blocks of columns per iteration, if that divides the weight's number of blocks
     blocks: int = 1
 

@@ -43,8 +43,8 @@ def store_row(
     row, lanes, part, out_ptr, scales_ptr, token, stride_out, stride_scales,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store part number `part` of a row, BLOCK lanes, rounded to the model's dtype already. With
-    scales in fp8, one scale for GROUP lanes."""
+    """Store part number `part` of a row: BLOCK lanes, already rounded to the model's dtype. With
+    scales it is stored in fp8, with one scale per GROUP lanes."""
     if scales_ptr is not None:
         wide = tl.reshape(row.to(tl.float32), [BLOCK // GROUP, GROUP])
         peaks = tl.maximum(tl.max(tl.abs(wide), 1), MIN_PEAK)
@@ -128,7 +128,7 @@ def group_of(scales: Tensor | None, block: int) -> int:
 
 
 def stride_of(scales: Tensor | None) -> int:
-    """From a group's scales to the next one's."""
+    """The distance in memory from a group's scales to those of the next group."""
     return 0 if scales is None or scales.shape[1] == 1 else scales.stride(1)
 
 

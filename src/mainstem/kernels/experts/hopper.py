@@ -53,7 +53,7 @@ from mainstem.kernels.hopper import (
     reshaped,
     take_ticket,
 )
-from mainstem.kernels.host import cdiv, forget_constants
+from mainstem.kernels.host import cdiv
 
 GROUP = gl.constexpr(64)  # rows of a consumer
 ROWS = gl.constexpr(HOPPER.rows)  # of a tile
@@ -289,7 +289,7 @@ def _hopper_kernel(
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, NOTE_INTS], LINE)
     noted = gl.allocate_shared_memory(gl.int64, [NOTES, 1], BARRIER)
     for i in range(0, num_stages):  # not a constant, or it would be unrolled
-        # each of 128 threads that gather arrives, and the one that expects the weights
+        # arrivals: 128 threads that gather, and one that expects the weights
         mbarrier.init(full.index(i), count=129 if IS_GATED else 1)
         mbarrier.init(empty.index(i), count=2)
     for i in range(0, num_notes):
@@ -343,7 +343,7 @@ class HopperProducts:
         self._act_boxes = _boxes(act, GROUP.value)
 
     def gate_up(self, x: Tensor, routing: Routing, bias: Tensor | None, activation: str) -> None:
-        """Rows of x, gathered, into act."""
+        """Gather rows of x, and write their activated products to `act`."""
         size, top_k = self._size, routing.ids.shape[1]
         check_rows("x", x, self._hidden)
         check_bias("gate_up", bias, self._num_experts, 2 * size)
@@ -361,7 +361,7 @@ class HopperProducts:
             )  # fmt: skip
 
     def down(self, routing: Routing, out: Tensor) -> Tensor:
-        """out [rows, hidden] of as many rows of act."""
+        """out [rows, hidden] from the first rows of `act`."""
         hidden, size = self._hidden, self._size
         check_rows("out", out, hidden)
         if len(out):
@@ -389,11 +389,10 @@ class HopperProducts:
             routing.tickets, *sizes, out.stride(0), STAGES, NOTES.value,
             STAGES=STAGES, GROUP_ROWS=GROUP_ROWS, launch_pdl=True, **kind, **OPTIONS,
         )  # fmt: skip
-        forget_constants(_hopper_kernel)
 
 
 def _boxes(lines: Tensor, rows: int) -> TensorDescriptor:
-    """[lines, K] as what is copied at once."""
+    """A descriptor of [lines, K], for copies of boxes by TMA."""
     return TensorDescriptor.from_tensor(lines, [rows, STEP.value], TILES.value)
 
 

@@ -60,7 +60,7 @@ def _rope_append_kernel(
             k_ptr + token * stride_k_token, k_gain_ptr, stride_k_head, eps,
             KV_HEADS, KV_LANES, HEAD_DIM, DIM,
         )  # fmt: skip
-        tl.debug_barrier()  # what follows reads them as other threads wrote them
+        tl.debug_barrier()  # the code below reads values that other threads have written
     if HALF > 0:
         angle = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
         cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]

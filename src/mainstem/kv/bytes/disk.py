@@ -213,7 +213,7 @@ class DiskTier:
         """Do nothing: only a shared tier must be asked; the pages of this one are known."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
-        """Keep for the next start when pages were last used (seconds since 1970)."""
+        """Record when pages were last used (seconds since 1970), for the next start."""
         self._orders.put(_Touch(used_at))
 
     def end_soon(self) -> None:

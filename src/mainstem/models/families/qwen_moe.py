@@ -62,5 +62,7 @@ def _read_layers(config: Config, sizes: Sizes, shared_size: int | None) -> list[
     ]
 
 
-QWEN2 = Family("Qwen 2 MoE", ("Qwen2MoeForCausalLM",), _read_qwen2, notes="experts, a shared one")
+QWEN2 = Family(
+    "Qwen 2 MoE", ("Qwen2MoeForCausalLM",), _read_qwen2, notes="experts, one of them shared"
+)
 QWEN3 = Family("Qwen 3 MoE", ("Qwen3MoeForCausalLM",), _read_qwen3, notes="experts")

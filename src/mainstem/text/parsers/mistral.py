@@ -1,8 +1,8 @@
-"""Tool calls of Mistral's models, which follow any text of the answer:
+"""Tool calls of Mistral's models. Calls come after the text of the answer, if there is any:
 
-[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]      until 2024
-[TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}           since; also without [ARGS], and with
-                                                           [CALL_ID] and an id before it
+[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]      models until 2024
+[TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}           later models; [ARGS] may be missing, and
+                                                           [CALL_ID] with an id may come before it
 """
 
 import json
@@ -87,7 +87,7 @@ def _call_id(value: object) -> str:
 
 
 def mistral_form(functions: Sequence[Json], spell: Spell) -> str:
-    """One call, as Lark; in the newer format if the vocabulary has [ARGS]."""
+    """A Lark grammar for one call, in the newer format if the vocabulary has [ARGS]."""
     if spell(ARGS) == json.dumps(ARGS):
         start = f'start: {spell(CALLS)} " [" call "]"'
         return "\n".join([start, *json_call_rules(functions, "arguments")])
