@@ -92,7 +92,7 @@ def test_several_texts_are_scored_and_inputs_may_come_from_another(
 def test_4_bits_cost_little_on_real_text(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other text costs 2 to 3 % (docs/log/cpu.md)."""
+    """Other text costs 2 to 4 % (docs/log/cpu.md)."""
     text = ["--text", str(TEXT), "--score-tokens", "2048", "--inputs", "4096"]
     assert main(["--model", str(smollm2_folder), *text, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
