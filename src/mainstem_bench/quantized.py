@@ -2,8 +2,8 @@
 
 Weights of the layers' products are rounded in groups, with zero points or without, and written as a
 compressed-tensors checkpoint (W4A16), which is then loaded and scored like any other. Embedding,
-head and norms are not changed. The text's first tokens are scored; the tokens after them, or those
-of another text, are used for calibration.
+head and norms are not changed. The first tokens of each text are scored; the tokens after those of
+the first text, or those of another text, are used for calibration.
 """
 
 import argparse
@@ -41,8 +41,12 @@ SEQUENCE = 512  # tokens of one calibration sequence
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("mainstem bench quantized", description=__doc__)
     made.add_argument("--model", default="smollm2", help="folder, hub id or name (smollm2)")
-    made.add_argument("--text", required=True, type=Path, metavar="FILE", help="plain text")
-    made.add_argument("--score-tokens", type=positive_count, default=4096, metavar="N")
+    made.add_argument(
+        "--text", required=True, type=Path, nargs="+", metavar="FILE", help="plain texts to score"
+    )
+    made.add_argument(
+        "--score-tokens", type=positive_count, default=4096, metavar="N", help="of each (4096)"
+    )
     made.add_argument(
         "--inputs", type=int, default=4096, metavar="N",
         help="calibration tokens, after the scored ones (4096); 0: round to the nearest",
@@ -56,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FOLDER", help="keep the checkpoint in this folder"
     )
     made.add_argument("--threads", type=positive_count, metavar="N")
-    made.add_argument("--json", action="store_true", help="one JSON line")
+    made.add_argument("--json", action="store_true", help="a JSON line for each text")
     return made
 
 
@@ -74,50 +78,56 @@ def main(argv: list[str]) -> int:
         quantize_s = perf_counter() - begin
         before, after = _score(folder, scored), _score(out, scored)
         sizes = [sum(file.stat().st_size for file in weight_files(each)) for each in (folder, out)]
-    result: dict[str, object] = {
+    made: dict[str, object] = {
         "model": args.model,
         "group": args.group,
         "zero_points": not args.symmetric,
         "inputs": args.inputs,
-        "scored_tokens": args.score_tokens,
-        "perplexity": round(before, 4),
-        "perplexity_quantized": round(after, 4),
-        "change": round(after / before - 1, 4),
         "quantize_s": round(quantize_s, 1),
         "bytes": sizes[1],
         "load_before": load,
     }
-    if args.json:
-        print(line("quantized", result))
-        return 0
-    kind = "symmetric" if args.symmetric else "with zero points"
-    how = f"for {args.inputs:,} tokens of input" if args.inputs else "to the nearest"
-    print(f"4 bits, groups of {args.group}, {kind}, rounded {how}")
-    print(f"perplexity {before:.3f} -> {after:.3f} ({after / before - 1:+.2%})")
-    print(f"weights {gigabytes(sizes[0])} -> {gigabytes(sizes[1])}, {quantize_s:.0f} s")
+    if not args.json:
+        kind = "symmetric" if args.symmetric else "with zero points"
+        how = f"for {args.inputs:,} tokens of input" if args.inputs else "to the nearest"
+        print(f"4 bits, groups of {args.group}, {kind}, rounded {how}")
+        print(f"weights {gigabytes(sizes[0])} -> {gigabytes(sizes[1])}, {quantize_s:.0f} s")
+    for text, plain, quantized in zip(args.text, before, after, strict=True):
+        change = quantized / plain - 1
+        if not args.json:
+            print(f"{text.name}: perplexity {plain:.3f} -> {quantized:.3f} ({change:+.2%})")
+            continue
+        result = {
+            "text": text.name,
+            "scored_tokens": args.score_tokens,
+            "perplexity": round(plain, 4),
+            "perplexity_quantized": round(quantized, 4),
+            "change": round(change, 4),
+        }
+        print(line("quantized", made | result))
     return 0
 
 
-def _read_ids(args: argparse.Namespace, folder: Path) -> tuple[Int32s, Int32s]:
+def _read_ids(args: argparse.Namespace, folder: Path) -> tuple[list[Int32s], Int32s]:
     """Tokens to score, and to round for."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
-    def read(file: Path, count: int) -> Int32s:
+    def read(file: Path, first: int, count: int) -> Int32s:
         ids = np.array(tokenizer.encode(file.read_text()).ids, np.int32)
-        if len(ids) < count:
-            raise ConfigError(f"{file} has {len(ids):,} tokens; {count:,} are asked for")
-        return ids[:count]
+        if len(ids) < first + count:
+            raise ConfigError(f"{file} has {len(ids):,} tokens; {first + count:,} are asked for")
+        return ids[first : first + count]
 
+    scored = [read(text, 0, args.score_tokens) for text in args.text]
     if args.inputs_text is not None:
-        return read(args.text, args.score_tokens), read(args.inputs_text, args.inputs)
-    ids = read(args.text, args.score_tokens + args.inputs)
-    return ids[: args.score_tokens], ids[args.score_tokens :]
+        return scored, read(args.inputs_text, 0, args.inputs)
+    return scored, read(args.text[0], args.score_tokens, args.inputs)
 
 
-def _score(folder: Path, ids: Int32s) -> float:
+def _score(folder: Path, texts: list[Int32s]) -> list[float]:
     decoder = load_decoder(folder, read_spec(folder), torch.float32)
     pack(decoder, 1 << 40)
-    return perplexity(decoder, ids, WINDOW, WINDOW)
+    return [perplexity(decoder, ids, WINDOW, WINDOW) for ids in texts]
 
 
 @torch.inference_mode()
