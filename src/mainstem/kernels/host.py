@@ -1,11 +1,11 @@
-"""What the host does around launches, cheaply: a step of a large model has 700 of them, and unless
-it is a CUDA graph, the host takes as long as the device."""
+"""Fast versions of what the host does around launches. A step of a large model has 700 launches,
+and unless it is a CUDA graph, the host takes as long as the device."""
 
 from triton import JITFunction
 
 
 def cdiv(total: int, part: int) -> int:
-    """How many parts hold `total`. (triton.cdiv does the same in 5 us.)"""
+    """Return total / part, rounded up. (triton.cdiv does the same in 5 us.)"""
     return -(-total // part)
 
 
@@ -15,6 +15,6 @@ def next_power_of_2(size: int) -> int:
 
 
 def forget_constants(kernel: JITFunction) -> None:
-    """After a launch. Before each one Triton compares the global constants of a kernel with those
-    that it was compiled with, 1.4 us each; ours never change."""
+    """Call this after a launch. Before each launch Triton compares a kernel's global constants with
+    their values at compile time, 1.4 us each; ours never change."""
     kernel.used_global_vals.clear()

@@ -1,6 +1,7 @@
 """The tiers below the device; the policy decides which pages stay where.
 
-A stored page, its bytes and the copies that use them (tier 0 is host memory):
+Where the bytes of a stored page can be, and the copies between these places (tier 0 is host
+memory):
 
     save ---> slot (filling) ---> slot (full) ---> lower tier (being written) ---> lower tier (full)
                                     ^  |                                              |
@@ -8,9 +9,9 @@ A stored page, its bytes and the copies that use them (tier 0 is host memory):
                                     `----------------- read: a load or a prefetch ----'
 
 The policy says where a page should be; the bytes follow as soon as no copy uses them (`_settle`).
-Copies count as `holds`, so a place is never reused during one. A page that moves from one lower
-tier to the next passes through a slot, too. The engine's thread owns this; copies and lower tiers
-work on other threads, and `poll` collects their results.
+Copies count as `holds`, so a place is never reused during a copy. A page that moves from one lower
+tier to the next passes through a slot, too. The engine's thread owns this object; copies and lower
+tiers work on other threads, and `poll` collects their results.
 """
 
 from collections import Counter, deque
@@ -65,14 +66,14 @@ class LowerTiers:
         self._host = host = HostTier(copier)
         self._below: list[tuple[int, LowerTier]] = list(enumerate(below, HOST + 1))
         self._tiers: list[Tier] = [host, *below]
-        self.links: list[Link] = [tier.link for tier in self._tiers]  # from each tier upwards
+        self.links: list[Link] = [tier.link for tier in self._tiers]  # from each tier to the next faster one
         self._bus = bus
         host_pages = max(1, host.num_places - 1 - host.num_places // SLACK)
         tier_pages = (host_pages, *(tier.num_places for tier in below))
         self._policy: TierPolicy[PageKey] = TierPolicy(PolicyConfig(tier_pages, kind, ttl_s=ttl_s))
         self._entries: dict[PageKey, Entry] = {}
         self._loads: list[Load] = []
-        self._arrivals = Arrivals()  # not returned by `poll` yet
+        self._arrivals = Arrivals()  # what `poll` has not returned yet
         # if a tier cannot keep up, the oldest entries are dropped: their pages have left host
         # memory
         self._to_back_up = [deque[PageKey](maxlen=host.num_places) for _ in self._tiers]
@@ -80,7 +81,7 @@ class LowerTiers:
         self._shared_names = {tier.name for _, tier in self._shared}  # shared tiers: no events
         self._in_shared = sum(1 << number for number, _ in self._shared)
         self.questions = Questions([tier for _, tier in self._shared])
-        self._used: set[PageKey] = set()  # not reported to lower tiers yet
+        self._used: set[PageKey] = set()  # used pages that were not reported to lower tiers yet
         self._next_chore_s = 0.0
         for number, tier in self._below:
             self._recover(number, tier, ttl_s)
@@ -113,7 +114,8 @@ class LowerTiers:
         return self._host.num_pages_saving
 
     def has(self, key: PageKey) -> bool:
-        """Whether a page is stored or being saved; pages in shared tiers only do not count."""
+        """Whether a page is stored or being saved. Pages that only shared tiers have do not
+        count."""
         entry = self._entries.get(key)
         if entry is None or not self._in_shared:
             return entry is not None
@@ -149,16 +151,16 @@ class LowerTiers:
     # --- the queue ------------------------------------------------------------------------------
 
     def expect(self, place: int, keys: Sequence[PageKey]) -> None:
-        """A request for `keys` entered the queue at `place`; a smaller place is served sooner. The
-        pages that it needs are prefetched."""
+        """Note that a request for `keys` entered the queue at `place`; a smaller place is served
+        sooner. The pages that the request needs are prefetched."""
         self._policy.expect(place, keys, place)
 
     def dismiss(self, place: int) -> None:
-        """The request at this place left the queue."""
+        """Note that the request at this place left the queue."""
         self._policy.dismiss(place)
 
     def note_use(self, keys: Sequence[PageKey]) -> None:
-        """A chain was used on the device."""
+        """Note that a chain was used on the device."""
         self._policy.note_use(keys, monotonic())
         if self._below:
             self._used.update(keys)
@@ -202,8 +204,8 @@ class LowerTiers:
     # --- saving ---------------------------------------------------------------------------------
 
     def make_room(self, count: int) -> int:
-        """How many of `count` pages can be saved now. Frees slots of pages that a lower tier has or
-        is writing; slots of the latter become free when the write ends."""
+        """Return how many of `count` pages can be saved now. Frees slots of pages that a lower tier
+        has or is writing; if it is still writing, the slot becomes free when the write ends."""
         if not self._below:
             return count
         num_free = self._host.num_free
@@ -227,7 +229,7 @@ class LowerTiers:
         after: Sequence[PageKey | None],
         token_ids: Sequence[bytes],
     ) -> Int32s:
-        """Start copying device pages to host memory; returns those that are being copied.
+        """Start copying device pages to host memory; returns the pages that are being copied.
 
         `keys` of one chain are in chain order; `after` names the page before each, None for the
         first. None of them is stored yet, except in a shared tier. No step depends on a save: a
@@ -262,7 +264,7 @@ class LowerTiers:
             self._give_up_save(entries)
             return NO_PAGES
         for entry in entries:
-            if self._policy.places(entry.key) != IN_HOST:  # all there are worth more
+            if self._policy.places(entry.key) != IN_HOST:  # all pages in host memory are worth more
                 self._place(entry)
         for number, _ in self._below:
             self._to_back_up[number].extend(entry.key for entry in entries)
@@ -324,7 +326,7 @@ class LowerTiers:
         return self.is_reading and self._host.num_free < num_pages
 
     def _num_with_slots(self, entries: Sequence[Entry]) -> int:
-        """Leading entries that have a slot or can be given one."""
+        """How many leading entries have a slot or can be given one."""
         num_free = self._host.num_free
         for index, entry in enumerate(entries):
             num_free -= not entry.taken & IN_HOST
@@ -345,7 +347,7 @@ class LowerTiers:
         return limit
 
     def has_all(self, keys: Sequence[PageKey], token_ids: bytes) -> bool:
-        """Whether all pages could be loaded and hold the tokens that their names stand for; a page
+        """Whether all pages could be loaded and hold the tokens that their names stand for. A page
         with other tokens is dropped."""
         width = len(token_ids) // len(keys)
         for index, key in enumerate(keys):
