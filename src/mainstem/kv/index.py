@@ -56,7 +56,7 @@ class PrefixIndex:
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._rank = np.zeros(pool.num_pages, np.int64)
         self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
-        self._is_tail = np.zeros(pool.num_pages, np.bool_)  # the page is not full, and will not be filled
+        self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and never will be
         self._pins: dict[int, int] = {}  # how often a page is pinned; few pages are
         self._clock = 0
         self.logprobs = PageLogprobs(pool.num_pages, page_size)
@@ -294,7 +294,7 @@ class PrefixIndex:
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
             worth = self._rank * MAX_DEPTH - self._depth
-            for place, keys in enumerate(reversed(awaited)):  # if a page is in several chains, the soonest counts
+            for place, keys in enumerate(reversed(awaited)):  # the soonest chain of a page counts
                 pages, _ = self.match(keys)
                 worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
             worth = worth[idle]

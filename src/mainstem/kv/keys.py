@@ -45,7 +45,7 @@ class PageChain:
     page_size: int
     token_ids: Int32s
     keys: tuple[PageKey, ...]
-    branches: tuple[tuple[int, PageKey], ...] = ()  # number of the page that begins the branch, and the key before it
+    branches: tuple[tuple[int, PageKey], ...] = ()  # (first page of a branch, key before it)
     public_tokens: int = 0  # leading tokens that requests with any salt find, even on the last page
 
     @classmethod

@@ -24,7 +24,7 @@ class PageLogprobs:
     kept."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self._num_known = np.zeros(num_pages, np.int32)  # number of leading tokens of each page whose logprobs are known
+        self._num_known = np.zeros(num_pages, np.int32)  # leading tokens with logprobs, by page
         self._page_size = page_size
         self._records: NDArray[np.void] | None = None
 

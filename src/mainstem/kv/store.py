@@ -84,7 +84,7 @@ class KVStore:
         self._index = PrefixIndex(self._pool, page_size, bus, ranking)
         self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
         self._identity = identity
-        self._last_chain: PageChain | None = None  # reused, since prompts with a common prefix arrive together
+        self._last_chain: PageChain | None = None  # reused: similar prompts arrive together
         self._bus = bus
         self._traffic: Traffic | None = None
         if tiers is not None:

@@ -20,7 +20,7 @@ class Entry:
     full: int = 0  # ... and for each tier that has its bytes
     holds: int = 0  # copies that use its places
     is_lost: bool = False
-    skips_load: bool = False  # a load that began with this page failed: the next request computes it
+    skips_load: bool = False  # a load that began with it failed: the next request computes the page
     is_recovered: bool = False  # from an earlier process: its parent is not known
 
 

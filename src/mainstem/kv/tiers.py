@@ -66,7 +66,7 @@ class LowerTiers:
         self._host = host = HostTier(copier)
         self._below: list[tuple[int, LowerTier]] = list(enumerate(below, HOST + 1))
         self._tiers: list[Tier] = [host, *below]
-        self.links: list[Link] = [tier.link for tier in self._tiers]  # from each tier to the next faster one
+        self.links: list[Link] = [tier.link for tier in self._tiers]  # from each tier upwards
         self._bus = bus
         host_pages = max(1, host.num_places - 1 - host.num_places // SLACK)
         tier_pages = (host_pages, *(tier.num_places for tier in below))
@@ -387,7 +387,7 @@ class LowerTiers:
         return arrivals
 
     def clear(self) -> int:
-        """Forget every page that no copy uses; returns how many."""
+        """Forget every page that no copy uses; returns how many were forgotten."""
         keys = [entry.key for entry in self._entries.values() if not entry.holds]
         self._policy.drop(keys)
         for key in keys:
@@ -415,14 +415,14 @@ class LowerTiers:
         self.end_soon()
         for load in self._loads:
             if load.transfer is not None:
-                with suppress(Exception):  # no request needs it any more
+                with suppress(Exception):  # no request needs the load any more
                     load.transfer.wait()
         self.flush()
         for tier in self._tiers:
             tier.close()
 
     def check(self) -> None:
-        """Raise if a place was lost, or bytes and policy disagree at rest."""
+        """Raise if a place was lost, or if bytes and policy disagree while no copy runs."""
         self._policy.check()
         in_slots = {key for key, entry in self._entries.items() if entry.taken & IN_HOST}
         self._host.check(in_slots)
@@ -440,7 +440,7 @@ class LowerTiers:
     # --- inside ---------------------------------------------------------------------------------
 
     def _recover(self, number: int, tier: LowerTier, ttl_s: float | None) -> None:
-        """Take over what an earlier process left in a tier."""
+        """Take over the pages that an earlier process left in a tier."""
         found, bit = tier.recover(), 1 << number
         fresh = [page for page in found if ttl_s is None or page.used_at + ttl_s > time()]
         for page in found:
@@ -462,7 +462,8 @@ class LowerTiers:
             self._bus.publish(opened)
 
     def _settle(self, entry: Entry) -> None:
-        """Free the places that the policy does not list, or do so later if a copy uses the page."""
+        """Free the places that the policy does not list. If a copy uses the page, this is done
+        later."""
         if entry.holds:
             return
         extra = entry.taken & ~self._policy.places(entry.key)
@@ -482,14 +483,14 @@ class LowerTiers:
         entry.full &= ~places
 
     def _release(self, entry: Entry) -> None:
-        """A copy no longer uses the page."""
+        """Note that a copy no longer uses the page."""
         entry.holds -= 1
         if not entry.is_lost:
             self._settle(entry)
 
     def _lose(self, entry: Entry, tier: Tier, reason: str) -> None:
-        """A tier lost or damaged a page: it is a miss from now on."""
-        # a server evicts on its own
+        """Forget a page that a tier lost or damaged: it is a miss from now on."""
+        # a server evicts pages by itself: that is no loss
         is_gone = reason == "missing" and tier.name in self._shared_names
         lost = PagesEvicted(1, "room", tier.name) if is_gone else PagesLost(1, tier.name, reason)
         self._bus.publish(lost)
@@ -508,7 +509,7 @@ class LowerTiers:
                     self._settle(entry)
         if moves.load:
             self._prefetch(moves.load)
-        # writes come last: they may evict pages that are to be read, which are held by now
+        # writes come last: they may evict pages, but the pages to be read are held by now
         for key in moves.write:
             if (entry := self._entries.get(key)) is not None:
                 self._place(entry)
@@ -547,7 +548,7 @@ class LowerTiers:
         elif entry.taken & IN_HOST:
             after = self._host.filled(entry.key)
             if after is None and not entry.full & IN_HOST:
-                return  # it is being read: `_take_read` goes on from there
+                return  # the page is being read: `_take_read` writes it afterwards
             for number, tier in self._below:
                 if missing >> number & 1:
                     self._write(entry, number, tier, after)
@@ -578,18 +579,19 @@ class LowerTiers:
         tier.write(WriteJob(key, entry.token_ids, self._host.view(key), after))
 
     def _keep_off(self, entry: Entry, number: int, reason: str) -> None:
-        """A page was not written to a lower tier; its other copies stay."""
+        """Forget that a page should be in a lower tier, because the write failed; its other copies
+        stay."""
         self._bus.publish(SavesSkipped(1, self._tiers[number].name, reason))
         self._policy.drop_from(number, [entry.key])
         self._settle(entry)
 
     def _back_up(self) -> None:
-        """Copy host pages to lower tiers too, so that they outlive the process."""
+        """Copy pages in host memory to lower tiers as well, so that they outlive the process."""
         for number, tier in self._below:
             waiting = self._to_back_up[number]
             if not tier.can_write:
                 waiting.clear()
-            # a write keeps its slot until it ends: a slow server must not use all slots
+            # a write keeps its slot until it ends, and a slow server must not use all slots
             most = max(1, self._host.num_places // (8 if tier.is_shared else 2))
             while waiting and (room := most - tier.num_writes_pending) > 0:
                 keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
@@ -641,7 +643,7 @@ class LowerTiers:
         return False
 
     def _take_read(self, tier: LowerTier, done: Read) -> bool:
-        """A read ended; returns whether it was a prefetch."""
+        """Handle the end of a read; returns whether it was a prefetch."""
         entry = self._entries[done.key]
         if done.problem is not None:
             tier.link.give_up(done.num_bytes)
@@ -653,7 +655,7 @@ class LowerTiers:
         if done.token_ids is not None:
             entry.token_ids = done.token_ids
         self._publish_stored("host", [entry])
-        if self._policy.places(entry.key) & ~entry.taken:  # it moves on to another tier
+        if self._policy.places(entry.key) & ~entry.taken:  # the page moves on to another tier
             self._place(entry)
         self._release(entry)
         return entry.holds == 0
@@ -675,8 +677,8 @@ class LowerTiers:
             self._bus.publish(PagesSaved(num_saved, "host"))
 
     def _poll_load(self, load: Load, left_s: float) -> float:
-        """Check a load. `left_s` is the time until a step reads it. Loads are copied one after the
-        other, so this returns the time that is left for the next one."""
+        """Check a load. `left_s` is the time until a step reads its pages. Loads are copied one
+        after the other, so this returns the time that is left for the next load."""
         self._advance(load)
         num_done: int | None = 0
         if load.transfer is not None:
@@ -704,7 +706,7 @@ class LowerTiers:
         return left_s
 
     def _advance(self, load: Load) -> None:
-        """Copy to the device once everything is in host memory."""
+        """Start the copy to the device once all pages of the load are in host memory."""
         if load.transfer is None and all(entry.full & IN_HOST for entry in load.entries):
             load.transfer = self._host.load(load.load_id, load.keys, load.pages)
             load.has_failed = load.transfer is None
@@ -763,5 +765,5 @@ class LowerTiers:
 
 
 def _fastest(places: int) -> int:
-    """The number of the fastest tier of these."""
+    """The number of the fastest of these tiers."""
     return (places & -places).bit_length() - 1

@@ -456,7 +456,7 @@ def sample(
     parts = _start_parts(logits)
     num_parts, device = parts.grid[1], logits.device
     survey = torch.empty(rows, num_parts, SURVEY.value, dtype=torch.int64, device=device)
-    few = logits.new_empty(rows, 2, _FEW)  # tokens that were collected, and tokens gathered around one target
+    few = logits.new_empty(rows, 2, _FEW)  # collected tokens, and those near a target
     few_ids = torch.empty(rows, _FEW, dtype=torch.int32, device=device)
     _survey_kernel[parts.grid](
         logits, parts.tops, parts.top_ids, survey, parts.best, parts.arrived,

@@ -124,7 +124,7 @@ class _Worker(Generic[T]):
         fails_if_late: bool = True,
     ) -> None:
         self.line = line
-        self._fails_if_late = fails_if_late  # False: an order that is late does not mean that the server failed
+        self._fails_if_late = fails_if_late  # whether a late order means that the server failed
         self._orders: SimpleQueue[T | Event | None] = SimpleQueue()
         self._work, self._give_up, self._report_down = work, give_up, tell_down
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -163,7 +163,7 @@ class _Worker(Generic[T]):
                 continue
             try:
                 self._work(self.line, order)
-            except Exception as error:  # any error must be reported: a request may wait for the outcome
+            except Exception as error:  # report any error: a request may wait for the outcome
                 self.line.close()
                 is_late = isinstance(error, Overdue) and not self._fails_if_late
                 if not is_late and not isinstance(error, _NotOpen):
