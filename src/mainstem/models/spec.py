@@ -89,7 +89,7 @@ class RopeSpec:
     original_positions: int = 0
     beta_fast: float = 32.0  # yarn: dims with more turns in the original context are kept ...
     beta_slow: float = 1.0  # ... and those with fewer turns are divided
-    has_whole_bounds: bool = True  # yarn: the bounds between these dims are rounded to whole numbers
+    has_whole_bounds: bool = True  # yarn: the bounds of these dims are rounded to whole numbers
     score_factor: float = 1.0  # yarn, longrope: both query and key are multiplied by it
     divisors: tuple[float, ...] = ()  # longrope: one for each pair of dims, for short contexts
     long_divisors: tuple[float, ...] = ()  # ... and if contexts exceed original_positions
@@ -113,7 +113,7 @@ class AttentionSpec:
     scale: float  # factor of the scores, including the rope's score factor
     window: int | None = None  # number of keys that a token sees, including its own; None: all
     softcap: float | None = None  # scores become cap * tanh(score / cap)
-    has_sinks: bool = False  # each head has a learned score that takes part in the softmax, with a value of 0
+    has_sinks: bool = False  # each head has a learned score in the softmax, with a value of 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class ModelSpec:
     quantized: QuantizedSpec | None = None  # how the checkpoint's weights are quantized
     ignored_fields: tuple[str, ...] = ()  # unknown fields of the file that the user chose to ignore
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
-    vocab_rows: int | None = None  # rows of embedding and head on a rank that has a part of them; None: all
+    vocab_rows: int | None = None  # rows of embedding and head that a rank has; None: all
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -230,8 +230,9 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def kv_elements_in_windows(self, context: int) -> int:
-        """How many of a token's K and V elements, on average, are outside of all windows at the end
-        of a context of `context` tokens. They stay in memory, since a page holds all layers."""
+        """How many of a token's K and V elements, on average, are no longer in their layer's window
+        at the end of a context of `context` tokens. They stay in memory, since a page holds all
+        layers."""
         per_layer = 2 * self.num_kv_heads * self.head_dim
         windows = [layer.attention.window for layer in self.layers]
         unread = sum(max(0, context - window) for window in windows if window is not None)

@@ -144,7 +144,7 @@ class Checkpoint:
         ignored = () if quantized is None else quantized.ignored_endings
         self._missing: set[str] = set()
         self._taken: set[str] = set()
-        self._maybe_biases: set[str] = set()  # biases of packed products; some tools add biases of zeros
+        self._maybe_biases: set[str] = set()  # of packed products: some tools add biases of 0
         self._open = {}  # canonical name -> file, and the tensor's name in the file
         for file in weight_files(folder):
             try:

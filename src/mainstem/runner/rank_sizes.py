@@ -1,5 +1,5 @@
-"""What each rank of a tensor-parallel model holds, from its config.json alone: no weights, no
-torch."""
+"""Computes what each rank of a tensor-parallel model holds from its config.json only, without
+weights and torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,9 @@ class RankSize:
 
 
 def rank_sizes(folder: Path, dtype: DType = DType.AUTO) -> tuple[RankSize, ...]:
-    """The sizes for each number of ranks that divides the model, starting with one; in the
-    checkpoint's dtype, or in the given one. Raises UnsupportedModel for a model that the engine
-    cannot run.
+    """Return the sizes for each number of ranks that the model can be split over, starting with
+    one, in the checkpoint's dtype or in the given one. Raises UnsupportedModel for a model that the
+    engine cannot run.
     """
     spec = read_spec(folder)
     kept = spec.dtype if dtype is DType.AUTO else dtype

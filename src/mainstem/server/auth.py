@@ -19,11 +19,12 @@ class Tenant:
     """The holder of one key. A tenant never reads pages that were computed for another."""
 
     name: str
-    salt: bytes  # of its pages
+    salt: bytes  # salt of its pages
     is_admin: bool = False
 
     def page_salt(self, cache_salt: bytes) -> bytes:
-        """The salt of a request that has its own `cache_salt`. The result has a fixed length."""
+        """Return the salt of a request that has its own `cache_salt`. The result has a fixed
+        length."""
         return sha256(self.salt + cache_salt).digest() if cache_salt else self.salt
 
 
