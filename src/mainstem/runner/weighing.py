@@ -52,7 +52,7 @@ class WeighingAttention:
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """See Attention.run in models/block.py."""
         mixed = self._attention.run(layer, qkv)
-        queries = qkv.view(self._shape)[:, : self._num_heads]  # the attention above has rotated them in place
+        queries = qkv.view(self._shape)[:, : self._num_heads]  # rotated in place by now
         kind, keys = self._kinds[layer], self._pages.keys(layer)
         for number, weighing in enumerate(self._weighings):
             self._masses[number] += page_masses(

@@ -16,7 +16,7 @@ class Outlook:
     order in which they are expected to end."""
 
     remaining: Int32s  # [running] output tokens to come
-    own_pages: Float32s  # [running] pages freed when the sequence ends, including its part of shared pages
+    own_pages: Float32s  # [running] pages freed at its end, with its part of shared pages
 
     @classmethod
     def of(cls, remaining: Int32s, own_pages: Float32s) -> "Outlook":

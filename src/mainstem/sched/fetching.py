@@ -21,7 +21,8 @@ MIN_LIMIT_S = 0.1  # the shortest time limit for reads of stored pages
 # a prompt waits for a shared tier's answer at most this part of the time that computing it takes
 ANSWER_SHARE = 0.05
 ALWAYS_PATIENCE_S = 1.0  # the longest such wait if stored pages are always loaded
-# maximum number of waiting sequences that count as delayed: others may use the other resource
+# at most this many waiting sequences count as delayed. The others may load instead of computing, or
+# compute instead of loading
 HELD_UP = 4.0
 
 

@@ -42,7 +42,7 @@ class Weighing:
     num_queries: int
     prompt_ids: Int32s  # the tokens that are read
     given: Request
-    masses: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # attention to each page so far
+    masses: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # by page
 
     @property
     def key(self) -> PageKey:

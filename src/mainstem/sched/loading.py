@@ -33,7 +33,7 @@ class Candidate:
     num_known: int  # number of tokens in its prompt and its output so far
     chain: PageChain | None  # names of the pages of these tokens; None: nothing is shared
     match: Match
-    logprobs: Collection[TokenLogprobs | None] = ()  # logprobs of its first tokens, if they are wanted
+    logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, if wanted
 
     def pages_to_find(self, page_size: int) -> range:
         """Page numbers after the cached ones that may be loaded from lower tiers."""
@@ -70,7 +70,7 @@ class Loader:
         self._store = running.store
         self._page_size = running.page_size
         self._admission = Admission(running.page_size)
-        self._collectors: list[tuple[Sequence, set[PageKey]]] = []  # those that compute prompt logprobs
+        self._collectors: list[tuple[Sequence, set[PageKey]]] = []  # of prompt logprobs
 
     def tokens_ahead(self) -> int:
         """The number of prompt tokens that the device computes before those of a sequence that

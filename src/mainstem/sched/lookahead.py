@@ -5,7 +5,7 @@ import numpy as np
 from mainstem.core.step import Int32s
 from mainstem.sched.sequence import Sequence
 
-UNSEEN = 256  # expected tokens before any answer has ended; a request's limit is often far above the real length
+UNSEEN = 256  # tokens expected at first; a request's limit is often far above the real length
 
 
 class OutputLengths:

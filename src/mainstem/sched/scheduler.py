@@ -153,7 +153,7 @@ class Scheduler:
             if sequence.index == index:
                 self._end_early(sequence, FinishReason.STOP)
         left = self._sequences.get(request_id, ())
-        if all(sequence.weighing is not None for sequence in left):  # no answer is left that needs the reader
+        if all(sequence.weighing is not None for sequence in left):  # only readers are left
             self.abort(request_id)
 
     @property

@@ -47,12 +47,12 @@ class Sequence:
     num_pages_then: int = -1  # its pages on the device when its last load began; -1: no load yet
     has_asked: bool = False  # shared tiers were asked for its pages
     asked: PageKey | None = None  # the key of the answer while it is awaited
-    last_name: PageName | None = None  # name of the answer's last full page; None: there is none yet
+    last_name: PageName | None = None  # of the answer's last full page; None: there is none
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
     num_cached_tokens: int | None = None  # None until first admitted
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # logprobs that were not delivered yet
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # not delivered yet
     # prompt logprobs, in the first answer, if they are wanted and not delivered yet
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     first_logprob: int = 1  # the first place in the prompt whose logprob is computed

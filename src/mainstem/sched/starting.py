@@ -96,7 +96,7 @@ class Starter:
         try:
             return self._start_leased(found, work)
         except Exception:
-            self._queue.push(sequence)  # the sequence may have left the queue, and `fail` must find it there
+            self._queue.push(sequence)  # it may have left the queue, and `fail` must find it there
             raise
 
     def _start_leased(self, found: Candidate, work: PromptWork) -> SeqSlot | None:

@@ -35,7 +35,7 @@ class SeqTable:
         self.prompt_len: Int32s = np.zeros(size, np.int32)
         self.total: Int32s = np.zeros(size, np.int32)
         self.computed: Int32s = np.zeros(size, np.int32)
-        self.prefill_end: Int32s = np.zeros(size, np.int32)  # tokens known when the sequence (re)started
+        self.prefill_end: Int32s = np.zeros(size, np.int32)  # tokens known when it (re)started
         self.pending: Int32s = np.zeros(size, np.int32)  # samples not read back yet
         self.sample_row: Int32s = np.zeros(size, np.int32)  # row of the latest sample in its step
         self.last_token: Int32s = np.zeros(size, np.int32)

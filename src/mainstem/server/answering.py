@@ -55,7 +55,7 @@ class Ticket:
         return self._reader.is_finished
 
     def token(self, index: int, token_id: int) -> Output:
-        """Add one more token of an answer; a short form of an Output."""
+        """Return one more token of an answer as a full Output."""
         return Output(
             self.request.request_id,
             index,
