@@ -86,7 +86,8 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """A prompt per question, in file order: the document first, since that is what they share."""
+    """Return one prompt per question, in file order. Prompts begin with the document, since that is
+    the part they share."""
     name = str(path or files("mainstem") / "data" / "demo_docs.jsonl")
     source = InputFile(name)
     prompts: list[str] = []
@@ -105,7 +106,7 @@ def read_prompts(path: Path | None) -> list[str]:
 
 
 def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
-    """The batch: one row a prompt."""
+    """Return the lines of the batch: one row per prompt."""
     fixed = {"temperature": 0, "max_tokens": output_tokens, "ignore_eos": True}
     return [
         {"custom_id": str(number), "prompt": prompt, **fixed}
@@ -114,7 +115,7 @@ def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
 
 
 def engine_flags(args: argparse.Namespace) -> list[str]:
-    """The engine's flags for the runs, as they were given."""
+    """Return the engine's flags for both runs, as they were given."""
     if args.share is not None:
         raise InvalidRequest(
             "--share", "cannot be set: one run shares everything, the other nothing"

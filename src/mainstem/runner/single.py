@@ -34,7 +34,7 @@ from mainstem.runner.pages import DevicePages
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-_MIN_FUSED_KEYS = 160  # with fewer, three small calls are faster than the fused one (docs/log/cpu.md)
+_MIN_FUSED_KEYS = 160  # with fewer, three small calls are faster than one fused (docs/log/cpu.md)
 _THREADED_ELEMENTS = 460_800  # OpenBLAS runs a smaller matrix times a vector on one core
 
 AddProduct = Callable[[Tensor, Tensor, Tensor], Tensor]  # x += matrix @ vector, summed over ranks

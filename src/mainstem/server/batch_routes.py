@@ -140,7 +140,7 @@ class BatchRoutes:
 
     def _created(self, owner: str, stored: StoredFile, body: BatchBody) -> Batch:
         service, limits = self._service(), self._gateway.limits
-        if time() >= stored.created + limits.file_ttl_s:  # an expired file may be removed at any moment
+        if time() >= stored.created + limits.file_ttl_s:  # it may be removed at any moment
             message = f"the file {stored.file_id!r} has expired"
             raise ApiError(400, message, "input_file_id", "file_expired")
         if (

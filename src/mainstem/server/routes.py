@@ -306,7 +306,7 @@ class AccessMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
                 ]
-                if is_messages_path(scope["path"]):  # clients of the Messages API read the id from this header
+                if is_messages_path(scope["path"]):  # its clients read the id from this header
                     message["headers"].append((b"request-id", request_id.encode()))
             await send(message)
 
