@@ -54,7 +54,7 @@ class Arrival:
     due_s: float
     prompt_ids: Int32s
     output: int
-    expected_tokens: int | None = None  # answer length that the engine gets; None: it estimates the length
+    expected_tokens: int | None = None  # length that the engine expects; None: it estimates one
 
 
 def run_arrivals(

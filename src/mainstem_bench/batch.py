@@ -129,7 +129,7 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 
 def run(name: str, source: Path, flags: list[str]) -> tuple[Run, dict[str, str]]:
-    """Answer the file once; returns what it took and the text of every answer."""
+    """Answer the file once; returns its times and counts, and the text of every answer."""
     out, summary_file = source.with_name(f"{name}.jsonl"), source.with_name(f"{name}.json")
     began_s = process_time()
     argv = [str(source), "-o", str(out), "--summary-json", str(summary_file), *flags]

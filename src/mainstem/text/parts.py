@@ -62,7 +62,7 @@ class PartEncoder:
         if not self.can_split:
             return Pending(len(text), lambda: self._encode_fenced(text))
         known: list[array[int] | None] = []
-        missing: list[tuple[int, bool, str]] = []  # (place in `known`, whether it begins the text, part)
+        missing: list[tuple[int, bool, str]] = []  # (place in `known`, is at the beginning, part)
         for part, token_id, is_first in self._split(text):
             if token_id is not None:
                 known.append(array("i", (token_id,)))
@@ -218,7 +218,7 @@ def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] 
         return None
     if steps(backend.normalizer, "normalizers"):
         if not control.isdisjoint(normalized):
-            return None  # the tokenizer searches for them in another text than the one that is split
+            return None  # the tokenizer searches for them in another text than the split one
         normalized = []  # when their part is encoded, they are found
     plain = [token.content for token in added if not token.normalized]
     return AnyOf(plain), AnyOf(normalized)

@@ -50,7 +50,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[PlaceLogprobs | None] | None = None
     num_cached_tokens: int = 0
-    num_dropped_tokens: int = 0  # tokens dropped from a prompt that was longer than the context window
+    num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
     error: str | None = None  # set only in calls with errors="return"
 
     @property

@@ -64,7 +64,7 @@ T = TypeVar("T")
 Messages = Annotated[list[bodies.Message], msgspec.Meta(min_length=1)]
 TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
-REASONING_NAMES = ("reasoning_content", "reasoning")  # fields of a message: DeepSeek's name and vLLM's
+REASONING_NAMES = ("reasoning_content", "reasoning")  # in messages: DeepSeek's name, vLLM's name
 
 # SamplingParams has these fields under the same names and checks their values
 SAMPLING_FIELDS = (
@@ -108,7 +108,7 @@ class BodyLimits:
 
     max_prompts: int = 128
     max_answers: int = 128  # prompts times n
-    max_stop_chars: int = 4096  # of all stop strings; each character becomes a state of an automaton
+    max_stop_chars: int = 4096  # of all stop strings; each becomes a state of an automaton
 
 
 @dataclass(frozen=True, slots=True)
