@@ -100,7 +100,7 @@ def decode(
     """Prefill, then time steps that decode all sequences."""
     _submit(engine, args, seqs, seed)
     decoded = -seqs
-    while engine.has_work and counters.decoded_tokens - decoded != seqs:  # until all sequences decode
+    while engine.has_work and counters.decoded_tokens - decoded != seqs:  # until all decode
         decoded = counters.decoded_tokens
         engine.step()
     for _ in range(WARM_STEPS):

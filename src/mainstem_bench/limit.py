@@ -38,7 +38,7 @@ class ModelCost:
     size: ModelSize
     heads: Heads  # heads of one layer
     num_layers: int
-    gemm_flops_per_s: float | None = None  # None: the card's rate; weights may be in a form with a higher rate
+    gemm_flops_per_s: float | None = None  # None: the card's rate; fp8 weights have a higher one
     num_expert_params: int = 0  # weights of the experts that a token uses; part of size.num_params
     # rate of grouped products; None: the same as for other products
     expert_flops_per_s: float | None = None

@@ -66,7 +66,7 @@ class Message(Struct, frozen=True):
     name: Anything = None
     tool_calls: list[PastCall] | PastCall | None = None
     tool_call_id: Anything = None
-    reasoning_content: Anything = None  # of an earlier answer; `reasoning` is another name for this field
+    reasoning_content: Anything = None  # of an earlier answer; `reasoning` is another name for it
     reasoning: Anything = None
 
 
