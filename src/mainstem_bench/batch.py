@@ -9,6 +9,7 @@ compared before a speed is reported.
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,12 +20,15 @@ from mainstem.batch.files import InputFile
 from mainstem.cli import batch
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, given_settings
+from mainstem.core.config import SETTINGS
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import table
 from mainstem_bench.report import line, load_average
 
 PLANNED: tuple[str, ...] = ()
 PLAIN = ("--share", "none", "--no-plan", "--no-dedupe")
+# settings without effect if nothing is shared
+NOT_SHARED = {"span_levels", *(row.argument for row in SETTINGS if row.section == "store")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,8 @@ def main(argv: list[str]) -> int:
     with TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
         source.write_text("".join(json.dumps(row) + "\n" for row in rows(prompts, args.output)))
-        flags = engine_flags(args)
-        planned, ours = run("planned", source, [*flags, *PLANNED])
-        plain, theirs = run("plain", source, [*flags, *PLAIN])
+        planned, ours = run("planned", source, [*engine_flags(args), *PLANNED])
+        plain, theirs = run("plain", source, [*engine_flags(args, NOT_SHARED), *PLAIN])
     same = sum(ours[name] == theirs[name] for name in ours)
     speedup = plain.seconds / planned.seconds
     if args.json:
@@ -114,8 +117,9 @@ def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
     ]
 
 
-def engine_flags(args: argparse.Namespace) -> list[str]:
-    """Return the engine's flags for both runs, as they were given."""
+def engine_flags(args: argparse.Namespace, left_out: Collection[str] = ()) -> list[str]:
+    """The engine's flags for the runs, as they were given, without some that would have no
+    effect."""
     if args.share is not None:
         raise InvalidRequest(
             "--share", "cannot be set: one run shares everything, the other nothing"
@@ -123,6 +127,8 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
     flags = ["--generation-config", "none"]  # no sampling and no penalties
     given = given_settings(args) | ({} if args.config is None else {"config": args.config})
     for name, value in given.items():
+        if name in left_out:
+            continue
         flags.append(f"--{name.replace('_', '-')}")
         flags += [] if value is True else [str(value)]
     return flags

@@ -87,12 +87,11 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
 
     bench.time_us(replay(attention.plan(spans)))  # raises the card's clocks
     us: dict[tuple[int, int, int], float] = {}
-    for ways in ways_to_cut(spans, attention.shape):
-        for cut in map(ways.cut, range(len(ways.us))):
-            plan = plan_cut(spans, cut, attention.shape)
-            key = (*plan.reusable.num_units, cut.sms)
-            if attention.fits(plan) and key not in us:
-                us[key] = bench.time_us(replay(attention.send(plan)))
+    for way in ways_to_cut(spans, attention.shape):
+        plan = plan_cut(spans, way.cut(), attention.shape)
+        key = (*plan.num_units, int(way.sms))
+        if attention.fits(plan) and key not in us:
+            us[key] = bench.time_us(replay(attention.send(plan)))
     return summary(case.name, us, bench.time_us(replay(attention.plan(spans))))
 
 

@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -112,8 +112,7 @@ def answer(
     config: EngineConfig, share: Share, prompts: Sequence[str], num_going_on: int, num_tokens: int
 ) -> Answers:
     """Score the letters after each prompt; generate text after the first ones."""
-    sched = replace(config.sched, share=share)
-    llm = LLM.from_config(replace(config, sched=sched))
+    llm = LLM.from_config(config.sharing(share))
     began_s = perf_counter()
     scores = llm.score(prompts, [f" {letter}" for letter in LETTERS], use_tqdm=False)
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

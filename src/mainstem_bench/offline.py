@@ -225,7 +225,7 @@ def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
     shape = SHAPES[job.model_shape]
     prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab_size)))
     exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
-    alone = replace(exact, sched=replace(exact.sched, share=Share.NONE))
+    alone = exact.sharing(Share.NONE)
     answers = []
     for each, is_planned in ((exact, True), (alone, False)):
         engine = build_random_engine(shape, each)

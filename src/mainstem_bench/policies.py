@@ -100,6 +100,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    if args.store_policy is not None:
+        raise ConfigError("--store-policy: use --policy, which names the policies to compare")
     config, folder, spec = _model(args)
     arrivals, about = _arrivals(args, spec)
     longest = max(len(arrival.prompt_ids) + arrival.output for arrival in arrivals)

@@ -202,9 +202,10 @@ class InTier:
     def __enter__(self) -> EngineConfig:
         given = self._config.store
         if self._tier == "none":
-            store = StoreConfig(host_gb=0.0)
+            store = StoreConfig(host_gb=0.0, policy=given.policy)
         elif self._tier == "host":
-            store = replace(given, host_gb=given.host_gb or self._work.host_gb, disk_dir=None)
+            host_gb = given.host_gb or self._work.host_gb
+            store = replace(given, host_gb=host_gb, disk_dir=None, disk_gb=StoreConfig().disk_gb)
         else:
             folder = given.disk_dir
             if folder is None:
@@ -214,7 +215,7 @@ class InTier:
                 given,
                 host_gb=given.host_gb or STAGING * self._work.host_gb,
                 disk_dir=folder,
-                disk_gb=DISK_GB,
+                disk_gb=DISK_GB if given.disk_gb == StoreConfig().disk_gb else given.disk_gb,
             )
         return replace(self._config, store=store)
 

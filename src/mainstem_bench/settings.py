@@ -22,6 +22,8 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
     if args.model is not None:
         raise ConfigError(f"--model: weights are random here; choose a {flag}")
     config = engine_config(args)
+    if config.cache.memory_share is not None:
+        raise ConfigError("--gpu-memory-utilization: use --kv-tokens, since the room is fixed here")
     made = replace(
         config,
         model=replace(config.model, model=model_shape),

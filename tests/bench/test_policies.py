@@ -46,3 +46,8 @@ def test_recorded_arrivals_are_replayed(tmp_path: Path, capsys: pytest.CaptureFi
     record.write_text("")
     with pytest.raises(ConfigError, match="no requests"):
         policies.main([str(record), *SMALL])
+
+
+def test_the_policies_are_chosen_by_one_flag() -> None:
+    with pytest.raises(ConfigError, match="--store-policy: use --policy"):
+        policies.main([*SMALL, "--store-policy", "lru"])

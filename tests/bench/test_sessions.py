@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from mainstem.cli.flags import engine_config
+from mainstem.core.config import StorePolicy
 from mainstem.core.errors import ConfigError
 from mainstem_bench import sessions, settings
-from mainstem_bench.session_engine import Bench
+from mainstem_bench.session_engine import WORKLOADS, Bench
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, object]]:
@@ -103,3 +105,16 @@ def test_a_shape_that_does_not_fit_names_the_flag_there_is(
     monkeypatch.setattr(settings, "available_bytes", lambda: 1_000_000)
     with pytest.raises(ConfigError, match="--workload tiny"):
         sessions.main(["--workload", "anchor", "--device", "cpu"])
+
+
+def test_a_tier_gets_only_the_settings_that_it_uses() -> None:
+    flags = "--store-fetch always --preload 3 --disk-gb 7 --disk-dir d --store-policy lru"
+    args = sessions.parser().parse_args(flags.split())
+    work = WORKLOADS["tiny"]
+    given = {}
+    for tier in ("none", "host", "disk"):
+        with sessions.InTier(engine_config(args), work, tier) as config:
+            config.check()
+            given[tier] = config.store
+    assert {store.policy for store in given.values()} == {StorePolicy.LRU}
+    assert (given["host"].preload, given["disk"].preload, given["disk"].disk_gb) == ("3", "3", 7.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mainstem.cli import calibrate as command
-from mainstem.plan.cost import card_for, cards_path
+from mainstem.plan.cost import CARDS, card_for
 from mainstem.runner import calibrate
 
 pytestmark = pytest.mark.torch
@@ -19,7 +19,7 @@ def test_a_calibrated_device_is_found_again(
     monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
     monkeypatch.setattr(calibrate, "NUM_TIMED", 3)
     assert command.main(["--json", "--dry-run"]) == 0
-    assert not cards_path().exists()
+    assert not CARDS.path.exists()
     assert command.main(["--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     card = card_for(calibrate.present_device().name)

@@ -11,6 +11,7 @@ import torch
 from mainstem.checkpoints.hub import ModelRecord, ModelState
 from mainstem.cli import doctor, models
 from mainstem.core.config import DType, StoreConfig
+from mainstem.core.tables import gigabytes
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_cpu
 from mainstem.runner.rank_sizes import RankSize
@@ -134,8 +135,10 @@ def test_a_healthy_machine_has_no_warnings() -> None:
 
 
 def test_a_models_size_of_keys_and_values_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    device = replace(CPU, has_fast_bf16=True)
+    monkeypatch.setattr(doctor, "describe_devices", lambda: [device])
     config = {
         "architectures": ["MistralForCausalLM"], "vocab_size": 100, "hidden_size": 64,
         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -155,13 +158,28 @@ def test_a_models_size_of_keys_and_values_is_shown(
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert doctor.main(["--model", str(tmp_path)]) == 0
-    assert "weights   AWQ, 4 bits, groups of 32, zero points" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "weights   AWQ, 4 bits, groups of 32, zero points" in told
+    assert "unpacked  products in 4 bits, groups of 32, zero points become bfloat16 when" in told
+    device = CPU
+    assert doctor.main(["--model", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "512 bytes a token in float32" in told
+    assert "become float32 when loaded: this device has no product for them" in told
+    held, stored = 4 * (2 * 36864 + 2 * 6400), round(2 * 36864 * (1 / 2 + 3 / 32)) + 4 * 6400
+    sizes = f"{gigabytes(held)} of weights ({gigabytes(stored)} in the checkpoint)"
+    assert f"  ranks     1: {sizes}" in told
+    device = GPU
+    assert doctor.main(["--model", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "unpacked" not in told
+    assert "in the checkpoint" not in told
 
 
 def test_ranks_that_fit_and_ranks_that_do_not_are_shown() -> None:
     """A card of 140 GiB: 0.9 of it, less 2 GiB of buffers, less the weights."""
     gib = 1 << 30
-    large, half = RankSize(1, 130 * gib, 1 << 20), RankSize(2, 65 * gib, 1 << 19)
+    large, half = RankSize(1, 130 * gib, 1 << 20, 0), RankSize(2, 65 * gib, 1 << 19, 0)
     assert doctor.fitting_tokens(large, GPU) == 0
     assert doctor.fitting_tokens(half, GPU) == (126 - 2 - 65) * gib // (1 << 19)
     assert doctor.fitting_tokens(half, CPU) is None

@@ -69,7 +69,6 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ('[store]\npolicy = "random"\n', "policy must be one of"),
         ('[store]\npreload = "some"\n', "preload must be auto, all or a number"),
         ('[store]\nhost_gb = 0\ndisk_dir = "d"\n', "host_gb must be above 0"),
-        ('[store]\nsave = "sync"\n', "store_save=sync: there is nothing to save pages to"),
         ("[sched\n", "not valid TOML"),
     ],
 )
@@ -135,6 +134,62 @@ def test_the_store_is_set_by_flags() -> None:
         preload="5",
     )
     assert store.host_bytes == 2_500_000_000
+
+
+@pytest.mark.parametrize(
+    ("argv", "refused", "needed"),
+    [
+        ("--store-fetch always", "store_fetch=always", "set host_gb, disk_dir or remote"),
+        ("--preload 5", "preload=5", "set host_gb, disk_dir or remote"),
+        ("--preload 5 --host-gb 0", "preload=5", "set host_gb, disk_dir or remote"),
+        ("--store-save end", "store_save=end", "set host_gb, disk_dir or remote"),
+        ("--store-ttl 9", "store_ttl=9.0", "set host_gb, disk_dir or remote"),
+        ("--host-gb 1 --disk-gb 5", "disk_gb=5.0", "set disk_dir"),
+        ("--host-gb 1 --remote-gb 5", "remote_gb=5.0", "set remote"),
+        ("--disk-dir d --remote-ttl 5", "remote_ttl=5.0", "set remote"),
+        ("--remote-secrets f", "remote_secrets=f", "set remote"),
+        ("--host-gb 1 --store-fetch never --preload all", "preload=all", "auto or always"),
+        ("--share none --host-gb 1", "host_gb=1.0", "set share to storage or reads"),
+        ("--share none --disk-dir d", "disk_dir=d", "set share to storage or reads"),
+        ("--share none --store-policy lru", "store_policy=lru", "set share to storage or reads"),
+        ("--share storage --span-levels 2", "span_levels=2", "set share to reads"),
+        ("--kv-tokens 64 --gpu-memory-utilization 0.5", "gpu_memory_utilization=0.5", "kv_tokens"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused(argv: str, refused: str, needed: str) -> None:
+    config = engine_config(parse(argv.split()))
+    with pytest.raises(ConfigError, match=rf"^{refused} would have no effect: .*{needed}"):
+        config.check()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "--host-gb 0 --store-policy lru",
+        "--host-gb 1 --store-fetch always --preload 5 --store-save end --store-ttl 9",
+        "--disk-dir d --disk-gb 5 --store-fetch never",
+        "--remote redis://h --remote-gb 5 --remote-ttl 5 --remote-secrets f --preload all",
+        "--share storage --host-gb 1",
+        "--share none --host-gb 0 --span-levels 8",
+    ],
+)
+def test_ways_of_sharing_can_be_compared_with_any_other_settings(argv: str) -> None:
+    config = engine_config(parse(argv.split()))
+    for share in Share:
+        made = config.sharing(share)
+        assert made.sched.share is share
+        made.check()
+        assert (made.cache, made.model) == (config.cache, config.model)
+    assert config.sharing(Share.READS).store == config.store
+
+
+def test_a_flag_may_bring_what_a_setting_of_the_file_needs(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[store]\nfetch = "always"\nsave = "sync"\n')
+    engine_config(parse(["--config", str(file), "--host-gb", "1"])).check()
+    with pytest.raises(ConfigError, match=r"^store_save=sync would have no effect"):
+        engine_config(parse(["--config", str(file)])).check()
 
 
 def test_a_disk_brings_host_memory_along() -> None:

@@ -26,7 +26,7 @@ from mainstem.kernels.dense.activations import Act, activate, activate_gated, ac
 from mainstem.kernels.dense.fp8_rows import Fp8Per
 from mainstem.kernels.dense.head_norms import HeadNorms, joint_norm_
 from mainstem.kernels.dense.logits import scale_logits_
-from mainstem.kernels.dense.norms import Delta, Norm, norm_rows, norm_rows_fp8, norm_twice
+from mainstem.kernels.dense.norms import Delta, Norm, norm_rows, norm_rows_fp8
 from mainstem.kernels.dense.rows import quantize_rows
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.overlap import can_overlap
@@ -88,7 +88,6 @@ LAYER_NORM = Norm(NORM.gain, EPS, is_layer=True, bias=some(HIDDEN, seed=10))
 HEAD_NORMS = HeadNorms(Norm(some(DIM, seed=2), EPS), Norm(some(DIM, seed=12), EPS))
 K_NORM = Norm(some(KV_HEADS * DIM, seed=11), EPS)
 ASIDE = some(TOKENS, HIDDEN, seed=3)
-SCRATCH = torch.empty_like(ASIDE)
 POSITIONS = torch.arange(TOKENS, device="cuda") * 7
 SLOTS = torch.arange(TOKENS, device="cuda") + 3
 FREQUENCIES = 10000.0 ** (-torch.arange(0, DIM // 2, device="cuda").float() / (DIM // 2))
@@ -128,7 +127,7 @@ READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "norm, delta": (HIDDEN, lambda x: norm_rows(x, NORM, Delta(x))),
     "norm, residual": (HIDDEN, _add_norm),
     "norm, parallel": (HIDDEN, lambda x: norm_rows(x, NORM, Delta(ASIDE, x, NORM, 0.5))),
-    "norm twice": (HIDDEN, lambda x: norm_twice(x, (LAYER_NORM, LAYER_NORM))[1]),
+    "norm, layer": (HIDDEN, lambda x: norm_rows(x, LAYER_NORM)),
     "activate": (HIDDEN, lambda x: activate(x, Act.GELU)),
     "activate_gated": (2 * HIDDEN, lambda x: activate_gated(x, Act.SILU)),
     "activate_gated_fp8": (2 * HIDDEN, lambda x: activate_gated_fp8(x, Act.SILU)[0].float()),
@@ -142,7 +141,6 @@ READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 WRITERS: dict[str, tuple[int, Callable[[Tensor], object]]] = {
     "norm": (HIDDEN, lambda x: norm_rows(ASIDE, NORM, out=x)),
     "norm, residual": (HIDDEN, _add_norm),
-    "norm twice": (HIDDEN, lambda x: norm_twice(ASIDE, (NORM, NORM), out=(SCRATCH, x))),
     "activate": (HIDDEN, lambda x: activate(ASIDE, Act.RELU, out=x)),
     "activate_gated": (HIDDEN // 2, lambda x: activate_gated(ASIDE, Act.SILU, out=x)),
     "scale_logits": (HIDDEN, _scale_logits),

@@ -1,5 +1,8 @@
 """Every kind of block on a card gives the logprobs that a CPU gives; run with `make test-gpu`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,8 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
+from mainstem.kernels.attention.plan import Launches
+from mainstem.models.block import Gate
 from mainstem.runner.cpu_load import load_cpu_runner
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config, deeper
 
@@ -20,12 +25,13 @@ pytestmark = [
 LIMITS = {DType.FP32: (2e-3, 1e-2), DType.BF16: (0.1, 1.0)}  # in the mean, and at worst
 
 
-def logprobs(engine: Engine) -> np.ndarray:
-    """Logprobs of every token of four prompts that share a page, computed in chunks."""
+def logprobs(engine: Engine, counts: Sequence[int] = (3, 6, 21, 40)) -> np.ndarray:
+    """Logprobs of every token of prompts that share two pages and have `counts` more tokens,
+    computed in chunks."""
     rng = np.random.default_rng(5)
     head = rng.integers(3, 96, 33).tolist()
     sampling = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
-    for index, count in enumerate((3, 6, 21, 40)):
+    for index, count in enumerate(counts):
         ids = np.array(head + rng.integers(3, 96, count).tolist(), np.int32)
         engine.submit(Request(RequestId(str(index)), ids, sampling))
     found: dict[str, list[float]] = {}
@@ -52,5 +58,40 @@ def test_same_logprobs_as_on_the_cpu(name: str, dtype: DType) -> None:
     wanted = logprobs(join(cpu_runner, facts, exact, EventBus()))
     apart = np.abs(found - wanted)
     mean, worst = LIMITS[dtype]
+    assert apart.mean() < mean, apart.mean()
+    assert apart.max() < worst, apart.max()
+
+
+LARGE = tuple(range(10, 70))  # tokens after the shared ones: one step of 2,400
+
+
+@pytest.mark.parametrize("name", ["Qwen2MoeForCausalLM", "PhiForCausalLM"])
+def test_same_logprobs_of_large_steps_as_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 1,024 tokens: a graph that ends before the last layer."""
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs a card
+    from mainstem.runner.graphs import FEW_TOKENS, StepGraphs  # noqa: PLC0415
+
+    replayed: list[int] = []
+    replay = StepGraphs.replay
+
+    def keep(graphs: StepGraphs, size: int, launches: Launches, gate: Gate) -> None:
+        replayed.append(size)
+        replay(graphs, size, launches, gate)
+
+    monkeypatch.setattr(StepGraphs, "replay", keep)
+    origin = RecipeOrigin(deeper(RECIPES[name]))
+    config = a_config()
+    config = replace(
+        config,
+        cache=replace(config.cache, kv_tokens=8192),
+        sched=replace(config.sched, chunk_tokens=4096),
+    )
+    runner, facts = load_gpu_runner(origin, config, torch.device("cuda"))
+    found = logprobs(join(runner, facts, config, EventBus()), LARGE)
+    assert max(replayed) > FEW_TOKENS
+    cpu_runner, facts = load_cpu_runner(origin, config)
+    wanted = logprobs(join(cpu_runner, facts, config, EventBus()), LARGE)
+    apart = np.abs(found - wanted)
+    mean, worst = LIMITS[DType.FP32]
     assert apart.mean() < mean, apart.mean()
     assert apart.max() < worst, apart.max()

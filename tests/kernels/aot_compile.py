@@ -80,7 +80,7 @@ INT_POINTERS = (
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
-    "scales_ptr", "scales_2_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
+    "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
     "weights_ptr", "shared_weights_ptr", "sinks_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
@@ -237,14 +237,13 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
 
 def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:
     row = {"SIZE": 4096, "BLOCK": 4096, "GROUP": 4096, **overlaps}
-    second = _nothing("gain_2_ptr", "bias_2_ptr", "out_2_ptr", "scales_2_ptr")
     extras = _nothing("more_ptr", "after_gain_ptr", "after_bias_ptr")
-    llama = {**row, **second, **extras, "bias_ptr": None, "IS_LAYER": False, "HAS_SCALE": False}
+    llama = {**row, **extras, "bias_ptr": None, "IS_LAYER": False, "HAS_SCALE": False}
     yield Job(_norm_kernel, {**llama, "scales_ptr": None})
     gemma = {"more_ptr": None, "after_bias_ptr": None, "bias_ptr": None, "scales_ptr": None}
     wide = {"gain_ptr": "*fp32", "after_gain_ptr": "*fp32"}
-    yield Job(_norm_kernel, {**row, **second, **gemma, "IS_LAYER": False, "HAS_SCALE": True}, wide)
-    falcon = _nothing("after_gain_ptr", "after_bias_ptr", "scales_ptr", "scales_2_ptr")
+    yield Job(_norm_kernel, {**row, **gemma, "IS_LAYER": False, "HAS_SCALE": True}, wide)
+    falcon = _nothing("after_gain_ptr", "after_bias_ptr", "scales_ptr")
     yield Job(_norm_kernel, {**row, **falcon, "IS_LAYER": True, "HAS_SCALE": False})
     joint = {"Q_SIZE": 4096, "Q_BLOCK": 4096, "K_SIZE": 1024, "K_BLOCK": 1024, **overlaps}
     yield Job(_joint_norm_kernel, {**joint, "IS_LAYER": False, "squares_ptr": None})

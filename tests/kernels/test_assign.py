@@ -11,9 +11,8 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mainstem.kernels.attention.assign import assign_units, large_slots
-from mainstem.kernels.attention.pace import Pace
 from mainstem.kernels.attention.shape import Shape
-from mainstem.kernels.attention.tuning import HOPPER_SPLIT, INTERPRETER, Tiles
+from mainstem.kernels.attention.tuning import HOPPER_SPLIT, INTERPRETER, Pace, Tiles
 
 pytestmark = pytest.mark.torch
 
@@ -49,12 +48,12 @@ def test_every_unit_has_one_program(
     pace = Pace(late_us=5.0, beside=0.5)
     tiles = replace(HOPPER_SPLIT, is_split=is_split, queued_share=queued_share, pace=pace)
     shape = Shape(4, 8, 16, num_programs=2 * pairs, tiles=tiles)
-    sms = max(int(taken * shape.num_large_programs), 1)
+    sms = max(int(taken * shape.large.slots), 1)
     shares = assign_units(np.array(large), np.array(small), sms, shape)
     busy = np.diff(shares[0].ends).nonzero()[0]
     assert len(busy) <= sms
-    assert (busy < shape.num_large_programs).all()
-    counts = 8 * len(large), shape.units(False) * len(small)
+    assert (busy < shape.large.slots).all()
+    counts = 8 * len(large), shape.small.units * len(small)
     for (order, ends, queued), count in zip(shares, counts, strict=True):
         assert ends[0] == 0
         assert ends[-1] == len(order)

@@ -1,6 +1,5 @@
 """The estimate that chooses a cut: facts that must hold for any constants."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -15,29 +14,24 @@ pytestmark = pytest.mark.torch
 
 SHAPE = Shape(4, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
 PACE = HOPPER_SPLIT.pace
-ZERO = np.zeros(1)
-NOTHING = Work(ZERO, ZERO, ZERO, ZERO, 0.0)
-
-
-def _work(units: int, unit_us: float, keys: float, rows: float = 0.0) -> Work:
-    count, us = np.array([float(units)]), np.array([units * unit_us])
-    return Work(count, us, np.array([unit_us]), np.array([rows]), units * keys)
+NOTHING = Work(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def large(units: int, unit_us: float = 30.0) -> Work:
-    return _work(units, unit_us, 2000.0)
+    return Work(units, units * unit_us, unit_us, rows=0.0, keys=units * 2000.0)
 
 
 def small(units: int, steps: int = 16, rows: float = 0.0) -> Work:
-    return _work(units, PACE.small_us + steps * 64 * PACE.small_key_us, steps * 64.0, rows)
+    unit_us = PACE.small_us + steps * 64 * PACE.small_key_us
+    return Work(units, units * unit_us, unit_us, rows, keys=units * steps * 64.0)
 
 
 def alone_us(work: Work) -> float:
-    return float(_small_us(work, SHAPE)[0])
+    return _small_us(work, SHAPE)
 
 
 def step_us(of_large: Work, of_small: Work, sms: int) -> float:
-    return float(_step_us(of_large, of_small, np.array([float(sms)]), SHAPE)[0])
+    return _step_us(of_large, of_small, sms, SHAPE)
 
 
 def test_many_small_units_are_as_fast_as_the_memory() -> None:
@@ -47,7 +41,7 @@ def test_many_small_units_are_as_fast_as_the_memory() -> None:
 
 def test_a_few_small_units_do_not_lack_memory() -> None:
     work = small(20)
-    assert alone_us(work) == pytest.approx(work.longest_us[0])
+    assert alone_us(work) == pytest.approx(work.longest_us)
 
 
 def test_large_units_alone_take_their_rounds() -> None:
@@ -72,7 +66,7 @@ def test_both_take_less_than_one_after_the_other() -> None:
 def test_a_long_small_unit_begins_at_once_if_some_multiprocessor_has_no_large_ones() -> None:
     """One of 264 units takes 100 us: after large units of 30 us on all multiprocessors, or at the
     same time as large units on all except two."""
-    uneven = small(264, steps=4)._replace(longest_us=np.array([100.0]))
+    uneven = small(264, steps=4)._replace(longest_us=100.0)
     after = step_us(large(132), uneven, 132)
     beside = step_us(large(130), uneven, 130)
     assert after > beside + 25.0
@@ -85,5 +79,5 @@ def test_partials_cost() -> None:
 def test_a_shared_prefix_is_cut_for_the_multiprocessors() -> None:
     """The example of the module: 2 tiles of rows x 4 stretches x 8 KV heads."""
     cut = cut_spans(AttentionCase("64", (Run(tuple(range(64)), 2048),)).spans(), SHAPE)
-    assert (cut.num_large, cut.row_tiles[0], cut.parts[0], cut.stretches[0]) == (1, 2, 4, 512)
+    assert (cut.of.num_large, cut.of.row_tiles[0], cut.parts[0], cut.stretches[0]) == (1, 2, 4, 512)
     assert cut.sms == 64

@@ -1,5 +1,6 @@
 """Routing, grouped products and the whole layer of experts, under the interpreter."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from mainstem.core.config import Quantize  # noqa: E402
 from mainstem.kernels import LayoutError, PlanTooLarge  # noqa: E402
 from mainstem.kernels.dense.invariant import Tile  # noqa: E402
 from mainstem.kernels.experts import choose as choose_module  # noqa: E402
@@ -36,7 +38,8 @@ from mainstem.kernels.experts.route import (  # noqa: E402
 )
 from mainstem.models.expert_tensors import ExpertTensors  # noqa: E402
 from mainstem.models.gpu.experts import ExpertSpace, GpuExperts, Linear  # noqa: E402
-from mainstem.models.packed import Weight, as_tensor  # noqa: E402
+from mainstem.models.gpu.linears import LinearMaker  # noqa: E402
+from mainstem.models.packed import PackedKind, PackedWeight, Weight, as_tensor  # noqa: E402
 from mainstem.models.spec import Activation, ExpertsSpec  # noqa: E402
 from tests.expert_layers import (  # noqa: E402
     CASES,
@@ -84,6 +87,35 @@ def assert_right(found: Tensor, x: Tensor, tensors: ExpertTensors, spec: Experts
     tolerance = TOLERANCE[x.dtype]
     right = right_answer(x, tensors, spec)
     torch.testing.assert_close(found.float(), right, rtol=tolerance, atol=tolerance)
+
+
+def as_fp8(weight: Weight) -> PackedWeight:
+    dense = as_tensor(weight)
+    scales = dense.new_ones((*dense.shape[:-1], 1))
+    values = dense.to(torch.float8_e4m3fn)
+    return PackedWeight(PackedKind.FP8, values, scales, None, dense.shape[-1], 1)
+
+
+def test_experts_that_no_kernel_reads_are_dequantized_with_a_line_that_names_the_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    case = case_of("gelu")
+    tensors = some_tensors(case)
+    gate_up, down = as_fp8(tensors.gate_up), as_fp8(tensors.down)
+    packed = replace(tensors, gate_up=gate_up, down=down)
+    layer = a_layer(case, packed, 4)
+    assert layer.unpacked is not None
+    assert layer.unpacked.stored_bytes == gate_up.nbytes + down.nbytes
+    assert layer.unpacked.held_bytes == 4 * (gate_up.values.numel() + down.values.numel())
+    assert a_layer(case, tensors, 4).unpacked is None
+    maker = LinearMaker(Quantize.NONE, False, torch.float32, CPU)
+    for _ in range(2):
+        maker.note_experts(replace(layer.unpacked, stored_bytes=10**9, held_bytes=2 * 10**9))
+    with caplog.at_level(logging.WARNING):
+        maker.finish()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the experts of 2 layers are dequantized to torch.float32")
+    assert said.endswith("no kernel supports fp8; they take 4.0 GB instead of 2.0")
 
 
 def case_of(name: str) -> Case:

@@ -22,8 +22,6 @@ from mainstem.kernels.dense.norms import (  # noqa: E402
     add_,
     norm_rows,
     norm_rows_fp8,
-    norm_twice,
-    norm_twice_fp8,
 )
 from tests.kernels.rows import (  # noqa: E402
     DTYPES,
@@ -94,16 +92,12 @@ def test_what_is_added_changes_the_residual_first(name: str, kind: str, dtype: t
     delta = DELTAS[name](some(3, 72, dtype, 1), some(3, 72, dtype, 2), after)
     kept = [x.clone() for x in (delta.rows, delta.more) if x is not None]
     x = some(3, 72, dtype)
-    right, other, third = right_sum(x, delta), x.clone(), x.clone()
+    right, other = right_sum(x, delta), x.clone()
     found = norm_rows(x, norm, delta)
     assert_close(x, right)
     assert_close(found, right_norm(x, norm))
     add_(other, delta)
     assert torch.equal(other, x)
-    pair = norm_twice(third, (norm, after), delta)
-    assert torch.equal(third, x)
-    assert torch.equal(pair[0], found)
-    assert_close(pair[1], right_norm(x, after))
     changed = [x for x in (delta.rows, delta.more) if x is not None]
     assert all(torch.equal(a, b) for a, b in zip(changed, kept, strict=True))
 
@@ -120,19 +114,13 @@ def test_fp8_variants_quantize_what_the_plain_ones_return() -> None:
     x, rows = some(3, 576), some(3, 576, seed=1)
     x[1] = rows[1] = 0.0
     for kind in KINDS:
-        norm, second = a_norm(kind, 576), a_norm(kind, 576, seed=20)
-        plain, quantized, paired = x.clone(), x.clone(), x.clone()
-        right = norm_twice(plain, (norm, second), Delta(rows))
-        found = norm_rows_fp8(quantized, norm, Delta(rows))
-        assert_fp8_close(found, a_quantization(right[0]))
-        out = norm_rows_fp8(x, norm), norm_rows_fp8(x, norm)
-        pair = norm_twice_fp8(paired, (norm, second), Delta(rows), out)
-        assert pair[0] is out[0]
-        assert pair[1] is out[1]
-        for got, plain_rows in zip(pair, right, strict=True):
-            assert_fp8_close(got, a_quantization(plain_rows))
+        norm, plain, quantized = a_norm(kind, 576), x.clone(), x.clone()
+        right = norm_rows(plain, norm, Delta(rows))
+        out = norm_rows_fp8(x, norm)
+        found = norm_rows_fp8(quantized, norm, Delta(rows), out)
+        assert found is out
+        assert_fp8_close(found, a_quantization(right))
         assert torch.equal(quantized, plain)
-        assert torch.equal(paired, plain)
 
 
 def test_groups_of_columns_have_scales_of_their_own() -> None:
@@ -150,11 +138,10 @@ def test_outputs_that_are_given_are_filled_and_nothing_else() -> None:
     whole, norm = some(2, 200), a_norm("layer", 64)
     x = whole[:, 8:72]  # rows with gaps between them
     wide = torch.full((4, 160), float("nan"))
-    first, second = wide[1:3, 16:80], wide[1:3, 88:152]
-    norm_twice(x, (norm, norm), out=(first, second))
-    assert_close(first, right_norm(x, norm))
-    assert torch.equal(first, second)
-    assert int(wide.isnan().sum()) == 4 * 160 - 2 * 2 * 64
+    out = wide[1:3, 16:80]
+    norm_rows(x, norm, out=out)
+    assert_close(out, right_norm(x, norm))
+    assert int(wide.isnan().sum()) == 4 * 160 - 2 * 64
     right = right_norm(x, norm)
     assert norm_rows(x, norm, out=x) is x
     assert_close(x, right)
@@ -242,7 +229,7 @@ def test_refused_arguments_are_named() -> None:
     with pytest.raises(LayoutError, match="float64"):
         norm_rows(x.double(), norm)
     with pytest.raises(LayoutError, match="one kind"):
-        norm_twice(x, (norm, a_norm("layer", 64)))
+        norm_rows(x, norm, Delta(x, after=a_norm("layer", 64)))
     with pytest.raises(ValueError, match="no bias"):
         Norm(norm.gain, EPS, bias=norm.gain)
     with pytest.raises(LayoutError, match="float8_e4m3fn"):

@@ -253,11 +253,10 @@ def test_every_way_to_cut_is_a_plan(seed: int, tiles: Tiles) -> None:
     case = random_step(random.Random(seed))
     case = replace(case, page_size=(16, 16, 32, 64)[seed % 4])
     spans, shape = case.spans(), shape_of(case, tiles)
-    choices = ways_to_cut(spans, shape)
-    for ways in choices:
-        for way in range(0, len(ways.us), 5):
-            check_plan(plans.plan_cut(spans, ways.cut(way), shape), spans, shape)
-    assert sum(len(ways.us) for ways in choices) > 1
+    ways = ways_to_cut(spans, shape)
+    for way in ways[::5]:
+        check_plan(plans.plan_cut(spans, way.cut(), shape), spans, shape)
+    assert len(ways) > 1
 
 
 @pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
@@ -274,7 +273,7 @@ def test_tiny_steps_have_a_plan(runs: tuple[Run, ...], tiles: Tiles) -> None:
 def test_as_many_pieces_as_spans_need_not_be_one_piece_per_span() -> None:
     case = AttentionCase("two and none", (Run((), 10), Run((0,), 300)))
     shape = shape_of(case, HOPPER, fixed_stretch=256)
-    assert plans.make_plan(case.spans(), shape).num_pieces == 2
+    assert len(plans.make_plan(case.spans(), shape).pieces.span) == 2
     check(case, shape)
 
 
@@ -371,8 +370,7 @@ def test_a_plan_names_the_launches_that_it_needs(
 @pytest.mark.parametrize("case", [_grouped(4, 1000), _grouped(16, 100), _grouped(2, 5000)])
 def test_spans_of_a_few_tokens_may_be_of_either_kind(case: AttentionCase) -> None:
     def kinds(tiles: Tiles) -> set[int]:
-        choices = ways_to_cut(case.spans(), shape_of(case, tiles))
-        return {len(ways.kinds.large.keys) for ways in choices}
+        return {way.of.num_large for way in ways_to_cut(case.spans(), shape_of(case, tiles))}
 
     assert len(kinds(HOPPER_SPLIT)) == 2
     assert 0 in kinds(HOPPER_SPLIT)
@@ -398,12 +396,12 @@ def test_a_reusable_plan_holds_for_a_few_keys_more(
     held = 0
     for most in (0, 1, 3, plans.KEPT_KEYS):
         spans = _grown(case, rng, most).spans()
-        if first.reusable.holds_for(spans):
+        if first.holds_for(spans):
             held += 1
-            check_plan(first.reusable.plan(spans), spans, shape)
+            check_plan(first.of_step(spans), spans, shape)
     assert held
     assert np.array_equal(first.ints, ints), "nothing was overwritten"
-    again = first.reusable.plan(case.spans())
+    again = first.of_step(case.spans())
     assert np.array_equal(again.ints, ints)
     assert (again.num_slots, again.launches) == (first.num_slots, first.launches)
     check_plan(again, case.spans(), shape)
@@ -412,7 +410,7 @@ def test_a_reusable_plan_holds_for_a_few_keys_more(
 def test_a_reusable_plan_does_not_hold_for_other_steps() -> None:
     case = AttentionCase("decodes", tuple(Run((row,), 100 + row) for row in range(40)))
     spans = case.spans()
-    reusable = plans.make_plan(spans, shape_of(case, HOPPER_SPLIT)).reusable
+    reusable = plans.make_plan(spans, shape_of(case, HOPPER_SPLIT))
     assert reusable.holds_for(spans)
     runs = case.runs
     for other in (
@@ -428,7 +426,7 @@ def test_a_reusable_plan_does_not_hold_for_other_steps() -> None:
 
 def test_a_reusable_plan_does_not_hold_past_a_fixed_stretch() -> None:
     case = AttentionCase("one", (Run((0,), 4090),))
-    reusable = plans.make_plan(case.spans(), shape_of(case, HOPPER, fixed_stretch=256)).reusable
+    reusable = plans.make_plan(case.spans(), shape_of(case, HOPPER, fixed_stretch=256))
     assert reusable.holds_for(AttentionCase("one", (Run((0,), 4096),)).spans())
     assert not reusable.holds_for(AttentionCase("one", (Run((0,), 4097),)).spans())
 
@@ -448,11 +446,11 @@ def test_a_reusable_plan_holds_while_decodes_of_any_length_go_on(
         return AttentionCase("ragged", (*prefixes, *own), page_size=page_size)
 
     shape = shape_of(step(0), tiles)
-    reusable = plans.make_plan(step(0).spans(), shape).reusable
+    reusable = plans.make_plan(step(0).spans(), shape)
     for number in range(plans.KEPT_KEYS + 1):
         spans = step(number).spans()
         assert reusable.holds_for(spans)
-        check_plan(reusable.plan(spans), spans, shape)
+        check_plan(reusable.of_step(spans), spans, shape)
     assert not reusable.holds_for(step(plans.KEPT_KEYS + 1).spans())
 
 
@@ -463,7 +461,7 @@ def test_windowed_steps_are_planned_and_reused_as_windows_move_on() -> None:
     prefixes = [Run(tuple(range(i, i + 10)), 512) for i in range(0, 60, 10)]
     prompt = Run(tuple(range(60, 400)), 700, is_causal=True)
     shape: Shape | None = None
-    reusable: plans.ReusablePlan | None = None
+    reusable: plans.KernelPlan | None = None
     made = 0
     for number in range(60):
         own = (Run((row,), length + number) for row, length in enumerate(lengths))
@@ -474,8 +472,8 @@ def test_windowed_steps_are_planned_and_reused_as_windows_move_on() -> None:
             plan = plans.make_plan(spans, shape)
             made += 1
         else:
-            plan = reusable.plan(spans)
-        reusable = plan.reusable
+            plan = reusable.of_step(spans)
+        reusable = plan
         if number % 4 == 3:
             check_plan(plan, spans, shape)
     assert made < 20
@@ -551,5 +549,5 @@ def test_warps_that_heads_do_not_need_take_parts_of_their_keys(
     group: int, kv_heads: int, fold: int, splits: int, rows: int
 ) -> None:
     shape = Shape(group, kv_heads, 16, num_programs=264, tiles=HOPPER_SPLIT)
-    assert (shape.fold, shape.splits, shape.most_small_rows) == (fold, splits, rows)
+    assert (shape.fold, shape.splits, shape.small.rows) == (fold, splits, rows)
     assert Shape(group, kv_heads, 16, num_programs=264, tiles=HOPPER).splits == 1

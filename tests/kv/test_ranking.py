@@ -69,6 +69,55 @@ def test_the_device_evicts_awaited_pages_last() -> None:
     assert order == [*unwaited, *reversed(chains[1].keys), *reversed(chains[0].keys)]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_device_evicts_by_pin_then_queue_then_use_then_depth(seed: int) -> None:
+    """Random queues and amounts, compared with a sort over all pages. Chains come back, so pages
+    that the queue waited for at the last eviction have other names at the next."""
+    rng = np.random.default_rng(seed)
+    pool = PagePool(160)
+    index = PrefixIndex(pool, 4, EventBus(), Lookahead())
+    root = root_key(b"model", 4, b"")
+    chains = [PageChain.of(root, 4, np.arange(n, n + 32, dtype=np.int32)) for n in range(20)]
+    lengths = rng.integers(1, 9, 20).tolist()
+    prefixes = [chain.keys[:length] for chain, length in zip(chains, lengths, strict=True)]
+    used: list[int] = []
+
+    def use(number: int) -> None:
+        chain = chains[number]
+        found, _ = index.match(chain.keys)
+        pages = pool.take(8 - len(found))
+        index.reserve(chain, len(found), pages)
+        index.commit(pages)
+        index.touch(np.append(found, pages))
+        pool.give_back(pages)
+        used[:] = [*(other for other in used if other != number), number]
+
+    for number in rng.permutation(20).tolist():
+        use(number)
+    pinned = set(index.pin(index.match(chains[used[1]].keys[:3])[0].tolist()))
+    where = {key: (n, d) for n, chain in enumerate(chains) for d, key in enumerate(chain.keys)}
+    waiting = rng.permutation(20).tolist()
+    for _ in range(60):
+        awaited = [prefixes[number] for number in waiting[: rng.integers(0, 12)]]
+
+        def worth(key: PageKey, awaited: list[tuple[PageKey, ...]] = awaited) -> tuple[int, ...]:
+            number, depth = where[key]
+            places = [-place for place, keys in enumerate(awaited) if key in keys]
+            wait = (1, places[0]) if places else (0, used.index(number))
+            return (key in pinned, *wait, -depth)
+
+        count = int(rng.integers(1, 150))
+        expected = sorted(index.ready_keys(), key=worth)[count:]
+        index.evict(count, awaited)
+        index.check()
+        assert sorted(index.ready_keys()) == sorted(expected)
+        pinned.intersection_update(expected)
+        waiting = waiting[int(rng.integers(0, 3)) :] or rng.permutation(20).tolist()
+        for number in rng.permutation(20).tolist():
+            if pool.num_free >= 8 and rng.random() < 0.5:
+                use(number)
+
+
 def cached_by_policy(policy: StorePolicy) -> list[int]:
     """Cached tokens of four conversations queued after a new request, which takes 8 of 24 pages.
     The first conversation in the queue was used longest ago."""

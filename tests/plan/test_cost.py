@@ -10,6 +10,7 @@ import pytest
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Spans
 from mainstem.plan.cost import (
+    CARDS,
     DATASHEETS,
     GENERIC_CPU,
     H200,
@@ -18,7 +19,6 @@ from mainstem.plan.cost import (
     full_speed_tokens,
     measured_card,
     relay_speedup,
-    save_card,
     shared_s,
     span_floor_s,
     unshared_s,
@@ -116,8 +116,8 @@ def test_a_calibrated_card_goes_before_the_built_in_one(cache: Path) -> None:
     assert card_for("NVIDIA H200") == H200
     assert card_for("cpu") == GENERIC_CPU
     measured = replace(H200, bytes_per_s=1e12)
-    save_card(measured)
-    save_card(replace(GENERIC_CPU, flops_per_s=1.0))
+    CARDS.save("NVIDIA H200", measured)
+    CARDS.save("cpu", replace(GENERIC_CPU, flops_per_s=1.0))
     assert card_for("NVIDIA H200") == measured
     assert card_for("cpu").flops_per_s == 1.0
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,17 +14,19 @@ pytest.importorskip("torch")
 import torch
 
 from mainstem import kernels
+from mainstem.cli import calibrate as command
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import tuning
-from mainstem.kernels.attention.pace import Pace, paces_path, save_paces, saved_paces
 from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.tuning import FITTED, Pace, fitted_name, with_fitted_pace
+from mainstem.plan.cost import H200
 from mainstem.runner import calibrate
 from mainstem.runner.calibrate_pace import StepUs, fit_pace
 
 pytestmark = pytest.mark.torch
 
-FITTED = (
+NUMBERS = (
     "large_us", "large_key_us", "small_us", "small_key_us", "reads", "merge_us", "launch_us",
 )  # fmt: skip
 SLOW = Pace(
@@ -38,10 +41,9 @@ def _clock(pace: Pace, shape: Shape, noise: float = 0.0) -> StepUs:
 
     def step_us(spans: Spans) -> float:
         rows, keys = int(spans.query_starts[1]) * shape.group, int(spans.key_tokens[0])
-        is_large = rows > shape.most_small_rows
-        tile = shape.tiles.large_q if is_large else shape.most_small_rows
-        units = len(spans) * -(-rows // tile) * shape.units(is_large)
-        slots = shape.num_large_programs if is_large else shape.num_programs
+        is_large = rows > shape.small.rows
+        kind = shape.large if is_large else shape.small
+        units, slots = len(spans) * -(-rows // kind.rows) * kind.units, kind.slots
         if is_large:
             unit_us = pace.large_us + pace.large_key_us * keys
         else:
@@ -73,70 +75,94 @@ def test_known_constants_are_fitted_back(
     """Times that are off by 1 % give constants that are off by a few times that."""
     shape = Shape(4, 8, 16, num_programs=programs, tiles=replace(tiles, pace=Pace(yields=0.3)))
     fitted = fit_pace(_clock(pace, shape, noise), shape)
-    for name in FITTED:
+    for name in NUMBERS:
         right = getattr(pace, name)
         assert getattr(fitted, name) == pytest.approx(right, rel=0.01 + 8 * noise, abs=0.01), name
     assert fitted.yields == 0.3, "not fitted, so as it was"
 
 
-def test_an_untuned_card_uses_what_was_fitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CARD = torch.device("cuda")
+NAME = "NVIDIA L40S"
+
+
+@pytest.fixture
+def _untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that nobody tuned, and an empty cache folder."""
     monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     monkeypatch.setattr(torch.version, "hip", None)
-    card, name = torch.device("cuda"), "NVIDIA L40S"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    before = tuning.choose_tiles(card, torch.bfloat16, 128, can_split=True)
-    assert before == tuning.FALLBACK
-    save_paces(name, {128: SLOW})
-    save_paces("another", {128: Pace()})
-    assert saved_paces(name) == {128: SLOW}
-    after = tuning.choose_tiles(card, torch.bfloat16, 128, can_split=True)
-    assert after == replace(tuning.FALLBACK, pace=SLOW)
-    assert tuning.choose_tiles(card, torch.bfloat16, 64, can_split=True) == tuning.FALLBACK
-    assert tuning.choose_tiles(card, torch.float32, 128, can_split=True) == tuning.WIDE_ELEMENTS
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: NAME)
 
 
-def test_a_calibration_begins_from_the_built_in_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_untuned")
+def test_an_untuned_card_uses_what_was_fitted() -> None:
+    tiles = tuning.choose_tiles(CARD, torch.bfloat16, 128, can_split=True)
+    assert tiles == tuning.FALLBACK
+    assert with_fitted_pace(tiles, CARD, 128) is tiles
+    FITTED.save(fitted_name(NAME, 128), replace(tiles, pace=SLOW))
+    FITTED.save(fitted_name("another", 128), replace(tiles, pace=Pace()))
+    assert with_fitted_pace(tiles, CARD, 128) == replace(tuning.FALLBACK, pace=SLOW)
+    assert with_fitted_pace(tiles, CARD, 64) is tiles
+
+
+@pytest.mark.usefixtures("_untuned")
+def test_a_pace_of_other_tiles_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    fitted = replace(tuning.FALLBACK, large_k=64, pace=SLOW)
+    FITTED.save(fitted_name(NAME, 128), fitted)
+    assert with_fitted_pace(tuning.FALLBACK, CARD, 128) is tuning.FALLBACK
+    assert "NVIDIA L40S, head_dim 128" in caplog.text
+    assert "other tiles; run `mainstem calibrate` again" in caplog.text
+
+
+@pytest.mark.usefixtures("_untuned")
+def test_each_head_dim_is_saved_as_soon_as_it_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one fails; the first is kept, with the tiles that it was fitted for."""
+
+    def fit_two(_: calibrate.Probe) -> Iterator[tuple[str, tuning.Tiles]]:
+        yield fitted_name(NAME, 64), replace(tuning.FALLBACK, pace=SLOW)
+        raise RuntimeError("the card was lost")
+
+    monkeypatch.setattr(command, "present_device", lambda: probe_of(NAME))
+    monkeypatch.setattr(command, "measure", lambda _: replace(H200, name=NAME))
+    monkeypatch.setattr(command, "measure_tiles", fit_two)
+    with pytest.raises(RuntimeError, match="the card was lost"):
+        command.main([])
+    assert FITTED.load() == {fitted_name(NAME, 64): replace(tuning.FALLBACK, pace=SLOW)}
+
+
+def probe_of(name: str) -> calibrate.Probe:
+    return calibrate.Probe(
+        CARD, name, calibrate.GPU_HEADS, torch.bfloat16, lambda _: 1.0, 1, 1, 284, 128
+    )
+
+
+@pytest.mark.usefixtures("_untuned")
+def test_a_calibration_begins_from_the_built_in_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise fields that cannot be fitted would keep the values of an earlier version."""
-    monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
-    save_paces("NVIDIA L40S", {128: replace(SLOW, apart=0.9)})
-    probe = calibrate.Probe(
-        torch.device("cuda"), "NVIDIA L40S", calibrate.GPU_HEADS, torch.bfloat16,
-        lambda _: 1.0, 1, 1, 284, 128,
-    )  # fmt: skip
-    taken: list[tuning.Tiles] = []
-
-    def take_tiles(
-        *_: object, device: torch.device, dtype: torch.dtype, head_dim: int, **options: object
-    ) -> None:
-        tiles = options.get("tiles")
-        chosen = tuning.choose_tiles(device, dtype, head_dim, can_split=True)
-        taken.append(tiles if isinstance(tiles, tuning.Tiles) else chosen)
-
-    monkeypatch.setattr(kernels, "SpanAttention", take_tiles)
-    calibrate._make_attention(probe, 1, 1)
+    earlier = replace(tuning.FALLBACK, pace=replace(SLOW, apart=0.9))
+    FITTED.save(fitted_name(NAME, 128), earlier)
+    taken: list[object] = []
+    monkeypatch.setattr(
+        kernels, "SpanAttention", lambda **options: taken.append(options.get("tiles"))
+    )
+    calibrate._make_attention(probe_of(NAME), 1, 1)
     assert taken == [tuning.FALLBACK]
 
 
-def test_the_tuned_card_keeps_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+@pytest.mark.usefixtures("_untuned")
+def test_the_tuned_card_keeps_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: tuning.TUNED_CARD)
-    monkeypatch.setattr(torch.version, "hip", None)
-    save_paces(tuning.TUNED_CARD, {128: SLOW})
-    tiles = tuning.choose_tiles(torch.device("cuda"), torch.bfloat16, 128, can_split=True)
-    assert tiles is tuning.HOPPER_SPLIT
+    tiles = tuning.HOPPER_SPLIT
+    FITTED.save(fitted_name(tuning.TUNED_CARD, 128), replace(tiles, pace=SLOW))
+    assert with_fitted_pace(tiles, CARD, 128) is tiles
 
 
 def _record(**changed: object) -> str:
-    return json.dumps({"NVIDIA L40S": {"128": {**asdict(SLOW), **changed}}})
+    return _file({**asdict(tuning.FALLBACK), "pace": {**asdict(SLOW), **changed}})
+
+
+def _file(record: object) -> str:
+    return json.dumps({fitted_name(NAME, 128): record})
 
 
 @pytest.mark.parametrize(
@@ -151,19 +177,25 @@ def _record(**changed: object) -> str:
         _record(small_us=float("nan")),
         _record(small_us=float("inf")),
         _record(reads=0.0),
-        '{"NVIDIA L40S": {"128": {"small_us": 2.5}}}',  # lacks numbers that this version has
+        _file({**asdict(tuning.FALLBACK), "pace": {"small_us": 2.5}}),  # lacks numbers
+        _file({"pace": asdict(SLOW)}),  # does not say for which tiles
+        _file({"128": asdict(SLOW)}),
     ],
 )
-def test_a_broken_file_is_refused(
+def test_a_broken_file_is_refused_and_not_overwritten(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
-    paces_path().write_text(text)
-    with pytest.raises(ConfigError, match=r"paces\.json: not a file of `mainstem calibrate`"):
-        saved_paces("NVIDIA L40S")
+    FITTED.path.write_text(text)
+    broken = r"paces\.json: not a file of this version's `mainstem calibrate`"
+    with pytest.raises(ConfigError, match=broken):
+        FITTED.load()
+    with pytest.raises(ConfigError, match=broken):
+        FITTED.save(fitted_name("another", 128), tuning.FALLBACK)
+    assert FITTED.path.read_text() == text
 
 
-def test_every_field_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAINSTEM_CACHE", str(tmp_path))
-    save_paces("card", {256: Pace()})
-    assert asdict(saved_paces("card")[256]) == asdict(Pace())
+@pytest.mark.usefixtures("_untuned")
+def test_every_field_is_saved() -> None:
+    FITTED.save(fitted_name("card", 256), tuning.HOPPER_SPLIT)
+    assert FITTED.load() == {fitted_name("card", 256): tuning.HOPPER_SPLIT}

@@ -20,8 +20,9 @@ from mainstem.kernels.attention.plan import Launches
 from mainstem.models.shapes import llama_shape
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.cpu_load import load_cpu_runner
-from mainstem.runner.origin import RandomOrigin
+from mainstem.runner.origin import Origin, RandomOrigin
 from tests.runner.conversations import check_conversation
+from tests.runner.recipes import RECIPES, RecipeOrigin
 from tests.runner.recorded_graphs import Piece, Recorder
 from tests.runner.steps import Seq, Work, a_step, run
 
@@ -161,15 +162,26 @@ def told(runner: Runner) -> list[list[int]]:
 
 
 @interpreted
-def test_same_tokens_when_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "origin",
+    [
+        pytest.param(RandomOrigin(replace(SHAPE, layers=SHAPE.layers * 2), 0), id="dense"),
+        pytest.param(
+            RecipeOrigin(RECIPES["Qwen2MoeForCausalLM"]), id="experts", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_same_tokens_when_steps_are_replayed(
+    origin: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As graphs of two sizes, without the launches that a step's plan does not need; two layers in
-    two pieces."""
+    two pieces. The larger ends before the last layer."""
     from mainstem.runner import gpu, graphs  # noqa: PLC0415
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415
 
     for module in (gpu, graphs):
         monkeypatch.setattr(module, "LAYERS_AT_ONCE", 1)
-    origin = RandomOrigin(replace(SHAPE, layers=SHAPE.layers * 2), 0)
+        monkeypatch.setattr(module, "FEW_TOKENS", 3)
     runner, _ = load_gpu_runner(origin, a_config(), torch.device("cpu"))
     replayed: list[tuple[int, Launches]] = []
 
@@ -178,6 +190,7 @@ def test_same_tokens_when_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) ->
 
     with torch.inference_mode():
         kinds = runner._attention.kinds_of_steps
+        assert [len(runner._pieces(size, kinds[0])) for size in (3, 16)] == [2, 1]
         runner._graphs = graphs.StepGraphs((3, 16), kinds, Recorder(monkeypatch).wrap(pieces_of))
     replayed.clear()
     assert told(runner) == told(load_cpu_runner(origin, a_config())[0])

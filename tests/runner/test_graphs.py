@@ -8,8 +8,16 @@ import pytest
 
 from mainstem.core.step import Step
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
+from mainstem.models.shapes import SHAPES
 from mainstem.runner.gates import LAYERS_AT_ONCE
-from mainstem.runner.graphs import GRAPH_SIZES, MOST_TOKENS_OF_FEWER, StepGraphs
+from mainstem.runner.gpu_inputs import all_sizes
+from mainstem.runner.graphs import (
+    FEW_TOKENS,
+    GRAPH_SIZES,
+    MOST_TOKENS_OF_FEWER,
+    StepGraphs,
+    graph_sizes,
+)
 from tests.runner.recorded_graphs import Piece, Recorder
 from tests.runner.steps import Seq, Work, a_step
 
@@ -81,10 +89,26 @@ def test_each_piece_waits_for_its_first_layer(graphs: StepGraphs, order: Order) 
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it(graphs: StepGraphs) -> None:
-    for tokens in (1, 2, 3, 9, 16, 17, 49, 255, 256, 257, 1000, 1024):
+    for tokens in (1, 2, 3, 9, 16, 17, 49, 255, 256, 257, 1000, 1024, 1025, 2049, 4096):
         smallest = min(size for size in GRAPH_SIZES if size >= tokens)
         assert graphs.size_for(a_step_of(tokens)) == smallest
-    assert graphs.size_for(a_step_of(1025)) is None
+    assert graphs.size_for(a_step_of(4097)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("llama31-70b", 1024), ("llama31-8b", 1024), ("llama32-1b", 1920), ("qwen3-30b-a3b", 4096)],
+)
+def test_steps_have_graphs_while_they_take_longer_to_launch_than_to_compute(
+    name: str, most: int
+) -> None:
+    assert graph_sizes(SHAPES[name], 8192) == tuple(size for size in GRAPH_SIZES if size <= most)
+    assert graph_sizes(SHAPES[name], 100)[-1] == 96, "no step is larger"
+
+
+def test_products_of_large_graphs_are_tried_before() -> None:
+    """The warm-up runs the products of these sizes, and steps without graphs have no other."""
+    assert {size for size in GRAPH_SIZES if size > FEW_TOKENS} <= set(all_sizes(GRAPH_SIZES[-1]))
 
 
 def test_steps_that_move_pages_or_copy_what_they_bring_have_no_graph(graphs: StepGraphs) -> None:

@@ -1,5 +1,6 @@
 """What a hostile or clumsy client may send: it gets a clear 4xx, and the engine continues."""
 
+import gzip
 import json
 import socket
 import time
@@ -138,6 +139,36 @@ def test_other_content_types_are_refused(tight: Running) -> None:
         "/v1/completions", content=body, headers={"content-type": "text/plain"}
     )
     assert response.status_code == 415
+
+
+def test_a_body_that_says_it_is_compressed_is_refused(tight: Running) -> None:
+    """Bodies are read as they are; before, plain ones passed and compressed ones were bad JSON."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    plain = {"content-type": "application/json"}
+    for encoding, content in (("gzip", gzip.compress(body)), ("gzip", body), ("br", body)):
+        headers = plain | {"content-encoding": encoding}
+        response = tight.client.post("/v1/completions", content=content, headers=headers)
+        assert response.status_code == 415
+        assert encoding in response.json()["error"]["message"]
+    headers = plain | {"content-encoding": "identity"}
+    response = tight.client.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", "prompt"),
+        ("/v1/chat/completions", "messages"),
+        ("/tokenize", "prompt"),
+        ("/v1/score", "prompt"),
+    ],
+)
+def test_a_missing_prompt_is_no_matter_of_rows(tight: Running, path: str, field: str) -> None:
+    response = tight.post(path, {"choices": ["a"]} if path == "/v1/score" else {})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (field, "invalid_value")
 
 
 def test_a_million_stop_strings_are_refused(server: Running) -> None:

@@ -68,6 +68,21 @@ def test_a_value_out_of_range_is_refused_with_the_name_of_its_flag(
         assert value in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--store-fetch", "always"], "store_fetch=always would have no effect"),
+        (["--max-files", "5"], "--max-files would have no effect: set --data-dir"),
+        (["--max-upload-mib", "5"], "--max-upload-mib would have no effect"),
+        (["--max-stored-gib", "5"], "--max-stored-gib would have no effect"),
+        (["--file-ttl-s", "5", "--disk-dir", "d"], "--file-ttl-s would have no effect"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(flags: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        main(["--port", "0", *flags], no_engine)
+
+
 def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path)
     with pytest.raises(ConfigError, match="another server is using"):

@@ -158,6 +158,9 @@ def main(
         )
     is_spread = has_workers(args)
     config = engine_config(args)
+    config.check()
+    if args.no_plan and (args.no_reorder or args.levels != PlanConfig().levels):
+        raise ConfigError("--no-reorder and --levels would have no effect with --no-plan")
     defaults = _defaults(args)
     CallParser(defaults)  # raises InvalidRequest if the defaults are not valid
     find_app = apps_by_name(args.app)

@@ -12,6 +12,7 @@ from mainstem.batch.driver import Worker
 from mainstem.batch.http_worker import Endpoint, HttpWorker, read_key
 from mainstem.batch.job import seeded
 from mainstem.checkpoints.hub import resolve_model
+from mainstem.cli.flags import given_settings
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.text.encoding import App
@@ -22,6 +23,8 @@ from mainstem.wire.calls import Call
 
 ROWS_PER_WORKER = 256
 OTHER_FILES = 256  # files that a job may have open besides its connections
+# settings that count even if servers answer: the job is planned with the model's tokenizer
+OF_TOKENIZER = {"model", "chat_template", "allow_special_tokens"}
 HERE = "local"  # a value of --ray
 
 Json = dict[str, object]
@@ -103,6 +106,12 @@ def has_workers(args: argparse.Namespace) -> bool:
         raise ConfigError(f"--worker-rows must be at least 1, got {args.worker_rows}")
     if args.worker_key_file is not None and args.workers is None:
         raise ConfigError("--worker-key-file needs --workers")
+    if args.worker_rows != ROWS_PER_WORKER and args.workers is None:
+        raise ConfigError("--worker-rows needs --workers")
+    theirs = sorted(given_settings(args).keys() - OF_TOKENIZER)
+    if theirs and args.workers is not None:
+        flag = f"--{theirs[0].replace('_', '-')}"
+        raise ConfigError(f"with --workers, give {flag} to the servers")
     has_parsers = (args.tool_call_parser, args.reasoning_parser) != (AUTO, AUTO)
     if has_parsers and args.workers is not None:
         raise ConfigError(

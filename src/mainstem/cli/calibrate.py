@@ -2,15 +2,22 @@
 tuned for this GPU, it also measures the costs that the planner of attention needs.
 
 The results are written to `cards.json` and `paces.json` in the cache folder, where
-`plan.cost.card_for` and `kernels.attention.tuning.choose_tiles` find them.
+`plan.cost.card_for` and `kernels.attention.tuning.with_fitted_pace` find them; each as soon as it
+is known.
 """
 
 import argparse
 import json
 from dataclasses import asdict
 
-from mainstem.plan.cost import save_card
-from mainstem.runner.calibrate import is_tuned, keep_paces, measure, measure_paces, present_device
+from mainstem.plan.cost import CARDS
+from mainstem.runner.calibrate import (
+    is_tuned,
+    keep_tiles,
+    measure,
+    measure_tiles,
+    present_device,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -20,23 +27,24 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     probe = present_device()
     card = measure(probe)
-    paces = measure_paces(probe)
-    paths = [] if args.dry_run else [save_card(card)]
-    if paces and not is_tuned(probe) and not args.dry_run:
-        paths.append(keep_paces(probe, paces))
-    fitted = {head_dim: asdict(pace) for head_dim, pace in paces.items()}
+    kept = [] if args.dry_run else [CARDS.save(card.name, card)]
+    fitted = {}
+    for name, tiles in measure_tiles(probe):
+        fitted[name] = asdict(tiles.pace)
+        if not args.dry_run and not is_tuned(probe):
+            kept.append(keep_tiles(name, tiles))
     if args.json:
         print(json.dumps({**asdict(card), "paces": fitted}))
         return 0
-    for name, value in asdict(card).items():
-        print(f"{name:<15} {_short(value)}")
-    for head_dim, fields in fitted.items():
-        print(f"head_dim {head_dim}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items()))
-    if not paces:
+    for field, value in asdict(card).items():
+        print(f"{field:<15} {_short(value)}")
+    for name, fields in fitted.items():
+        print(f"{name}: " + ", ".join(f"{k} {_short(v)}" for k, v in fields.items()))
+    if not fitted:
         print("attention on a CPU needs no measured costs: none were fitted")
     elif is_tuned(probe):
         print(f"attention on {probe.name} has tuned costs: the fitted ones are not saved")
-    for path in paths:
+    for path in dict.fromkeys(kept):
         print(f"saved to {path}")
     return 0
 

@@ -7,7 +7,7 @@ form, one JSON object a line: {"doc": text, "items": [{"q": question}, ...]}.
 import argparse
 import json
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
@@ -114,7 +114,7 @@ def load_questions(path: Path | None) -> list[Question]:
 
 def run(config: EngineConfig, share: Share, questions: list[Question], max_tokens: int) -> Run:
     """Answer everything with a new engine; loading is not part of the time."""
-    llm = LLM.from_config(replace(config, sched=replace(config.sched, share=share)))
+    llm = LLM.from_config(config.sharing(share))
     print("sharing on" if share is Share.READS else "sharing off", flush=True)
     began_s = perf_counter()
     answers = llm.chat(

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from mainstem import __version__
 from mainstem.checkpoints.hub import ModelRecord, ModelState, config_folder, list_models
-from mainstem.core.config import Device, StoreConfig, cache_dir
+from mainstem.core.config import Device, DType, StoreConfig, cache_dir
 from mainstem.core.tables import gigabytes
 from mainstem.runner.kv_size import kv_size
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_devices, describe_torch
-from mainstem.runner.rank_sizes import RankSize, rank_sizes
+from mainstem.runner.rank_sizes import ON_CPU, ON_GPU, ON_GPU_WITH_FP8, RankSize, rank_sizes
 
 Section = dict[str, object]
 
 HOPPER = "sm_90"
+FP8_SM = 89  # cards from sm_89 on multiply in fp8
 CONVERSION_BYTES = 1_000_000_000  # free disk that fetching and converting the default needs
 GPU_SHARE = 0.9  # of a card, for weights and pages, if --gpu-memory-utilization is not given
 GPU_RESERVE = 2 << 30  # about this much of it is for buffers of steps and graphs
@@ -126,8 +127,14 @@ def main(argv: list[str]) -> int:
 def describe_model(name: str, device: DeviceFacts) -> Section:
     """Sizes from a model's config.json, and what fits on such devices; raises UnsupportedModel for
     a model that cannot be run."""
+    dtype, keeps = DType.AUTO, ON_CPU
+    if device.kind == "cuda":
+        has_fp8 = any(int(feature.removeprefix("sm_")) >= FP8_SM for feature in device.features)
+        keeps = ON_GPU_WITH_FP8 if has_fp8 else ON_GPU
+    elif not device.has_fast_bf16:
+        dtype = DType.FP32
     with config_folder(name) as folder:
-        size, ranks = kv_size(folder), rank_sizes(folder)
+        size, ranks = kv_size(folder, dtype), rank_sizes(folder, dtype, keeps)
     found = {"name": name} | asdict(size) | {"dtype": size.dtype.value}
     rows = [asdict(each) | {"kv_tokens": fitting_tokens(each, device)} for each in ranks]
     return found | {"ranks": rows}
@@ -159,14 +166,21 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
         lines.append(("  windows", words))
     ranks = model["ranks"]
     assert isinstance(ranks, list)
+    for words in ranks[0]["unpacked"]:
+        reason = "this device has no product for them"
+        lines.append(("  unpacked", f"{words} become {model['dtype']} when loaded: {reason}"))
     return lines + [("  ranks", _rank_words(row)) for row in ranks]
 
 
 def _rank_words(row: Section) -> str:
     """A number of ranks that divides the model (--tensor-parallel)."""
     weights, kv, tokens = row["weight_bytes"], row["kv_bytes_per_token"], row["kv_tokens"]
+    stored = row["stored_bytes"]
     assert isinstance(weights, int)
-    words = f"{row['num_ranks']}: {gigabytes(weights)} of weights, {kv:,} bytes of KV a token, each"
+    assert isinstance(stored, int)
+    more = "" if weights == stored else f" ({gigabytes(stored)} in the checkpoint)"
+    words = f"{row['num_ranks']}: {gigabytes(weights)} of weights{more}, "
+    words += f"{kv:,} bytes of KV a token, each"
     if tokens is None:
         return words
     return f"{words}; {f'{tokens:,} tokens fit' if tokens else 'does not fit'} on this GPU"

@@ -237,6 +237,8 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     """
     args = parser().parse_args(argv)
     config = engine_config(args)
+    config.check()
+    _check_files(args)
     kv_events = kv_events_config(args)
     limits = ServerLimits(
         body_bytes=args.max_body_mib * MIB,
@@ -283,6 +285,16 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
         hosts = host_names(args.host, args.allowed_hosts) if checks_hosts else None
         Server(gateway, args.shutdown_s, args.allowed_origins, hosts).run(sockets=[listener])
     return 1 if gateway.engine.state is EngineState.FAILED else 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a limit of files if there are none."""
+    limits = ("max_upload_mib", "max_stored_gib", "max_files", "file_ttl_s")
+    unset = parser()
+    for name in limits if args.data_dir is None else ():
+        if getattr(args, name) != unset.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} would have no effect: set --data-dir, or leave it out")
 
 
 def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:

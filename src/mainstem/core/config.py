@@ -439,11 +439,6 @@ class StoreConfig:
         check_ranges(self)
         if self.host_gb == 0 and (self.disk_dir is not None or self.remote is not None):
             raise ConfigError("pages go through host memory: host_gb must be above 0")
-        if self.save is not Saving.DECODING and not self.host_bytes:
-            raise ConfigError(
-                f"store_save={self.save.value}: there is nothing to save pages to; set host_gb, "
-                "disk_dir or remote"
-            )
 
     @property
     def host_bytes(self) -> int:
@@ -470,6 +465,52 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     sched: SchedConfig = field(default_factory=SchedConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+
+    def check(self) -> None:
+        """Raise ConfigError if a setting would be ignored because of another.
+
+        For complete configs, before the model is loaded: while a file and flags are being joined,
+        one of them may still bring what the other needs.
+        """
+        store = self.store
+        tiers = "host_gb, disk_dir or remote"
+        if not store.host_bytes:
+            self._refuse("store", "save fetch preload ttl_s", f"set {tiers}")
+        if store.disk_dir is None:
+            self._refuse("store", "disk_gb", "set disk_dir")
+        if store.remote is None:
+            self._refuse("store", "remote_gb remote_ttl_s remote_secrets", "set remote")
+        if store.fetch is Fetch.NEVER:
+            self._refuse("store", "preload", "set store_fetch to auto or always")
+        if self.sched.share is Share.NONE:
+            needed = "set share to storage or reads"
+            self._refuse("store", "disk_dir remote policy", needed)
+            if store.host_bytes:
+                self._refuse("store", "host_gb", needed)
+        if self.sched.share is not Share.READS:
+            self._refuse("sched", "span_levels", "set share to reads")
+        if self.cache.kv_tokens is not None:
+            self._refuse("cache", "memory_share", "leave out kv_tokens")
+
+    def _refuse(self, section: str, names: str, needed: str) -> None:
+        """Raise ConfigError if one of these settings is not at its default."""
+        for row in SETTINGS:
+            value = getattr(getattr(self, section), row.name, None)
+            if row.section == section and row.name in names.split() and value != row.default:
+                shown = value.value if isinstance(value, Enum) else value
+                raise ConfigError(
+                    f"{row.argument}={shown} would have no effect: {needed}, or leave it out"
+                )
+
+    def sharing(self, share: Share) -> "EngineConfig":
+        """A copy with this `share`, without the settings that then have no effect: for runs that
+        compare ways of sharing."""
+        sched = replace(self.sched, share=share)
+        if share is not Share.READS:
+            sched = replace(sched, span_levels=None)
+        return replace(
+            self, sched=sched, store=StoreConfig() if share is Share.NONE else self.store
+        )
 
 
 SETTINGS = tuple(

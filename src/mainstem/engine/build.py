@@ -44,6 +44,7 @@ def build_engine(
     steps. Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible
     settings.
     """
+    config.check()
     origin = folder_origin(folder, config.model.ignore_config_fields or ())
     config = with_chunk(config, origin.spec)
     if ignored := origin.spec.ignored_fields:
@@ -64,6 +65,7 @@ def build_random_engine(
     shape: ModelSpec, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
+    config.check()
     config = with_chunk(config, shape)
     runner, facts = load_model(RandomOrigin(shape, seed), config)
     name = f"random weights, {config.model.model or shape.architecture}"

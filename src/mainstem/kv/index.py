@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import compress, islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,18 @@ from mainstem.kv.pool import PagePool
 from mainstem.kv.ranking import Lru, Ranking
 
 MAX_FOLLOWERS_TRIED = 256
-NO_PAGE = NO_TOKEN = -1
+NO_PAGE = NO_TOKEN = NOT_FILED = -1
 MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
 PINNED = 1 << 62  # above the worth of every page that is not pinned
 AWAITED = 1 << 61  # above the worth of every page that no request waits for: 5 x 10^11 uses
+
+
+class _LookedUp(NamedTuple):
+    """The pages of an awaited chain at the last eviction."""
+
+    keys: Sequence[PageKey]  # kept, so that no other chain gets their id
+    pages: Int32s
+    filed_as: NDArray[np.int64]
 
 
 class PrefixIndex:
@@ -59,6 +68,10 @@ class PrefixIndex:
         self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and never will be
         self._pins: dict[int, int] = {}  # how often a page is pinned; few pages are
         self._clock = 0
+        # a new number for each page that gets a name
+        self._filed_as = np.full(pool.num_pages, NOT_FILED, np.int64)
+        self._num_filed = 0
+        self._looked_up: dict[int, _LookedUp] = {}  # by the id of its keys
         self.logprobs = PageLogprobs(pool.num_pages, page_size)
 
     def __len__(self) -> int:
@@ -238,6 +251,8 @@ class PrefixIndex:
         self._depth[pages] = depths
         self._pool.share(pages)
         self._is_indexed[pages] = True
+        self._filed_as[pages] = np.arange(self._num_filed, self._num_filed + len(pages))
+        self._num_filed += len(pages)
         self._is_ready[pages] = False
         self._is_tail[pages] = False
         self.logprobs.forget(pages)
@@ -293,15 +308,35 @@ class PrefixIndex:
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
-            worth = self._rank * MAX_DEPTH - self._depth
-            for place, keys in enumerate(reversed(awaited)):  # the soonest chain of a page counts
-                pages, _ = self.match(keys)
-                worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
-            worth = worth[idle]
-            worth[np.isin(idle, list(self._pins))] += PINNED
-            idle = np.sort(idle[np.argpartition(worth, count)[:count]])
+            idle = np.sort(self._least_worth(idle, count, awaited))
         self._remove(idle.astype(np.int32))
         return len(idle)
+
+    def _least_worth(
+        self, idle: NDArray[np.int64], count: int, awaited: Sequence[Sequence[PageKey]]
+    ) -> NDArray[np.int64]:
+        """The `count` pages of `idle` to evict; `idle` has more."""
+        worth = self._rank * MAX_DEPTH - self._depth
+        looked_up = self._looked_up
+        self._looked_up = {}  # chains that are not awaited any more are forgotten
+        for place, keys in enumerate(reversed(awaited)):  # the soonest chain counts
+            pages = self._pages_of(keys, looked_up.get(id(keys)))
+            worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
+        worth[list(self._pins)] += PINNED
+        return idle[np.argpartition(worth[idle], count)[:count]]
+
+    def _pages_of(self, keys: Sequence[PageKey], before: "_LookedUp | None") -> Int32s:
+        """The pages of the longest indexed prefix, as `match` finds them. Pages that were found
+        `before` and are still indexed are not looked up again: requests wait for as many pages as
+        the device has, and a lookup costs more than the eviction of a page."""
+        pages = np.empty(0, np.int32)
+        if before is not None:
+            is_gone = self._filed_as[before.pages] != before.filed_as
+            pages = before.pages[: is_gone.argmax()] if is_gone.any() else before.pages
+        if len(pages) < len(keys):
+            pages = np.append(pages, self.match(keys[len(pages) :])[0])
+        self._looked_up[id(keys)] = _LookedUp(keys, pages, self._filed_as[pages])
+        return pages
 
     def _remove(self, pages: Int32s) -> list[PageKey]:
         keys: list[PageKey] = []
@@ -330,6 +365,7 @@ class PrefixIndex:
             if were_ready:
                 self._bus.publish(PagesRemoved("device", were_ready))
         self._is_indexed[pages] = False
+        self._filed_as[pages] = NOT_FILED
         self._is_ready[pages] = False
         self._rank[pages] = 0
         for page in self._pins.keys() & set(pages.tolist()) if self._pins else ():

@@ -6,16 +6,13 @@ sequence. But it needs its own units of work, and for each of its rows a Partial
 merged.
 """
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.core.config import cache_dir
-from mainstem.core.errors import ConfigError
-from mainstem.core.files import replacing
+from mainstem.core.calibrated import Calibrated, complete
 from mainstem.core.step import Bools, Spans
 
 Floats = NDArray[np.float64]
@@ -54,16 +51,14 @@ DATASHEETS = {
 UNKNOWN_GPU = (0.6e12, 100e12, 60)
 
 
-def cards_path() -> Path:
-    """The file in which `mainstem calibrate` keeps what it measured, by device name."""
-    return cache_dir() / "cards.json"
+CARDS = Calibrated("cards.json", partial(complete, Card))  # by device name
 
 
 def measured_card(device_name: str) -> Card | None:
     """Return the calibrated card of that name, or else the built-in one; None if there is
     neither."""
     built_in = {card.name: card for card in (H200, GENERIC_CPU)}
-    return _read_cards(cards_path()).get(device_name) or built_in.get(device_name)
+    return CARDS.load().get(device_name) or built_in.get(device_name)
 
 
 def card_for(device_name: str) -> Card:
@@ -77,28 +72,6 @@ def card_for(device_name: str) -> Card:
         device_name, 0.9 * bytes_per_s, flops_per_s * 2 / 3, H200.launch_s, H200.unit_s,
         2 * num_sms, H200.tile_rows, H200.merge_s,
     )  # fmt: skip
-
-
-def save_card(card: Card) -> Path:
-    """Save a calibrated card together with those of other devices; returns the file."""
-    path = cards_path()
-    cards = {**_read_cards(path), card.name: card}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({name: asdict(card) for name, card in cards.items()}, indent=1)
-    with replacing(path) as file:
-        file.write(text.encode())
-    return path
-
-
-def _read_cards(path: Path) -> dict[str, Card]:
-    try:
-        return {name: Card(**fields) for name, fields in json.loads(path.read_text()).items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: not a file of `mainstem calibrate` ({error}); remove it, then calibrate again"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

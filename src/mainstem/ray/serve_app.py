@@ -86,7 +86,7 @@ def read_arguments(args: Mapping[str, Any]) -> Arguments:
         given = msgspec.convert(dict(args), Arguments, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"arguments of the application: {error}") from None
-    with_arguments(EngineConfig(), given.engine, "engine")
+    with_arguments(EngineConfig(), given.engine, "engine").check()
     for name, placed in given.apps.items():
         if placed.replicas is not None:
             wrong = [place for place in placed.replicas if place >= given.replicas]

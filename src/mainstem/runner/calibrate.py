@@ -4,8 +4,9 @@ planner of attention needs.
 Attention is timed through the same code the engine runs, on Llama-8B's heads (CPU: SmolLM2's).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -15,8 +16,7 @@ import torch
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu
-from mainstem.kernels.attention.pace import Pace, Paces, save_paces
-from mainstem.kernels.attention.tuning import TUNED_CARD, built_in_tiles
+from mainstem.kernels.attention.tuning import FITTED, TUNED_CARD, Tiles, choose_tiles, fitted_name
 from mainstem.plan.cost import GENERIC_CPU, H200, Card, Heads
 
 if TYPE_CHECKING:
@@ -83,21 +83,25 @@ def measure(probe: Probe) -> Card:
     )  # fmt: skip
 
 
-def measure_paces(probe: Probe) -> Paces:
-    """Return the costs that the attention planner uses, fitted to times of steps for each head_dim;
-    none on a CPU, whose planner needs no costs.
+def measure_tiles(probe: Probe) -> Iterator[tuple[str, Tiles]]:
+    """The tiles of each head_dim with the costs that the attention planner uses, fitted to times of
+    steps, and the name under which they are saved; none on a CPU, whose planner needs no costs.
     """
     if probe.device.type == "cpu":
-        return {}
+        return
     from mainstem.kernels.attention.ops import HEAD_DIMS  # noqa: PLC0415  # needs Triton
     from mainstem.runner.calibrate_pace import fit_pace  # noqa: PLC0415
 
-    def pace_of(head_dim: int) -> Pace:
+    for head_dim in HEAD_DIMS:
         sized = replace(probe, heads=replace(probe.heads, head_dim=head_dim))
         shape = _make_attention(sized, num_tokens=1, num_pages=1).shape
-        return fit_pace(lambda spans: 1e6 * _attention_s(sized, spans, can_cut=False), shape)
+        step_us = partial(_uncut_us, sized)
+        yield fitted_name(probe.name, head_dim), replace(shape.tiles, pace=fit_pace(step_us, shape))
 
-    return {head_dim: pace_of(head_dim) for head_dim in HEAD_DIMS}
+
+def keep_tiles(name: str, tiles: Tiles) -> Path:
+    """Save what was fitted, for the planner of attention; returns the file."""
+    return FITTED.save(name, tiles)
 
 
 def is_tuned(probe: Probe) -> bool:
@@ -105,9 +109,8 @@ def is_tuned(probe: Probe) -> bool:
     return probe.name == TUNED_CARD
 
 
-def keep_paces(probe: Probe, paces: Paces) -> Path:
-    """Save the fitted costs for the planner of attention; returns the file."""
-    return save_paces(probe.name, paces)
+def _uncut_us(probe: Probe, spans: Spans) -> float:
+    return 1e6 * _attention_s(probe, spans, can_cut=False)
 
 
 def _copy_rate(probe: Probe) -> float:
@@ -155,7 +158,7 @@ def _make_attention(probe: Probe, num_tokens: int, num_pages: int) -> "SpanAtten
         heads=heads.heads, kv_heads=heads.kv_heads, head_dim=heads.head_dim, page_size=PAGE_SIZE,
         dtype=probe.dtype, device=probe.device,
         limits=AttentionLimits(max_tokens=num_tokens, max_pages=num_pages),
-        tiles=built_in_tiles(probe.device, probe.dtype, heads.head_dim, can_split=True),
+        tiles=choose_tiles(probe.device, probe.dtype, heads.head_dim, can_split=True),
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.pace import Pace
-from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.shape import Kind, Shape
+from mainstem.kernels.attention.tuning import Pace
 
 LONG_KEYS = (1024, 2048, 3072, 4096, 6144, 8192)
 ROUNDS = (1, 2, 3, 4, 6, 8)
@@ -34,9 +34,10 @@ class _Line(NamedTuple):
 
 
 def fit_pace(step_us: StepUs, shape: Shape) -> Pace:
-    """Fit the costs; returns the tiles' pace with the fitted numbers."""
-    small, large = (_fit_line(step_us, shape, is_large) for is_large in (False, True))
-    num_spans = max(READ_ROUNDS * shape.num_programs // shape.units(False), 1)
+    """The tiles' pace with the numbers that were fitted."""
+    small = _fit_line(step_us, shape.small, tokens=1)
+    large = _fit_line(step_us, shape.large, tokens=max(shape.large.rows // shape.group, 1))
+    num_spans = max(READ_ROUNDS * shape.small.slots // shape.small.units, 1)
     read_us = step_us(spans_of(num_spans, 1, READ_KEYS)) - small.launch_us
     merged = step_us(spans_of(2 * MERGED_TOKENS, 1, MERGED_KEYS, spans_of_token=2))
     merge_us = merged - step_us(spans_of(2 * MERGED_TOKENS, 1, MERGED_KEYS))
@@ -54,16 +55,13 @@ def fit_pace(step_us: StepUs, shape: Shape) -> Pace:
     )
 
 
-def _fit_line(step_us: StepUs, shape: Shape, is_large: bool) -> _Line:
-    """Fit a line by least squares of relative errors."""
-    tokens = max(shape.tiles.large_q // shape.group, 1) if is_large else 1
-    slots = shape.num_large_programs if is_large else shape.num_programs
-    short = shape.stretch_tile(is_large)
+def _fit_line(step_us: StepUs, kind: Kind, tokens: int) -> _Line:
+    """Least squares, of relative errors. Units have the rows of `tokens`."""
     steps = [(1, keys) for keys in LONG_KEYS]
-    steps += [(max(rounds * slots // shape.units(is_large), 1), short) for rounds in ROUNDS]
+    steps += [(max(rounds * kind.slots // kind.units, 1), kind.stretch) for rounds in ROUNDS]
     rows, times = [], []
     for num_spans, keys in steps:
-        rounds = -(-num_spans * shape.units(is_large) // slots)
+        rounds = -(-num_spans * kind.units // kind.slots)
         rows.append((1.0, float(rounds), float(rounds * keys)))
         times.append(step_us(_over_the_same_keys(spans_of(num_spans, tokens, keys))))
     us = np.array(times)

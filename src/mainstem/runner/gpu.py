@@ -4,12 +4,13 @@ work.
     launch   plan attention, send the arrays, queue forward pass, sampling and the copy back
     wait     until the copy back is done
 
-Sampled ids stay on the device for the next step. Small steps, which take longer to launch than to
-compute, are replayed as CUDA graphs.
+Sampled ids stay on the device for the next step. Steps that take longer to launch than to compute
+are replayed as CUDA graphs (graphs.py).
 """
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Spans, Step, StepResult
 from mainstem.kernels.attention.plan import Launches
+from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.sampling.sample import argmax
@@ -30,7 +32,7 @@ from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
 from mainstem.runner.gpu_attention import GpuAttention
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
-from mainstem.runner.graphs import StepGraphs
+from mainstem.runner.graphs import FEW_TOKENS, StepGraphs
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs, to_host
 from mainstem.runner.uploads import Uploads
 from mainstem.runner.weighing import WeighingAttention
@@ -89,6 +91,7 @@ class GpuRunner:
         ]
         self._num_launched = 0
         self._graphs: StepGraphs | None = None
+        self._before_last: dict[int, Rows] = {}  # by size: where large graphs end
         self._loads: Loads | None = None
         self.sampler = Sampler(device)
 
@@ -122,6 +125,7 @@ class GpuRunner:
                 hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
             rows = min(tokens, len(self._logits))
             argmax(decoder.logits(hidden[:rows], self._logits[:rows]))
+        forget_constants()
         for rows in all_sizes(max_tokens):
             decoder.touch(rows)
             if rows <= len(self._logits):
@@ -150,6 +154,7 @@ class GpuRunner:
         """Wait for running steps and drop the references."""
         self.drain()
         self._graphs = None
+        self._before_last.clear()
         self._previous = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def _launch(self, step: Step) -> GpuStep:
@@ -221,25 +226,33 @@ class GpuRunner:
         if inputs.copies is not None:
             copy_slots(self._pages.all.flatten(0, 1), *inputs.copies)
         self._graphs.replay(size, launches, gate)
+        if size > FEW_TOKENS:
+            self._attention.bind(replace(inputs, copies=None), launches)  # all layers were copied
+            normed, last = self._before_last[size], decoder.spec.num_layers - 1
+            rows = inputs.hidden_rows
+            return decoder.finish(normed, last, size, rows, self._attention, gate), []
         hidden = decoder.hidden(self._padded(size))
         return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows], []
 
     def _pieces(self, size: int, launches: Launches) -> list[Callable[[], None]]:
-        """What graphs of `size` tokens hold: everything from the ids to the last norm."""
+        """What graphs of `size` tokens hold: everything from the ids to the last norm. Large ones
+        hold no last layer: it would compute all rows, of which most are not needed."""
         inputs, decoder = self._inputs.views(size), self._decoder
-        num_layers = decoder.spec.num_layers
+        end = decoder.spec.num_layers - (size > FEW_TOKENS)
         normed: list[Rows] = []  # passed from piece to piece, at a fixed address
 
         def run(first: int) -> None:
             self._attention.bind(inputs, launches)
             if first == 0:
                 normed[:] = [decoder.begin(inputs.token_ids)]
-            layers = (first, min(first + LAYERS_AT_ONCE, num_layers))
+            layers = (first, min(first + LAYERS_AT_ONCE, end))
             normed.append(
                 decoder.run_layers(normed[-1], size, None, layers, self._attention, self._gate)
             )
+            if size > FEW_TOKENS:
+                self._before_last[size] = normed[-1]
 
-        return [partial(run, first) for first in range(0, num_layers, LAYERS_AT_ONCE)]
+        return [partial(run, first) for first in range(0, max(end, 1), LAYERS_AT_ONCE)]
 
     def _sample_hidden(self, hidden: Tensor, step: Step) -> tuple[Tensor, LogprobRows | None]:
         rows, limit = len(step.sample_rows), len(self._logits)

@@ -14,7 +14,7 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuRunner
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_pages import GpuPages
-from mainstem.runner.graphs import GRAPH_SIZES
+from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
 from mainstem.runner.origin import Origin, context_of, make_facts
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
@@ -69,8 +69,9 @@ def load_gpu_runner(
     pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
     runner = GpuRunner(decoder, pages, attention, max_tokens, device)
-    sizes = GRAPH_SIZES if ranks.is_capturable else ()
-    runner.warm_up(tuple(size for size in sizes if size <= max_tokens))
+    # Of collectives in graphs nobody has measured the memory, so ranks capture few sizes.
+    most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
+    runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
     facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",

@@ -25,6 +25,7 @@ class GpuPages:
         shape = (spec.num_layers, 2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
         self.all = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = list(self.all.unbind())
+        self._halves = [layer.unbind() for layer in self._layers]
 
     @property
     def num_layers(self) -> int:
@@ -39,7 +40,7 @@ class GpuPages:
         return self._layers[layer]
 
     def keys(self, layer: int) -> Tensor:
-        return self._layers[layer][0]
+        return self._halves[layer][0]
 
     def values(self, layer: int) -> Tensor:
-        return self._layers[layer][1]
+        return self._halves[layer][1]

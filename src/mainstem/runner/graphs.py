@@ -1,4 +1,4 @@
-"""CUDA graphs of small steps, several per padded size, in pieces of a few layers.
+"""CUDA graphs of steps, several per padded size, in pieces of a few layers.
 
 A step with loads in progress waits between the pieces, as it would between the layers. Small steps
 also have graphs that leave out attention launches which decodes often do not need.
@@ -14,12 +14,32 @@ import torch
 from mainstem.core.step import Step
 from mainstem.kernels.attention.plan import Launches
 from mainstem.models.block import Gate
+from mainstem.models.spec import ExpertsSpec, ModelSpec
 from mainstem.runner.gates import LAYERS_AT_ONCE
 
-# A larger step keeps the device busy for longer than its launches take.
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 1025, 64))
+GRAPH_SIZES = (
+    1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 2049, 64), *range(2176, 4097, 128)
+)  # fmt: skip
+FEW_TOKENS = 1024  # every model has graphs up to this size
+# What a layer takes the host of an H200 to launch (32 dense layers 12.5 ms; 48 with experts 52 ms
+# before launches became a quarter cheaper), and the card's products (600 TFLOP/s).
+_DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.4e-3, 0.8e-3
+_WEIGHTS_PER_S = 3e14  # times tokens
 # Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.
 MOST_TOKENS_OF_FEWER = 256
+
+
+def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
+    """The sizes to capture, up to `max_tokens`: steps that take longer to launch than to compute.
+    A larger step keeps the device busy while the host launches.
+
+    Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 1,920, Qwen3-30B-A3B: 4,096.
+    """
+    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
+    launch_s = _EXPERTS_LAUNCH_S if has_experts else _DENSE_LAUNCH_S
+    launch_bound = spec.num_layers * launch_s * _WEIGHTS_PER_S / spec.num_layer_params
+    most = min(max_tokens, max(launch_bound, FEW_TOKENS))
+    return tuple(size for size in GRAPH_SIZES if size <= most)
 
 
 class StepGraphs:

@@ -26,6 +26,9 @@ async def read_json(request: Request, limits: ServerLimits) -> Json:
     kind = request.headers.get("content-type", unsaid).partition(";")[0].strip()
     if kind.lower() != "application/json":
         raise ApiError(415, f"the content type must be application/json, not {kind}")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, f"send the body without content-encoding, not as {encoding}")
     data = await _read(request, limits)
     if len(data) <= INLINE_BYTES:
         return parse_json(data, limits.max_depth)

@@ -75,7 +75,8 @@ def from_invalid(error: InvalidRequest) -> ApiError:
 def from_wire(error: WireError) -> ApiError:
     """The error for a body with a wrong field."""
     status = 404 if error.code in NOT_FOUND else 400
-    return ApiError(status, error.message, error.param, error.code)
+    code = "invalid_value" if error.code == "invalid_row" else error.code  # no row of a batch
+    return ApiError(status, error.message, error.param, code)
 
 
 def busy(message: str, retry_after_s: int) -> ApiError:

@@ -16,13 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.shape import Floats, Shape
 
 Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 LEAST_PLAYERS = 16  # at least 1/16 of the programs get a unit in a round, since rounds take time
-NO_UNITS: Int64s = np.empty(0, np.int64)
 
 
 class Shares(NamedTuple):
@@ -37,23 +35,21 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
     """Shares of large units, on `sms` multiprocessors, and of small units. `large` and `small` are
     the microseconds of one unit of each piece.
     """
-    programs, queued_share = shape.num_programs, shape.tiles.queued_share
-    before = np.zeros(programs)
-    order, us = _longest_first(large, shape.units(True))
-    slots = large_slots(min(sms, len(order)), shape.num_large_programs, shape.tiles.is_split)
+    order, us = _longest_first(large, shape.large.units)
+    slots = large_slots(min(sms, len(order)), shape.large.slots, shape.tiles.is_split)
     load = np.zeros(len(slots))
-    of_large = _shares(order, slots[_turns(us, load)], programs)
-    if len(order):
-        before = _before_small(slots, load, shape)
-    order, us = _longest_first(small, shape.units(False))
-    free, kept = _spread(programs), len(order)
-    if queued_share and shape.fixed_stretch is None and kept:
+    of_large = _shares(order, _turns(us, slots, load), shape)
+    before = _before_small(slots, load, shape)
+    order, us = _longest_first(small, shape.small.units)
+    free, kept = _spread(shape.num_programs), len(order)
+    if shape.tiles.queued_share and kept:
         free = free[before[free] == 0.0]
-        # The time at which all would end, if units could be divided.
-        end_us = ((np.sort(before).cumsum() + us.sum()) / np.arange(1, programs + 1)).min()
-        kept = int(us.cumsum().searchsorted((1.0 - queued_share) * end_us * len(free)))
-        kept = max(kept, min(len(free), len(order)))
-    return of_large, _shares(order, free[_turns(us[:kept], before[free])], programs)
+        # The time at which all would end, if units could be divided. Tiles with a queue are split,
+        # so `before` ascends.
+        end_us = ((before.cumsum() + us.sum()) / np.arange(1, len(before) + 1)).min()
+        own_us = (1.0 - shape.tiles.queued_share) * end_us * len(free)
+        kept = max(int(us.cumsum().searchsorted(own_us)), min(len(free), kept))
+    return of_large, _shares(order, _turns(us[:kept], free, before[free]), shape)
 
 
 def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
@@ -65,15 +61,15 @@ def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
     return order, us[by_us].repeat(units)
 
 
-def _turns(us: Floats, load: Floats) -> Int64s:
-    """The program of each unit; adds to `load`. In each round the longest units left go to the
-    least loaded programs; a program that has more than the least loaded one will have sits out.
+def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
+    """The slot of each unit; adds to `load`. In each round the longest units left go to the least
+    loaded slots; a slot that has more than the least loaded one will have sits out.
     """
     if len(us) and us[0] == us[-1] and not load.any():  # in turn: the same, but quicker
         rounds, more = divmod(len(us), len(load))
         load += us[0] * rounds
         load[:more] += us[0]
-        return np.tile(np.arange(len(load)), rounds + 1)[: len(us)]
+        return slots[None].repeat(rounds + 1, axis=0).ravel()[: len(us)]
     turns, done, least = np.empty(len(us), np.int64), 0, len(load) // LEAST_PLAYERS
     while done < len(us):
         by_load = load.argsort(kind="stable")
@@ -81,16 +77,16 @@ def _turns(us: Floats, load: Floats) -> Int64s:
         players = int(levels.searchsorted(levels[0] + us[done], side="right"))
         round_us = us[done : done + max(players, least)]
         by_load = by_load[: len(round_us)]
-        turns[done : done + len(by_load)] = by_load
+        turns[done : done + len(by_load)] = slots[by_load]
         load[by_load] += round_us
         done += len(by_load)
     return turns
 
 
-def _shares(order: Int64s, program: Int64s, programs: int) -> Shares:
+def _shares(order: Int64s, program: Int64s, shape: Shape) -> Shares:
     """`program` has that of each unit but the last ones, which are queued."""
-    ends = np.zeros(programs + 1, np.int64)
-    ends[1:] = np.bincount(program, minlength=programs).cumsum()
+    ends = np.zeros(shape.num_programs + 1, np.int64)
+    ends[1:] = np.bincount(program, minlength=shape.num_programs).cumsum()
     by_program = program.astype(np.int16).argsort(kind="stable")  # 16 bits: a radix sort
     return Shares(order[by_program], ends, order[len(program) :])
 

@@ -8,6 +8,7 @@ Large spans are cut for one unit on each of some number of multiprocessors, smal
 on each program. All ways are estimated together, and the one that would end first is taken.
 """
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -15,224 +16,206 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.shape import Shape
+from mainstem.kernels.attention.shape import Floats, Kind, Shape
 
 Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-# Shares of the multiprocessors that large units are cut for; most models have 8 KV heads. The last
+# Shares of the multiprocessors that large units are cut for; most models have 8 KV heads. The first
 # two mean several units on each.
-LARGE_ON = np.array([16, 32, 48, 64, 80, 96, 112, 120, 132, 264, 528]) / 132
+LARGE_ON = tuple(n / 132 for n in (528, 264, 132, 120, 112, 96, 80, 64, 48, 32, 16))
 # Without large units, small ones on each program. Fewer than one leave room for short spans.
-SMALL_ON = np.array([1.0, 0.9, 0.8, 2.0])
+SMALL_ON = (1.0, 0.9, 0.8, 2.0)
 ROUNDING = 0.97  # shares are smaller, or rounding could cut a span into one unit less
 EQUAL = 1.001  # of ways that are nearly equal, large units on most multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
+NO_STRETCHES: Floats = np.empty(0)
 
 
-class Cut(NamedTuple):
-    """Per span, large ones first. Floats, since numpy is slower where floats meet integers."""
+class Sorted(NamedTuple):
+    """The spans of a step, large ones first. Floats, since numpy is slower where floats meet
+    integers.
+    """
 
-    spans: Int64s  # indices of the spans
-    num_large: int  # spans
-    rows: Floats
-    stretches: Floats  # keys of a unit
-    parts: Floats  # number of stretches
-    row_tiles: Floats
-    sms: int  # multiprocessors, or programs, that get large units
-
-
-class Work(NamedTuple):
-    """Units of one kind, in each of several ways to cut: [ways], or [1] if all have the same."""
-
-    units: Floats
-    us: Floats  # of all units, one after the other, with memory to themselves
-    longest_us: Floats
-    rows: Floats  # x heads to be merged, at most
-    keys: float  # x KV heads, read from memory
-
-    def last_us(self, places: Floats | float) -> Floats:
-        """When the last unit ends on some number of places."""
-        rounds = np.ceil(self.units / places) * (self.us / np.maximum(self.units, 1.0))
-        return np.maximum(rounds, self.longest_us)
-
-
-class Kind(NamedTuple):
-    """Spans of one kind."""
-
+    spans: Int64s  # indices
+    num_large: int
     keys: Floats
     seen: Floats  # keys that a row sees on average: of a prompt's own keys, half
     rows: Floats
     row_tiles: Floats
-    is_large: bool
-
-    def stretches(self, places: Floats, shape: Shape) -> Floats:
-        """[ways, spans]: keys of a unit, if there were one unit for each of `places` [ways] and all
-        had equally many. Each span is cut into equal parts. One way if none cuts a span.
-        """
-        tile, units = shape.stretch_tile(self.is_large), shape.units(self.is_large)
-        shares = np.maximum(ROUNDING * units * float(self.seen @ self.row_tiles) / places, 1.0)
-        parts: Floats = np.ones((1, 1))
-        if self.seen.max(initial=0.0) >= 2.0 * shares.min():
-            parts = np.maximum(np.floor(self.seen / shares[:, None]), 1.0)
-        tiles: Floats = np.ceil(self.keys / (parts * tile))
-        return tiles * tile
-
-    def work(self, stretches: Floats, shape: Shape) -> Work:
-        parts, share = np.ceil(self.keys / stretches), self.seen / self.keys
-        copies = self.row_tiles * shape.units(self.is_large)
-        us = whole = unit_us(np.minimum(stretches, self.keys) * share, self.is_large, shape)
-        if parts.max(initial=0.0) > 1.0:
-            last = (self.keys - (parts - 1.0) * stretches) * share
-            us = (parts - 1.0) * whole + unit_us(last, self.is_large, shape)
-        return Work(
-            units=parts @ copies,
-            us=us @ copies,
-            longest_us=whole.max(axis=1, initial=0.0),
-            rows=parts @ self.rows * shape.kv_heads,
-            keys=float(self.seen.sum()) * shape.kv_heads,
-        )
 
 
-def unit_us(keys: Floats, is_large: bool, shape: Shape) -> Floats:
-    """How long units of `keys` take, with memory to themselves."""
-    pace, tiles = shape.tiles.pace, shape.tiles
-    step = tiles.large_k if is_large else tiles.small_k // shape.fold
-    per_key = pace.large_key_us if is_large else pace.small_key_us * shape.fold
-    us: Floats = np.ceil(keys / step)
-    us *= step * per_key
-    us += pace.large_us if is_large else pace.small_us
-    return us
+class Work(NamedTuple):
+    """Units of one kind, in one way to cut."""
+
+    units: float
+    us: float  # of all units, one after the other, with memory to themselves
+    longest_us: float
+    rows: float  # x heads to be merged, at most
+    keys: float  # x KV heads, read from memory
+
+    def last_us(self, places: float) -> float:
+        """When the last unit ends on some number of places."""
+        rounds = math.ceil(self.units / places) * (self.us / max(self.units, 1.0))
+        return max(rounds, self.longest_us)
 
 
-class Kinds(NamedTuple):
-    """The spans of a step by kind."""
-
-    spans: Int64s  # indices, large ones first
-    large: Kind
-    small: Kind
-
-    def cut(self, large_stretches: Floats, small_stretches: Floats, sms: float) -> Cut:
-        keys, _, rows, row_tiles = map(
-            np.concatenate, zip(self.large[:4], self.small[:4], strict=True)
-        )
-        stretches = np.concatenate((large_stretches, small_stretches))
-        parts = np.ceil(keys / stretches)
-        return Cut(self.spans, len(self.large.keys), rows, stretches, parts, row_tiles, int(sms))
+class Cut(NamedTuple):
+    of: Sorted
+    stretches: Floats  # [spans] keys of a unit
+    parts: Floats  # [spans] number of stretches
+    sms: int  # multiprocessors, or programs, that get large units
 
 
-class Ways(NamedTuple):
-    """Ways to cut a step in which the same spans are large."""
+class Way(NamedTuple):
+    """One way to cut a step."""
 
-    kinds: Kinds
-    large: Floats  # [ways, large spans]: stretches; one row if all ways have the same
+    of: Sorted
+    large: Floats  # stretches of large spans
     small: Floats
-    sms: Floats  # [ways] multiprocessors that get large units
-    us: Floats  # [ways] estimated
-    rows: Floats  # [ways] or [1]: x heads to be merged, at most
+    sms: float  # multiprocessors that get large units
+    us: float  # estimated
+    rows: float  # x heads to be merged, at most
 
-    def cut(self, way: int) -> Cut:
-        large, small = (rows[way % len(rows)] for rows in (self.large, self.small))
-        return self.kinds.cut(large, small, self.sms[way])
+    def cut(self) -> Cut:
+        return _cut(self.of, np.concatenate((self.large, self.small)), int(self.sms))
 
 
 def cut_spans(spans: Spans, shape: Shape) -> Cut:
     """Of the ways with few enough Partials the fastest; if there is none, one with the fewest."""
     if shape.fixed_stretch is not None or not shape.can_cut or not len(spans.query_rows):
-        return _cut_at_once(_all_large(spans, shape), shape)
-    choices = ways_to_cut(spans, shape)
-    most = np.inf
+        return _cut_at_once(spans, shape)
+    ways = ways_to_cut(spans, shape)
     if shape.max_partials is not None:
-        fewest = min(float(ways.rows.min()) for ways in choices)
-        most = max(float(shape.max_partials * shape.group * shape.kv_heads), fewest)
-    us = [np.where(ways.rows <= most, ways.us, np.inf) for ways in choices]
-    best = min(range(len(us)), key=lambda i: float(us[i].min()))
-    return choices[best].cut(int((us[best] <= EQUAL * us[best].min()).argmax()))
+        most = float(shape.max_partials * shape.group * shape.kv_heads)
+        most = max(most, min(way.rows for way in ways))
+        ways = [way for way in ways if way.rows <= most]
+    best = min(ways, key=lambda way: way.us)
+    return next(way for way in ways if way.of is best.of and way.us <= EQUAL * best.us).cut()
 
 
-def _cut_at_once(every: Kind, shape: Shape) -> Cut:
-    """Nothing to choose: stretches are fixed, or no span is cut."""
-    sms = shape.num_large_programs
+def _cut_at_once(spans: Spans, shape: Shape) -> Cut:
+    """Nothing to choose: stretches are fixed, and all units large, or no span is cut."""
+    columns, slots = _columns(spans, shape.group), shape.large.slots
     if shape.fixed_stretch is None:
-        kinds = _by_kind(every, every.rows > shape.small_rows, shape)
-        return kinds.cut(kinds.large.keys, kinds.small.keys, sms)
-    kinds = _by_kind(every, np.ones(len(every.keys), np.bool_), shape)
-    return kinds.cut(np.full(len(every.keys), float(shape.fixed_stretch)), np.empty(0), sms)
+        of = _sort(columns, columns[2] > shape.small_rows, shape)
+        return _cut(of, of.keys, slots)
+    of = _sort(columns, np.ones(len(spans), np.bool_), shape)
+    return _cut(of, np.full(len(spans), float(shape.fixed_stretch)), slots)
 
 
-def ways_to_cut(spans: Spans, shape: Shape) -> list[Ways]:
+def _cut(of: Sorted, stretches: Floats, sms: int) -> Cut:
+    return Cut(of, stretches, np.ceil(of.keys / stretches), sms)
+
+
+def ways_to_cut(spans: Spans, shape: Shape) -> list[Way]:
     """All that are compared; some may leave too many Partials."""
-    every = _all_large(spans, shape)
-    return [_ways(_by_kind(every, large, shape), shape) for large in _choices(every, shape)]
+    columns = _columns(spans, shape.group)
+    choices = (_sort(columns, is_large, shape) for is_large in _choices(columns, shape))
+    return [way for of in choices for way in _ways(of, shape)]
 
 
-def _all_large(spans: Spans, shape: Shape) -> Kind:
-    keys = np.maximum(spans.key_tokens, 1).astype(np.float64)
+def _columns(spans: Spans, group: int) -> Floats:
+    """[3, spans]: keys, seen keys and rows."""
+    columns = np.empty((3, len(spans)))
     queries = spans.query_starts[1:] - spans.query_starts[:-1]
-    seen = keys - spans.is_causal * (queries >> 1)
-    rows = queries.astype(np.float64) * shape.group
-    return Kind(keys, seen, rows, np.ceil(rows / shape.tiles.large_q), True)
+    columns[:2] = np.maximum(spans.key_tokens, 1)
+    if np.count_nonzero(spans.is_causal):
+        columns[1] -= spans.is_causal * (queries >> 1)
+    columns[2] = queries * group
+    return columns
 
 
-def _choices(every: Kind, shape: Shape) -> list[Bools]:
+def _choices(columns: Floats, shape: Shape) -> list[Bools]:
     """Which spans are large: all that may be; only those that must be; or none, if their rows as
     several small tiles cost less than a launch.
     """
-    may_be = every.rows > shape.small_rows
-    if not shape.tiles.is_split or not may_be.any():
+    keys, _, rows = columns
+    may_be, small = rows > shape.small_rows, shape.small
+    if not shape.tiles.is_split or not np.count_nonzero(may_be):
         return [may_be]
-    must_be, choices = every.rows > shape.most_small_rows, [may_be]
+    must_be, choices = rows > small.rows, [may_be]
     if np.count_nonzero(must_be) < np.count_nonzero(may_be):
         choices.append(must_be)
-    units = np.ceil(every.rows[must_be] / shape.most_small_rows) * shape.units(False)
-    us = float(unit_us(every.keys[must_be], False, shape) @ units) / shape.num_programs
+    units = np.ceil(rows[must_be] / small.rows) * small.units
+    us = float(small.unit_us(keys[must_be]) @ units) / small.slots
     if 0.0 < us < shape.tiles.pace.launch_us:
-        choices.append(np.zeros(len(every.rows), np.bool_))
+        choices.append(np.zeros(len(rows), np.bool_))
     return choices
 
 
-def _by_kind(every: Kind, is_large: Bools, shape: Shape) -> Kinds:
-    count = int(np.count_nonzero(is_large))
-    order = (~is_large).argsort(kind="stable")
-    large = Kind._make((*(column[order[:count]] for column in every[:4]), True))
-    keys, seen, rows, _ = (column[order[count:]] for column in every[:4])
-    small_tiles = np.ceil(rows / shape.most_small_rows)
-    return Kinds(order, large, Kind(keys, seen, rows, small_tiles, False))
+def _sort(columns: Floats, is_large: Bools, shape: Shape) -> Sorted:
+    spans, num_large = (~is_large).argsort(kind="stable"), int(np.count_nonzero(is_large))
+    keys, seen, rows = columns.take(spans, axis=1)
+    tile_rows = np.full(len(spans), float(shape.small.rows))
+    tile_rows[:num_large] = shape.large.rows
+    return Sorted(spans, num_large, keys, seen, rows, np.ceil(rows / tile_rows))
 
 
-def _ways(kinds: Kinds, shape: Shape) -> Ways:
-    programs, slots = float(shape.num_programs), shape.num_large_programs
-    if not len(kinds.large.keys):
-        small = kinds.small.stretches(programs * SMALL_ON, shape)
-        work = kinds.small.work(small, shape)
-        us, sms = _small_us(work, shape), np.full(len(small), float(slots))
-        return Ways(kinds, np.empty((1, 0)), small, sms, us, work.rows)
-    places = _large_places(slots)
-    large = kinds.large.stretches(places, shape)
-    small = kinds.small.stretches(np.array([programs]), shape)
-    large_work, small_work = kinds.large.work(large, shape), kinds.small.work(small, shape)
-    sms = np.minimum(np.minimum(places, slots), large_work.units)
-    us = _step_us(large_work, small_work, sms, shape)
-    return Ways(kinds, large, small, sms, us, large_work.rows + small_work.rows)
+def _ways(of: Sorted, shape: Shape) -> list[Way]:
+    """With large units, small ones are cut in one way."""
+    slots, own = float(shape.large.slots), slice(of.num_large, None)
+    if not of.num_large:
+        places = [float(shape.num_programs) * share for share in SMALL_ON]
+        return [
+            Way(of, NO_STRETCHES, stretches, slots, _small_us(work, shape), work.rows)
+            for stretches, work in _works(of, own, shape.small, places, shape)
+        ]
+    [(small, small_work)] = _works(of, own, shape.small, [float(shape.num_programs)], shape)
+    places = _large_places(shape.large.slots)
+    large = _works(of, slice(of.num_large), shape.large, places, shape)
+    ways = []
+    for i, place in enumerate(places):
+        stretches, work = large[i % len(large)]
+        sms, rows = min(place, slots, work.units), work.rows + small_work.rows
+        us = _step_us(work, small_work, sms, shape)
+        ways.append(Way(of, stretches, small, sms, us, rows))
+    return ways
+
+
+def _works(
+    of: Sorted, part: slice, kind: Kind, places: list[float], shape: Shape
+) -> list[tuple[Floats, Work]]:
+    """Stretches of one kind of span, and the units that they give, for each number of places. Spans
+    are cut into equal parts, as if each place had one unit and all units equally many keys. One
+    entry for all places if no span is cut.
+    """
+    keys, seen, rows, row_tiles = (column[part] for column in of[2:])
+    all_keys = ROUNDING * kind.units * float(seen @ row_tiles)
+    shares = [max(all_keys / count, 1.0) for count in places]
+    copies, share, heads = row_tiles * kind.units, seen / keys, shape.kv_heads
+    num_read = float(seen.sum()) * heads
+    if seen.max(initial=0.0) < 2.0 * min(shares):
+        us = kind.unit_us(keys * share)
+        units, all_us, longest_us = copies.sum(), us @ copies, us.max(initial=0.0)
+        work = Work(*map(float, (units, all_us, longest_us, rows.sum() * heads, num_read)))
+        return [(np.ceil(keys / kind.stretch) * kind.stretch, work)]
+    parts = np.maximum(np.floor(seen / np.array(shares)[:, None]), 1.0)
+    stretches = np.ceil(keys / (parts * kind.stretch)) * kind.stretch
+    parts = np.ceil(keys / stretches)
+    whole = kind.unit_us(np.minimum(stretches, keys) * share)
+    last = kind.unit_us((keys - (parts - 1.0) * stretches) * share)
+    us, longest_us = ((parts - 1.0) * whole + last) @ copies, whole.max(axis=1)
+    columns = parts @ copies, us, longest_us, parts @ rows * heads, np.full(len(parts), num_read)
+    works = map(Work._make, zip(*(column.tolist() for column in columns), strict=True))
+    return list(zip(stretches, works, strict=True))
 
 
 @cache
-def _large_places(slots: int) -> Floats:
-    places: Floats = np.unique(np.maximum(np.rint(slots * LARGE_ON), 1.0))[::-1]
-    return places
+def _large_places(slots: int) -> list[float]:
+    return list(dict.fromkeys(max(float(round(slots * share)), 1.0) for share in LARGE_ON))
 
 
-def _small_us(small: Work, shape: Shape) -> Floats:
+def _small_us(small: Work, shape: Shape) -> float:
     """When all is merged, in a step without large units, up to a constant."""
     pace, programs = shape.tiles.pace, float(shape.num_programs)
-    busy = np.minimum(programs, small.units)
-    speed = np.minimum(pace.reads / (busy * (small.keys / small.us)), 1.0)
-    end = np.maximum(small.us / busy / speed, small.last_us(programs) / np.sqrt(speed))
+    busy = min(programs, small.units)
+    speed = min(pace.reads / (busy * (small.keys / small.us)), 1.0)
+    end = max(small.us / busy / speed, small.last_us(programs) / math.sqrt(speed))
     return end + pace.merge_us * small.rows
 
 
-def _step_us(large: Work, small: Work, sms: Floats, shape: Shape) -> Floats:
+def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
     """When all is merged, up to a constant. Large units run first, on some multiprocessors. Small
     units begin at once on all others, and a little after the large ones on these. While both run,
     they compete for memory:
@@ -241,27 +224,27 @@ def _step_us(large: Work, small: Work, sms: Floats, shape: Shape) -> Floats:
         all others           | small units                      |
     """
     pace, programs = shape.tiles.pace, float(shape.num_programs)
-    early = programs - programs / shape.num_large_programs * sms
+    early = programs - programs / shape.large.slots * sms
     large_us = large.us / sms
     # Keys a microsecond, if memory were as fast as they wish.
-    large_wish, wish = large.keys / large_us, small.keys / np.maximum(small.us, TINY)
-    small_wish = np.minimum(early, small.units) * wish
-    lack = np.maximum((large_wish + small_wish) / pace.reads, 1.0)
+    large_wish, wish = large.keys / large_us, small.keys / max(small.us, TINY)
+    small_wish = min(early, small.units) * wish
+    lack = max((large_wish + small_wish) / pace.reads, 1.0)
     # Large units prefetch further ahead, so they are delayed less.
-    slower = np.where(small_wish > 0.0, 1.0 + pace.yields * (lack - 1.0), lack)
-    left = (pace.reads - large_wish / slower) / np.maximum(small_wish, TINY)
-    beside = np.minimum(np.maximum(left, pace.least_speed / lack), 1.0)
-    large_us = large_us * slower
+    slower = 1.0 + pace.yields * (lack - 1.0) if small_wish > 0.0 else lack
+    left = (pace.reads - large_wish / slower) / max(small_wish, TINY)
+    beside = min(max(left, pace.least_speed / lack), 1.0)
+    large_us *= slower
     done = beside * large_us  # by a program that began at once
-    wished = np.maximum(np.minimum(small.units, programs) * wish, TINY)
-    rest = np.maximum(small.us - early * done, 0.0) / programs
+    wished = max(min(small.units, programs) * wish, TINY)
+    rest = max(small.us - early * done, 0.0) / programs
     late_us = pace.late_us * (1.0 - early / programs)
-    end = large_us + late_us + rest / np.minimum(pace.reads / wished, 1.0)
+    end = large_us + late_us + rest / min(pace.reads / wished, 1.0)
     # Or all units on the programs that begin at once.
-    own_us = small.us / np.maximum(early, TINY)
-    alone = np.minimum(pace.reads / np.maximum(small_wish, TINY), 1.0)
-    own_end = np.where(own_us <= done, own_us / beside, large_us + (own_us - done) / alone)
-    end = np.minimum(end, own_end) + pace.apart * small.longest_us
-    end = np.maximum(end, np.where(early > 0.0, 0.0, large_us) + small.longest_us)
+    own_us = small.us / max(early, TINY)
+    alone = min(pace.reads / max(small_wish, TINY), 1.0)
+    own_end = own_us / beside if own_us <= done else large_us + (own_us - done) / alone
+    end = min(end, own_end) + pace.apart * small.longest_us
+    end = max(end, (0.0 if early > 0.0 else large_us) + small.longest_us)
     merge_us = pace.merge_us * (large.rows + small.rows)
-    return np.maximum(large.last_us(sms) * slower, end) + merge_us + pace.launch_us
+    return max(large.last_us(sms) * slower, end) + merge_us + pace.launch_us

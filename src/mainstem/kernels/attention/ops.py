@@ -31,13 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import layout
-from mainstem.kernels.attention.plan import (
-    ALL_LAUNCHES,
-    KernelPlan,
-    Launches,
-    ReusablePlan,
-    make_plan,
-)
+from mainstem.kernels.attention.plan import ALL_LAUNCHES, KernelPlan, Launches, make_plan
 from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
@@ -48,10 +42,10 @@ from mainstem.kernels.attention.tuning import (
     MOST_TUNED_DIM,
     Tiles,
     choose_tiles,
+    with_fitted_pace,
 )
 from mainstem.kernels.attention.unshare import unshare
 from mainstem.kernels.errors import LayoutError, PlanTooLarge
-from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.overlap import can_overlap, overlap_options
 
@@ -222,10 +216,11 @@ class SpanAttention:
             raise LayoutError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         if softcap is not None and not softcap > 0:
             raise LayoutError(f"softcap must be positive, got {softcap}")
-        if tiles is None:
-            can_split = deterministic_keys is None
-            tiles = choose_tiles(device, dtype, head_dim, can_split=can_split)
+        can_split, is_given = deterministic_keys is None, tiles is not None
+        tiles = tiles or choose_tiles(device, dtype, head_dim, can_split=can_split)
         tiles, self._hopper = _with_kernel(tiles, device, head_dim, page_size)
+        if device.type != "cpu" and dtype != torch.float32 and can_split and not is_given:
+            tiles = with_fitted_pace(tiles, device, head_dim)
         if self._hopper is not None and deterministic_keys is not None:
             raise LayoutError("tiles that are split are for attention without deterministic_keys")
         if deterministic_keys is not None and (
@@ -261,7 +256,7 @@ class SpanAttention:
             has_windows=has_window,
         )
         self._make_buffers(partials)
-        self._reusable: ReusablePlan | None = None
+        self._last: KernelPlan | None = None  # may hold for the next step
         self._needed = Launches(large=False, merge=False)  # by the last plan
         self._descriptors: dict[int, _Descriptors] = {}
 
@@ -324,14 +319,14 @@ class SpanAttention:
         tenth of the time.
         """
         self._check_spans(spans)
-        if self._reusable is not None and self._reusable.holds_for(spans):
-            plan = self._reusable.plan(spans)
+        if self._last is not None and self._last.holds_for(spans):
+            plan = self._last.of_step(spans)
         else:
             plan = make_plan(spans, self._shape)
         if not self.fits(plan) and self._shape.fixed_stretch is None:
             return self.send(self._smaller_plan(spans))
         launches = self.send(plan)
-        self._reusable = plan.reusable
+        self._last = plan
         return launches
 
     def _smaller_plan(self, spans: Spans) -> KernelPlan:
@@ -388,8 +383,8 @@ class SpanAttention:
         """
         if plan.num_ints > self._plan_ints:
             raise PlanTooLarge(
-                f"the plan is {plan.num_ints} ints for {plan.num_pieces} pieces, the buffer has "
-                f"{self._plan_ints}: raise AttentionLimits.max_entries"
+                f"the plan is {plan.num_ints} ints for {len(plan.pieces.span)} pieces, the buffer "
+                f"has {self._plan_ints}: raise AttentionLimits.max_entries"
             )
         if plan.num_slots > self._limits.partials():
             raise PlanTooLarge(
@@ -398,7 +393,7 @@ class SpanAttention:
             )
         self._staging[self._next_staging].send(plan, self._plan_row)
         self._next_staging = (self._next_staging + 1) % len(self._staging)
-        self._reusable = None
+        self._last = None
         has_kernel = self._hopper is not None
         self._needed = plan.launches._replace(large=plan.launches.large and has_kernel)
         return self._needed
@@ -462,12 +457,11 @@ class SpanAttention:
             "HAS_WINDOW": shape.has_windows, "SOFTCAP": self._softcap, "launch_pdl": True,
         }  # fmt: skip
         if has_large:
-            large._large_units_kernel[(shape.num_large_programs,)](
+            large._large_units_kernel[(shape.large.slots,)](
                 q, k.large[0], v.large[0], k.large[1], v.large[1], *tensors, tiles.large_stages,
                 TILE_K=tiles.large_k, STAGES=tiles.large_stages,
                 num_warps=large.NUM_WARPS, maxnreg=large.MAX_REGISTERS, **constants,
             )  # fmt: skip
-            forget_constants(large._large_units_kernel)
         small._small_units_kernel[(shape.num_programs,)](
             q, k.small[0], v.small[0], k.small[1], v.small[1], *tensors,
             self._tickets, tiles.small_stages,
@@ -475,7 +469,6 @@ class SpanAttention:
             num_warps=small.NUM_WARPS, maxnreg=small.max_registers(tiles.programs_per_sm),
             **constants,
         )  # fmt: skip
-        forget_constants(small._small_units_kernel)
 
     def _attend(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None

@@ -8,13 +8,38 @@ heads and 16 keys of each in a step.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mainstem.kernels.attention.tuning import Tiles
+
+Floats = NDArray[np.float64]
 
 STRETCH_KEYS = 32  # stretches of small spans are multiples of this, of pages and of a step's keys
 LEAST_ROWS = LEAST_KEYS = 16  # what a matrix instruction takes
 MOST_SMALL_ROWS = 32
 FOLDS = (1, 2, 4, 8)
+
+
+class Kind(NamedTuple):
+    """What all units of a kind have in common."""
+
+    rows: int  # most rows of a unit, of each of its KV heads
+    units: int  # of a tile of rows over one stretch, for all KV heads
+    slots: int  # units that run at once
+    stretch: int  # stretches are multiples of this number of keys
+    step: int  # keys in a step of the loop
+    us: float  # of a unit besides its keys
+    key_us: float  # of a key, in all KV heads of a unit
+
+    def unit_us(self, keys: Floats) -> Floats:
+        """How long units of `keys` take, with memory to themselves."""
+        us: Floats = np.ceil(keys / self.step)
+        us *= self.step * self.key_us
+        us += self.us
+        return us
 
 
 @dataclass(frozen=True)
@@ -64,28 +89,35 @@ class Shape:
         return 1 << (times.bit_length() - 1) if self.tiles.is_split and times else 1
 
     @cached_property
-    def most_small_rows(self) -> int:
-        """Most rows of a small unit, of each of its KV heads."""
-        return self.small_q // (self.fold * self.splits)
-
-    @cached_property
     def small_rows(self) -> int:
         """Rows of each KV head up to which a span is always small: one token's, or more if the
         least tile has room for them.
         """
-        return min(max(self.group, LEAST_ROWS // self.fold), self.most_small_rows)
+        return min(max(self.group, LEAST_ROWS // self.fold), self.small.rows)
 
     @cached_property
-    def num_large_programs(self) -> int:
-        """Slots of large units: programs, or multiprocessors if a large unit takes a whole one."""
-        return self.num_programs // (self.tiles.programs_per_sm if self.tiles.is_split else 1)
+    def large(self) -> Kind:
+        tiles, pace = self.tiles, self.tiles.pace
+        return Kind(
+            rows=tiles.large_q,
+            units=self.kv_heads,
+            # A large unit takes a whole multiprocessor if its kernel is its own.
+            slots=self.num_programs // (tiles.programs_per_sm if tiles.is_split else 1),
+            stretch=max(tiles.large_k, self.page_size),
+            step=tiles.large_k,
+            us=pace.large_us,
+            key_us=pace.large_key_us,
+        )
 
-    def units(self, is_large: bool) -> int:
-        """Units of a tile of rows over one stretch, for all KV heads."""
-        return self.kv_heads if is_large else self.kv_heads // self.fold
-
-    def stretch_tile(self, is_large: bool) -> int:
-        """Stretches are multiples of this number of keys."""
-        if is_large:
-            return max(self.tiles.large_k, self.page_size)
-        return max(self.tiles.small_k // self.fold, self.page_size, STRETCH_KEYS)
+    @cached_property
+    def small(self) -> Kind:
+        step, pace = self.tiles.small_k // self.fold, self.tiles.pace
+        return Kind(
+            rows=self.small_q // (self.fold * self.splits),
+            units=self.kv_heads // self.fold,
+            slots=self.num_programs,
+            stretch=max(step, self.page_size, STRETCH_KEYS),
+            step=step,
+            us=pace.small_us,
+            key_us=pace.small_key_us * self.fold,
+        )

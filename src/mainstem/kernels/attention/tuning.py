@@ -1,15 +1,50 @@
 """Tile shapes of the span attention kernel per card, and the numbers by which its planner decides,
-as measured; see docs/log/kernels.md for the runs.
+as measured; see docs/log/kernels.md for the runs. `mainstem calibrate` fits the numbers of a card
+that nobody tuned.
 
 Small and large units live in one kernel and share its warps and registers, so a choice is one
 record. Hopper has a kernel of its own for each kind (`hopper/`).
 """
 
-from dataclasses import dataclass, replace
+import logging
+import math
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from mainstem.kernels.attention.pace import UNTUNED, Pace, saved_paces
+from mainstem.core.calibrated import Calibrated, Values, complete
+
+MAY_BE_ZERO = {"yields", "late_us", "apart", "merge_us", "launch_us"}
+
+log = logging.getLogger("mainstem.kernels")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What the planner knows of a card: how long units take, in microseconds where they were
+    measured. Only ratios matter.
+    """
+
+    large_us: float = 500.0  # of a large unit besides its keys
+    large_key_us: float = 0.9
+    small_us: float = 90.0
+    small_key_us: float = 1.0  # of a key of one KV head
+    reads: float = math.inf  # keys of one KV head that memory delivers in a microsecond
+    yields: float = 0.0  # share of the delay by lack of bandwidth that large units bear
+    late_us: float = 0.0  # delay of small units that follow large ones
+    beside: float = 1.0  # speed of small units while large ones run elsewhere, for the assignment
+    least_speed: float = 0.15  # share of their fair speed that small units keep beside large ones
+    apart: float = 0.35  # programs end this share of the longest small unit apart
+    merge_us: float = 0.0  # of a Partial
+    launch_us: float = 0.0  # of the kernel for large units, if they have their own
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            is_right = isinstance(value, int | float) and value >= 0.0
+            if not is_right or (value == 0.0 and name not in MAY_BE_ZERO):
+                raise ValueError(f"{name} is {value}")
+            if value == math.inf and name != "reads":
+                raise ValueError(f"{name} is {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +58,7 @@ class Tiles:
     num_warps: int
     programs_per_sm: int  # as many as fit: all programs must run at once
     max_registers: int | None = None
-    pace: Pace = UNTUNED
+    pace: Pace = Pace()
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
     small_k: int = 64  # keys x KV heads per step of its loop, or those of one page if that has more
     # Large units run first and take whole multiprocessors; small ones follow as these end.
@@ -101,21 +136,8 @@ def choose_tiles(
 ) -> Tiles:
     """The tuned record of a card, or one that fits any card. `can_split` is false for deterministic
     rows, which Hopper's own kernels do not support. Those rows have one tile shape. Decodes decide
-    it, since they would waste most of a tile of 128 rows. A card that nobody tuned has the pace
-    that `mainstem calibrate` fitted, if it did.
+    it, since they would waste most of a tile of 128 rows.
     """
-    tiles = built_in_tiles(device, dtype, head_dim, can_split=can_split)
-    if device.type == "cpu" or dtype == torch.float32 or not can_split:
-        return tiles
-    name = torch.cuda.get_device_name(device)
-    pace = None if name == TUNED_CARD else saved_paces(name).get(head_dim)
-    return tiles if pace is None else replace(tiles, pace=pace)
-
-
-def built_in_tiles(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
-) -> Tiles:
-    """The same without what was fitted."""
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:
@@ -125,3 +147,33 @@ def built_in_tiles(
             return SPLIT_TILES[head_dim]
         return HOPPER if head_dim <= MOST_TUNED_DIM else HOPPER_WIDE_HEADS
     return FALLBACK if head_dim <= MOST_TUNED_DIM else FALLBACK_WIDE_HEADS
+
+
+def _tiles_of(values: Values) -> Tiles:
+    return complete(Tiles, {**values, "pace": complete(Pace, values["pace"])})
+
+
+# With the tiles for which a pace was fitted; by `fitted_name`.
+FITTED = Calibrated("paces.json", _tiles_of)
+
+
+def fitted_name(device_name: str, head_dim: int) -> str:
+    return f"{device_name}, head_dim {head_dim}"
+
+
+def with_fitted_pace(tiles: Tiles, device: torch.device, head_dim: int) -> Tiles:
+    """The tiles with the pace that `mainstem calibrate` fitted for them, if it did and nobody tuned
+    this card. A pace that was fitted for other tiles is not used.
+    """
+    device_name = torch.cuda.get_device_name(device)
+    name = fitted_name(device_name, head_dim)
+    fitted = None if device_name == TUNED_CARD else FITTED.load().get(name)
+    if fitted is None:
+        return tiles
+    if replace(fitted, pace=tiles.pace) != tiles:
+        log.warning(
+            "attention is planned by built-in constants: those of %s in %s were fitted for other "
+            "tiles; run `mainstem calibrate` again", name, FITTED.path,
+        )  # fmt: skip
+        return tiles
+    return fitted

@@ -14,7 +14,8 @@ follows.
 
 import numpy as np
 
-from mainstem.core.step import Int32s, Spans
+from mainstem.core.ragged import starts_of
+from mainstem.core.step import Spans
 
 
 def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
@@ -23,69 +24,47 @@ def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
 
     Tokens whose spans cannot be joined keep them. Slow, but rarely needed.
     """
-    starts = spans.query_starts.tolist()
-    span_of = np.repeat(np.arange(len(spans)), np.diff(spans.query_starts))
-    by_token = np.lexsort((spans.key_positions[span_of], spans.query_rows))
-    tokens = spans.query_rows[by_token]
-    begins = np.flatnonzero(np.r_[True, tokens[1:] != tokens[:-1]]) if len(tokens) else tokens
-    above = {
-        int(tokens[begin]): tuple(span_of[by_token[begin:end]].tolist())
-        for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True)
-    }
-    num_pages = np.diff(spans.page_starts)
-    is_full = ~spans.is_causal & (spans.key_tokens == num_pages * page_size)
-    joined: dict[int, tuple[int, ...]] = {}
-    for last in range(len(spans)):
-        rows = spans.query_rows[starts[last] : starts[last + 1]].tolist()
-        if len(rows) < least_queries:
-            continue
-        runs = above[rows[0]]
-        if (
-            runs[-1] == last
-            and all(above[row] == runs for row in rows)
-            and is_full[list(runs[:-1])].all()
-        ):
-            joined[last] = runs
-    is_left = np.array([above[row][-1] not in joined for row in spans.query_rows.tolist()])
-    return _rebuilt(spans, joined, is_left)
-
-
-def _rebuilt(spans: Spans, joined: dict[int, tuple[int, ...]], is_left: np.ndarray) -> Spans:
-    """The spans that are not joined, with the rows left in them, and the joined spans."""
-    rows, pages, keys, is_causal, positions, first_keys = [], [], [], [], [], []
+    rows_of = [rows.tolist() for rows in np.split(spans.query_rows, spans.query_starts[1:-1])]
+    runs_of: dict[int, list[int]] = {}  # the spans of a token, by position
+    for span in spans.key_positions.argsort(kind="stable").tolist():
+        for row in rows_of[span]:
+            runs_of.setdefault(row, []).append(span)
+    is_full = ~spans.is_causal & (spans.key_tokens == np.diff(spans.page_starts) * page_size)
+    joined: dict[int, list[int]] = {}  # last spans, with all that are joined
     for span in range(len(spans)):
-        chosen = slice(spans.query_starts[span], spans.query_starts[span + 1])
-        queries, runs = spans.query_rows[chosen], joined.get(span)
-        if runs is None:
-            queries, runs = queries[is_left[chosen]], (span,)
-        if not len(queries):
-            continue
-        rows.append(queries)
-        pages += [spans.page_ids[spans.page_starts[r] : spans.page_starts[r + 1]] for r in runs]
-        keys.append((sum(map(len, pages[-len(runs) :])), int(spans.key_tokens[list(runs)].sum())))
-        is_causal.append(bool(spans.is_causal[span]))
-        positions.append(spans.key_positions[runs[0]])
-        first_keys.append(_first_keys(spans, runs[0], queries))
-    counts = np.array(keys, np.int32).reshape(-1, 2)
+        if len(rows_of[span]) >= least_queries:
+            runs = runs_of[rows_of[span][0]]
+            have_same = runs[-1] == span and all(runs_of[row] == runs for row in rows_of[span])
+            if have_same and is_full[runs[:-1]].all():
+                joined[span] = runs
+    made = []
+    for span in range(len(spans)):
+        rows = rows_of[span]
+        if span not in joined:
+            rows = [row for row in rows if runs_of[row][-1] not in joined]
+        if rows:
+            made.append((joined.get(span, [span]), rows))
+    return _joined(spans, made)
+
+
+def _joined(spans: Spans, made: list[tuple[list[int], list[int]]]) -> Spans:
+    """New spans: each has the keys of some spans and some rows."""
+    pages_of = np.split(spans.page_ids, spans.page_starts[1:-1])
+    pages = [np.concatenate([pages_of[run] for run in runs]) for runs, _ in made]
+    first_keys = None
+    if spans.first_keys is not None:
+        span_of = np.arange(len(spans)).repeat(np.diff(spans.query_starts)).tolist()
+        places = zip(span_of, spans.query_rows.tolist(), strict=True)
+        first_key = dict(zip(places, spans.first_keys.tolist(), strict=True))
+        keys = [first_key[runs[0], row] for runs, rows in made for row in rows]
+        first_keys = np.array(keys, np.int32)
     return Spans(
-        query_starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
-        query_rows=np.concatenate(rows) if rows else spans.query_rows,
-        page_starts=np.concatenate(([0], np.cumsum(counts[:, 0]))).astype(np.int32),
-        page_ids=np.concatenate(pages) if pages else spans.page_ids,
-        key_tokens=counts[:, 1].copy(),
-        is_causal=np.array(is_causal, np.bool_),
-        key_positions=np.array(positions, np.int32),
-        first_keys=None
-        if spans.first_keys is None
-        else np.concatenate([*first_keys, spans.first_keys[:0]]),
+        query_starts=starts_of(np.array([len(rows) for _, rows in made], np.int32)),
+        query_rows=np.array([row for _, rows in made for row in rows], np.int32),
+        page_starts=starts_of(np.array(list(map(len, pages)), np.int32)),
+        page_ids=np.concatenate([*pages, spans.page_ids[:0]]),
+        key_tokens=np.array([spans.key_tokens[runs].sum() for runs, _ in made], np.int32),
+        is_causal=spans.is_causal[[runs[-1] for runs, _ in made]],
+        key_positions=spans.key_positions[[runs[0] for runs, _ in made]],
+        first_keys=first_keys,
     )
-
-
-def _first_keys(spans: Spans, span: int, rows: Int32s) -> Int32s:
-    """Of some of the rows of a span."""
-    if spans.first_keys is None:
-        return rows[:0]
-    chosen = slice(spans.query_starts[span], spans.query_starts[span + 1])
-    order = np.argsort(spans.query_rows[chosen])
-    places = np.searchsorted(spans.query_rows[chosen], rows, sorter=order)
-    return spans.first_keys[chosen][order[places]]

@@ -4,7 +4,7 @@
 pass over memory (`rows.py` says what these kernels have in common):
 
     x += scale * after(rows + more)        each part is optional; x is the residual
-    out = norm(x)                          none, one or two norms of the same x
+    out = norm(x)                          optional too
 
 Sums are in fp32; rounding is that of Hugging Face's models. Each step of the first line is rounded
 to the model's dtype. An RMS norm rounds the normed row to that dtype and then multiplies by the
@@ -103,8 +103,8 @@ def _constant(ptr, lanes, is_lane):
 @triton.jit
 def _norm_kernel(
     x_ptr, rows_ptr, more_ptr, after_gain_ptr, after_bias_ptr,
-    gain_ptr, bias_ptr, out_ptr, scales_ptr, gain_2_ptr, bias_2_ptr, out_2_ptr, scales_2_ptr,
-    stride_x, stride_rows, stride_more, stride_out, stride_out_2, stride_scales, eps, scale,
+    gain_ptr, bias_ptr, out_ptr, scales_ptr,
+    stride_x, stride_rows, stride_more, stride_out, stride_scales, eps, scale,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, IS_LAYER: tl.constexpr,
     HAS_SCALE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -117,8 +117,6 @@ def _norm_kernel(
     after_bias = _constant(after_bias_ptr, lanes, is_lane)
     gain = _constant(gain_ptr, lanes, is_lane)
     bias = _constant(bias_ptr, lanes, is_lane)
-    gain_2 = _constant(gain_2_ptr, lanes, is_lane)
-    bias_2 = _constant(bias_2_ptr, lanes, is_lane)
     wait_for_ahead(OVERLAPS)
     x_ptrs = x_ptr + token * stride_x + lanes
     if rows_ptr is None:
@@ -144,17 +142,11 @@ def _norm_kernel(
         store_row(
             out, lanes, 0, out_ptr, scales_ptr, token, stride_out, stride_scales, SIZE, BLOCK, GROUP
         )
-    if gain_2_ptr is not None:
-        out = normed(row, is_lane, gain_2, bias_2, eps, SIZE, IS_LAYER, 0, element)
-        store_row(
-            out, lanes, 0, out_2_ptr, scales_2_ptr, token, stride_out_2, stride_scales,
-            SIZE, BLOCK, GROUP,
-        )  # fmt: skip
 
 
 def add_(x: Tensor, delta: Delta) -> None:
     """x [tokens, hidden] += delta, in place."""
-    _launch(x, delta, ())
+    _launch(x, delta, None)
 
 
 def norm_rows(
@@ -163,7 +155,7 @@ def norm_rows(
     """Add `delta` to x [tokens, hidden] in place, and return the norm of x. Without a delta `out`
     may be x."""
     target = torch.empty_like(x) if out is None else out
-    _launch(x, delta, [_Output(norm, target)])
+    _launch(x, delta, _Output(norm, target))
     return target
 
 
@@ -174,56 +166,18 @@ def norm_rows_fp8(
     out: Fp8Rows | None = None,
     per: Fp8Per = Fp8Per.ROW,
 ) -> Fp8Rows:
-    """Like `norm_rows`, but the result is quantized; x keeps its dtype."""
-    return quantized(x.shape[1], x, out, per, lambda v, s: _launch(x, delta, [_Output(norm, v, s)]))
+    """norm_rows, quantized; x keeps its dtype."""
+    return quantized(x.shape[1], x, out, per, lambda v, s: _launch(x, delta, _Output(norm, v, s)))
 
 
-def norm_twice(
-    x: Tensor,
-    norms: tuple[Norm, Norm],
-    delta: Delta | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Like norm_rows, with two norms of the same rows (Falcon 40B: attention's and the MLP's)."""
-    first, second = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
-    _launch(x, delta, [_Output(norms[0], first), _Output(norms[1], second)])
-    return first, second
-
-
-def norm_twice_fp8(
-    x: Tensor,
-    norms: tuple[Norm, Norm],
-    delta: Delta | None = None,
-    out: tuple[Fp8Rows, Fp8Rows] | None = None,
-) -> tuple[Fp8Rows, Fp8Rows]:
-    """Like `norm_twice`, but both results are quantized per token."""
-    size, seconds = x.shape[1], []
-
-    def launch(values: Tensor, scales: Tensor) -> None:
-        first = _Output(norms[0], values, scales)
-        seconds.append(
-            quantized(
-                size,
-                x,
-                None if out is None else out[1],
-                Fp8Per.ROW,
-                lambda v, s: _launch(x, delta, [first, _Output(norms[1], v, s)]),
-            )
-        )
-
-    first = quantized(size, x, None if out is None else out[0], Fp8Per.ROW, launch)
-    return first, seconds[0]
-
-
-def _launch(x: Tensor, delta: Delta | None, outputs: Sequence[_Output]) -> None:
+def _launch(x: Tensor, delta: Delta | None, output: _Output | None) -> None:
     size = x.shape[1]
     check_rows("x", x, size, MAX_HIDDEN)
-    for output in outputs:
-        check_out(output.rows, len(x), size, x.dtype if output.scales is None else None)
-    norms = [output.norm for output in outputs]
+    norm, out, scales = output or (None, None, None)
+    if out is not None:
+        check_out(out, len(x), size, x.dtype if scales is None else None)
     rows, more, after, scale = delta or (None, None, None, 1.0)
-    if after is not None:
-        norms.append(after)
+    norms = [each for each in (norm, after) if each is not None]
     for added in (rows, more):
         if added is not None and (added.shape != x.shape or added.dtype != x.dtype):
             raise LayoutError(f"delta must be {x.dtype} {tuple(x.shape)} like the residual, "
@@ -231,27 +185,20 @@ def _launch(x: Tensor, delta: Delta | None, outputs: Sequence[_Output]) -> None:
         if added is not None and added.stride(1) != 1:
             raise LayoutError("delta must have a contiguous last axis")
     eps, is_layer = kind_of(norms)
-    for norm in norms:
-        check_constant("gain", norm.gain, (size,))
-        if norm.bias is not None:
-            check_constant("bias", norm.bias, (size,))
+    for each in norms:
+        check_constant("gain", each.gain, (size,))
+        if each.bias is not None:
+            check_constant("bias", each.bias, (size,))
     if len(x) == 0:
         return
-    first, second = (*(_arguments(output) for output in outputs), _NONE, _NONE)[:2]
     options = row_options(size)
     _norm_kernel[(len(x),)](
-        x, rows, more, after and after.gain, after and after.bias, *first, *second,
-        x.stride(0), _stride(rows), _stride(more), _stride(first[2]), _stride(second[2]),
-        stride_of(first[3]), eps, scale, GROUP=group_of(first[3], options["BLOCK"]),
-        IS_LAYER=is_layer, HAS_SCALE=scale != 1.0, **options, **overlap_options(x.device),
+        x, rows, more, after and after.gain, after and after.bias,
+        norm and norm.gain, norm and norm.bias, out, scales,
+        x.stride(0), _stride(rows), _stride(more), _stride(out), stride_of(scales), eps, scale,
+        GROUP=group_of(scales, options["BLOCK"]), IS_LAYER=is_layer, HAS_SCALE=scale != 1.0,
+        **options, **overlap_options(x.device),
     )  # fmt: skip
-
-
-_NONE = (None, None, None, None)
-
-
-def _arguments(output: _Output) -> tuple[Tensor | None, ...]:
-    return output.norm.gain, output.norm.bias, output.rows, output.scales
 
 
 def _stride(x: Tensor | None) -> int:

@@ -53,7 +53,7 @@ from mainstem.kernels.hopper import (
     reshaped,
     take_ticket,
 )
-from mainstem.kernels.host import cdiv, forget_constants
+from mainstem.kernels.host import cdiv
 
 GROUP = gl.constexpr(64)  # rows of a consumer
 ROWS = gl.constexpr(HOPPER.rows)  # of a tile
@@ -389,7 +389,6 @@ class HopperProducts:
             routing.tickets, *sizes, out.stride(0), STAGES, NOTES.value,
             STAGES=STAGES, GROUP_ROWS=GROUP_ROWS, launch_pdl=True, **kind, **OPTIONS,
         )  # fmt: skip
-        forget_constants(_hopper_kernel)
 
 
 def _boxes(lines: Tensor, rows: int) -> TensorDescriptor:

@@ -22,7 +22,7 @@ from mainstem.kernels.dense.nibbles import (
 )
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
-from mainstem.kernels.experts.products import Tiles, tile_of
+from mainstem.kernels.experts.products import Tiles, check_bias, rows_of, tile_of
 from mainstem.kernels.experts.route import Routing, most_tiles
 from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
@@ -61,8 +61,7 @@ def _packed_gate_up_kernel(
     expert = tl.load(tile_experts_ptr + row_tile)
     if expert < 0:
         return
-    rows = tl.load(tile_starts_ptr + row_tile) + tl.arange(0, TILE_ROWS)
-    is_row = rows < tl.load(ends_ptr + expert)
+    rows, is_row = rows_of(row_tile, expert, tile_starts_ptr, ends_ptr, TILE_ROWS)
     tokens = tl.load(sorted_ptr + rows, mask=is_row, other=0)
     ks = tl.arange(0, WIDTH)
     x_ptrs = x_ptr + tokens.to(tl.int64)[None, :] * stride_x + ks[:, None]
@@ -117,8 +116,7 @@ def _packed_down_kernel(
     expert = tl.load(tile_experts_ptr + row_tile)
     if expert < 0:
         return
-    rows = tl.load(tile_starts_ptr + row_tile) + tl.arange(0, TILE_ROWS)
-    is_row = rows < tl.load(ends_ptr + expert)
+    rows, is_row = rows_of(row_tile, expert, tile_starts_ptr, ends_ptr, TILE_ROWS)
     ks = tl.arange(0, WIDTH)
     act_ptrs = act_ptr + rows.to(tl.int64)[None, :] * stride_act + ks[:, None]
     columns = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -157,9 +155,7 @@ def packed_gate_up(
     experts, size = len(weights.words), weights.num_out // 2
     _check_rows("x", x, weights.num_in, weights.dtype)
     _check_rows("out", out, size, weights.dtype)
-    if bias is not None and (bias.shape != (experts, 2 * size) or not bias.is_contiguous()):
-        raise LayoutError(f"bias of gate_up must be contiguous [{experts}, {2 * size}], "
-                          f"got {tuple(bias.shape)}")  # fmt: skip
+    check_bias("gate_up", bias, experts, 2 * size)
     check_activation(activation)
     row_tiles = most_tiles(len(out), experts, tile.rows)
     if row_tiles:

@@ -76,6 +76,13 @@ def tile_of(program, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
+def rows_of(row_tile, expert, tile_starts_ptr, ends_ptr, TILE_ROWS: tl.constexpr):
+    """The sorted rows of a tile, and which of them are the expert's."""
+    rows = tl.load(tile_starts_ptr + row_tile) + tl.arange(0, TILE_ROWS)
+    return rows, rows < tl.load(ends_ptr + expert)
+
+
+@triton.jit
 def _load_box(
     source, row, start, num_rows, width, ROWS: tl.constexpr, TILE_K: tl.constexpr,
     HAS_BOXES: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -107,8 +114,7 @@ def _gate_up_kernel(
     expert = tl.load(tile_experts_ptr + row_tile)
     if expert < 0:
         return
-    rows = tl.load(tile_starts_ptr + row_tile) + tl.arange(0, TILE_ROWS)
-    is_row = rows < tl.load(ends_ptr + expert)
+    rows, is_row = rows_of(row_tile, expert, tile_starts_ptr, ends_ptr, TILE_ROWS)
     tokens = tl.load(sorted_ptr + rows, mask=is_row, other=0)
     ks = tl.arange(0, TILE_K)
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * stride_x + ks[None, :]

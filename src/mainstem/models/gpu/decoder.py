@@ -80,11 +80,7 @@ class GpuDecoder:
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
     ) -> Tensor:
         """Like Decoder.forward on a CPU; the result stays in the workspace until the next pass."""
-        normed = self.begin(token_ids)
-        end = len(self._layers)
-        normed = self.run_layers(normed, len(token_ids), rows, (0, end), attention, gate)
-        assert isinstance(normed, Tensor)
-        return normed
+        return self.finish(self.begin(token_ids), 0, len(token_ids), rows, attention, gate)
 
     def begin(self, token_ids: Tensor) -> Rows:
         """Return the input of the first layer, and put the residual into the workspace."""
@@ -108,23 +104,38 @@ class GpuDecoder:
     ) -> Rows:
         """Run layers [first, end): from the input of the first to the input of layer `end`."""
         space = self._space
-        x = space.residual[:tokens]
+        x, qkv_room, room = space.residual[:tokens], space.qkv[:tokens], space.answer[:tokens]
         last = len(self._layers) - 1
         for index in range(*layers):
             layer = self._layers[index]
-            qkv = layer.qkv(normed, space.qkv[:tokens])
+            qkv = layer.qkv(normed, qkv_room)
             if layer.joint_norm is not None:
                 layer.joint_norm(qkv)
             gate.before(index)
             mixed = attention.run(index, qkv)
             if index == last and rows is not None:
-                mixed, x, tokens = mixed[rows], x[rows], len(rows)
-                if tokens == 0:
+                mixed, x, room = mixed[rows], x[rows], room[: len(rows)]
+                if len(rows) == 0:
                     return x
             between, after = layer.joins
-            answer = layer.out(mixed, space.answer[:tokens])
+            answer = layer.out(mixed, room)
             normed = after(layer.mlp(between(answer, x)), x)
         return normed
+
+    def finish(
+        self,
+        normed: Rows,
+        first: int,
+        tokens: int,
+        rows: Tensor | None,
+        attention: Attention,
+        gate: Gate,
+    ) -> Tensor:
+        """Run the layers from `first` on; the result is as that of `forward`."""
+        layers = (first, len(self._layers))
+        hidden = self.run_layers(normed, tokens, rows, layers, attention, gate)
+        assert isinstance(hidden, Tensor)
+        return hidden
 
     def hidden(self, tokens: int) -> Tensor:
         """All rows of the last layer's output, in order."""
@@ -246,6 +257,8 @@ class _Compiler:
                 lambda weight, bias: self.linears.layer(Product(weight, bias)),
                 is_deterministic=self.is_deterministic,
             )
+            if experts.unpacked is not None:
+                self.linears.note_experts(experts.unpacked)
             return ExpertsMlp(experts, space)
         assert isinstance(found, MlpTensors)
         return DenseMlp(

@@ -9,7 +9,6 @@ safe in a CUDA graph. With Method.LIBRARY torch allocates the outputs of the two
 sizes, too, depend only on the number of tokens.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,14 +31,12 @@ from mainstem.kernels.experts.products import (
 )
 from mainstem.kernels.experts.route import Router, Routing, route
 from mainstem.models.expert_tensors import ExpertTensors
-from mainstem.models.gpu.packed import pack_nibbles
+from mainstem.models.gpu.packed import Unpacked, pack_nibbles
 from mainstem.models.packed import PackedWeight, Weight
 from mainstem.models.spec import ExpertsSpec
 
 if TYPE_CHECKING:
     from mainstem.kernels.experts.hopper import HopperProducts
-
-log = logging.getLogger("mainstem.models")
 
 Linear = Callable[[Tensor, Tensor], Tensor]  # (x [tokens, in], room for the output) -> output
 MakeLinear = Callable[[Weight, Tensor | None], Linear]  # (weight [out, in], bias) -> Linear
@@ -129,6 +126,7 @@ class GpuExperts:
         self._gate_up: Nibbles | Tensor
         self._down: Nibbles | Tensor
         self._gate_up, self._down = _packed_or_dense(tensors, space.rows.dtype)
+        self.unpacked = _unpacked(tensors, self._gate_up, self._down)
         self._hopper = _hopper_of(self._gate_up, self._down, space.act)
         self._gate_up_bias, self._down_bias = tensors.gate_up_bias, tensors.down_bias
         self._spec = spec
@@ -198,12 +196,24 @@ def _packed_or_dense(
         packed = pack_nibbles(gate_up, dtype), pack_nibbles(down, dtype)
         if packed[0] is not None and packed[1] is not None:
             return packed[0], packed[1]
-        log.warning("experts are dequantized to %s: no kernel supports %s",
-                    dtype, gate_up.kind.value)  # fmt: skip
     return (
         gate_up if isinstance(gate_up, Tensor) else gate_up.dense(dtype),
         down if isinstance(down, Tensor) else down.dense(dtype),
     )
+
+
+def _unpacked(
+    tensors: ExpertTensors, gate_up: Nibbles | Tensor, down: Nibbles | Tensor
+) -> Unpacked | None:
+    """None: the experts are plain, or still packed."""
+    before = (tensors.gate_up, tensors.down)
+    if isinstance(gate_up, Nibbles) or isinstance(down, Nibbles):
+        return None
+    packed = [weight for weight in before if isinstance(weight, PackedWeight)]
+    if not packed:
+        return None
+    stored_bytes = sum(weight.nbytes for weight in before)
+    return Unpacked(packed[0].kind.value, stored_bytes, gate_up.nbytes + down.nbytes)
 
 
 def _hopper_of(

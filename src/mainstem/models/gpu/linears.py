@@ -15,6 +15,7 @@ from mainstem.models.gpu.packed import (
     ChannelsLinear,
     DenseRoom,
     NibbleLinear,
+    Unpacked,
     fp8_linear,
     pack_nibbles,
 )
@@ -80,6 +81,7 @@ class LinearMaker:
         self._dtype = dtype
         self._room = DenseRoom(dtype, device)
         self._unpacked: list[str] = []  # formats of the products that were dequantized
+        self._unpacked_experts: list[Unpacked] = []  # by layer
 
     @property
     def room_bytes(self) -> int:
@@ -119,9 +121,23 @@ class LinearMaker:
             product = product.unpacked(self._dtype)
         return InvariantLinear(product) if self._is_deterministic else PlainLinear(product)
 
+    def note_experts(self, unpacked: Unpacked) -> None:
+        """The experts of a layer were dequantized."""
+        self._unpacked_experts.append(unpacked)
+
     def finish(self) -> None:
         """Allocate the memory that the products share, and log what was dequantized."""
         self._room.open()
+        if experts := self._unpacked_experts:
+            log.warning(
+                "the experts of %d layers are dequantized to %s: no kernel supports %s; they take "
+                "%.1f GB instead of %.1f",
+                len(experts),
+                self._dtype,
+                ", ".join(sorted({each.kind for each in experts})),
+                sum(each.held_bytes for each in experts) / 1e9,
+                sum(each.stored_bytes for each in experts) / 1e9,
+            )
         if self._unpacked:
             log.warning(
                 "%d products are dequantized to %s: no kernel supports %s%s",

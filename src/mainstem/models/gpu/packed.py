@@ -5,6 +5,8 @@ FP8           per channel or tensor, or in blocks of 128 x 128: fp8 products
 others        dequantized when they are loaded, which is logged
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -102,6 +104,16 @@ class ChannelsLinear:
 
     def __call__(self, x: Tensor | Fp8Rows, out: Tensor) -> Tensor:
         return self._linear(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """Weights that are quantized in the checkpoint, and dequantized because no kernel reads
+    them."""
+
+    kind: str
+    stored_bytes: int
+    held_bytes: int
 
 
 def pack_nibbles(weight: PackedWeight, dtype: torch.dtype) -> Nibbles | None:
