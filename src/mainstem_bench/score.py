@@ -95,7 +95,7 @@ def measure(job: ScoreJob, model_shape: str, config: EngineConfig) -> dict[str, 
     score(engine, few, few.prompts(shape.vocab_size, WARM_SEED))
     prompts = job.prompts(shape.vocab_size)
     engine.clear_cache()
-    scored = _speed(job, score(engine, job, prompts))  # computed now, since the next run changes the counters
+    scored = _speed(job, score(engine, job, prompts))  # now: the next run changes the counters
     engine.clear_cache()
     whole = Prompts.from_lists(list(prompts))
     generated = _speed(job, run_job(engine, whole, 1, is_planned=True))

@@ -40,7 +40,7 @@ from mainstem_bench.report import line, load_average
 from mainstem_bench.session_engine import WORKLOADS, Bench, Sessions, Turn
 from mainstem_bench.settings import random_config, settings
 
-STAGING = 1 / 4  # share of the host memory that is used if histories come from disk: enough for one batch
+STAGING = 1 / 4  # share of the host memory if histories come from disk: enough for one batch
 DISK_GB = 40.0
 OVERLAP: dict[str, Callable[[Bench], Iterator[dict[str, object]]]] = {
     "preload": measure_preload,

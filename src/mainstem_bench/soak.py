@@ -170,7 +170,7 @@ class Crowd:
     requests: RandomRequests
     num_answers: int = 0
     ends: Counter[FinishReason] = field(default_factory=Counter)
-    _open: dict[tuple[RequestId, int], int] = field(default_factory=dict)  # answer -> tokens to come
+    _open: dict[tuple[RequestId, int], int] = field(default_factory=dict)  # tokens to come
     _aborts: dict[int, list[RequestId]] = field(default_factory=dict)  # by step
     _num_steps: int = 0
 

@@ -26,6 +26,6 @@ def forget_constants() -> None:
     found = [each for module in modules for each in vars(module).values()]
     kernels = [each for each in found if isinstance(each, JITFunction)]
     for kernel in kernels:
-        _ = kernel.cache_key  # finds the constants, those of the functions it calls included
+        _ = kernel.cache_key  # finds its constants, including those of the functions it calls
     for kernel in kernels:
         kernel.used_global_vals.clear()

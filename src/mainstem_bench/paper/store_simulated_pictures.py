@@ -137,7 +137,7 @@ def judge_policies(lines: Sequence[Line]) -> Verdict:
     )
 
 
-OVERFLOW_LOST = (17.6, 41.5, 18.1, 18.4)  # the paper's losses in points of hit rate, in the order of MODELS
+OVERFLOW_LOST = (17.6, 41.5, 18.1, 18.4)  # paper: points of hit rate, in the order of MODELS
 PAPER_MEDIA = {
     "HBM": (0.0, 0.0, 0.0, 0.0),
     "HBM+DRAM": (3.4, 1.7, 7.7, 19.1),

@@ -166,7 +166,7 @@ def norm_rows_fp8(
     out: Fp8Rows | None = None,
     per: Fp8Per = Fp8Per.ROW,
 ) -> Fp8Rows:
-    """norm_rows, quantized; x keeps its dtype."""
+    """Like `norm_rows`, but the result is quantized; x keeps its dtype."""
     return quantized(x.shape[1], x, out, per, lambda v, s: _launch(x, delta, _Output(norm, v, s)))
 
 
