@@ -98,7 +98,7 @@ class SamplingParams:
     grammar: str | None = None  # the form of the answer, in the format of text/grammar.py ...
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    structured_outputs: AnswerForm | None = None  # ... or a description of it, as in vLLM
+    structured_outputs: AnswerForm | None = None  # ... or its description, as in vLLM
     # arguments of vLLM, accepted only with values that change nothing (core/vllm_names.py)
     best_of: InitVar[object] = None
     use_beam_search: InitVar[object] = False

@@ -15,8 +15,8 @@ from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
-MAX_FAILURES = 8  # consecutive failures with no request to blame, or of a new request each
-MAX_BLAMED = 64  # consecutive requests that fail while others are left to try
+MAX_FAILURES = 8  # failures without a request to blame, or with every request to blame
+MAX_BLAMED = 64  # requests to blame while others are left to try
 
 log = logging.getLogger("mainstem.engine")
 

@@ -108,7 +108,7 @@ class BodyLimits:
 
     max_prompts: int = 128
     max_answers: int = 128  # prompts times n
-    max_stop_chars: int = 4096  # of all stop strings; each becomes a state of an automaton
+    max_stop_chars: int = 4096  # in all stop strings; each is a state of an automaton
 
 
 @dataclass(frozen=True, slots=True)
