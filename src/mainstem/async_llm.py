@@ -47,7 +47,7 @@ class AsyncLLM(LoadedModel):
         session: str | None = None,
         overflow: Overflow | str | None = None,
     ) -> AsyncGenerator[AnswerPiece, None]:
-        """The answer to one prompt, or to a list of messages, piece by piece as it is made.
+        """Yield the answer to one prompt, or to a list of messages, piece by piece as it is made.
 
         The answer ends when the caller stops reading or its task is cancelled. `session` and
         `overflow` are as in LLM.generate. Raises InvalidRequest for a prompt that cannot be
@@ -68,8 +68,8 @@ class AsyncLLM(LoadedModel):
         session: str | None = None,
         overflow: Overflow | str | None = None,
     ) -> RequestOutput:
-        """The whole answer to one prompt, or to a list of messages; otherwise like `stream`. Use
-        `asyncio.gather` for many at once."""
+        """Return the whole answer to one prompt, or to a list of messages; otherwise like `stream`.
+        Use `asyncio.gather` for many prompts at once."""
         args = (prompt, sampling_params, session, overflow)
         turn = await self._prepared(args, Delivery.AT_END)
         request = turn.request
@@ -81,7 +81,7 @@ class AsyncLLM(LoadedModel):
         return result
 
     async def score(self, context: Context, choices: Iterable[str]) -> ScoreOutput:
-        """How likely each choice is to follow one context; otherwise like LLM.score."""
+        """Return how likely each choice is to follow one context; otherwise like LLM.score."""
         self._check_open()
         (read,), _ = listed_contexts([context])
         (texts,) = listed_choices([list(choices)], 1)
@@ -130,7 +130,7 @@ class AsyncLLM(LoadedModel):
                 yield piece_of(news, self.tokenizer)
 
     async def _news(self, request: Request) -> AsyncGenerator[TextOutput, None]:
-        """The news of a request, which is aborted if the caller stops reading."""
+        """Yield the news of a request. The request is aborted if the caller stops reading."""
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         num_open = request.sampling.n
         self._listeners[request.request_id] = listener

@@ -116,9 +116,9 @@ class LoadedModel:
         preload: str = "auto",
         **others: object,
     ) -> None:
-        """Settings mean what the flags of the same names mean (docs/settings.md); `choose_kept`
-        names pages that a truncation should keep (docs/design/truncation.md). `others` are
-        arguments of vLLM: accepted if they mean the same here, else refused
+        """Settings have the same meaning as the flags of the same names (docs/settings.md).
+        `choose_kept` names pages that a truncation should keep (docs/design/truncation.md).
+        `others` are arguments of vLLM: accepted if they mean the same here, otherwise refused
         (core/vllm_names.py)."""
         given = dict(locals())  # all arguments; those removed below are not settings
         del given["self"], given["choose_kept"], given["others"]
@@ -170,9 +170,9 @@ class LoadedModel:
             raise ConfigError(f"{GENERATION_FILE}: {error}; SamplingParams do without it") from None
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
-        """Ids of a conversation whose text is from `Tokenizer.chat_text`. If it continues
-        `session`, the session's ids are kept: encoding an answer again could give other ids, whose
-        pages are not cached."""
+        """Return the ids of a conversation whose text is from `Tokenizer.chat_text`. If it
+        continues `session`, the session's ids are kept: encoding an answer again could give other
+        ids, whose pages are not cached."""
         with self._sessions_lock:
             known = None if session is None else self._sessions.find("", session)
         before = said_before(known, text, self.tokenizer)
@@ -184,7 +184,7 @@ class LoadedModel:
     def keep_turn(
         self, session: str | None, text: str, prompt_ids: list[int], output_ids: list[int]
     ) -> None:
-        """Remember a turn that has ended, for `encode_turn` of the next."""
+        """Remember a turn that has ended, for `encode_turn` of the next turn."""
         if session is not None:
             said = spoken_chat(text, output_ids, self.tokenizer)
             token_ids = np.array([*prompt_ids, *output_ids], np.int32)
@@ -275,11 +275,11 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt on its way to the engine."""
+    """A prompt that is ready to be submitted to the engine."""
 
     request: Request
-    text: str | None  # a chat's with marks (text/control_tokens.py); None: it was given as ids
-    session: str | None  # the session to keep it in after it has ended
+    text: str | None  # with marks in a chat (text/control_tokens.py); None: given as ids
+    session: str | None  # the session that keeps the turn after it has ended
     prompt_ids: list[int]
 
 
@@ -312,14 +312,14 @@ class LLM(LoadedModel):
         overflow: Overflow | str | None = None,
         errors: OnError | str = OnError.RAISE,
     ) -> list[RequestOutput]:
-        """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids};
-        results in the order of the prompts.
+        """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+        Results are in the order of the prompts.
 
         Without `sampling_params`, those of `get_default_sampling_params` are used. `sessions` names
         the conversation each prompt continues. `overflow` says what happens to a prompt longer than
         the context window: "kv" (the default in sessions), "important", "recompute" or "error".
-        Raises InvalidRequest, which names the prompt, before anything runs if one of them cannot be
-        answered, and AnswerFailed after everything ran if steps failed repeatedly on one. With
+        If a prompt cannot be answered, raises InvalidRequest, which names it, before anything runs.
+        If steps failed repeatedly on a prompt, raises AnswerFailed after everything ran. With
         errors="return" it raises neither: such a prompt's result has an `error`.
         """
         listed, refusals = listed_prompts(prompts, errors)
@@ -378,11 +378,11 @@ class LLM(LoadedModel):
         *,
         errors: OnError | str = OnError.RAISE,
     ) -> list[ScoreOutput]:
-        """How likely each choice is to follow a context: text, token ids or messages.
+        """Return how likely each choice is to follow a context: text, token ids or messages.
 
-        `choices`: texts for all contexts, or a list of them for each. A context is computed once
-        for all its choices; of a choice, only the tokens that its logprobs need are computed.
-        `errors` as in `generate`.
+        `choices` is a list of texts for all contexts, or one list per context. A context is
+        computed once for all its choices, and only those tokens of a choice that its logprobs need
+        are computed. `errors` is as in `generate`.
         """
         listed, refusals = listed_contexts(contexts, errors)
         scorings: dict[int, ContextScoring] = {}
@@ -414,11 +414,11 @@ class LLM(LoadedModel):
         session: str | None = None,
         overflow: Overflow | str | None = None,
     ) -> Iterator[AnswerPiece]:
-        """The answer to one prompt, or to a list of messages, piece by piece as it is made.
+        """Yield the answer to one prompt, or to a list of messages, piece by piece as it is made.
 
-        The prompt is queued when the first piece is asked for, and steps run while the caller waits
-        for a piece; streams that are read in turn share these steps. The answer ends when the
-        caller stops reading (`break`). Raises the same errors as `generate`.
+        The prompt is queued when the caller asks for the first piece, and steps run while the
+        caller waits for a piece. Streams that are read in turn share these steps. The answer ends
+        when the caller stops reading (`break`). Raises the same errors as `generate`.
         """
         with self._call():
             turn = self._turn(prompt, sampling_params, session, overflow)
@@ -450,8 +450,8 @@ class LLM(LoadedModel):
             self._leave(request.request_id)
 
     def _leave(self, request_id: str) -> None:
-        """A stream was read to its end, or was closed early. May be called at any time and on any
-        thread, since Python closes unused generators; the next step does the work."""
+        """Note that a stream was read to its end, or was closed early. May be called at any time
+        and on any thread, since Python closes unused generators; the next step does the work."""
         self._abandoned.append(request_id)
         if not self._lock.acquire(blocking=False):
             return
@@ -463,7 +463,7 @@ class LLM(LoadedModel):
             self._lock.release()
 
     def _step(self) -> list[TextOutput]:
-        """Advance the engine by one step; streams get their part, the caller the rest."""
+        """Advance the engine by one step. Streams get their outputs; the others are returned."""
         self._end_abandoned()
         outputs = self.text_engine.step()
         if not self._streams:
@@ -494,16 +494,16 @@ class LLM(LoadedModel):
         """Stop everything: a call on another thread ends after its step, with an error, and so do
         streams. The memory is freed with the last reference to the LLM."""
         if self.text_engine.engine.is_forked:
-            return  # a fork: its threads, and the lock's holder, are in the parent process
+            return  # in a fork: the threads, and the holder of the lock, are in the parent process
         self._is_closed = True
         with self._lock, guarded_interrupts():
             self.text_engine.engine.close()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Allow one call at a time; a nested one (from a callback) would take its answers. Ctrl-C
-        is raised only between changes of the engine's state. Raises ForkedProcess in a forked
-        child, where the lock may be held by a thread that does not exist."""
+        """Allow one call at a time: a nested call (from a callback) would take the outer call's
+        answers. Ctrl-C is raised only between changes of the engine's state. Raises ForkedProcess
+        in a forked child, where the lock may be held by a thread that does not exist."""
         self.text_engine.engine.check_process()
         with self._lock, guarded_interrupts():
             if self._is_called:
@@ -561,7 +561,7 @@ class LLM(LoadedModel):
         self, scorings: Mapping[int, ContextScoring], refusals: Refusals, use_tqdm: bool
     ) -> dict[int, str]:
         """Score all choices; returns the failures by context."""
-        asked: list[tuple[int, int, Request]] = []  # context, place among its prompts
+        asked: list[tuple[int, int, Request]] = []  # (context, place among its prompts, request)
         for index, scoring in scorings.items():
             requests = enumerate(self._score_requests(scoring))
             asked += [(index, place, request) for place, request in requests]
@@ -614,8 +614,8 @@ class LLM(LoadedModel):
         self.text_engine.submit(request)
 
     def _order(self, ids: Mapping[int, Int32s]) -> list[tuple[int, int | None]]:
-        """Prompts in the order to run, with their places in it; prompts with a common prefix are
-        neighbours."""
+        """Return the prompts in the order to run, with their places in that order. Prompts with a
+        common prefix are neighbours."""
         if not self._shares or len(ids) < 2:
             return [(index, None) for index in ids]
         starts = np.zeros(len(ids) + 1, np.int64)
@@ -625,7 +625,7 @@ class LLM(LoadedModel):
         return [(indices[row], first + place) for place, row in enumerate(plan.members.tolist())]
 
     def _drain(self, results: Mapping[str, RequestOutput], use_tqdm: bool) -> dict[str, str]:
-        """Run steps until all is answered; returns what failed, by request."""
+        """Run steps until everything is answered; returns the failures by request."""
         counters = self.counters
         num_prompt = sum(
             len(result.prompt_token_ids) * len(result.outputs) for result in results.values()
@@ -664,7 +664,7 @@ class LLM(LoadedModel):
 
 @dataclass(frozen=True, slots=True)
 class _GivenPrompts:
-    """The prompts of a call, in its order, and how each is to be answered."""
+    """The prompts of a call, in the caller's order, and how to answer each."""
 
     texts: Sequence[str | None]  # None: given as ids, or refused
     ids: Sequence[list[int] | None]  # None: refused

@@ -1,4 +1,4 @@
-"""Requests that arrive one by one, in one process: latency at a rate of arrivals.
+"""Measures latency at a rate of arrivals: requests arrive one by one, in one process.
 
 No prompt is known before it arrives, so nothing is planned. A request's time counts from the moment
 it was due, even if the engine was too busy to take it at once.
@@ -37,7 +37,8 @@ class TimedAnswer:
 
 
 def arrival_times(count: int, rate: float, seed: int = 0) -> list[float]:
-    """A Poisson process: seconds at which `count` requests are due, `rate` per second."""
+    """Return the seconds at which `count` requests of a Poisson process are due, `rate` per
+    second."""
     rng = random.Random(seed)
     times, now_s = [], 0.0
     for _ in range(count):
@@ -53,7 +54,7 @@ class Arrival:
     due_s: float
     prompt_ids: Int32s
     output: int
-    expected_tokens: int | None = None  # the length that the engine is told; None: it estimates it
+    expected_tokens: int | None = None  # length that the engine expects; None: it estimates one
 
 
 def run_arrivals(
@@ -63,7 +64,8 @@ def run_arrivals(
     rate: float,
     window: ProfileWindow | None = None,
 ) -> dict[str, object]:
-    """Latencies of all prompts, which arrive at `rate`; every answer has `output` tokens."""
+    """Measure the latencies of all prompts, which arrive at `rate`; every answer has `output`
+    tokens."""
     counters = Counters().attach(engine.bus)
     after_step = None if window is None else window.watch(len(prompts) * output)
     times = arrival_times(len(prompts), rate)
@@ -114,8 +116,8 @@ def answer_arrivals(
 
 
 def summary(answers: list[TimedAnswer], output: int, seconds: float) -> dict[str, object]:
-    """Mean and quantiles over requests; for the time between tokens, over all gaps. Names are those
-    of `bench serve`."""
+    """Return mean and quantiles over requests or, for the time between tokens, over all gaps. Names
+    are as in `bench serve`."""
     done = [answer for answer in answers if len(answer.token_s) == output]
     gaps = [gap for answer in done for gap in np.diff(answer.token_s).tolist()]
     return {

@@ -1,7 +1,7 @@
-"""CPU decode attention over a shared prefix: spans against torch's SDPA per sequence.
+"""Compares CPU decode attention over a shared prefix: spans, and torch's SDPA per sequence.
 
-Pages are placed as in a new engine whose sequences start one after the other; `--scattered`
-shuffles them, like long use with many evictions.
+Pages are placed as in a new engine whose sequences start one after the other. `--scattered`
+shuffles them, as after long use with many evictions.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    """Medians of interleaved rounds; results are compared before they are timed."""
+    """Return medians of interleaved rounds. Results are compared before anything is timed."""
     load = load_average()
     generator = torch.Generator().manual_seed(0)
     pages = lend_pages(args)
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         return plan.run(q, kv)
 
     def per_sequence() -> Tensor:
-        """Contiguous K and V of each sequence, as without pages."""
+        """Run SDPA over contiguous K and V of each sequence, as in an engine without pages."""
         out = torch.nn.functional.scaled_dot_product_attention(
             q[:, :, None], keys, values, scale=scale, enable_gqa=True
         )
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 def lend_pages(args: argparse.Namespace) -> Int32s:
-    """The prefix's pages, then those of each sequence."""
+    """Return the pages of the prefix, then the pages of each sequence."""
     counts = [args.prefix // args.page_size] + [-(-args.own // args.page_size)] * args.seqs
     pool = PagePool(sum(counts))
     pages = np.concatenate([pool.take(count) for count in counts])
@@ -118,8 +118,8 @@ def shared_spans(args: argparse.Namespace, pages: Int32s) -> Spans:
 
 
 def contexts(spans: Spans, slots: Tensor, page_size: int) -> Tensor:
-    """[seqs, kv_heads, tokens, dim] from K or V [kv_heads, slots, dim]: every sequence's whole
-    context, laid out for SDPA."""
+    """Return [seqs, kv_heads, tokens, dim], made from K or V [kv_heads, slots, dim]: every
+    sequence's whole context, in the layout of SDPA."""
     pages = slots.view(len(slots), -1, page_size, slots.shape[2])
     ids = torch.from_numpy(spans.page_ids.astype(np.int64))
     starts = spans.page_starts.tolist()

@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """A prompt per question, in file order: the document first, since that is what they share."""
+    """Return one prompt per question, in file order. Prompts begin with the document, since that is
+    the part they share."""
     name = str(path or files("mainstem") / "data" / "demo_docs.jsonl")
     source = InputFile(name)
     prompts: list[str] = []
@@ -108,7 +109,7 @@ def read_prompts(path: Path | None) -> list[str]:
 
 
 def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
-    """The batch: one row a prompt."""
+    """Return the lines of the batch: one row per prompt."""
     fixed = {"temperature": 0, "max_tokens": output_tokens, "ignore_eos": True}
     return [
         {"custom_id": str(number), "prompt": prompt, **fixed}
@@ -134,7 +135,7 @@ def engine_flags(args: argparse.Namespace, left_out: Collection[str] = ()) -> li
 
 
 def run(name: str, source: Path, flags: list[str]) -> tuple[Run, dict[str, str]]:
-    """Answer the file once; returns what it took and the text of every answer."""
+    """Answer the file once; returns its times and counts, and the text of every answer."""
     out, summary_file = source.with_name(f"{name}.jsonl"), source.with_name(f"{name}.json")
     began_s = process_time()
     argv = [str(source), "-o", str(out), "--summary-json", str(summary_file), *flags]

@@ -1,4 +1,5 @@
-"""Real conversations with a real model that return turn by turn; see `mainstem bench sessions`.
+"""Measures real conversations with a real model, which return turn by turn; see `mainstem bench
+sessions`.
 
     first process     turns 1 .. n-k, sessions are idle in between; ends as the first --end says
     k more            one turn each, from the disk alone; all but the last end as --end says
@@ -33,7 +34,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.conversations import Conversation, from_file
 
 Ids = list[int]
-Todo = list[tuple[int, int, Ids]]  # session, turn, prompt
+Todo = list[tuple[int, int, Ids]]  # (session, turn, prompt)
 KILLED = -signal.SIGKILL
 
 
@@ -43,7 +44,7 @@ class ChatWork:
 
     files: tuple[str, ...]
     sessions: int
-    turns: int  # of each, at most
+    turns: int  # maximum turns of each conversation
     output: int  # tokens of an answer
     at_once: int
     ends: tuple[str, ...]  # close or kill: how the process ends before each of the last turns
@@ -67,7 +68,7 @@ class Stage:
 
     turns: range
     end: str
-    where: str  # tier of its histories
+    where: str  # tier that has the histories
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ class Told:
 
     turn: int
     pairs: list[tuple[Asked, Asked]]
-    loaded: dict[str, int]  # pages since the process began, by tier
+    loaded: dict[str, int]  # pages loaded since the process began, by tier
 
 
 def measure_chats(work: ChatWork, config: EngineConfig) -> Iterator[dict[str, object]]:
-    """One line per turn, as soon as it is measured: the time to the first token with a store and
-    without. Then one line over all turns except the first."""
+    """Yield one line per turn, as soon as it is measured: the time to the first token with a store
+    and without. The last line is over all turns except the first."""
     later: list[tuple[Asked, Asked]] = []
     _choose(work)  # errors in the files are reported here, not by a child process
     with TemporaryDirectory(prefix="mainstem-chats-") as folder:
@@ -126,7 +127,8 @@ def _result(pairs: Sequence[tuple[Asked, Asked]]) -> dict[str, object]:
 def _in_process(
     work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked]
 ) -> Iterator[Told]:
-    """The turns of a stage as they are measured, in a process that is started for this stage."""
+    """Yield the turns of a stage as they are measured, in a process that is started for this
+    stage."""
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_ask_stage, args=(work, stage, config, before, sender))
@@ -149,7 +151,7 @@ def _in_process(
 def _ask_stage(
     work: ChatWork, stage: Stage, config: EngineConfig, before: list[Asked], sender: Connection
 ) -> None:
-    """In the child process."""
+    """Ask the turns of a stage; runs in the child process."""
     sys.setswitchinterval(SWITCH_S)
     stored = Chats(work, config)
     plain = Chats(work, replace(config, store=StoreConfig()))
@@ -173,7 +175,7 @@ def _ask_stage(
 
 
 class Chats:
-    """An engine and the conversations it is asked."""
+    """An engine, and the conversations that it answers."""
 
     def __init__(self, work: ChatWork, config: EngineConfig) -> None:
         folder = resolve_model(config.model.model)
@@ -186,7 +188,8 @@ class Chats:
         self._num_asked = 0
 
     def batches(self, turn: int, before: Sequence[Asked]) -> Iterator[Todo]:
-        """The questions of the sessions that have this turn, in batches; the others are idle."""
+        """Yield, in batches, the questions of the sessions that have this turn; other sessions are
+        idle."""
         past = {each.session: each for each in before}
         todo = []
         for session, chat in enumerate(self._chats):
@@ -196,7 +199,7 @@ class Chats:
             yield todo[first : first + self._work.at_once]
 
     def warm_up(self) -> None:
-        """Run once what a process does for the first time, so that it is not timed."""
+        """Run each kind of work once, so that the first time in a process is not measured."""
         words = [{"role": "user", "content": "Tell me about the tides of the sea. " * 4}]
         self.ask([(0, 0, self._tokenizer.encode_chat(words))])
 
@@ -224,7 +227,8 @@ class Chats:
         ]
 
     def _prompt(self, chat: Conversation, turn: int, before: Asked | None) -> Ids:
-        """The conversation so far, its own ids, and the next question in the model's format."""
+        """Return the prompt: the ids of the conversation so far, and the next question in the
+        model's format."""
         question = {"role": "user", "content": chat.questions[turn - 1]}
         if before is None:
             return self._tokenizer.encode_chat([*chat.opening, question])
@@ -237,7 +241,7 @@ class Chats:
 
 
 def _choose(work: ChatWork) -> list[Conversation]:
-    """Conversations from all files in turn, with questions for every turn."""
+    """Choose conversations from all files in turn, each with questions for every turn."""
     files = [
         [chat for chat in from_file(Path(file)) if len(chat.questions) >= work.turns]
         for file in work.files

@@ -12,7 +12,8 @@ from mainstem.core.files import UNREADABLE, read_plain_or_gzip
 
 Message = dict[str, str]
 
-# common and short: one token each in the usual vocabularies, so that words count about like tokens
+# common short words: each is one token in the usual vocabularies, so words are about as many as
+# tokens
 WORDS = """
     about after again all also and any are back because been before being between both but
     came can come could day did down each end even every few find first for from gave get
@@ -48,7 +49,7 @@ class Shape:
 
 
 def made_up(shape: Shape, seed: int) -> Iterator[Conversation]:
-    """An endless sequence; equal arguments give equal conversations."""
+    """Yield generated conversations without end; equal arguments give equal conversations."""
     rng = random.Random(seed)
     prefixes = [" ".join(rng.choices(WORDS, k=shape.prefix_words)) for _ in range(shape.groups)]
     for prefix in cycle(prefixes):
@@ -60,7 +61,7 @@ def made_up(shape: Shape, seed: int) -> Iterator[Conversation]:
 
 
 def from_file(path: Path) -> list[Conversation]:
-    """One conversation a line, as JSON (gzipped or not), in any of these shapes:
+    """Read a file, gzipped or not, with one conversation per line, as JSON in any of these shapes:
 
     {"prompt": "..."}                                    one question
     {"system": "...", "turns": ["...", "..."]}           several; `system` may be left out

@@ -1,4 +1,4 @@
-"""64 requests over one shared prefix on a CPU, compared with installed rivals.
+"""Measures 64 requests over one shared prefix on a CPU, and compares with installed rivals.
 
 The workload: a prefix of 1,024 tokens, 32 further prompt tokens per request, 32 generated tokens;
 greedy, end tokens are ignored. `--batch-1` measures decoding alone at batch size 1 instead.
@@ -69,14 +69,15 @@ def main(argv: list[str]) -> int:
 
 
 def make_prompts(requests: int, prefix: int, own: int, vocab: int = 30_000) -> Prompts:
-    """The seeded prompts; equal arguments give equal prompts."""
+    """Make random prompts; equal arguments give equal prompts."""
     rng = random.Random(0)
     head = [rng.randrange(10, vocab) for _ in range(prefix)]
     return [head + [rng.randrange(10, vocab) for _ in range(own)] for _ in range(requests)]
 
 
 def ours(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, object]:
-    """Seconds for all prompts; the model is loaded and warm before the clock starts."""
+    """Return the seconds for all prompts. The model is loaded and warmed up before the clock
+    starts."""
     llm = LLM.from_config(config)
     llm.generate([prompts[0][-8:]], _greedy(4), use_tqdm=False)
     llm.text_engine.engine.clear_cache()
@@ -111,7 +112,8 @@ def ours(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, objec
 
 
 def transformers_generate(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, object]:
-    """Hugging Face generate, the best of several batch sizes (prompts are equally long)."""
+    """Measure Hugging Face's generate; returns the best of several batch sizes (prompts are equally
+    long)."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -139,7 +141,7 @@ def transformers_generate(config: EngineConfig, prompts: Prompts, output: int) -
 
 
 def vllm_generate(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, object]:
-    """vLLM's CPU build, fp32, prefix caching on."""
+    """Measure vLLM's CPU build in fp32, with prefix caching."""
     from vllm import LLM as VLLM  # noqa: PLC0415
     from vllm import SamplingParams as VLLMParams  # noqa: PLC0415
 

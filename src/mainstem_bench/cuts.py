@@ -1,8 +1,8 @@
 """`mainstem bench cuts`: how well the planner of span attention chooses, on random steps.
 
 A step has decodes, prefixes of one or two levels, and prompts, on one of seven head shapes. Every
-way to cut it that the planner compares is timed as in `mainstem bench kernel`; the one that the
-planner chooses is timed again.
+way to cut the step that the planner compares is timed as in `mainstem bench kernel`; the way that
+the planner chooses is timed again.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MAX_BYTES = 40 << 30  # above this, the pages of all head shapes are freed
 
 
 def random_step(rng: random.Random) -> AttentionCase:
-    """Equal states of `rng` give equal steps."""
+    """Make a random step; equal states of `rng` give equal steps."""
     heads, kv_heads = rng.choice(HEADS)
     batch, kind = rng.choice(BATCHES), rng.choice(KINDS)
     own = rng.choice(OWN if batch * kv_heads < MANY_HEADS else SHORT_OWN)
@@ -71,7 +71,7 @@ def _prompts(rng: random.Random, first: int) -> Iterator[Run]:
 
 
 def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
-    """Times of all ways to cut a step, and of the one that the planner chooses."""
+    """Return the times of all ways to cut a step, and of the way that the planner chooses."""
     spans = seen_spans(case)
     k_pages, v_pages = bench.pages_of(case, int(spans.page_ids.max()) + 1)
     q = torch.randn(case.num_tokens, case.heads, case.head_dim, dtype=DTYPE, device="cuda")
@@ -85,7 +85,7 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
             attention.run(q, k_pages, v_pages, out=out, launches=launches)
         return graph.replay
 
-    bench.time_us(replay(attention.plan(spans)))  # until the card's clocks are high
+    bench.time_us(replay(attention.plan(spans)))  # raises the card's clocks
     us: dict[tuple[int, int, int], float] = {}
     for way in ways_to_cut(spans, attention.shape):
         plan = plan_cut(spans, way.cut(), attention.shape)
@@ -96,8 +96,8 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
 
 
 def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -> dict[str, object]:
-    """Times by large units, small units and multiprocessors; empty if no way fits the buffers and
-    the planner had to share less.
+    """Return times by large units, small units and multiprocessors; empty if no way fits the
+    buffers and the planner had to share less.
     """
     best_us = min([*us.values(), taken_us])
     return {

@@ -1,4 +1,4 @@
-"""Milliseconds of a decode step on random weights: some sequences, perhaps over common prefixes.
+"""Measures the milliseconds of a decode step on random weights, with or without common prefixes.
 
 All sequences are prefilled first; then steps are timed in which each sequence gets a token. This is
 done twice and the faster run counts, since other processes may slow one down.
@@ -24,10 +24,10 @@ from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
 
-NAME = "decode"  # of requests
+NAME = "decode"  # begins the names of requests
 NUM_RUNS = 2
 WARM_STEPS = 20  # steps that decode all sequences before the timed ones
-LEAST_CHUNK = 128  # prompt tokens of a step, at least, if there are enough
+LEAST_CHUNK = 128  # minimum prompt tokens in a step, if there are enough
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
 
 
 def num_outputs(args: argparse.Namespace, seqs: int) -> int:
-    """Enough that the first prefilled sequence still decodes when the last step is timed."""
+    """Return an answer length with which the first sequence still decodes when the last step is
+    timed."""
     num_prompt_tokens = seqs * (args.prefix + args.own)
     return int(args.steps) + 2 * WARM_STEPS + int(num_prompt_tokens) // LEAST_CHUNK
 

@@ -27,7 +27,7 @@ from mainstem.plan.planner import PlanConfig, plan_prompts
 
 
 def submit_all(engine: Engine, name: str, prompts: list[list[int]], outputs: list[int]) -> None:
-    """Greedy requests with a fixed number of tokens each, at once and in this order."""
+    """Submit greedy requests, each with a fixed number of tokens, all at once and in this order."""
     for index, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
         engine.submit(
             Request(
@@ -45,7 +45,7 @@ class Order:
     """The prompts of a job in the order they are submitted."""
 
     members: Int64s  # prompt indices
-    shared_with_next: Int32s | None  # leading tokens; None: nothing was planned
+    shared_with_next: Int32s | None  # number of leading tokens; None: nothing was planned
 
     @classmethod
     def as_given(cls, prompts: Prompts) -> "Order":
@@ -60,7 +60,7 @@ class Order:
         return cls(plan.members.astype(np.int64), shared_with_next(plan))
 
     def new_tokens(self, prompts: Prompts) -> Int64s:
-        """[places] tokens of each prompt that are likely to be computed."""
+        """Return [places] how many tokens of each prompt will probably be computed."""
         return new_tokens(prompts.num_tokens[self.members], self.shared_with_next)
 
 
@@ -135,12 +135,13 @@ class StepLog:
     """Times of a job's steps; attach it when the job begins."""
 
     began_s: float = 0.0
-    ended_s: float = 0.0  # of the last step that was committed
+    ended_s: float = 0.0  # end of the last step that was committed
     device_s: float = 0.0
     host_s: float = 0.0
     num_steps: int = 0
     largest_step_tokens: int = 0
-    # by step: when it was committed, since the job began; its tokens, and how many of a prompt
+    # for each step: when it was committed (seconds since the job began), its tokens, its prompt
+    # tokens
     ends_s: list[float] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     num_prompt_tokens: list[int] = field(default_factory=list)
@@ -153,7 +154,7 @@ class StepLog:
 
     @property
     def busy(self) -> float:
-        """The part of the time from the first step to the last in which the device computed."""
+        """The share of the time, from the first step to the last, in which the device computed."""
         wall_s = self.ended_s - self.began_s
         return min(1.0, self.device_s / wall_s) if wall_s > 0 else 0.0
 
@@ -190,8 +191,8 @@ def run_job(
     scorings: Sequence[Scoring] | None = None,
     plan: PlanConfig | None = None,
 ) -> JobRun:
-    """Answer every prompt with `output` tokens, or each with its own number of them, greedily, or
-    score it. The time includes planning (with `plan`) and submitting.
+    """Answer every prompt greedily, with `output` tokens or its own number of tokens, or score it.
+    The time includes planning (with `plan`) and submitting.
 
     Raises AssertionError if an answer is missing or short.
     """

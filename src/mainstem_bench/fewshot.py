@@ -1,4 +1,5 @@
-"""Few-shot questions with four choices, with and without sharing: the answers must be the same.
+"""Asks few-shot questions with four choices, with and without sharing: the answers must be the
+same.
 
 A question follows 1, 3 or 5 examples of its subject, as in RelayAttention's Table 3. The model's
 choice is the likeliest of the letters A to D. For some questions the model also generates text.
@@ -9,8 +10,8 @@ Every way of sharing is compared with the first, question by question:
     reads     they are also read once per step
 
 If a model only guesses, accuracy says nothing about the engine: then compare the logprobs and the
-generated tokens. FILE has {"task", "prefix", "items": [{"q", "a"}]} a line, also .gz; without it, a
-few subjects of MMLU.
+generated tokens. FILE, also .gz, has {"task", "prefix", "items": [{"q", "a"}]} on each line; the
+default is a few subjects of MMLU.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Question:
 class Answers:
     """A model's answers to the questions."""
 
-    logprobs: list[list[float]]  # of the letters, by question
+    logprobs: list[list[float]]  # logprobs of the letters, by question
     tokens: list[tuple[int, ...]]  # generated tokens, for the first questions
     computed_tokens: int
     seconds: float
@@ -64,18 +65,18 @@ class Quality:
     share: str
     questions: int
     accuracy: float  # percent
-    margin: float  # half of its 95 % interval
-    is_at_chance: bool  # 25 % is within the margin
-    answer_perplexity: float  # of the right letter
-    same_choices: float  # percent that equal the first way's
-    same_tokens: float  # percent of generated tokens
+    margin: float  # half of the 95 % interval of the accuracy
+    is_at_chance: bool  # whether 25 % is within the margin
+    answer_perplexity: float  # perplexity of the right letter
+    same_choices: float  # percent of choices that are the same as with the first way
+    same_tokens: float  # percent of generated tokens that are the same
     logprob_difference: float  # the largest difference to the first way
     computed_tokens: int
     seconds: float
 
 
 def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[Question]:
-    """A random choice of `count` questions; the choice is always the same."""
+    """Return a random choice of `count` questions, which is the same in every run."""
     if path is None:
         with shipped("mmlu_few.jsonl.gz") as found:
             rows = read_plain_or_gzip(found)
@@ -97,7 +98,8 @@ def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[
 
 
 def _head(prefix: str, count: int) -> str:
-    """The introduction and the first `count` examples, which end in an empty line."""
+    """Return the introduction and the first `count` examples; an example ends with an empty
+    line."""
     intro, _, rest = prefix.partition(EXAMPLE_END)
     ends = [at for at in range(len(rest)) if rest.startswith(EXAMPLE_END, at)]
     ends = [at for at in ends if rest[:at].rsplit("\n", 1)[-1].startswith("Answer: ")]
@@ -166,7 +168,7 @@ def measure(
     num_going_on: int,
     num_tokens: int,
 ) -> Iterator[Quality]:
-    """Every number of examples, every way of sharing."""
+    """Yield the results for every number of examples and every way of sharing."""
     right = [question.right for question in questions]
     for count in shots:
         prompts = [question.prompts[count] for question in questions]

@@ -1,5 +1,5 @@
-"""The speed of the vendor's library for the products of all experts of a layer, each with many
-rows."""
+"""Measures the speed of the vendor's library for the products of all experts of a layer, each with
+many rows."""
 
 import time
 
@@ -7,13 +7,13 @@ import torch
 
 from mainstem.models.spec import ExpertsSpec, ModelSpec
 
-ROWS = 512  # per expert
+ROWS = 512  # rows per expert
 _RUNS = 20
 
 
 def grouped_flops_per_s(spec: ModelSpec) -> float | None:
-    """FLOP/s of gate, up and down with `ROWS` rows per expert, in bf16; None without experts or a
-    GPU."""
+    """Return the FLOP/s of gate, up and down with `ROWS` rows per expert, in bf16; None without
+    experts or a GPU."""
     mlp = next((layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)), None)
     if mlp is None or not torch.cuda.is_available():
         return None

@@ -1,12 +1,12 @@
-"""`mainstem bench heads`: span attention for many head layouts on a GPU, over its floor.
+"""`mainstem bench heads`: compares span attention on a GPU, for many head layouts, with its floor.
 
-Some shapes are named: those of models whose heads differ from Llama's. The others are random; equal
-seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and 256, groups
-of equal and unequal size, prompts together with decodes; every third has a window. Each is checked
-against the reference before it is timed, as in `mainstem bench kernel`.
+Some shapes have names: those of models whose heads differ from Llama's. The others are random, and
+equal seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and 256,
+groups of equal and unequal size, prompts together with decodes; every third shape has a window.
+Each shape is checked against the reference before it is timed, as in `mainstem bench kernel`.
 
-The bars: 1.6 times the floor plus 8 us in the mean over the random shapes, and 2.2 times plus 8 us
-for each of them.
+The limits: 1.6 times the floor plus 8 us in the mean over the random shapes, and 2.2 times the
+floor plus 8 us for each random shape.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from mainstem.plan.cost import H200
 from mainstem_bench.kernel import FIXED_US, Bench, fingerprint, floor_us
 from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, unequal_groups
 
-# the rate that attention can reach, which is lower than that of products
+# the rate that attention can reach, which is lower than the rate of products
 CARD = replace(H200, flops_per_s=600e12)
 MEAN_BAR, WORST_BAR = 1.6, 2.2
 HEAD_DIMS = (64, 80, 128, 256)
@@ -36,13 +36,13 @@ BATCHES = (8, 16, 32, 64, 100, 128, 200, 256, 400)
 KINDS = ("own", "one", "groups", "two levels", "unequal", "unequal", "mixed")
 OWN, PREFIXES = (128, 200, 300, 600, 1500), (500, 1500, 3000, 8000)
 PROMPTS = (256, 512, 700)
-# shapes with a lower floor are skipped: their time is mostly that of launches
+# shapes with a lower floor are skipped: most of their time is launches
 LEAST_FLOOR_US = 15.0
 MOST_OWN_KEYS = 1_000_000  # sequences x KV heads x own tokens
 
 
 def named_shapes() -> list[AttentionCase]:
-    """Layouts of models, and layouts that were once slow."""
+    """Return layouts of models, and layouts that were slow at some time."""
     rng = random.Random(0)
     return [
         AttentionCase("gqa16/2 B128 1x8000+500", grouped(128, 1, 8000, 500), 16, 2),
@@ -91,7 +91,8 @@ def _random_shape(rng: random.Random, head_dim: int, has_window: bool) -> Attent
 
 
 def _runs(rng: random.Random, kind: str, batch: int, own: int) -> Iterator[Run]:
-    """Prefixes first, since positions follow from the order; own tokens are ragged."""
+    """Return the runs, prefixes first, since their order gives the positions. Own tokens have
+    different lengths."""
     if kind == "unequal":
         yield from unequal_groups(rng, batch, 0)[:-batch]
     if kind in ("one", "two levels"):
@@ -143,7 +144,8 @@ def summary(lines: list[dict[str, object]], seed: int) -> dict[str, object]:
 
 
 def main(args: list[str]) -> int:
-    """Print one line per shape, and a summary of the random ones; 1 if they miss a bar."""
+    """Print one line per shape, and a summary of the random ones; returns 1 if they miss a
+    limit."""
     parser = argparse.ArgumentParser(prog="mainstem bench heads")
     parser.add_argument(
         "--shapes", type=positive_count, default=24, help="random shapes (default: 24)"

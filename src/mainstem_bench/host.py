@@ -1,4 +1,5 @@
-"""Host work per step: scheduler and input building at 1,000 running sequences, no model."""
+"""Measures host work per step, without a model: scheduler and input building at 1,000 running
+sequences."""
 
 import argparse
 from collections.abc import Callable
@@ -45,8 +46,8 @@ def main(argv: list[str]) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    """Median milliseconds of next_step and commit while all sequences decode, and while some of
-    them end."""
+    """Return the median milliseconds of next_step and commit while all sequences decode, and while
+    some of them end."""
     load = load_average()
     steady = _run(args, lambda index: args.steps + 50)
     # a few sequences end in each step
@@ -63,8 +64,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _run(args: argparse.Namespace, max_tokens: Callable[[int], int]) -> Milliseconds:
-    """Milliseconds of (next_step, commit) for each decode step; sequences that end are replaced, so
-    that it stays full."""
+    """Return the milliseconds of (next_step, commit) for each decode step. Sequences that end are
+    replaced, so that their number stays the same."""
     rng = np.random.default_rng(0)
     bus = EventBus()
     pages_each = -(-(args.own + args.steps + 100) // 16)

@@ -1,8 +1,8 @@
 """`mainstem bench kernel`: span attention on a GPU, each case checked before it is timed.
 
-A time is the median of CUDA graph replays of one `run`; before each, the L2 cache is filled with
-other data. The floor is the time to read every K and V byte once at the card's copy bandwidth, or
-to do the arithmetic at its sustained rate, whichever is longer.
+A time is the median of CUDA graph replays of one `run`; before each replay, the L2 cache is filled
+with other data. The floor is the time to read every K and V byte once at the card's copy bandwidth,
+or to do the arithmetic at its sustained rate, whichever is longer.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from mainstem_bench.workloads import (
 )
 
 DTYPE = torch.bfloat16
-# Largest error over largest value: bf16 keeps 8 bits of the weights and of the output.
+# Largest error / largest value: bf16 keeps 8 bits of the weights and of the output.
 TOLERANCE = 0.02
-FIXED_US = 8.0  # allowed in addition to the floor: launch and ends of a kernel
-NUM_TIMED = 20  # not more: a card lowers its clocks after many
-WARM_UPS = 20  # not timed: the first calls of a process are slower
+FIXED_US = 8.0  # allowed in addition to the floor, for the launch and the end of a kernel
+NUM_TIMED = 20  # not more, since a card lowers its clocks after many calls
+WARM_UPS = 20  # calls that are not timed: the first calls of a process are slower
 PLANS = 50  # plans that are timed; the first ones are slower, after the host was idle
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
-PREFILL_TFLOPS = 350.0  # what prompts must reach
+PREFILL_TFLOPS = 350.0  # the rate that prompts must reach
 ONE_KEY = AttentionCase("one key", (Run((0,), 1),)).spans()  # a step whose plan cannot be reused
 
 
@@ -78,7 +78,8 @@ class Bench:
         return Measured(self.time_us(graph.replay), plan_us, max_error)
 
     def sdpa_us(self, case: AttentionCase) -> float | None:
-        """Time of torch's own attention over contiguous K and V, for sequences of equal length."""
+        """Return the time of torch's own attention over contiguous K and V, for sequences of equal
+        length."""
         lengths = {run.key_tokens for run in case.runs}
         if len(lengths) > 1 or any(len(run.rows) > 1 for run in case.runs):
             return None
@@ -91,8 +92,8 @@ class Bench:
         )
 
     def time_us(self, call: Callable[[], object]) -> float:
-        """Median over calls with a cold L2 cache; other data was read, so nothing is left to write
-        back.
+        """Return the median over calls with a cold L2 cache. Other data was read before, so nothing
+        must be written back.
         """
         events = []
         for _ in range(WARM_UPS + NUM_TIMED):
@@ -140,7 +141,7 @@ def seen_spans(case: AttentionCase) -> Spans:
 
 
 def make_attention(case: AttentionCase, spans: Spans) -> SpanAttention:
-    """Buffers that fit the case."""
+    """Make attention with buffers that fit the case."""
     return SpanAttention(
         heads=case.heads,
         kv_heads=case.kv_heads,
@@ -154,7 +155,8 @@ def make_attention(case: AttentionCase, spans: Spans) -> SpanAttention:
 
 
 def error_of(out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor, spans: Spans) -> float:
-    """Largest error over largest value on some tokens; NaN anywhere is an infinite error."""
+    """Return the largest error / the largest value on some tokens. NaN anywhere is an infinite
+    error."""
     if torch.isnan(out).any():
         return float("inf")
     tokens = np.unique(np.linspace(0, len(q) - 1, CHECKED_TOKENS).astype(np.int64))
@@ -166,7 +168,7 @@ def error_of(out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor, spans: Sp
 
 
 def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
-    """Plain spans of the keys that some tokens see; the tokens are numbered from 0."""
+    """Return plain spans of the keys that some tokens see; the tokens are numbered from 0."""
     span_of = np.repeat(np.arange(len(spans)), np.diff(spans.query_starts))
     entries = np.flatnonzero(np.isin(spans.query_rows, tokens))
     span = span_of[entries]
@@ -187,8 +189,8 @@ def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
 
 
 def _plan_seconds(attention: SpanAttention, spans: Spans) -> float:
-    """Host time of one plan, made anew since another step was planned before; the device is idle,
-    so that no staging buffer has to be waited for.
+    """Return the host time of one plan. It is not reused, since another step was planned before it.
+    The device is idle, so that the host need not wait for a staging buffer.
     """
     attention.plan(ONE_KEY)
     torch.cuda.synchronize()
@@ -198,8 +200,8 @@ def _plan_seconds(attention: SpanAttention, spans: Spans) -> float:
 
 
 def floor_us(case: AttentionCase, card: Card = H200) -> float:
-    """The time to read every key that some token sees once, or to do the arithmetic of all
-    tokens."""
+    """Return the time to read, once, every key that some token sees, or the time of the arithmetic
+    of all tokens if that is longer."""
     spans, heads = seen_spans(case), Heads(case.heads, case.kv_heads, case.head_dim)
     if spans.first_keys is None:
         return 1e6 * span_floor_s(
@@ -214,7 +216,7 @@ def floor_us(case: AttentionCase, card: Card = H200) -> float:
 
 
 def _num_seen(spans: Spans, page_size: int) -> int:
-    """Keys that some query sees; those of pages in several spans count once."""
+    """Return the number of keys that some query sees. Keys of pages in several spans count once."""
     assert spans.first_keys is not None
     pages = np.diff(spans.page_starts)
     place = np.arange(len(spans.page_ids)) - spans.page_starts[:-1].repeat(pages)
@@ -245,16 +247,16 @@ def case_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
         line["rival_us"] = case.rival_us
         line["times_faster"] = round(case.rival_us / measured.us, 2)
     sdpa_us = bench.sdpa_us(case)
-    torch.cuda.empty_cache()  # the next case must not get the memory of torch's K and V
+    torch.cuda.empty_cache()  # otherwise the next case would get the memory of torch's K and V
     if sdpa_us is not None:
         line["sdpa_us"] = round(sdpa_us, 1)
     return line
 
 
 def mixed_line(bench: Bench) -> dict[str, object]:
-    """Prefill chunks and decodes in one launch against one launch each.
+    """Compare prefill chunks and decodes in one launch with one launch for each.
 
-    Each is timed twice, in turns, and the shorter time counts: a hot card runs slower.
+    Each is timed twice, in turns, and the shorter time counts, since a hot card is slower.
     """
     turns = [[bench.measure(case) for case in mixed_cases()] for _ in range(2)]
     mixed, prefill, decode = (min(pair, key=lambda m: m.us) for pair in zip(*turns, strict=True))
@@ -272,7 +274,7 @@ def mixed_line(bench: Bench) -> dict[str, object]:
 
 
 def prefill_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
-    """A step of prompts, which is limited by arithmetic."""
+    """Measure a step of prompts, which is limited by arithmetic."""
     measured, floor = bench.measure(case), floor_us(case)
     flops = span_flops(case.spans(), heads=case.heads, head_dim=case.head_dim)
     tflops = flops / measured.us / 1e6
@@ -298,7 +300,7 @@ def fingerprint() -> dict[str, object]:
 
 
 def main(args: list[str]) -> int:
-    """Print one line per case; returns 1 if a case misses its bar."""
+    """Print one line per case; returns 1 if a case misses its limit."""
     parser = argparse.ArgumentParser(prog="mainstem bench kernel")
     parser.add_argument("--case", help="only the cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per case")

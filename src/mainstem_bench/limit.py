@@ -1,4 +1,4 @@
-"""The least time that a card needs for an offline job, if nothing overlaps.
+"""Computes the least time that a card needs for an offline job, if nothing overlaps.
 
     GEMM         every computed token through the layers, every answer token through the LM head
     attention    prompts by arithmetic; decodes by bytes, or by arithmetic if that takes longer
@@ -36,11 +36,11 @@ class ModelCost:
     """The numbers of a model that the floor needs."""
 
     size: ModelSize
-    heads: Heads  # of one layer
+    heads: Heads  # heads of one layer
     num_layers: int
-    gemm_flops_per_s: float | None = None  # None: the card's own; weights may be in a faster form
-    num_expert_params: int = 0  # of the experts that a token uses; part of size.num_params
-    # of grouped products; None: the same as for other products
+    gemm_flops_per_s: float | None = None  # None: the card's rate; fp8 weights have a higher one
+    num_expert_params: int = 0  # weights of the experts that a token uses; part of size.num_params
+    # rate of grouped products; None: the same as for other products
     expert_flops_per_s: float | None = None
 
     @classmethod
@@ -75,7 +75,7 @@ class ModelCost:
 
 
 def job_floor(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> Floor:
-    """The least time of `job` with KV memory for `kv_tokens`."""
+    """Return the least time of `job` with KV memory for `kv_tokens`."""
     sizes = job.group_sizes()
     num_requests, num_groups = sum(sizes), len(sizes)
     computed = num_groups * job.prefix + num_requests * (job.distinct + job.output)
@@ -92,7 +92,7 @@ def job_floor(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> 
 
 
 def _pair_s(card: Card, model: ModelCost) -> float:
-    """One query token against one key token, in all layers."""
+    """Return the seconds of one query token with one key token, in all layers."""
     return model.num_layers * model.heads.pair_flops / card.flops_per_s
 
 
@@ -102,7 +102,8 @@ def _prompt_pairs(job: OfflineJob, num_groups: int, num_requests: int) -> float:
 
 
 def _decode_attention_s(card: Card, model: ModelCost, job: OfflineJob, kv_tokens: int) -> float:
-    """A prefix is read once a step for all its members that memory holds at a time."""
+    """Return the seconds of attention in decode steps. In a step, a prefix is read once for all its
+    members that are in memory at that time."""
     key_s = model.size.kv_bytes_per_token / card.bytes_per_s
     pair_s = _pair_s(card, model)
     own_pairs = job.output * (job.distinct + job.output / 2)

@@ -30,13 +30,13 @@ class Machine:
         return measured_card(self.name)
 
     def peak_bytes(self) -> int:
-        """Peak memory: of tensors on the GPU or, without one, of this process."""
+        """Peak memory: of tensors on the GPU or, without a GPU, of this process."""
         if self.has_gpu:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def held_bytes(self) -> int:
-        """Memory that tensors hold on the GPU; 0 without one."""
+        """Memory that tensors hold on the GPU; 0 without a GPU."""
         return torch.cuda.memory_allocated() if self.has_gpu else 0
 
 

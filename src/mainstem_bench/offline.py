@@ -1,4 +1,5 @@
-"""Requests per second of a whole job on random weights, against the limit of the card.
+"""Measures requests per second of a whole job on random weights, and compares with the limit of the
+card.
 
 The workloads are the same as in the measurements of rivals: equal prompts, lengths and KV memory.
 Planning and submitting are timed; building the engine and warming it up are not.
@@ -35,8 +36,8 @@ from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
 
 FP8_FLOPS_PER_S = 1297e12  # GEMM on an H200, sustained
 WARM_SEED = 99  # prompts of the warm-up differ from the job's
-WARM_TOKENS = 50_000  # computed in mixed steps
-WARM_SEQS = 512  # decoding at once
+WARM_TOKENS = 50_000  # tokens computed in mixed steps
+WARM_SEQS = 512  # sequences that decode at once
 CHECKED_TOKENS = 8
 NESTED = ("settings", "profile")  # only in JSON; the profile has separate tables
 
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def chosen_job(args: argparse.Namespace) -> OfflineJob:
-    """The workload with the sizes that were asked for."""
+    """Return the workload with the sizes that the flags give."""
     job = OFFLINE_JOBS[args.workload]
     if args.arrivals is not None and not args.arrivals > 0:
         raise ConfigError(f"--arrivals must be above 0, got {args.arrivals}")
@@ -102,7 +103,7 @@ def chosen_job(args: argparse.Namespace) -> OfflineJob:
 
 
 def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> dict[str, object]:
-    """One result: the settings, the speed, and the speed as a share of the limit."""
+    """Return one result: the settings, the speed, and the speed as a share of the limit."""
     load, machine = load_average(), Machine.of(config)
     shape = shape_with(job.model_shape, args.weights)
     given = job.prompts(shape.vocab_size)
@@ -180,7 +181,7 @@ def _speed(run: JobRun, job: OfflineJob, prompts: Prompts) -> dict[str, object]:
 def _against_limit(
     run: JobRun, job: OfflineJob, shape: ModelSpec, config: EngineConfig
 ) -> dict[str, object]:
-    """The job's speed as a share of the card's limit; None if the card is unknown."""
+    """Return the job's speed as a share of the card's limit; None if the card is unknown."""
     machine = Machine.of(config)
     card = machine.card
     if card is None:
@@ -205,7 +206,7 @@ def model_cost(
     has_gpu: bool,
     expert_flops_per_s: float | None = None,
 ) -> ModelCost:
-    """The costs of a shape for the limit. 4-bit weights are multiplied in 16 bits."""
+    """Return the costs of a shape for the limit. 4-bit weights are multiplied in 16 bits."""
     model, packed = config.model, shape.quantized
     is_fp8 = model.quantize is Quantize.FP8 or (
         packed is not None and packed.packing is not None and packed.packing.kind is PackedKind.FP8
@@ -217,8 +218,9 @@ def model_cost(
 
 
 def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
-    """Raise AssertionError unless planned and shared prompts get the same answers as alone. Done in
-    fp32: in 16 bits, rounding would decide between the close logits of random weights.
+    """Raise AssertionError unless planned and shared prompts get the same answers as single ones.
+    Done in fp32: logits of random weights are close, and in 16 bits rounding would decide between
+    them.
     """
     shape = SHAPES[job.model_shape]
     prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab_size)))
@@ -236,7 +238,7 @@ def warm_up(engine: Engine, job: OfflineJob, vocab: int, most_seqs: int) -> None
     """Run steps of every kind that the job will have, so that nothing is compiled or captured while
     it is timed.
 
-    Mixed steps over the job's own shape, then decodes of every batch size from `most_seqs` down.
+    Runs mixed steps of the job's own shape, then decodes of every batch size from `most_seqs` down.
     """
     sizes = job.group_sizes()
     degree = min(max(sizes), max(1, WARM_TOKENS // max(1, job.distinct)))

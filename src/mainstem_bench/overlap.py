@@ -1,4 +1,4 @@
-"""Copies during steps: what loading and saving cost the running steps (AttentionStore 4.3.2)."""
+"""Measures how much loading and saving pages delays the running steps (AttentionStore 4.3.2)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,16 +22,17 @@ from mainstem_bench.settings import settings
 SAVE_STEPS = 200  # decode steps of a batch while pages of other requests are saved
 VISIT_EVERY = 8  # steps between two prompts of other requests
 BUFFERS = ("all", "0", "5", "10", "15", "auto")  # layers loaded before a prompt starts
-BATCH = 16  # the paper's
-JOB_TOKENS = 400  # most tokens of an answer of the running job
+BATCH = 16  # as in the paper
+JOB_TOKENS = 400  # maximum tokens of an answer of the running job
 JOB_STEPS = 4  # steps of the job before sessions return
 ROUNDS = 4  # rounds of returning sessions; the first does not count
 JOBS, REPEATS = 2, 2  # jobs one after the other, whose pages are saved
-SHORT, LONG = 20, 200  # tokens of their answers; the paper has 20
+SHORT, LONG = 20, 200  # tokens of the jobs' answers; the paper has 20
 
 
 def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object]]:
-    """First token of a single returning session for each size of the read buffer."""
+    """Measure the time to the first token of a single returning session for each size of the read
+    buffer."""
     bench.warm_up()
     work, rng = bench.work, Random(1)
     histories = [bench.random_ids(rng, work.history) for _ in range(repeats)]
@@ -55,7 +56,7 @@ def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object
 
 
 def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
-    """Times of decode steps of one batch. From time to time another prompt arrives, whose pages are
+    """Measure decode steps of one batch. From time to time another prompt arrives, whose pages are
     saved during the steps."""
     bench.warm_up()
     work, rng = bench.work, Random(2)
@@ -72,7 +73,7 @@ def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
 
     for index in range(count):
         submit(f"decodes-{index}", work.history, SAVE_STEPS)
-    saving: list[float] = []  # seconds of steps that ran while the prompt before them was saved
+    saving: list[float] = []  # seconds of steps during which the latest prompt was saved
     others: list[float] = []
     while bench.engine.has_work:
         num_seen = len(steps)
@@ -99,8 +100,8 @@ def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
 
 
 def measure_busy(bench: Bench) -> Iterator[dict[str, object]]:
-    """Times to the first token of a batch of sessions that returns while a job decodes, for each
-    size of the read buffer; and how long the job's tokens are delayed."""
+    """Measure, for each size of the read buffer, the time to the first token of a batch of sessions
+    that returns while a job decodes, and how long the job's tokens are delayed."""
     bench.warm_up()
     work, rng = bench.work, Random(4)
     count = min(BATCH, work.at_once)
@@ -117,7 +118,7 @@ def measure_busy(bench: Bench) -> Iterator[dict[str, object]]:
                 _return_behind(bench, histories, rng, f"{mode}-{number}")
                 for number in range(ROUNDS)
             ]
-        first_s = [each for found, _ in rounds[1:] for each in found]  # the first one compiles
+        first_s = [each for found, _ in rounds[1:] for each in found]  # the first round compiles
         gaps = [each for _, held_up in rounds[1:] for each in held_up]
         yield {
             "part": "busy",
@@ -135,7 +136,7 @@ def measure_busy(bench: Bench) -> Iterator[dict[str, object]]:
 
 @contextmanager
 def _running(bench: Bench, prompts: list[list[int]], output: int) -> Iterator[None]:
-    """A job that decodes in the background."""
+    """Start a job that decodes in the background."""
     names = [f"job-{index}" for index in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         bench.engine.submit(_request(name, prompt, output))
@@ -151,7 +152,8 @@ def _running(bench: Bench, prompts: list[list[int]], output: int) -> Iterator[No
 def _return_behind(
     bench: Bench, histories: list[list[int]], rng: Random, name: str
 ) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of each session, and between the job's tokens in that time."""
+    """Return the seconds to the first token of each session, and between the job's tokens in that
+    time."""
     engine = bench.engine
     engine.flush()
     engine.clear_device()
@@ -175,7 +177,8 @@ def _return_behind(
 
 
 def measure_saving(bench: Bench) -> Iterator[dict[str, object]]:
-    """Jobs of a batch one after the other, by when their pages are saved (the paper's Fig. 20)."""
+    """Measure jobs of a batch, one after the other, for each time at which pages can be saved (the
+    paper's Fig. 20)."""
     bench.warm_up()
     work, rng = bench.work, Random(5)
     count = min(BATCH, work.at_once)
@@ -209,8 +212,8 @@ def measure_saving(bench: Bench) -> Iterator[dict[str, object]]:
 
 
 def measure_grain(bench: Bench) -> Iterator[dict[str, object]]:
-    """Ways to save a page to host memory: all layers in one copy, one copy per layer, or one copy
-    per token and layer as an answer grows. Only with a GPU, whose copy engines do this."""
+    """Compare ways to save a page to host memory: all layers in one copy, one copy per layer, or
+    one copy per token and layer as an answer grows. Only with a GPU, whose copy engines do this."""
     if not torch.cuda.is_available():
         return
     shape, page_size = bench.shape, bench.config.cache.page_size

@@ -20,7 +20,7 @@ PACKED = {
     "awq": QuantizedSpec(Layout.AWQ, Packing(PackedKind.INT4, 128, has_zeros=True), _PLAIN),
     "fp8": QuantizedSpec(Layout.COMPRESSED, Packing(PackedKind.FP8, None), _PLAIN),
     "fp8-blocks": QuantizedSpec(Layout.FP8, Packing(PackedKind.FP8, 128, 128), _PLAIN),
-    "mxfp4": QuantizedSpec(  # only experts, as in gpt-oss
+    "mxfp4": QuantizedSpec(  # only experts are packed, as in gpt-oss
         Layout.MXFP4, None, (Rule(r".*\bexperts\b.*", Packing(PackedKind.MXFP4, 32)),)
     ),
 }
@@ -33,5 +33,5 @@ def add_weights_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def shape_with(name: str, weights: str | None) -> ModelSpec:
-    """The shape of this name with weights in this format, or in 16 bits."""
+    """Return the shape of this name with weights in this format, or in 16 bits."""
     return SHAPES[name] if weights is None else replace(SHAPES[name], quantized=PACKED[weights])

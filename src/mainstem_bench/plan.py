@@ -1,4 +1,4 @@
-"""Speed and memory of planning, as JSON lines.
+"""Measures speed and memory of planning, as JSON lines.
 
 The industry mix of the paper (8,000 prompts, prefix 1570, distinct 30, degree 3), then 10,000,
 100,000 and 1,000,000 prompts of 200 tokens at degree 4, and how the time grows with their number.
@@ -22,7 +22,7 @@ ROWS_AT_ONCE = 10_000
 
 
 def shared_prompts(count: int, degree: int, prefix: int, distinct: int) -> Prompts:
-    """`count` prompts in random order, made in place, so that they take no memory besides the
+    """Make `count` prompts in random order, in place, so that they take no memory besides the
     arrays."""
     rng = np.random.default_rng(0)
     heads = rng.integers(10, 30_000, (-(-count // degree), prefix), dtype=np.int32)
@@ -74,7 +74,8 @@ def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
 
 
 def main(argv: list[str]) -> int:
-    """Print a line per workload and, if two differ in the number of prompts, one on growth."""
+    """Print a line per workload and, if two differ in the number of prompts, a line about
+    growth."""
     parser = argparse.ArgumentParser("mainstem bench plan", description=__doc__)
     parser.add_argument(
         "--most",

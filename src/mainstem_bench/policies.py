@@ -1,4 +1,5 @@
-"""The same arrivals under every policy of the store: lookahead, lru, fifo (AttentionStore Fig. 21).
+"""Runs the same arrivals with every policy of the store: lookahead, lru, fifo (AttentionStore Fig.
+21).
 
 Arrivals come from `mainstem serve --record FILE`, or are generated: conversations whose turns come
 in a random order, faster than the device answers, so that some always wait. Sizes of the tiers are
@@ -37,9 +38,9 @@ from mainstem_bench.replay import read_parts
 from mainstem_bench.report import line, load_average, spread
 from mainstem_bench.settings import random_config, settings
 
-MOST_IDS = 30_000  # of made-up prompts
+MOST_IDS = 30_000  # ids of generated prompts are below this
 WHOLE_S = 1e9  # longer than any pause, so that the record is one part
-WARM_UP = 2  # prompts before the clock starts
+WARM_UP = 2  # number of prompts before the clock starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def main(argv: list[str]) -> int:
 
 
 def _model(args: argparse.Namespace) -> tuple[EngineConfig, Path | None, ModelSpec]:
-    """The settings, the folder of a real model, and its shape."""
+    """Return the settings, the folder of a real model, and its shape."""
     if args.model_shape is not None:
         return random_config(args, args.model_shape, 4096), None, SHAPES[args.model_shape]
     config = engine_config(args)
@@ -138,7 +139,7 @@ def _arrivals(args: argparse.Namespace, spec: ModelSpec) -> tuple[list[Arrival],
 
 
 def made_up(work: Turns, num_ids: int, seed: int = 0) -> list[Arrival]:
-    """Turns of all conversations; each round has another order."""
+    """Return the turns of all conversations; each round has another order."""
     rng = Random(seed)
     prompts = [_ids(rng, work.history, num_ids) for _ in range(work.sessions)]
     times = iter(arrival_times(work.sessions * work.turns, work.rate, seed))
@@ -158,7 +159,8 @@ def _ids(rng: Random, count: int, num_ids: int) -> list[int]:
 def _with_room(
     args: argparse.Namespace, config: EngineConfig, spec: ModelSpec, longest: int
 ) -> EngineConfig:
-    """Tiers for the given number of conversations, unless a flag sets their size."""
+    """Return the config with tiers for the given number of conversations, unless a flag sets their
+    size."""
     page = config.cache.page_size
     tokens = -(-longest // page) * page
     is_wide = config.model.dtype is DType.FP32 or not Machine.of(config).has_gpu
@@ -180,7 +182,7 @@ def _with_room(
 def measure(
     config: EngineConfig, folder: Path | None, policy: StorePolicy, arrivals: Sequence[Arrival]
 ) -> dict[str, object]:
-    """Times to the first token, and the tiers of the histories."""
+    """Return times to the first token, and the tiers in which histories were found."""
     load = load_average()
     with TemporaryDirectory(prefix="mainstem-policies-") as made:
         disk_dir = config.store.disk_dir or made
@@ -193,7 +195,7 @@ def measure(
 
 
 def _engine(config: EngineConfig, folder: Path | None) -> Iterator[tuple[Engine, Counters]]:
-    """A new engine that has run a few steps, and counters that start after these."""
+    """Return a new engine that has run a few steps, and counters that start after these steps."""
     bus = EventBus()
     if folder is None:
         engine = build_random_engine(SHAPES[config.model.model], config, bus)

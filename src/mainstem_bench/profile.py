@@ -1,4 +1,4 @@
-"""Where the device's time goes: a trace of some steps, and shares by kind of kernel.
+"""Shows where the device's time goes: a trace of some steps, and shares by kind of kernel.
 
 The trace is torch.profiler's (open it in chrome://tracing or Perfetto). Kinds are found by kernel
 names; a name that matches none is `other`, and the table lists the largest kernels by name.
@@ -21,7 +21,7 @@ from mainstem.core.tables import table
 BEGIN_AT = 0.3  # recording begins after this share of the job's output tokens
 LARGEST = 12  # kernels listed by name
 
-# the first pattern that matches
+# the first pattern that matches decides
 KINDS = {
     "copies": r"memcpy|memset|copy|aten::clone",
     "attention": r"span|units_kernel|attention|attn|flash|merge",
@@ -51,7 +51,7 @@ class Work:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a kernel, or of an operator on a CPU."""
+    """Return the kind of a kernel, or of an operator on a CPU."""
     for kind, pattern in KINDS.items():
         if re.search(pattern, name, re.IGNORECASE):
             return kind
@@ -59,7 +59,7 @@ def kind_of(name: str) -> str:
 
 
 def read_trace(path: Path) -> list[Work]:
-    """The device's work in a trace; the operators of the CPU if no other device was used."""
+    """Return the device's work in a trace; the operators of the CPU if no other device was used."""
     events = json.loads(path.read_text())["traceEvents"]
     for categories in (DEVICE_CATEGORIES, HOST_CATEGORIES):
         found = [
@@ -73,9 +73,9 @@ def read_trace(path: Path) -> list[Work]:
 
 
 def self_us(works: Iterable[Work]) -> list[tuple[str, float]]:
-    """Each piece's own time, without the pieces inside it, and without the time in which a kernel
-    that was launched early waits for an earlier one to end. Pieces are in order of their start;
-    enclosing ones come first.
+    """Return each piece's own time, without the pieces inside it, and without the time in which a
+    kernel that was launched early waits for an earlier kernel to end. Pieces are in order of their
+    start; an enclosing piece comes before those inside it.
     """
     spent: list[tuple[str, float]] = []
     open_works: dict[object, list[tuple[int, Work]]] = defaultdict(list)
@@ -96,7 +96,7 @@ def self_us(works: Iterable[Work]) -> list[tuple[str, float]]:
 
 
 def busy_us(works: Iterable[Work]) -> float:
-    """Time in which anything ran, on any stream."""
+    """Return the time in which anything ran, on any stream."""
     total_us, reached_us = 0.0, float("-inf")
     for work in works:
         total_us += max(0.0, work.end_us - max(work.begin_us, reached_us))
@@ -105,8 +105,9 @@ def busy_us(works: Iterable[Work]) -> float:
 
 
 def shares_of(works: list[Work]) -> dict[str, float]:
-    """Shares of the time from the first piece to the last; `idle` is the time when nothing ran.
-    Work on several streams at once counts for each, so shares may add up to more than 1.
+    """Return shares of the time from the first piece to the last; `idle` is the time when nothing
+    ran. Work on several streams at once counts for each stream, so shares may add up to more than
+    1.
     """
     if not works:
         return {"idle": 1.0}
@@ -134,7 +135,8 @@ class ProfileWindow:
         self._works: list[Work] | None = None
 
     def watch(self, total_output: int) -> Callable[[Counters], None]:
-        """A function to call after each step of a job that generates `total_output` tokens."""
+        """Return a function to call after each step of a job that generates `total_output`
+        tokens."""
 
         def after_step(counters: Counters) -> None:
             if self._is_recording:
@@ -155,11 +157,11 @@ class ProfileWindow:
         self._profile.export_chrome_trace(str(self._path))
 
     def shares(self) -> dict[str, float]:
-        """Parts of the window's time, by kind of kernel."""
+        """Return shares of the window's time, by kind of kernel."""
         return shares_of(self._trace())
 
     def report(self) -> str:
-        """Two tables: kinds, and the largest kernels by name."""
+        """Return two tables: kinds of kernels, and the largest kernels by name."""
         works = self._trace()
         kinds = [[kind, f"{share:.1%}"] for kind, share in shares_of(works).items()]
         spent: dict[str, float] = defaultdict(float)

@@ -1,8 +1,8 @@
-"""The time of a step on several cards, projected from one card.
+"""Projects the time of a step on several cards from one card.
 
-A card runs the part of rank 0 on random weights, with collectives that do nothing. Their time is
-computed from their bytes, at the speed of NVLink plus some microseconds for each, and added;
-nothing overlaps. There are steps with only prompts, and steps with only decodes.
+A card runs the part of rank 0 on random weights, with collectives that do nothing. The time of the
+collectives is computed from their bytes, at the speed of NVLink plus some microseconds for each,
+and is added; nothing overlaps. There are steps with only prompts, and steps with only decodes.
 """
 
 import argparse
@@ -60,10 +60,10 @@ class Silent:
 def collectives_s(
     spec: ModelSpec, of: int, num_tokens: float, num_samples: float, element_bytes: int = 2
 ) -> float:
-    """Seconds of a step's collectives. Sums are ring all-reduces: each rank sends 2 (of - 1) / of
-    times its bytes. Logits are gathered."""
+    """Return the seconds of a step's collectives. Sums are ring all-reduces: each rank sends 2 (of
+    - 1) / of times its bytes. Logits are gathered."""
     per_layer = 1 if spec.residual is not Residual.SERIAL else 2
-    num_sums = 1 + spec.num_layers * per_layer  # the first one is for the embedding
+    num_sums = 1 + spec.num_layers * per_layer  # one sum is for the embedding
     sum_bytes = num_sums * num_tokens * spec.hidden_size * element_bytes
     if spec.qk_norm is QkNorm.ROWS:
         num_sums += spec.num_layers  # sums of two numbers per token
@@ -115,7 +115,7 @@ def _read_case(case: str) -> tuple[str, int]:
 
 
 def measure(args: Namespace, name: str, of: int) -> Iterator[dict[str, object]]:
-    """A result for each kind of step."""
+    """Yield a result for each kind of step."""
     spec = SHAPES[name]
     fields = {"prefix": 0, "degree": None, "model_shape": name}
     decoding = Namespace(**{**vars(args), **fields})
@@ -168,7 +168,7 @@ def _projected(
 def _prefill(
     engine: Engine, counters: Counters, spec: ModelSpec, config: EngineConfig
 ) -> tuple[int, float]:
-    """Tokens of a step, and its seconds; prompts fill whole steps."""
+    """Return the tokens of a step, and its seconds; prompts fill whole steps."""
     tokens = config.sched.chunk_tokens or 512
     vocab = min(spec.vocab_size, 30_000)
     length = min(tokens, spec.max_positions // 2, 2048)

@@ -1,8 +1,8 @@
-"""Recorded requests of a server (`mainstem serve --record FILE`), run on the engine alone.
+"""Runs recorded requests of a server (`mainstem serve --record FILE`) on the engine alone.
 
 The same token ids arrive at the same times, in one process, without HTTP, detokenizing or JSON. The
-difference to the times that a client sees is the server's own cost. A pause in the record begins a
-new part.
+difference to the times that a client sees is the server's own cost. A pause in the record ends a
+part.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """One JSON line for each part."""
+    """Print one JSON line for each part."""
     args = parser().parse_args(argv)
     parts = read_parts(args.record, args.pause_s)
     config = engine_config(args)
@@ -59,7 +59,8 @@ def main(argv: list[str]) -> int:
 
 
 def read_parts(path: Path, pause_s: float) -> list[list[Arrival]]:
-    """The arrivals of a record, cut where nothing arrived for `pause_s`; each begins at 0."""
+    """Return the arrivals of a record, cut into parts where nothing arrived for `pause_s`. The
+    times of each part begin at 0."""
     try:
         entries = [json.loads(text) for text in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
@@ -78,7 +79,8 @@ def read_parts(path: Path, pause_s: float) -> list[list[Arrival]]:
 
 
 def measure(engine: Engine, part: list[Arrival]) -> dict[str, object]:
-    """Latencies as a client would see them; the time between tokens is a request's mean."""
+    """Return latencies as a client would see them. The time between tokens is the mean of a
+    request."""
     counters, steps = Counters().attach(engine.bus), StepLog.attach(engine)
     answers = answer_arrivals(engine, part)
     seconds = max(answer.token_s[-1] for answer in answers)

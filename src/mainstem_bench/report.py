@@ -16,7 +16,7 @@ QUANTILES = (50, 90, 95, 99)
 
 
 def fingerprint() -> dict[str, object]:
-    """Machine, versions and commit."""
+    """Return machine, versions and commit."""
     return {
         "mainstem": __version__,
         "commit": _commit(),
@@ -28,12 +28,13 @@ def fingerprint() -> dict[str, object]:
 
 
 def line(name: str, values: Mapping[str, object]) -> str:
-    """One JSON line."""
+    """Return one JSON line."""
     return json.dumps({"bench": name, **values, **fingerprint()})
 
 
 def load_average() -> float | None:
-    """Other work on this machine in the last minute; a benchmark wants it near 0 at its start."""
+    """Return the load of this machine in the last minute; it should be near 0 when a benchmark
+    starts."""
     try:
         return round(os.getloadavg()[0], 2)
     except OSError:
@@ -41,8 +42,8 @@ def load_average() -> float | None:
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, object]:
-    """Mean and quantiles in milliseconds, as fields that begin with `name`; None if there is
-    nothing.
+    """Return mean and quantiles in milliseconds, as fields that begin with `name`; None if there
+    are no values.
     """
     names = [f"{name}_mean", *(f"{name}_p{q}" for q in QUANTILES)]
     if not seconds:
@@ -60,7 +61,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the archive (`git archive` fills in the file), or of the checkout."""
+    """Return the commit of the archive (`git archive` fills in the file), or of the checkout."""
     exported = Path(__file__).with_name("commit.txt").read_text().strip()
     if not exported.startswith("$"):
         return exported

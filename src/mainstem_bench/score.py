@@ -1,8 +1,8 @@
-"""Contexts per second whose choices are scored, on random weights; for comparison, with one token
-generated after each choice.
+"""Measures how many contexts per second have their choices scored, on random weights. For
+comparison, it also generates one token after each choice.
 
-A context is computed once for all its choices; of a choice, all tokens except the last are
-computed. Planning and submitting are timed; building the engine and warming it up are not.
+A context is computed once for all its choices; all tokens of a choice except the last are computed.
+Planning and submitting are timed; building the engine and warming it up are not.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from mainstem_bench.workloads import OfflineJob
 KV_TOKENS = 262_144
 WARM_CONTEXTS = 16
 CHECKED_CONTEXTS = 3
-TOLERANCE = 1e-3  # of a logprob, in fp32
+TOLERANCE = 1e-3  # largest error of a logprob, in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ScoreJob:
     choice_tokens: int
 
     def prompts(self, vocab: int, seed: int = 0) -> np.ndarray:
-        """[contexts * choices, tokens]: a context and all of a choice."""
+        """Return [contexts * choices, tokens]: a context and a whole choice in each row."""
         rng = np.random.default_rng(seed)
         contexts = rng.integers(0, vocab, (self.num_contexts, self.context_tokens))
         shape = (self.num_contexts * self.num_choices, self.choice_tokens)
@@ -80,7 +80,8 @@ def main(argv: list[str]) -> int:
 
 
 def measure(job: ScoreJob, model_shape: str, config: EngineConfig) -> dict[str, object]:
-    """One result: scoring, then generating, on the same engine with an empty cache each time."""
+    """Return one result: scoring, then generating, on the same engine with an empty cache each
+    time."""
     load, machine, shape = load_average(), Machine.of(config), SHAPES[model_shape]
     if model_shape == "tiny":
         check_scores(job, config)
@@ -94,7 +95,7 @@ def measure(job: ScoreJob, model_shape: str, config: EngineConfig) -> dict[str, 
     score(engine, few, few.prompts(shape.vocab_size, WARM_SEED))
     prompts = job.prompts(shape.vocab_size)
     engine.clear_cache()
-    scored = _speed(job, score(engine, job, prompts))  # read now: the next run changes the counters
+    scored = _speed(job, score(engine, job, prompts))  # now: the next run changes the counters
     engine.clear_cache()
     whole = Prompts.from_lists(list(prompts))
     generated = _speed(job, run_job(engine, whole, 1, is_planned=True))
@@ -144,8 +145,8 @@ def _speed(job: ScoreJob, run: JobRun) -> dict[str, object]:
 
 
 def check_scores(job: ScoreJob, config: EngineConfig) -> None:
-    """Raise AssertionError unless choices over a shared context have the same logprobs as when each
-    is scored alone. In fp32."""
+    """Raise AssertionError unless choices over a shared context have the same logprobs as choices
+    that are scored alone. Done in fp32."""
     few = replace(job, num_contexts=min(CHECKED_CONTEXTS, job.num_contexts))
     exact = replace(config, model=replace(config.model, dtype=DType.FP32, quantize=Quantize.NONE))
     shape = SHAPES[config.model.model]

@@ -113,7 +113,8 @@ class ServerUnreachable(MainstemError):
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 1 if a request failed, since numbers of a server that refuses work mislead."""
+    """Return exit status 1 if a request failed, since the numbers of a server that refuses work are
+    misleading."""
     args = parser().parse_args(argv)
     if args.rate is not None and not args.rate > 0:
         raise ConfigError(f"--rate must be above 0, got {args.rate}")
@@ -171,14 +172,14 @@ async def _measure(
 
 
 def _source(args: argparse.Namespace) -> Iterator[Conversation]:
-    """Conversations without end."""
+    """Return conversations without end."""
     if args.dataset is not None:
         return cycle(from_file(args.dataset))
     return made_up(Shape(args.prefix, args.own, args.groups, args.turns), args.seed)
 
 
 def take(source: Iterator[Conversation], num_requests: int) -> list[Conversation]:
-    """As many conversations as make `num_requests` questions; the last may be cut short."""
+    """Take conversations with `num_requests` questions in total; the last may be cut short."""
     taken: list[Conversation] = []
     while num_requests > 0:
         conversation = next(source)
@@ -189,7 +190,8 @@ def take(source: Iterator[Conversation], num_requests: int) -> list[Conversation
 
 
 async def run_load(load: Load, conversations: Sequence[Conversation]) -> list[StreamedAnswer]:
-    """All answers, including failed ones; a conversation ends at its first failure."""
+    """Run the load; returns all answers, including failed ones. A conversation ends at its first
+    failure."""
     total = sum(len(conversation.questions) for conversation in conversations)
     with tqdm(total=total, unit="req", disable=None, dynamic_ncols=True) as bar:
         if load.rate is None:
@@ -245,7 +247,8 @@ async def _converse(
 def summary(
     answers: Sequence[StreamedAnswer], seconds: float, limits: LoadLimits
 ) -> dict[str, object]:
-    """The numbers of a run that took `seconds`; failed requests count only as failed."""
+    """Return the numbers of a run that took `seconds`. A failed request counts only in the number
+    of failures."""
     good = [answer for answer in answers if answer.error is None]
     output = sum(answer.num_output for answer in good)
     prompt = sum(answer.prompt_tokens or 0 for answer in good)

@@ -103,6 +103,7 @@ class Bench:
         self.engine.clear_cache()
 
     def push_out(self) -> None:
-        """Evict everything from the device, as other requests would; only lower tiers keep it."""
+        """Evict everything from the device, as other requests would; only lower tiers keep the
+        pages."""
         self.engine.flush()
         self.engine.clear_device()

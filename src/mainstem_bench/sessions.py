@@ -1,4 +1,4 @@
-"""Returning conversations: time to the first token, by the tier of their KV.
+"""Measures returning conversations: the time to the first token, by the tier of their KV.
 
     turns      sessions return in batches; their history comes from host memory, from disk, or is
                computed again (`--tier`)
@@ -9,8 +9,8 @@
     grain      pages saved whole, by layer, or by token and layer (GPU)
     document   a second question about a long document
 
-Random weights of a known shape. With `--conversations FILE` a real model answers real conversations
-instead, turn by turn; the last turn is loaded from disk in a new process.
+Weights are random, of a known shape. With `--conversations FILE` a real model answers real
+conversations instead, turn by turn; the last turn's history is loaded from disk in a new process.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from mainstem_bench.report import line, load_average
 from mainstem_bench.session_engine import WORKLOADS, Bench, Sessions, Turn
 from mainstem_bench.settings import random_config, settings
 
-STAGING = 1 / 4  # part of the host memory if histories come from disk: enough for one batch
+STAGING = 1 / 4  # share of the host memory if histories come from disk: enough for one batch
 DISK_GB = 40.0
 OVERLAP: dict[str, Callable[[Bench], Iterator[dict[str, object]]]] = {
     "preload": measure_preload,
@@ -158,7 +158,8 @@ def _measure(
 
 
 def _by_tier(parts: Sequence[str], tiers: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The measurements with one engine: turns in every tier, other parts with host memory."""
+    """Make the measurements that need one engine: turns in every tier, other parts with host
+    memory."""
     rest = [part for part in parts if part != "turns"]
     turns = ["turns"] if "turns" in parts else []
     found = {tier: list(turns) for tier in tiers} if turns else {}
@@ -224,7 +225,7 @@ class InTier:
 
 
 def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
-    """One line per turn."""
+    """Yield one line per turn."""
     work = bench.work
     bench.warm_up()
     rng = Random(0)
@@ -239,7 +240,7 @@ def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
             turn.answers += batch.answers
             turn.cached += batch.cached
             if tier == "none":
-                bench.push_out()  # also evict what the device still has
+                bench.push_out()  # also evicts the pages that the device still has
         seconds = perf_counter() - began_s
         bench.engine.flush()
         loaded = {

@@ -16,7 +16,7 @@ FP32_BYTES = 4  # CPUs compute in fp32
 
 
 def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) -> EngineConfig:
-    """The config from the engine flags. The model is the name of a shape; `kv_tokens` is used
+    """Make the config from the engine flags. The model is the name of a shape; `kv_tokens` is used
     unless a flag sets it."""
     flag = "--model-shape" if "model_shape" in args else "--workload"
     if args.model is not None:
@@ -36,8 +36,8 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
 
 
 def check_room(name: str, kv_tokens: int, free_bytes: int, smaller: str) -> None:
-    """Refuse a shape that does not fit the memory of a machine without a GPU, before it begins to
-    swap; `smaller` is the advice in the error."""
+    """Refuse a shape that does not fit the memory of a machine without a GPU, before the machine
+    begins to swap. `smaller` is the advice in the error."""
     shape = SHAPES[name]
     values = shape.num_weights + shape.kv_elements_per_token * kv_tokens
     if FP32_BYTES * values > free_bytes:
@@ -48,7 +48,7 @@ def check_room(name: str, kv_tokens: int, free_bytes: int, smaller: str) -> None
 
 
 def settings(config: EngineConfig) -> dict[str, object]:
-    """Every setting, by section and name, as JSON has them."""
+    """Return every setting by section and name, as JSON values."""
     return {
         section.name: {
             name: _plain(value) for name, value in asdict(getattr(config, section.name)).items()

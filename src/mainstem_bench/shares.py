@@ -1,4 +1,4 @@
-"""A plan cut for many workers: seconds, balance and what the cut costs, as JSON lines.
+"""Cuts a plan for many workers; prints seconds, balance and what the cut costs, as JSON lines.
 
 The plan is synthetic: groups of 1 to 40 rows with prefixes of 50 to 2,000 tokens. Prompts have
 lengths, but no tokens. Planning itself is not timed (`mainstem bench plan`).
@@ -19,7 +19,8 @@ SIZES = ((1_000_000, 8), (10_000_000, 1000))  # rows, workers
 
 
 def lengths_only(num_rows: int) -> tuple[Plan, Int64s]:
-    """A plan of groups of 1 to 40 rows, and the lengths of the prompts, which have no tokens."""
+    """Make a plan of groups of 1 to 40 rows, and the lengths of the prompts, which have no
+    tokens."""
     rng = np.random.default_rng(3)
     sizes = rng.integers(1, 41, num_rows)
     starts = np.append(0, np.cumsum(sizes))
@@ -43,7 +44,7 @@ def lengths_only(num_rows: int) -> tuple[Plan, Int64s]:
 
 
 def measure(num_rows: int, num_workers: int, output_tokens: float) -> dict[str, object]:
-    """Cut once; every row must be in one bundle."""
+    """Cut the plan once, and check that every row is in one bundle."""
     plan, lengths = lengths_only(num_rows)
     expected = np.full(num_rows, output_tokens)
     began_cpu_s, began_s = process_time(), perf_counter()

@@ -1,7 +1,7 @@
-"""Thousands of short random requests with aborts, priorities and too little KV memory.
+"""Runs thousands of short random requests with aborts, priorities and too little KV memory.
 
-Nothing may be lost: every answer ends exactly once, every page is freed, the device's memory
-does not grow. Fails otherwise. Random weights; prompts begin with one of a few shared heads.
+Fails if anything is lost: every answer must end exactly once, every page must be freed, and the
+device's memory must not grow. Weights are random; prompts begin with one of a few shared heads.
 """
 
 import argparse
@@ -31,17 +31,17 @@ from mainstem_bench.settings import random_config, settings
 
 KV_TOKENS = 8192  # far less than open requests need
 MAX_OPEN = 256  # requests
-HEAD_TOKENS = (0, 16, 40)  # shared beginnings
+HEAD_TOKENS = (0, 16, 40)  # lengths of shared beginnings
 MAX_OWN_TOKENS = 32
-# most tokens of an answer, in turn: the engine's expectations are wrong
+# maximum tokens of an answer, used in turn, so that the engine's expectations are wrong
 OUTPUT_TOKENS = (400, 8, 8, 8)
 TURN_REQUESTS = 128
 ABORTED = 0.15  # of the requests
-LATEST_ABORT = 40  # steps after it was submitted
+LATEST_ABORT = 40  # at most this many steps after a request was submitted
 CHECK_EVERY = 500  # steps
 EOS_ID = 7
-FIRST_PART = 0.25  # of the requests; after these, memory must not grow
-ALLOWED_GROWTH_BYTES = 16 << 20  # of the device's memory, since allocators round
+FIRST_PART = 0.25  # share of the requests; after these, memory must not grow
+ALLOWED_GROWTH_BYTES = 16 << 20  # bytes of the device's memory, since allocators round
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
 
 
 def soak(num_requests: int, seed: int, config: EngineConfig) -> dict[str, object]:
-    """Run all requests in two parts; memory at the ends of both parts, when all is idle, is
-    compared."""
+    """Run all requests in two parts, and compare the memory at the ends of both parts, when the
+    engine is idle."""
     load, machine = load_average(), Machine.of(config)
     shape = SHAPES[config.model.model]
     engine = build_random_engine(shape, config)
@@ -116,7 +116,7 @@ def soak(num_requests: int, seed: int, config: EngineConfig) -> dict[str, object
 
 
 class RandomRequests:
-    """Endless requests of every kind; equal seeds give equal requests."""
+    """Yields requests of every kind without end; equal seeds give equal requests."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -139,7 +139,8 @@ class RandomRequests:
         )
 
     def abort_after(self) -> int | None:
-        """Steps after which the caller aborts; None: it waits."""
+        """Return the number of steps after which the caller aborts; None if it waits for the
+        answer."""
         rng = self._rng
         return rng.randint(0, LATEST_ABORT) if rng.random() < ABORTED else None
 
@@ -169,12 +170,12 @@ class Crowd:
     requests: RandomRequests
     num_answers: int = 0
     ends: Counter[FinishReason] = field(default_factory=Counter)
-    _open: dict[tuple[RequestId, int], int] = field(default_factory=dict)  # -> tokens to come
+    _open: dict[tuple[RequestId, int], int] = field(default_factory=dict)  # tokens to come
     _aborts: dict[int, list[RequestId]] = field(default_factory=dict)  # by step
     _num_steps: int = 0
 
     def run(self, num_requests: int, show: Callable[[], object] = lambda: None) -> None:
-        """Send `num_requests` more, wait until the engine is idle, and check it."""
+        """Send `num_requests` more requests, wait until the engine is idle, and check it."""
         num_left = num_requests
         while num_left or self.engine.has_work:
             while num_left and len(self._open) < MAX_OPEN:

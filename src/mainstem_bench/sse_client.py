@@ -1,7 +1,7 @@
-"""One streamed chat answer from an OpenAI-compatible server, with the time of each piece.
+"""Reads one streamed chat answer from an OpenAI-compatible server, with the time of each piece.
 
-A small HTTP/1.1 client on asyncio streams, without other layers that cost time, and without
-packages to install. Each request has its own connection, and the time to open it counts.
+This is a small HTTP/1.1 client on asyncio streams: no other layer costs time, and no package must
+be installed. Each request has its own connection, and the time to open it counts.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Json = Mapping[str, object]
 
 
 class ServerRefused(Exception):
-    """The server answered, but not with what was asked for."""
+    """The server replied, but refused the request or sent something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> "Endpoint":
-        """From `http://host:port`, perhaps with a path; a trailing `/v1` may be left out."""
+        """Make an Endpoint from `http://host:port`, perhaps with a path; a trailing `/v1` may be
+        left out."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url must look like http://host:port, got {url!r}")
@@ -80,7 +81,7 @@ class StreamedAnswer:
 
 
 async def find_model(endpoint: Endpoint, timeout_s: float) -> str:
-    """The first model the server lists."""
+    """Return the first model that the server lists."""
     async with asyncio.timeout(timeout_s), _exchange(endpoint, "GET", "/v1/models", b"") as body:
         whole = b"".join([piece async for piece in body])
     match json.loads(whole):
@@ -204,7 +205,7 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 async def _body(
     reader: asyncio.StreamReader, headers: Mapping[str, str]
 ) -> AsyncGenerator[bytes, None]:
-    """The body as it arrives, in any of HTTP's three framings."""
+    """Yield the body as it arrives, in any of HTTP's three framings."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
             yield (await reader.readexactly(size + 2))[:-2]

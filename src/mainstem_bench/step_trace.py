@@ -1,13 +1,13 @@
-"""The steps of a job one by one, and its valleys: steps of few tokens.
+"""Traces the steps of a job, and finds its valleys: steps with few tokens.
 
     tokens  |#####  ########   a valley: few tokens, though prompts still wait
     a step  |##### #########
             |###############..........   the tail: no prompt is left, answers only end
             +------------------------> time
 
-The tail is counted separately: a good schedule has one, too, and its share is larger the faster the
-job is. A small step costs time because it reads all weights: `extra_steps` is the number of steps
-above the fewest possible.
+The tail is counted separately: a good schedule has a tail, too, and the faster the job is, the
+larger is the tail's share. A small step costs time because it reads all weights: `extra_steps` is
+the number of steps minus the fewest possible.
 """
 
 from dataclasses import dataclass, field
@@ -35,11 +35,11 @@ class StepTrace:
         return self.ends_s[-1]
 
     def summary(self) -> dict[str, float]:
-        """The shares of time of valleys and of the tail, and the number of steps."""
+        """Return the shares of time of valleys and of the tail, and the number of steps."""
         tokens = np.array(self.num_tokens)
         spent = np.diff(self.ends_s, prepend=0.0)
         has_prompt = tokens > np.array(self.num_decodes)
-        last = int(np.flatnonzero(has_prompt)[-1]) + 1  # from here on, there are only answers
+        last = int(np.flatnonzero(has_prompt)[-1]) + 1  # after this step there are only answers
         is_small = tokens[:last] < VALLEY * tokens.max()
         fewest = -(-int(tokens.sum()) // int(tokens.max()))
         return {
@@ -52,7 +52,7 @@ class StepTrace:
         }
 
     def thinned(self, most: int) -> dict[str, list[float]]:
-        """At most `most` points for a picture: means over neighbouring steps."""
+        """Return at most `most` points for a plot: means over neighbouring steps."""
         parts = np.array_split(np.arange(len(self.ends_s)), min(most, len(self.ends_s)))
         return {
             "at_s": [round(self.ends_s[part[-1]], 4) for part in parts],
@@ -64,6 +64,6 @@ class StepTrace:
 
 
 def _is_mixed(trace: StepTrace) -> np.ndarray:
-    """Steps with prompts and answers in them."""
+    """Return which steps have both prompts and answers."""
     decodes = np.array(trace.num_decodes)
     return (decodes > 0) & (np.array(trace.num_tokens) > decodes)

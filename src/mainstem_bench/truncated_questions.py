@@ -1,4 +1,5 @@
-"""Questions about a document after the text before it was cut off (AttentionStore, Table 2)."""
+"""Asks questions about a document after the text before it was cut off (AttentionStore, Table
+2)."""
 
 import json
 import math
@@ -34,7 +35,7 @@ ARTICLES = {"a", "an", "the"}
 @dataclass(frozen=True, slots=True)
 class Document:
     text: str
-    questions: tuple[tuple[str, str], ...]  # question, answer
+    questions: tuple[tuple[str, str], ...]  # (question, answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Questions:
     is_document_first: bool = False
 
     def told(self, document: Document, filler: str) -> str:
-        """The beginning of a conversation."""
+        """Return the beginning of a conversation."""
         texts = (document.text, filler) if self.is_document_first else (filler, document.text)
         return "\n\n".join(texts)
 
@@ -58,7 +59,7 @@ class Score:
     way: str
     questions: int
     accuracy: float  # percent of answers that contain the wanted words
-    f1: float  # percent, words of answer and wanted answer compared
+    f1: float  # percent; compares the words of the answer with those of the wanted answer
     computed_tokens: int
     moved_pages: int
     seconds: float
@@ -70,15 +71,15 @@ class ScoredAnswer:
     """How good one answer is, in points."""
 
     document: int
-    right: float  # 100 if it contains the wanted words
+    right: float  # 100 if the answer contains the wanted words
     f1: float
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The mean difference in points between two ways, question by question. `margin` is half of the
-    95 % interval of the mean; it is computed over documents, since questions about one document are
-    not independent.
+    """The mean difference in points between two ways over the same questions. `margin` is half of
+    the 95 % interval of the mean. It is computed over documents, since questions about one document
+    are not independent.
     """
 
     mean: float
@@ -86,7 +87,8 @@ class Difference:
 
 
 def read_documents(path: Path) -> list[Document]:
-    """Raises InvalidRequest, naming the line, for a row of another form."""
+    """Read documents with questions. For a row of another form, raises InvalidRequest that names
+    the line."""
     documents: list[Document] = []
     for number, row in enumerate(read_plain_or_gzip(path).splitlines(), start=1):
         try:
@@ -99,12 +101,12 @@ def read_documents(path: Path) -> list[Document]:
 
 
 def _bare(question: str) -> str:
-    """A question without the words of a completion prompt."""
+    """Return a question without the words of a completion prompt."""
     return question.strip().removeprefix("Question:").removesuffix("ScoredAnswer:").strip()
 
 
 def ask(folder: Path, config: EngineConfig, way: Way, questions: Questions) -> Score:
-    """Fill the window with a document and other text; then ask."""
+    """Fill the window with a document and other text; then ask the questions."""
     config = way_config(config, way)
     window = config.sched.max_model_len
     assert window is not None
@@ -174,8 +176,8 @@ def _answers(
 
 
 def _score(document: int, answer: str, wanted: str) -> ScoredAnswer:
-    """Whether the answer contains the wanted words, and F1: the harmonic mean of precision and
-    recall."""
+    """Return whether the answer contains the wanted words, and F1: the harmonic mean of precision
+    and recall."""
     said, right = _words(answer), _words(wanted)
     common = sum((Counter(said) & Counter(right)).values())
     f1 = 2 * common / (len(said) + len(right)) if said or right else 0.0

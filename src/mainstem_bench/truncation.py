@@ -1,7 +1,8 @@
-"""How well a model continues after its conversation was cut to the window (AttentionStore 4.3.6).
+"""Measures how well a model continues after its conversation was cut to the window (AttentionStore
+4.3.6).
 
-A text is fed as one long conversation, a few tokens a turn. Whenever it fills the window, half of
-it is dropped. Perplexity is measured over every token after the first cut:
+A text is fed as one long conversation, a few tokens per turn. Whenever it fills the window, half of
+the window is dropped. Perplexity is measured over every token after the first cut:
 
     whole       nothing is dropped; only if the model's context is long enough
     recompute   the oldest tokens are dropped, the others are computed again
@@ -11,8 +12,8 @@ it is dropped. Perplexity is measured over every token after the first cut:
     naive       like kv, but keys keep the rotation of their old positions
 
 Agreement is the share of these tokens at which the likeliest token is the same as with nothing
-dropped. `important` reads the last tokens before the cut, so in a turn with a cut it predicts some
-tokens from more context than the other ways. `perplexity_later` leaves such turns out, for every
+dropped. `important` reads the last tokens before the cut. So in a turn with a cut it predicts some
+tokens from more context than the other ways. `perplexity_later` leaves out such turns, for every
 way.
 
 With --questions FILE, a document comes at the end of a window that is filled with other text. The
@@ -61,7 +62,7 @@ class Reading:
 
     way: str
     perplexity: float
-    perplexity_later: float | None  # None: every turn has a cut, or none has
+    perplexity_later: float | None  # None: every turn has a cut, or no turn has one
     agreement: float | None  # None: the text is longer than the model's context
     scored_tokens: int
     computed_tokens: int
@@ -72,15 +73,15 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The text read without a cut: the logprob of each token, and the likeliest token in its place.
-    The first token has neither."""
+    """The result of reading the text without a cut: the logprob of each token, and the likeliest
+    token in its place. The first token has neither."""
 
     logprobs: list[float]
     likeliest: list[int]
     seconds: float
 
     def reading(self, window: int) -> Reading:
-        """The result over the tokens that are scored with a window."""
+        """Return the result over the tokens that are scored with a window."""
         logprobs = self.logprobs[window + 1 :]
         return Reading(
             way="whole",
@@ -155,9 +156,10 @@ def read_on(
     sink = page_size if way.sink_tokens is None else way.sink_tokens
     watched[0].attach(bus, sink)
     began_s = perf_counter()
-    # the first turn fills the window except for one turn, so that the cut falls between turns
+    # the first turn fills the window except for the size of one turn, so that the cut is between
+    # turns
     ends = list(range(window - turn_tokens, len(ids), turn_tokens))
-    at_cuts: set[int] = set()  # tokens of turns with a new cut
+    at_cuts: set[int] = set()  # numbers of the tokens in turns with a new cut
     before = 0
     for turn, end in enumerate([*ends, len(ids)]):
         num_cuts = watched[0].num_cuts
@@ -278,7 +280,7 @@ def _readings(
 def _scores(
     folder: Path, config: EngineConfig, ways: Sequence[str], questions: Questions
 ) -> Iterator[dict[str, object]]:
-    first: Score | None = None  # the others are compared with it
+    first: Score | None = None  # the other ways are compared with it
     for name in ways:
         score = ask(folder, config, WAYS[name], questions)
         first = first or score
@@ -287,7 +289,8 @@ def _scores(
 
 
 def _question_result(score: Score, first: Score) -> dict[str, object]:
-    """With the difference to the first way, in points, and half of its 95 % interval."""
+    """Return a result with the difference to the first way, in points, and half of its 95 %
+    interval."""
     result = {name: value for name, value in asdict(score).items() if name != "answers"}
     if score is not first:
         result["against"] = first.way
@@ -299,7 +302,7 @@ def _question_result(score: Score, first: Score) -> dict[str, object]:
 
 
 def read_text(path: Path | None) -> str:
-    """The file's text; without a file, the documents of the demo one after the other."""
+    """Return the file's text; without a file, the documents of the demo, one after the other."""
     if path is None:
         rows = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
         return "\n\n".join(json.loads(row)["doc"] for row in rows.splitlines())

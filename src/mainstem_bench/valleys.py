@@ -1,6 +1,6 @@
-"""Tokens per step over a job: the valleys of BatchLLM's Fig. 2 and 9.
+"""Shows the tokens per step over a job: the valleys of BatchLLM's Fig. 2 and 9.
 
-The real scheduler and store run a workload; times come from a cost model of an H200 instead of a
+The real scheduler and store run a workload; times come from a cost model of an H200, not from a
 device. `mainstem bench paper batch-tab2` measures the same on a device.
 
     capped     prompts in input order, pages kept by LRU, at most --max-seqs at once
@@ -165,11 +165,11 @@ def run(
 
 
 def virtual_s(model: ModelCost, step: Step) -> float:
-    """Seconds of a step by the cost model: reading the weights, products and elementwise work,
-    attention.
+    """Return the seconds of a step by the cost model: reading the weights, products, elementwise
+    work and attention.
 
-    A step that decodes takes 2.9 ms and 0.04 ms for each sequence on an H200 (Llama2-7B): reading
-    the weights is not hidden behind the products.
+    On an H200 a step that decodes takes 2.9 ms plus 0.04 ms for each sequence (Llama2-7B): reading
+    the weights does not overlap with the products.
     """
     heads = model.heads
     attention_s = model.num_layers * span_floor_s(
@@ -183,7 +183,7 @@ def virtual_s(model: ModelCost, step: Step) -> float:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Tokens per step against time, decodes below, one row a way."""
+    """Plot tokens per step against time, with decodes below, one row for each way."""
     try:
         from matplotlib import pyplot  # noqa: PLC0415
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Ways to deal with a full window, and a runner that shows what they do to a text."""
+"""Ways to deal with a full window, and a runner that records how well a text is predicted."""
 
 from dataclasses import dataclass, replace
 
@@ -42,10 +42,10 @@ class WatchedRunner:
         self._text_ids = text_ids
         self._first = first
         self._is_naive = is_naive
-        # from this position on, a token's number in the text is larger by `_distances[-1]`
+        # from this position on, number in the text = position + `_distances[-1]`
         self._start = 0
         self._distances = [0]  # the distance after each cut so far
-        # by token number, the first time it was predicted
+        # by token number; only the first prediction of a token counts
         self.logprobs: dict[int, float] = {}
         self.likeliest: dict[int, int] = {}
 
@@ -60,7 +60,7 @@ class WatchedRunner:
 
     @property
     def num_cuts(self) -> int:
-        """Cuts so far; a cut that is repeated in a later turn counts once."""
+        """The number of cuts so far. A cut that is repeated in a later turn counts once."""
         return len(self._distances) - 1
 
     @property
@@ -74,7 +74,7 @@ class WatchedRunner:
         number = place + 1
         is_asked = (number >= self._first) & (number < len(self._text_ids))
         is_asked &= [int(n) not in self.logprobs for n in number]
-        if is_asked.any():  # tokens that are read again at other positions are not scored, either
+        if is_asked.any():  # tokens that are read again at other positions are not scored
             is_asked &= bool((self._text_ids[place] == step.token_ids).all())
         rows = np.flatnonzero(is_asked).astype(np.int32)
         number = number[rows]
@@ -117,7 +117,7 @@ class _Watched:
 
 
 def way_config(config: EngineConfig, way: Way) -> EngineConfig:
-    """The config with pages for a few windows: originals and moved ones."""
+    """Return the config with pages for a few windows: for original pages and moved ones."""
     window = config.sched.max_model_len
     assert window is not None
     sched = replace(config.sched, sink_tokens=way.sink_tokens)

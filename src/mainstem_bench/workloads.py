@@ -1,4 +1,4 @@
-"""The seeded workloads behind the figures: equal arguments give equal prompts and equal spans.
+"""The random workloads of the figures: equal arguments give equal prompts and equal spans.
 
 Prompts are token ids. Attention cases are spans over pages in random physical order, as in
 a long-running server.
@@ -16,7 +16,7 @@ from mainstem.core.step import Int32s, Spans
 def shared(
     groups: int, degree: int, prefix: int, distinct: int, seed: int = 0, vocab: int = 30000
 ) -> list[list[int]]:
-    """groups x degree prompts: each group has a common head, each prompt its own tail."""
+    """Make groups x degree prompts: each group has a common head, and each prompt its own tail."""
     rng = random.Random(seed)
     prompts = []
     for _ in range(groups):
@@ -27,7 +27,7 @@ def shared(
 
 
 def shuffled(prompts: list[list[int]], seed: int = 1) -> list[list[int]]:
-    """The same prompts in the order that was used for rivals."""
+    """Return the same prompts in the order that was used for rivals."""
     order = list(prompts)
     random.Random(seed).shuffle(order)
     return order
@@ -38,17 +38,18 @@ class OfflineJob:
     """Prompts in groups with a common head, each answered with `output` tokens."""
 
     name: str
-    model_shape: str  # of models/shapes.py
-    kv_tokens: int  # the rivals' KV memory
+    model_shape: str  # a name in models/shapes.py
+    kv_tokens: int  # as much KV memory as the rivals had
     groups: int
     degree: int
     prefix: int
     distinct: int
     output: int
-    num_requests: int | None = None  # None: all; otherwise only the first ones
+    num_requests: int | None = None  # only the first ones; None: all
 
     def group_sizes(self) -> list[int]:
-        """Prompts of each group; only the last may be smaller than the others."""
+        """The number of prompts in each group; only the last group may be smaller than the
+        others."""
         left = self.groups * self.degree
         if self.num_requests is not None:
             left = min(left, self.num_requests)
@@ -57,8 +58,8 @@ class OfflineJob:
         )
 
     def prompts(self, vocab: int, seed: int = 0) -> list[list[int]]:
-        """Group by group; a smaller job has the first prompts of a larger one. Ids are below
-        30,000, as for rivals, or below `vocab` if that is less.
+        """Return the prompts, group by group; a smaller job has the first prompts of a larger one.
+        Ids are below 30,000, as for rivals, or below `vocab` if that is less.
         """
         sizes = self.group_sizes()
         most = min(vocab, 30_000)
@@ -92,7 +93,7 @@ class Run:
 
 
 def _depths(runs: Sequence[Run]) -> list[int]:
-    """The position at which each run begins: after the earlier runs of its first token."""
+    """Return the position at which each run begins: after the earlier runs of its first token."""
     depth_of: dict[int, int] = {}
     depths = []
     for run in runs:
@@ -112,8 +113,8 @@ class AttentionCase:
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
-    window: int | None = None  # keys that a token sees, its own included
-    allowed_over_floor: float = 1.25  # the bar is this times the floor, plus 8 us
+    window: int | None = None  # number of keys that a token sees, including its own
+    allowed_over_floor: float = 1.25  # the limit is this times the floor, plus 8 us
     rival_us: float | None = None  # best of FlashInfer decode and cascade, FlashAttention-3
 
     @property
@@ -121,7 +122,8 @@ class AttentionCase:
         return 1 + max(max(run.rows) for run in self.runs)
 
     def spans(self, seed: int = 0) -> Spans:
-        """The runs as spans, with pages in random physical order; not yet clipped to windows."""
+        """Return the runs as spans, with pages in random physical order; they are not clipped to
+        windows yet."""
         pages = [-(-run.key_tokens // self.page_size) for run in self.runs]
         return Spans(
             query_starts=np.cumsum([0] + [len(run.rows) for run in self.runs]).astype(np.int32),
@@ -134,7 +136,7 @@ class AttentionCase:
         )
 
     def positions(self) -> Int32s:
-        """Positions of the tokens, each after all keys of its runs."""
+        """Return the positions of the tokens, each after all keys of its runs."""
         spans, positions = self.spans(), np.zeros(self.num_tokens, np.int32)
         for run, depth in zip(self.runs, spans.key_positions.tolist(), strict=True):
             last = depth + run.key_tokens - 1
@@ -145,8 +147,8 @@ class AttentionCase:
 
 
 def grouped(batch: int, groups: int, prefix: int, own: int) -> tuple[Run, ...]:
-    """Decoding sequences in equal groups; each group shares a prefix, and each sequence has its own
-    tokens."""
+    """Return decoding sequences in equal groups. Each group shares a prefix, and each sequence has
+    its own tokens."""
     degree = batch // groups
     heads = tuple(
         Run(tuple(range(group * degree, (group + 1) * degree)), prefix) for group in range(groups)
@@ -159,7 +161,7 @@ def own_runs(lengths: list[int]) -> tuple[Run, ...]:
 
 
 def unequal_groups(rng: random.Random, batch: int, own: int) -> tuple[Run, ...]:
-    """Groups of 1 to 40 sequences; prefixes differ in length, and each sequence has its own
+    """Return groups of 1 to 40 sequences. Prefixes differ in length, and each sequence has its own
     tokens."""
     runs, first = [], 0
     while first < batch:
@@ -211,7 +213,7 @@ def _tree_cases() -> Iterator[AttentionCase]:
 
 
 def prefill_runs(first_row: int) -> tuple[Run, ...]:
-    """Seven chunks of 512 tokens, each after 2,000 other tokens (BatchLLM Fig. 10)."""
+    """Return seven chunks of 512 tokens, each after 2,000 other tokens (BatchLLM Fig. 10)."""
     return tuple(
         Run(
             tuple(range(first_row + 512 * chunk, first_row + 512 * (chunk + 1))),
@@ -223,7 +225,7 @@ def prefill_runs(first_row: int) -> tuple[Run, ...]:
 
 
 def prefill_cases() -> tuple[AttentionCase, ...]:
-    """Prompts as the engine computes them: a new one, and chunks after long prefixes."""
+    """Return prompts as the engine computes them: a new prompt, and chunks after long prefixes."""
 
     def chunks(count: int, tokens: int, before: int) -> tuple[Run, ...]:
         return tuple(
@@ -238,7 +240,7 @@ def prefill_cases() -> tuple[AttentionCase, ...]:
 
 
 def mixed_cases() -> tuple[AttentionCase, AttentionCase, AttentionCase]:
-    """A mixed step, and its two halves as separate steps."""
+    """Return a mixed step, and its two halves as separate steps."""
     decodes = grouped(256, 16, 2000, 250)
     return (
         AttentionCase("gqa32/8 mixed 7x512 over 2000, 256 decodes", decodes + prefill_runs(256)),
@@ -248,12 +250,13 @@ def mixed_cases() -> tuple[AttentionCase, AttentionCase, AttentionCase]:
 
 
 def kernel_cases() -> list[AttentionCase]:
-    """Every decode case with a bar."""
+    """Return every decode case that has a limit."""
     return [*_decode_cases(), *_unshared_cases(), *_tree_cases()]
 
 
 def relay_case(batch: int, context: int, system: int, is_shared: bool) -> AttentionCase:
-    """A point of RelayAttention's Fig. 1 and 6: 52 heads of 128, one system prompt for the batch.
+    """Return a point of RelayAttention's Fig. 1 and 6: 52 heads of 128, one system prompt for the
+    batch.
 
     Not shared means stored once and read by every sequence (vLLM-PS in the paper).
     """

@@ -11,7 +11,7 @@ POLL_S = 0.1
 
 
 class Ahead(Generic[T]):
-    """Items of an iterable that runs in a thread, one item ahead: at most two items exist at a
+    """Runs an iterable in a thread, one item ahead of the caller: at most two items exist at a
     time.
 
     The thread is a daemon: a read that never returns (an unused pipe) does not keep the
@@ -23,7 +23,7 @@ class Ahead(Generic[T]):
         self._may_make = Semaphore(1)
         self._is_closed = False
         self.is_ended = False
-        self.fault: BaseException | None = None  # why it ended before the last item
+        self.fault: BaseException | None = None  # the error that ended the iterable early
         self._thread = Thread(target=self._make, args=(iter(items),), daemon=True)
         self._thread.start()
 

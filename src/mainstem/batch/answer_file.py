@@ -1,4 +1,4 @@
-"""The output of a batch job: a line per row, appended as soon as it is known; a kill loses nothing.
+"""The output of a batch job: one line per row, appended when the row is done. A kill loses nothing.
 
 Only the file itself says which rows are done:
 
@@ -7,10 +7,10 @@ Only the file itself says which rows are done:
     {"custom_id": "c", "respo                                  cut off by a kill: removed on resume
 
 A line also has hashes of its row and model (marks.py), so that a later run recognizes stale
-answers. `forget` removes these: it writes a copy, which replaces the file when it is complete.
+answers. `forget` removes stale answers: it writes a copy, and replaces the file with it at the end.
 
-A line is given to the operating system in one piece as soon as it is known, so a kill of this
-process cannot lose it. It is written to the disk (fsync) every few seconds and at the end: after a
+A line goes to the operating system in one write as soon as it is known, so a kill of this process
+cannot lose it. The file is synced to the disk (fsync) every few seconds and at the end: after a
 power failure, the answers of the last seconds are lost and made again.
 """
 
@@ -63,7 +63,7 @@ class AnswerFile:
         self.num_appended = 0
         self._pack: Pack | None = new_pack(name)
         self._is_started = False
-        self._is_copied = False  # to a new file, which has only whole lines
+        self._is_copied = False  # _copy made a new file, which has only whole lines
         self._is_ours = name != STANDARD and not os.path.lexists(name)  # this process creates it
         self._end = 0  # of the last whole line in the file
         self._synced_s = monotonic()
@@ -153,7 +153,7 @@ class AnswerFile:
                 raise self._fault(error) from None
 
     def finish(self) -> None:
-        """End the file properly and sync it; nothing to do after a fault."""
+        """End the file properly and sync it. After a fault, do nothing."""
         if not self._is_started:
             return
         self._is_started = False
@@ -239,7 +239,7 @@ def _lock(raw: io.FileIO) -> None:
 
 
 def _in_chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in larger pieces."""
+    """Join the pieces to larger ones, and yield them."""
     held = bytearray()
     for line in lines:
         held += line
@@ -276,4 +276,4 @@ def _whole_lines(stream: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
                 return
             yield number, line
     except EOFError:
-        return  # a kill cut off the compressed file, and its last line
+        return  # a kill cut off the compressed file within its last line

@@ -24,8 +24,8 @@ class JobBar:
     """Shows what the job does (reading, planning, running) and its progress.
 
     While rows run: prompt tokens done and time left, rows done, requests/s, tokens/s and saving so
-    far. `preparing` says what the reading thread does. Totals are unknown at first, then estimated
-    from the bytes of the input, and exact once everything was read.
+    far. `preparing` returns what the reading thread does. Totals are unknown at first, then
+    estimated from the bytes of the input, and exact once everything is read.
     """
 
     def __init__(self, summary: Summary, preparing: Callable[[], str], is_shown: bool) -> None:
@@ -115,7 +115,7 @@ class JobBar:
 
 
 def read_so_far(num_rows: int, progress: float | None) -> str:
-    """The progress of reading an input, as text."""
+    """Return the progress of reading an input, as text."""
     share = "" if progress is None else f", {progress:.0%}"
     return f" {num_rows:,} rows{share}"
 

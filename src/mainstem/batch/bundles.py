@@ -31,7 +31,7 @@ class Task:
     copies: list[Row]
     line: Line  # as it was read
     template: int
-    num_losses: int = 0  # workers that failed while they had it
+    num_losses: int = 0  # number of workers that failed while they had this row
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Bundle:
 
 
 class Bundles:
-    """Which worker answers what next (work stealing). Used by one thread."""
+    """Decides which worker answers which rows next (work stealing). Used by one thread."""
 
     def __init__(self, num_workers: int) -> None:
         self._shares: list[deque[Bundle]] = [deque() for _ in range(num_workers)]
@@ -64,7 +64,7 @@ class Bundles:
             self._returned.append(Bundle(tasks, 0.0))
 
     def take(self, worker: int) -> Bundle | None:
-        """Rows of a lost worker, or the next bundle of the worker's own share."""
+        """Return rows of a lost worker, or else the next bundle of the worker's own share."""
         if self._returned:
             return self._returned.popleft()
         if not self._shares[worker]:
@@ -90,7 +90,7 @@ def cut_window(
     num_workers: int,
     estimate: LengthEstimate,
 ) -> list[tuple[int, Bundle]]:
-    """The bundles of a window, each with its worker; their lines are removed from `lines`."""
+    """Return the bundles of a window, each with its worker. Removes their lines from `lines`."""
     rows, found = planned.window.rows, []
     parts = [_in_input_order(planned)] if planned.parts is None else planned.parts
     for part in parts:

@@ -1,5 +1,4 @@
-"""What an earlier run has written to an output, kept in little memory, and which entries are
-stale."""
+"""Remembers, in little memory, what an earlier run wrote to an output, and finds stale entries."""
 
 import json
 from collections import Counter
@@ -17,7 +16,7 @@ ENGINE_FAILED = "engine_failed"
 FORM_LIMIT = "form_limit_reached"
 MISSING_PACKAGE = "missing_package"
 APP_NOT_FOUND = "app_not_found"
-# errors of this machine or this call, not of the row: tried again
+# errors caused by this machine or this call, not by the row: the row is tried again
 MACHINE_FAULTS = frozenset([ENGINE_FAILED, MISSING_PACKAGE, APP_NOT_FOUND])
 OLD_MISSING_PACKAGE = "needs the package"  # the message in older outputs, which have no code for it
 
@@ -75,7 +74,7 @@ class Done:
     failed_lines: IdSet = field(default_factory=IdSet)  # line numbers as text
     num_answered: int = 0
     num_failed: int = 0
-    num_machine_faults: int = 0  # of the failed ones
+    num_machine_faults: int = 0  # failed lines whose error this machine caused
     num_bytes: int = 0  # of whole lines, unpacked
     models: Counter[str] = field(default_factory=Counter)  # lines by the model of their mark
     _marks: IdSet = field(default_factory=IdSet)  # hashes of entry, row and model
@@ -144,7 +143,7 @@ def find_stale(lines: Iterable[Line], marker: Marker, done: Done) -> Stale:
             custom_id = custom_id_of(row, line.number)
             is_new = seen.add(custom_id)
         except WireError:
-            pass  # it may have an entry by its line number
+            pass  # the line may have an entry under its number
         if str(line.number) in done.failed_lines:
             state = done.error_state(line.number, digest, marker.model)
             stale.note(_error_name(line.number), state)

@@ -27,7 +27,7 @@ from mainstem.batch.windows import Failure
 from mainstem.wire.errors import WireError
 
 POLL_S = 0.02
-MOST_LOSSES = 5  # workers that may fail on a row before it becomes an error row
+MOST_LOSSES = 5  # after this many workers failed on a row, it becomes an error row
 
 Json = Mapping[str, object]
 
@@ -44,8 +44,8 @@ class Desk:
         self._worker = worker
 
     def take(self, is_idle: bool) -> Sequence[Task]:
-        """The next rows of the worker's share; an idle worker steals from others. Empty: there are
-        none now."""
+        """Return the next rows of the worker's share; an idle worker steals from others. The list
+        is empty if there are none now."""
         return self._driver.take(self._worker, is_idle)
 
     def check_model(self, name: str) -> None:
@@ -178,7 +178,7 @@ class Driver:
         last = max((row.line for row in window.rows), default=0)
         for number in list(self._lines):  # a copy, since the reading thread adds to it
             if number <= last:
-                del self._lines[number]  # its row failed, or was done by an earlier run
+                del self._lines[number]  # the line's row failed, or an earlier run did it
 
     # --- what workers do ------------------------------------------------------------------------
 

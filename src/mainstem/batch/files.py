@@ -1,4 +1,5 @@
-"""JSON lines as bytes: plain, .gz and .zst by their name, standard input and output as -.
+"""Reads and writes JSON lines as bytes: plain, .gz or .zst by the file's name; - is standard input
+or output.
 
 Compressed output is one stream that is flushed after every line, so after a kill it can be read up
 to the last whole line.
@@ -44,7 +45,8 @@ class Pack(Protocol):
     """A compressor of one frame."""
 
     def line(self, data: bytes) -> bytes:
-        """Compress a line; with the returned bytes, everything so far can be read."""
+        """Compress a line. The returned bytes are flushed: a reader can decompress all lines so
+        far."""
         ...
 
     def end(self) -> bytes:
@@ -71,7 +73,7 @@ class InputFile:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        new_unpack = unpacker(name)  # a missing package is reported before anything is opened
+        new_unpack = unpacker(name)  # reports a missing package before the file is opened
         try:
             if name == STANDARD:
                 self._raw = io.FileIO(0, "rb", closefd=False)

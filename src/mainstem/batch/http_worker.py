@@ -94,7 +94,7 @@ class HttpWorker:
         self._num_rows = num_rows
         self._fill = fill
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
-        self._room = float(num_rows)  # fewer after the server has refused some
+        self._room = float(num_rows)  # rows in progress; fewer after the server refused some
         self._waiting: deque[Task] = deque()
         self._running: dict[asyncio.Task[_Reply], Task] = {}
         self._not_before_s = 0.0  # when to send again
@@ -127,7 +127,7 @@ class HttpWorker:
         return list(running.values())
 
     def _leave(self) -> list[Task]:
-        """Drop the rows that were not sent; returns them."""
+        """Forget the rows that were not sent, and return them."""
         waiting = list(self._waiting)
         self._waiting.clear()
         return waiting
@@ -199,7 +199,7 @@ class HttpWorker:
             await asyncio.sleep(RETRY_S)
 
     async def _ask_model(self, desk: Desk) -> None:
-        """Check that it serves the same model as the others."""
+        """Check that the server has the same model as the other workers."""
         reply = await self._request("GET", "/v1/models", None)
         if reply.status != OK:
             raise WorkerLost(f"HTTP {reply.status}: {_error(reply).message}")

@@ -1,4 +1,4 @@
-"""The loop of a batch job: submits rows in planned order, and appends each answer as soon as it is
+"""The loop of a batch job. It submits rows in planned order, and appends each answer when it is
 known."""
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +41,7 @@ class JobConfig:
 
     model_name: str  # the model's name in answers
     seed: int = 0  # seeds of rows without one are derived from it
-    marker: Marker | None = None  # of the lines written
+    marker: Marker | None = None  # makes the marks of output lines
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""The order in which a window's rows are run, and which rows can copy another row's answer.
+"""Decides the order in which a window's rows run, and which rows can copy another row's answer.
 
-Rows that must get the same answer are found first; the others are planned, by priority. That is
-done ahead, in the reading thread. The engine's thread then takes stretches of a plan, so that the
+The reading thread works ahead: it first finds rows that must get the same answer, then plans the
+others by priority. The engine's thread takes one stretch of the plan at a time, so that the
 remaining rows can be reordered by the output lengths seen so far:
 
     plan      | group | group | group |   group   | group | ...
@@ -30,7 +30,7 @@ from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
 STRETCH_ROWS = 4096  # rows of a stretch, at least, rounded up to whole groups
-TEMPLATE_TOKENS = 64  # of a shared prefix, which identify a kind of prompt
+TEMPLATE_TOKENS = 64  # the first tokens of a shared prefix identify a kind of prompt
 MAX_TEMPLATES = 1 << 16
 FEW_ANSWERS = 16  # with fewer answers, output lengths are not estimated
 UNLIMITED_TOKENS = 512  # assumed for a row without max_tokens, until answers were seen
@@ -40,7 +40,7 @@ UNLIMITED_TOKENS = 512  # assumed for a row without max_tokens, until answers we
 
 
 def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
-    """Each row to run -> later rows with the same prompt and the same greedy settings."""
+    """Map each row to run to the later rows with the same prompt and the same greedy settings."""
     leaders: dict[bytes, int] = {}
     groups: dict[int, list[int]] = {}
     settings: dict[int, bytes] = {}  # rows with equal settings share the object
@@ -131,7 +131,7 @@ class Stretch:
 
     row_indices: Int64s
     templates: Int64s
-    shared_with_next: Int32s | None  # leading tokens; None: not planned
+    shared_with_next: Int32s | None  # number of leading tokens; None: not planned
     new_tokens: Int64s  # prompt tokens expected to be computed, because no cached page has them
 
 
@@ -148,8 +148,8 @@ class PlannedRows:
     reorders: bool = True  # by the lengths of answers
 
     def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
-        """Stretches in the plan's order. What remains is reordered whenever the number of known
-        answers has doubled."""
+        """Yield stretches in the plan's order. The remaining rows are reordered whenever the number
+        of known answers has doubled."""
         plan, shared = self.plan, self._shared(self.plan)
         num_learned, num_started = FEW_ANSWERS, 0
         while num_started < plan.num_groups:
@@ -183,7 +183,7 @@ class PlannedWindow:
     plan_s: float
 
     def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
-        """Each row to run exactly once."""
+        """Yield stretches that hold each row to run exactly once."""
         if self.parts is None:
             yield from _in_input_order(list(self.copies), self.window.prompts)
             return
@@ -265,7 +265,7 @@ def _subset(prompts: Prompts, indices: Int64s) -> Prompts:
 
 
 def _stretch_end(plan: Plan, shared: Int32s, begin_group: int) -> int:
-    """Where a stretch that begins at a group ends: where neighbouring groups share least."""
+    """Return where a stretch ends: between the two neighbouring groups that share least."""
     begin = int(plan.group_starts[begin_group])
     if len(plan.members) - begin <= 2 * STRETCH_ROWS:
         return plan.num_groups

@@ -44,8 +44,8 @@ class Row:
     line: int
     custom_id: str
     call: Call
-    digest: str = ""  # of what it asks for; empty if it is not needed
-    choices: tuple[Choice, ...] = ()  # of the call, as tokens
+    digest: str = ""  # hash of what the row asks for; empty if it is not needed
+    choices: tuple[Choice, ...] = ()  # the call's choices, as tokens
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def parse_json(line: Line) -> dict[str, object]:
 
 
 def _explained_json(data: bytes) -> object:
-    """Read again what the fast parser refused, with a parser whose errors name the place. This one
-    accepts NaN and lone surrogates; the check of their field refuses them later."""
+    """Parse again, with Python's parser, a line that the fast parser refused: its errors name the
+    place. It accepts NaN and lone surrogates; the check of each field refuses them later."""
     try:
         return json.loads(data)
     except UnicodeDecodeError as error:
@@ -116,7 +116,7 @@ def parse_row(
 
 
 def _body(row: Json) -> tuple[Json, str]:
-    """The object with the prompt, without OpenAI's envelope, and the URL it is for."""
+    """Return the object with the prompt, without OpenAI's envelope, and the URL it is meant for."""
     if "body" in row or "url" in row:
         envelope = read_fields(row, RowEnvelope)
         return envelope.body, envelope.url

@@ -10,7 +10,7 @@ from mainstem.core.events import StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 
-OTHER_MODELS = 100  # most names that are counted separately
+OTHER_MODELS = 100  # at most this many names are counted separately
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Summary:
         self.note_models(row.call.model for row in window.rows)
 
     def note_models(self, names: Iterable[str | None]) -> None:
-        """Count the models that rows name, if they are not the one that answers."""
+        """Count the models that rows name, except the one that answers."""
         counted = self.other_models
         for name in names:
             if name not in (None, self.model):

@@ -17,19 +17,19 @@ class Supply:
     """
 
     def __init__(self, step_tokens: int) -> None:
-        """`step_tokens` is the most tokens of a step."""
+        """`step_tokens` is the maximum number of tokens in a step."""
         self._step_tokens = step_tokens
         self._waiting: deque[int] = deque()  # tokens to compute of the sequences submitted last
         self._waiting_tokens = 0
         self._num_steps = 0
 
     def begin_step(self) -> None:
-        """The next step is about to be filled; `has_room` refers to it."""
+        """Call this before a step is filled; `has_room` then answers for that step."""
         self._num_steps += 1
 
     def has_room(self, num_waiting: int) -> bool:
         """Whether to submit another request while `num_waiting` sequences wait."""
-        while len(self._waiting) > num_waiting:  # those submitted first have started
+        while len(self._waiting) > num_waiting:  # the sequences submitted first have started
             self._waiting_tokens -= self._waiting.popleft()
         if self._num_steps <= 1:
             return self._waiting_tokens < self._step_tokens

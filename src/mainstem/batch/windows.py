@@ -1,4 +1,4 @@
-"""Lines -> windows: tokenised rows that are planned together.
+"""Makes windows from lines: a window holds tokenised rows that are planned together.
 
     InputFile -> JSON -> duplicates and rows that are done -> parse_row -> tokenizer -> Window
 
@@ -53,7 +53,7 @@ class Window:
     failures: list[Failure]
     num_skipped: int  # done by an earlier run
     num_rows_read: int  # since the beginning, including failed and skipped ones
-    progress: float | None  # of the input's bytes; None if its size is not known
+    progress: float | None  # share of the input's bytes read; None if its size is not known
     states: Counter[State] = field(default_factory=Counter)  # states of the skipped rows
 
 
@@ -90,10 +90,11 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Turns rows into calls and token ids; used by jobs, by batches of a server and by plans. The
-    tokenizer is loaded when the first row needs it. `find_app` returns the app of a row; it raises
-    WireError for an unknown one. `marker` is for outputs that can be resumed. `find_salt` returns a
-    row's salt: only requests with the same salt find its encoded texts (text/part_cache.py).
+    """Turns rows into calls and token ids, for jobs, for batches of a server and for plans. The
+    tokenizer is loaded when the first row needs it. `find_app` returns the app of a row, or raises
+    WireError if the app is unknown. `marker` is for outputs that can be resumed. `find_salt`
+    returns a row's salt: only requests with the same salt find its encoded texts
+    (text/part_cache.py).
     """
 
     parser: CallParser
@@ -138,7 +139,7 @@ class WindowReader:
                     yield self._window(draft)
                     draft = _Draft()
         except FileFault as error:
-            fault = error  # raised after the rows before it were returned
+            fault = error  # raised after the rows that precede it were returned
         self._tokenize(waiting, draft)
         if draft.num_seen:
             yield self._window(draft)

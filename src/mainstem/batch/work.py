@@ -1,4 +1,4 @@
-"""How much of a job is done, in prompt tokens, counting partly finished rows.
+"""Measures how much of a job is done, in prompt tokens. Partly finished rows count.
 
 Rows differ in length by orders of magnitude, and hundreds run at once. If only finished rows were
 counted, a job would show no progress until the first rows end, and the first estimate would be
@@ -68,7 +68,7 @@ class Work:
 
     @property
     def total_rows(self) -> int | None:
-        """The same for rows."""
+        """Rows of the whole input, estimated in the same way."""
         return round(self.rows_read / self.progress) if self.progress else None
 
     @property

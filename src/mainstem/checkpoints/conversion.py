@@ -31,7 +31,7 @@ class Files(Protocol):
 
 
 class _Tensor(Protocol):
-    """What is used of a tensor in the GGUF reader."""
+    """The attributes of the GGUF reader's tensors that are used here."""
 
     name: str
     shape: Sequence[int]  # the fastest axis first
@@ -40,7 +40,7 @@ class _Tensor(Protocol):
 
 
 class _Reader(Protocol):
-    """What is used of the GGUF reader."""
+    """The attributes of the GGUF reader that are used here."""
 
     fields: Mapping[str, Field]
     tensors: Sequence[_Tensor]

@@ -50,7 +50,7 @@ class EmbeddedModel:
 
     @property
     def parts(self) -> list["EmbeddedModel"]:
-        """One for each package."""
+        """One part for each package."""
         others = (replace(self, package=name, member=member) for name, member in self.further)
         return [self, *others]
 
@@ -142,7 +142,8 @@ def find_damage(folder: Path, model: EmbeddedModel, check: Check = Check.SIZES) 
 
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold a lock that the system releases when its holder dies; reports a wait as progress."""
+    """Hold a lock, which the system releases if this process dies. A wait is reported as
+    progress."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,7 +173,7 @@ def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress)
         convert(gguf.GGUFReader(gguf_path), gguf.dequantize, staged, progress)
         staged.seal(model)
         progress("publish", 0.0)
-        if target.exists():  # a damaged folder; if killed between the two renames, it is missing
+        if target.exists():  # a damaged folder; a kill between the two renames leaves no folder
             target.rename(work / "damaged")
         (work / "folder").rename(target)
         _sync_folder(target.parent)
@@ -182,7 +183,7 @@ def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress)
 
 
 def _import_gguf(model: EmbeddedModel) -> ModuleType:
-    """The GGUF reader: needed once, so it is an extra and not a dependency."""
+    """The GGUF reader: it is needed only once, so it is an extra, not a dependency."""
     try:
         return importlib.import_module("gguf")
     except ImportError as error:

@@ -11,7 +11,7 @@ from mainstem.core.errors import ModelNotFound
 
 Floats = NDArray[np.float32]
 
-# of a layer, without ".weight" and ".bias"
+# names of a layer's tensors, without ".weight" and ".bias"
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -40,7 +40,7 @@ class Architecture:
     layer_names: dict[str, str]
     # fields of config.json in addition to those that all architectures have
     config: Callable[[Fields], dict[str, object]]
-    # converts a tensor to transformers' form; the name is that in transformers
+    # converts a tensor to transformers' form; `name` is the tensor's name in transformers
     restore: Callable[[Fields, str, Floats], Floats]
 
 
@@ -106,8 +106,8 @@ def _qwen2_config(fields: Fields) -> dict[str, object]:
 
 
 def _gemma3_config(fields: Fields) -> dict[str, object]:
-    """Adds numbers that GGUF files leave out, because llama.cpp knows them: which layers see all
-    tokens, and the other rope."""
+    """Adds values that GGUF files leave out because llama.cpp has them built in: which layers
+    attend to all tokens, and the rope of the other layers."""
     head_dim, count = (
         fields.whole("gemma3.attention.key_length"),
         fields.whole("gemma3.block_count"),
@@ -128,7 +128,8 @@ def _gemma3_config(fields: Fields) -> dict[str, object]:
 
 
 def _restore_llama(fields: Fields, name: str, values: Floats) -> Floats:
-    """Rows of q and k from llama.cpp's order (rotary pairs) back to Hugging Face's (halves)."""
+    """Change the rows of q and k from llama.cpp's order (rotary pairs) to Hugging Face's
+    (halves)."""
     for part, count in (("q_proj", "head_count"), ("k_proj", "head_count_kv")):
         if name.endswith(f"{part}.weight"):
             heads = fields.whole(f"llama.attention.{count}")
@@ -139,12 +140,12 @@ def _restore_llama(fields: Fields, name: str, values: Floats) -> Floats:
 
 
 def _restore_qwen2(fields: Fields, name: str, values: Floats) -> Floats:
-    """Rows are as in Hugging Face's files."""
+    """Change nothing: the rows are in the same order as in Hugging Face's files."""
     return values
 
 
 def _restore_gemma3(fields: Fields, name: str, values: Floats) -> Floats:
-    """Subtract the 1 that llama.cpp has added to the gains; transformers adds it when it runs."""
+    """Subtract the 1 that llama.cpp has added to the gains, since transformers adds it itself."""
     return values - 1 if name.endswith("norm.weight") else values
 
 

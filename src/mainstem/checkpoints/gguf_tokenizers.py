@@ -72,7 +72,8 @@ def _byte_level(fields: Fields, tokens: list[str]) -> Tokenizer:
 
 
 def _sentence_pieces(fields: Fields, tokens: list[str]) -> Tokenizer:
-    """SentencePiece's BPE without a space before the text; it has scores instead of merges."""
+    """Return SentencePiece's BPE, which has scores instead of merges. No space is put before the
+    text."""
     if fields.text("tokenizer.ggml.add_space_prefix") != "False":
         raise ModelNotFound("the GGUF's tokenizer adds a space before texts: not supported yet")
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -102,7 +103,7 @@ def _sentence_pieces(fields: Fields, tokens: list[str]) -> Tokenizer:
 
 
 def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, those with the best score first."""
+    """Return all pairs of tokens that form a token; the pair with the best score comes first."""
     found = [
         (-scores[index], index, token[:cut], token[cut:])
         for token, index in vocab.items()

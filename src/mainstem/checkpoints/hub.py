@@ -102,7 +102,8 @@ def config_folder(name: str) -> Iterator[Path]:
 
 
 def list_models() -> list[ModelRecord]:
-    """The embedded default, fetched or not, then what the hub's cache holds, by name."""
+    """List the embedded default, fetched or not, and then the models in the hub's cache, by
+    name."""
     return [_embedded_record(SMOLLM2, cache_dir() / "models"), *_hub_records()]
 
 

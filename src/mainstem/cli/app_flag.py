@@ -28,7 +28,7 @@ def apps_by_name(flags: Sequence[str]) -> Callable[[Call], App | None]:
 
     def find(call: Call) -> App | None:
         _, colon, name = (call.model or "").rpartition(":")
-        # the name after a colon may be part of a model's name ("llama3:8b"), so it need not be an
+        # the part after a colon may belong to a model's name ("llama3:8b"), so it need not name an
         # app
         by_model = apps.get(name) if colon else None
         if call.app is None:

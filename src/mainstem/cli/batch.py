@@ -162,7 +162,7 @@ def main(
     if args.no_plan and (args.no_reorder or args.levels != PlanConfig().levels):
         raise ConfigError("--no-reorder and --levels would have no effect with --no-plan")
     defaults = _defaults(args)
-    CallParser(defaults)  # raises if they are not valid
+    CallParser(defaults)  # raises InvalidRequest if the defaults are not valid
     find_app = apps_by_name(args.app)
     plan_config = PlanConfig(levels=args.levels, reorders=not args.no_reorder)
     planner = WindowPlanner(None if args.no_plan else plan_config, not args.no_dedupe)
@@ -247,7 +247,8 @@ def _run(
 
 
 def _joined(argv: list[str]) -> list[str]:
-    """`--resume changed` is `--resume=changed`; any other word after --resume is not its value."""
+    """Join `--resume changed` to `--resume=changed`; any other word after --resume is not its
+    value."""
     found: list[str] = []
     words = iter(argv)
     for word in words:
@@ -261,9 +262,8 @@ def _joined(argv: list[str]) -> list[str]:
 
 
 def _forget_stale(args: argparse.Namespace, out: AnswerFile, marker: Marker) -> int:
-    """Remove lines of an output whose rows must be answered again; returns their number. These are
-    errors caused by this machine and, with =changed, also changed rows and answers of another
-    model.
+    """Remove the output lines whose rows must be answered again, and return their number: errors
+    that this machine caused and, with =changed, also changed rows and answers of another model.
     """
     stale = Stale()
     if args.resume == REDO_CHANGED:

@@ -1,4 +1,4 @@
-"""The flags of `mainstem batch` that spread a job over many engines, and what they mean."""
+"""The flags of `mainstem batch` that spread a job over many engines."""
 
 import argparse
 import resource
@@ -84,7 +84,7 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def join_ray_address(argv: list[str]) -> list[str]:
-    """`--ray` takes the next word only if it is an address, not the input's name."""
+    """Join `--ray` and the next word if that word is an address and not the input's name."""
     found: list[str] = []
     for place, word in enumerate(argv):
         if place and argv[place - 1] == "--ray" and _is_address(word):

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def common_tokens(tokenizer: Tokenizer, start: list[dict[str, str]]) -> int:
-    """How many leading tokens all conversations with this system prompt share."""
+    """Return how many leading tokens all conversations with this system prompt share."""
     a, b = (tokenizer.encode_chat([*start, {"role": "user", "content": said}]) for said in "ab")
     differ = (number for number, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))  # a template may leave out the messages

@@ -149,7 +149,7 @@ def write_answers(path: Path, questions: list[Question], done: Run) -> None:
 
 
 def report(questions: list[Question], runs: list[Run]) -> str:
-    """Three answers and the table that shows what sharing saved."""
+    """Return three answers, and a table that shows what sharing saved."""
     shared, alone = runs
     rows = []
     for done in runs:

@@ -1,4 +1,4 @@
-"""Command-line flags that several commands share, and what they mean for the config."""
+"""Command-line flags that several commands share, and the config that they give."""
 
 import argparse
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ DRAW_FLAGS: dict[str, tuple[type, str, str]] = {  # field of SamplingParams -> t
     "min_p": (float, "P", "drop tokens less likely than P times the likeliest"),
     "repetition_penalty": (float, "X", "above 1: make tokens that have occurred less likely"),
     "presence_penalty": (float, "X", "lower logits of tokens that are in the answer"),
-    "frequency_penalty": (float, "X", "lower them once for each occurrence in the answer"),
+    "frequency_penalty": (float, "X", "lower a token's logit for each time it is in the answer"),
 }
 GREEDY = dict.fromkeys(DRAW_FLAGS, 0.0) | {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 
@@ -54,7 +54,8 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The config file, if any, with the flags that were given on top."""
+    """Return the config file's settings, if there is one, overridden by the flags that were
+    given."""
     config = load_config(args.config) if args.config else EngineConfig()
     return with_arguments(config, given_settings(args), "flags")
 
@@ -96,7 +97,7 @@ def add_draw_flags(group: argparse._ArgumentGroup, defaults: Mapping[str, float]
 
 
 def add_generation_flag(group: argparse._ActionsContainer) -> None:
-    """For commands whose requests may leave out sampling fields."""
+    """Add --generation-config, for commands whose requests may leave out sampling fields."""
     group.add_argument(
         "--generation-config",
         choices=["auto", "none"],
@@ -107,7 +108,7 @@ def add_generation_flag(group: argparse._ActionsContainer) -> None:
 
 
 def add_parser_flags(parser: argparse.ArgumentParser) -> None:
-    """For commands whose answers separate reasoning and tool calls from the text."""
+    """Add flags for commands whose answers separate reasoning and tool calls from the text."""
     parser.add_argument(
         "--tool-call-parser",
         "--tool-parser",

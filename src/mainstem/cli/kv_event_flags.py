@@ -11,7 +11,7 @@ PLACE = re.compile(r"tcp://(\*|[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})|ipc://.+", r
 
 
 def endpoint(text: str) -> str:
-    """An address as ZeroMQ writes it."""
+    """Check an address in ZeroMQ's form, and return it."""
     found = PLACE.fullmatch(text)
     if found is None or int(found[2] or 0) >= 1 << 16:
         raise argparse.ArgumentTypeError(f"must be like tcp://127.0.0.1:5557, got {text}")
@@ -48,7 +48,7 @@ def add_kv_event_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def kv_events_config(args: argparse.Namespace) -> KvEventsConfig | None:
-    """None: no events are wanted. Raises ConfigError."""
+    """Return the config of KV events, or None if no flag asks for them. Raises ConfigError."""
     config = KvEventsConfig(
         args.kv_events, args.kv_events_connect, args.kv_events_replay, args.kv_events_topic
     )

@@ -14,7 +14,8 @@ from mainstem.core.spelling import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Where a command's `main(argv) -> exit status` is; imported when it is called."""
+    """The module with a command's `main(argv) -> exit status`. It is imported when the command
+    runs."""
 
     module: str
     summary: str
@@ -38,7 +39,7 @@ COMMANDS = {
     "doctor": Command("mainstem.cli.doctor", "what this machine has and what will be used"),
 }
 
-# package that may be missing -> the extra that brings it
+# package that may be missing -> the extra that installs it
 EXTRAS = {"starlette": "server", "uvicorn": "server", "matplotlib": "plot", "gguf": "smollm2"}
 
 
@@ -59,7 +60,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point: exit status 0 done, 1 the work failed, 2 the call was wrong."""
+    """Entry point. Exit status: 0 done, 1 the work failed, 2 the call was wrong."""
     argv = sys.argv[1:] if argv is None else argv
     sys.setswitchinterval(SWITCH_S)
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack characters that a model writes
@@ -79,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(name: str, command: Command, argv: list[str]) -> int:
-    """The command's exit status; expected errors and system errors are printed as one line."""
+    """Return the command's exit status. Expected errors and system errors are printed as one
+    line."""
     try:
         call: Callable[[list[str]], int] = import_module(command.module).main
         return call(argv)

@@ -1,4 +1,4 @@
-"""`mainstem plan`: what a batch of prompts shares, what planning saves, and the best order.
+"""`mainstem plan`: shows what a batch of prompts shares, what planning saves, and the best order.
 
 Reads what `mainstem batch` reads, with the same rules; a line that could not be answered is
 reported and left out of the plan. Works for other engines too: --emit-order writes the same lines
@@ -116,12 +116,12 @@ def read_prompts(source: RowSource, rows: RowReader) -> ReadPrompts:
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """Tokens of one group, as the pictures show them."""
+    """Tokens of one group, for the picture."""
 
     num_members: int
     prefix: int
     computed: int  # tokens that members share, counted once
-    saved: int  # shared tokens, counted once for each time they need not be computed again
+    saved: int  # shared tokens, counted once for each member that need not compute them
     own: int
 
 
@@ -192,7 +192,7 @@ def _report(read: ReadPrompts, plan: Plan, savings: Savings, plan_s: float, lru:
 
 
 def _cut_report(cut: Cut, cut_s: float) -> str:
-    """The shares of workers, their balance, and what the cut costs."""
+    """Describe the shares of workers, their balance, and the saving that the cut loses."""
     saving, lost = 100 * cut.saving, 100 * cut.lost_saving
     rows = np.bincount(cut.workers, cut.ends - cut.begins, cut.num_workers).astype(int)
     bundles = np.bincount(cut.workers, minlength=cut.num_workers)
@@ -233,7 +233,7 @@ def _cut_json(cut: Cut, cut_s: float) -> dict[str, object]:
 
 
 def _save_plot(path: Path, plan: Plan, read: ReadPrompts, savings: Savings) -> None:
-    """Saving ratios and the biggest groups as a picture."""
+    """Draw saving ratios and the biggest groups."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
     except ImportError:
@@ -261,7 +261,8 @@ def _save_plot(path: Path, plan: Plan, read: ReadPrompts, savings: Savings) -> N
 
 
 def _write_lines(name: str, lines: Iterable[bytes]) -> None:
-    """Write lines to a file, which appears when it is complete, or to standard output for -."""
+    """Write lines to a file, which appears only when it is complete; - writes to standard
+    output."""
     if name == "-":
         sys.stdout.flush()
         sys.stdout.buffer.writelines(lines)
@@ -404,7 +405,7 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
 
 
 def _report_failures(failures: Sequence[Failure]) -> None:
-    """Lines that `mainstem batch` would answer with an error row."""
+    """Print the lines that `mainstem batch` would answer with an error row."""
     for failure in failures[:FAILURES_SHOWN]:
         reason = failure.error.message
         print(f"mainstem plan: line {failure.line} cannot be answered: {reason}", file=sys.stderr)

@@ -53,8 +53,8 @@ log = logging.getLogger("mainstem.server")
 
 
 def origin(text: str) -> str:
-    """A site as browsers write it: scheme and host in lower case, without a default port. Another
-    spelling would never match."""
+    """Return a site as browsers write it: scheme and host in lower case, without a default port. A
+    different spelling would never match."""
     site = re.fullmatch(r"(https?)://([\w.-]+|\[[\da-f:.]+\])(:\d+)?", text.lower(), re.ASCII)
     if text != "*" and site is None:
         raise argparse.ArgumentTypeError(f"must be like https://example.com, or *, got {text}")
@@ -62,7 +62,7 @@ def origin(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """A name as browsers send it in `Host`, without the port."""
+    """Return a host name as browsers send it in `Host`, without the port."""
     name = text.lower().rstrip(".")
     if text != "*" and not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", name, re.ASCII):
         raise argparse.ArgumentTypeError(f"must be a name without a port, or *, got {text}")
@@ -298,7 +298,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
-    """The folder for data that outlives the process, created if necessary; None: there is none."""
+    """Return the folder for data that outlives the process, or None. Creates it if necessary."""
     folder = given if given is not None or disk_dir is None else Path(disk_dir)
     if folder is None:
         return None

@@ -1,4 +1,5 @@
-"""`mainstem simulate TRACE`: what a tiered KV store would save on this workload, and what it costs.
+"""`mainstem simulate TRACE`: shows what a tiered KV store would save on this workload, and its
+cost.
 
 Replays a trace through the policy that the engine's store uses. With several policies or sizes
 (comma lists), each combination is one line of the output and one bar of the plot.

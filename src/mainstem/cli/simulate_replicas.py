@@ -1,8 +1,8 @@
-"""`mainstem simulate TRACE --replicas N`: many replicas behind a router, on this workload.
+"""`mainstem simulate TRACE --replicas N`: simulates many replicas behind a router on this workload.
 
-The router is the same as in serving. Times of the trace are scaled so that the devices, if they had
-one common memory, would be busy for --busy of the time. With comma lists, each combination is one
-line of the output.
+The router is the same as in serving. The trace's times are scaled: if the devices had one common
+memory, they would be busy for the share --busy of the time. With comma lists, each combination is
+one line of the output.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _configs(args: argparse.Namespace, kv_bytes: float) -> Iterator[FleetConfig]:
-    """One for every number of replicas and every memory; raises ConfigError."""
+    """Return one config for every number of replicas and every memory size; raises ConfigError."""
     rates = ServiceRates(args.prefill_tokens_per_s, args.decode_tokens_per_s)
     for num_replicas in args.replicas:
         for device_tokens in args.device_tokens:
@@ -143,7 +143,7 @@ def _reports(
     trace: PagedTrace, configs: Sequence[FleetConfig], args: argparse.Namespace
 ) -> Iterator[FleetReport]:
     """Reports for each config, with every router and every shared tier."""
-    work = 1.0  # pace times replicas, which is about the same for all numbers of replicas
+    work = 1.0  # pace * replicas, which is about the same for any number of replicas
     for config in configs:
         reference = find_reference(trace, config, work / config.num_replicas)
         work = reference.pace * config.num_replicas

@@ -20,7 +20,7 @@ class StopSignals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """A context in which signals only ask to stop."""
+        """In this context, a signal only asks the command to stop."""
         before = {number: signal.getsignal(number) for number in self._numbers}
         for number in self._numbers:
             signal.signal(number, self._receive)

@@ -26,7 +26,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--model",
         metavar="NAME",
-        help="model whose config.json gives it: a folder, a hub id or smollm2; needs no weights",
+        help="compute it from a model's config.json: a folder, a hub id or smollm2",
     )
     parser.add_argument(
         "--dtype",
@@ -89,7 +89,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def kv_bytes_per_token(args: argparse.Namespace) -> float:
-    """The given number, or one computed from the model and printed."""
+    """Return the number that was given. If none was, compute it from the model and print it."""
     if args.model is None:
         given: float = args.kv_bytes_per_token
         return given

@@ -1,4 +1,4 @@
-"""Notes about files elsewhere, in the user's cache folder: a small file for each path.
+"""Notes about files that lie elsewhere. Each note is a small file in the user's cache folder.
 
 Nothing depends on them: if a note is missing, damaged or cannot be written, the program works
 without it.
@@ -16,7 +16,7 @@ MOST_FILES = 512  # files of one kind at most; the oldest are removed
 
 
 def cache_file(kind: str, path: Path) -> Path:
-    """The file of notes of one kind about `path` on this machine; not created here."""
+    """Return the path of the note of this kind about `path`. The note need not exist."""
     place = f"{node()}\0{path.resolve()}".encode("utf-8", "surrogateescape")
     return cache_dir() / kind / sha256(place).hexdigest()[:32]
 

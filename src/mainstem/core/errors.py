@@ -27,7 +27,7 @@ class ConfigError(MainstemError):
 
 
 class InvalidRequest(MainstemError):
-    """The caller asked for something impossible; `field` names what."""
+    """The caller asked for something impossible; `field` names the field that is wrong."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -36,12 +36,12 @@ class InvalidRequest(MainstemError):
 
 
 class MissingPackage(InvalidRequest):
-    """A field is right, but the package that serves it is not installed."""
+    """A field is valid, but the package that it needs is not installed."""
 
 
 class TooManyForms(InvalidRequest):
-    """The forms of the caller's answers use all the memory that is allowed; ending answers free
-    some."""
+    """The forms of the caller's answers use all the memory allowed. Memory is freed as answers
+    end."""
 
 
 class UnsupportedModel(MainstemError):
@@ -53,7 +53,7 @@ class ModelNotFound(MainstemError):
 
 
 class OutOfPages(MainstemError):
-    """Fewer pages are free than were asked for; none was lent."""
+    """Fewer pages are free than were asked for; none was given."""
 
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"wanted {wanted} pages, {free} are free")

@@ -1,4 +1,4 @@
-"""What happened, as typed records; metrics, progress bars, logs and tests subscribe."""
+"""Events as typed records. Metrics, progress bars, logs and tests subscribe to them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,8 @@ class SequenceResumed:
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
-    """Pages ran out: a sequence gave its pages back, and will start again after those that are
-    still cached."""
+    """Pages ran out: a sequence gave its pages back. When it resumes, pages of it that are still
+    cached need not be computed again."""
 
     request_id: RequestId
     index: int
@@ -72,7 +72,7 @@ class PagesMoved:
 
 @dataclass(frozen=True, slots=True)
 class PagesEvicted:
-    """Cached pages that no sequence held were evicted: `room`, `clear`, `ttl`."""
+    """Cached pages that no sequence held were evicted. Reasons: `room`, `clear`, `ttl`."""
 
     num_pages: int
     reason: str
@@ -114,8 +114,8 @@ class PagesPrefetched:
 
 @dataclass(frozen=True, slots=True)
 class PagesLost:
-    """A tier lost or damaged pages: `checksum`, `truncated`, `missing`, `tokens`, `read`.
-    The pages are computed again when wanted."""
+    """A tier lost or damaged pages. Reasons: `checksum`, `truncated`, `missing`, `tokens`, `read`.
+    The pages are computed again when a request needs them."""
 
     num_pages: int
     tier: str
@@ -126,7 +126,7 @@ class PagesLost:
 class StoreOpened:
     """A disk store was opened with `num_pages`; `found` says what was wrong with it. `lost` says
     how many pages were lost, if known, by reason: `index`, `emptied`, `missing`, `truncated`. Later
-    subscribers get this event, too, because it happens before an engine has listeners."""
+    subscribers get this event, too, because it happens before an engine has subscribers."""
 
     folder: str
     num_pages: int
@@ -155,8 +155,8 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One forward pass. `key_tokens_read` counts the keys that were read, `key_tokens_seen` those
-    that would be read if every sequence read its whole context by itself."""
+    """A forward pass has ended. `key_tokens_read` counts the keys that were read; `key_tokens_seen`
+    counts the keys that would be read if every sequence read its whole context by itself."""
 
     num_tokens: int
     num_prompt_tokens: int
@@ -178,8 +178,8 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepsResized:
-    """From now on steps have at most `num_tokens`: fewer after a step that did not fit the device,
-    more again after many that did."""
+    """From now on steps have at most `num_tokens` tokens: fewer after a step that did not fit the
+    device, more again after many steps that did."""
 
     num_tokens: int
 
@@ -252,7 +252,7 @@ class EventBus:
                 listener(event)
 
     def has_listeners(self, kind: type[Event | PageEvent]) -> bool:
-        """Lets a hot path skip building an event without listeners."""
+        """Whether anybody listens to this kind of event; if not, a hot path need not build it."""
         return bool(self._listeners.get(kind))
 
     def publish(self, event: Event | PageEvent) -> None:

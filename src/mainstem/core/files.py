@@ -48,8 +48,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what a process that was killed within `replacing` left beside `path`. No other process
-    may be replacing it now."""
+    """Remove the leftovers beside `path` of a process that was killed within `replacing`. No other
+    process may be replacing `path` now."""
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*{FRESH}"):
         leftover.unlink(missing_ok=True)
 
@@ -64,6 +64,6 @@ def open_plain_or_gzip(path: Path) -> Iterator[TextIO]:
 
 
 def read_plain_or_gzip(path: Path) -> str:
-    """The whole text of such a file."""
+    """The whole text of a file that is plain or gzip."""
     with open_plain_or_gzip(path) as file:
         return file.read()

@@ -20,7 +20,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class _Changes(local, ContextDecorator):
-    """Changes in progress on this thread: threads do not see each other's."""
+    """The changes in progress on this thread; other threads have their own."""
 
     depth = 0
     held: Callable[[], object] | None = None  # the first interrupt that came during the change
@@ -62,8 +62,8 @@ class _Guard:
 
 @contextmanager
 def guarded_interrupts() -> Iterator[None]:
-    """Within this, interrupts wait for the end of `held_interrupts`. For the main thread; does
-    nothing on other threads, where interrupts are ignored, and within another guard."""
+    """In this context, an interrupt waits for the end of `held_interrupts`. Meant for the main
+    thread: on other threads, which get no interrupts, and within another guard it does nothing."""
     handler = signal.getsignal(signal.SIGINT)
     is_installed = callable(handler) and not isinstance(handler, _Guard) and _install(handler)
     try:

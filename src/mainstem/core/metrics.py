@@ -31,7 +31,7 @@ class Counters:
     requests: int = 0
     sequences_finished: int = 0
     prompt_tokens: int = 0  # of admitted sequences
-    cached_tokens: int = 0  # of the prompt tokens, found in cached pages
+    cached_tokens: int = 0  # prompt tokens that were found in cached pages
     computed_tokens: int = 0  # tokens that went through the model in prefill
     decoded_tokens: int = 0  # tokens that went through the model one by one
     recomputed_tokens: int = 0  # after preemptions
@@ -84,14 +84,14 @@ class Counters:
 
     @property
     def dram_share(self) -> float:
-        """Of the pages that were loaded from lower tiers, the share that was in host memory when
-        the load began; 0.0 if none was loaded."""
+        """The share of the pages loaded from lower tiers that were in host memory when the load
+        began; 0.0 if none was loaded."""
         loaded = sum(self.loaded_pages.values())
         return self.loaded_pages["host"] / loaded if loaded else 0.0
 
     @property
     def read_ratio(self) -> float:
-        """Keys read over keys seen: 1.0 when nothing is shared within a step."""
+        """Keys read / keys seen: 1.0 if nothing is shared within a step."""
         return self.key_tokens_read / self.key_tokens_seen if self.key_tokens_seen else 1.0
 
     def _submitted(self, event: RequestSubmitted) -> None:

@@ -51,7 +51,8 @@ class Prompts:
 
     @classmethod
     def from_lists(cls, prompts: Iterable[Iterable[int]]) -> "Prompts":
-        """Copy Python lists; slow for large workloads, which should arrive as arrays."""
+        """Copy Python lists. This is slow for large workloads: pass arrays to the constructor
+        instead."""
         rows = [np.fromiter(prompt, dtype=np.int32) for prompt in prompts]
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=starts[1:])
@@ -95,7 +96,7 @@ class Plan:
 
     @property
     def node_runs(self) -> Int64s:
-        """[nodes] the tokens a node adds to its parent; each is computed once."""
+        """[nodes] the number of tokens a node adds to its parent; each of them is computed once."""
         return self.node_tokens - self.node_tokens[self.node_parents]
 
     def check(self, prompts: Prompts) -> None:
@@ -131,7 +132,8 @@ class Plan:
                 assert np.array_equal(prefix, prompts[other][:tokens]), "prompts of a node differ"
 
     def to_lines(self) -> Iterator[str]:
-        """The plan as JSON lines: a head, one line a node, one line a group. Made to be diffed."""
+        """Return the plan as JSON lines that can be diffed: a head, then one line per node and per
+        group."""
         counts = {"prompts": len(self.members), "nodes": len(self.node_tokens)}
         yield json.dumps({"plan_format": PLAN_FORMAT, **counts, "groups": self.num_groups})
         nodes = (self.node_parents, self.node_tokens, self.node_begins, self.node_ends)

@@ -1,4 +1,5 @@
-"""Lists of lists as arrays: where each list begins, and the index within each."""
+"""Helpers for lists of lists in flat arrays: where each list begins, and indices within each
+list."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,13 +8,13 @@ Int32s = NDArray[np.int32]
 
 
 def starts_of(counts: Int32s) -> Int32s:
-    """Exclusive prefix sums: n + 1 entries."""
+    """Return where each list begins, and the total: exclusive prefix sums, n + 1 entries."""
     starts = np.zeros(len(counts) + 1, np.int32)
     counts.cumsum(out=starts[1:])
     return starts
 
 
 def ragged_arange(counts: Int32s) -> Int32s:
-    """0..c-1 for each count c, one after the other."""
+    """Return 0..c-1 for each count c, one range after the other."""
     starts = starts_of(counts)
     return np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)

@@ -15,7 +15,7 @@ from mainstem.core.vllm_names import SAMPLING_ARGUMENTS
 
 MAX_N = 128
 MIN_TEMPERATURE = 1e-5  # a lower temperature counts as 0: only the likeliest token is left
-MIN_TOP_P = 1e-6  # below it the same
+MIN_TOP_P = 1e-6  # a lower top_p has the same effect
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 1024
@@ -23,7 +23,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_NEXT_IDS = 4096
 MAX_INT = 2**31 - 1
 
-# field of SamplingParams: least and largest value; if the least value is an int, only whole numbers
+# field of SamplingParams: (least, largest) value. If the least value is an int, only whole numbers
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_N),
     "temperature": (0.0, 100.0),
@@ -95,10 +95,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top tokens in addition to each chosen one; 0: the chosen one only
     prompt_logprobs: int | None = None
-    grammar: str | None = None  # the form of the answer, as text/grammar.py writes it ...
+    grammar: str | None = None  # the form of the answer, in the format of text/grammar.py ...
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    structured_outputs: AnswerForm | None = None  # ... or this, which `grammar` is made from
+    structured_outputs: AnswerForm | None = None  # ... or its description, as in vLLM
     # arguments of vLLM, accepted only with values that change nothing (core/vllm_names.py)
     best_of: InitVar[object] = None
     use_beam_search: InitVar[object] = False
@@ -122,7 +122,7 @@ class SamplingParams:
         if self.top_p < MIN_TOP_P:
             object.__setattr__(self, "temperature", 0.0)
             object.__setattr__(self, "top_p", 1.0)
-        if self.temperature < MIN_TEMPERATURE:  # dividing logits by it would overflow
+        if self.temperature < MIN_TEMPERATURE:  # logits divided by it would overflow
             object.__setattr__(self, "temperature", 0.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -211,11 +211,12 @@ class SamplingParams:
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next in one answer; keeps its progress."""
+    """Decides which tokens may come next in one answer. It remembers how far the answer is."""
 
     def allowed(self, output_ids: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """The tokens that may follow `output_ids`, which begin with those of the last call. Token t
-        is bit t % 8 of byte t // 8; tokens past the last byte are not allowed. Never raises.
+        """Return the tokens that may follow `output_ids`, which must begin with the ids of the last
+        call. Token t is bit t % 8 of byte t // 8; tokens past the last byte are not allowed. Never
+        raises.
         """
         ...
 
@@ -237,7 +238,7 @@ class Overflow(Enum):
     """What happens when a conversation outgrows the context window."""
 
     KV = "kv"  # drops the oldest tokens; the KV of the others moves to its new positions
-    IMPORTANT = "important"  # likewise, but drops the pages that the last tokens attend to least
+    IMPORTANT = "important"  # like KV, but drops the pages that the last tokens attend to least
     RECOMPUTE = "recompute"  # drops the oldest tokens; the others are computed again
     ERROR = "error"
 
@@ -296,7 +297,7 @@ class Rendering:
     """How an answer becomes text, in addition to its sampling settings; not used by the engine."""
 
     shown_ids: frozenset[int] = frozenset()  # special tokens that are shown as text
-    opening: str = ""  # the end of the prompt that belongs to the answer; its text begins with it
+    opening: str = ""  # the part of the prompt's end that counts as the beginning of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +401,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)  # not frozen: a thousand are made per step, and frozen costs 3x
 class Output:
-    """What is new of one sequence after a step."""
+    """What one sequence produced in a step."""
 
     request_id: RequestId
     index: int  # which of the n answers

@@ -19,7 +19,7 @@ ABOUT = "about"  # its key in a field's metadata
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a value must be, in words and as a test."""
+    """The allowed values of a setting, as words and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -50,8 +50,8 @@ class About:
     help: str  # the default is appended to it
     unset: str  # what happens if it is None
     range: Range | None
-    metavar: str | None  # in `--help`; None: by its type
-    argument: str | None  # its name as a flag and as an argument of LLM, if not the setting's
+    metavar: str | None  # in `--help`; None: chosen by the setting's type
+    argument: str | None  # name of the flag and of LLM's argument; None: the setting's name
     has_flag: bool
 
 
@@ -70,7 +70,7 @@ def about(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A row of the table."""
+    """One setting: a row of the table in docs/settings.md."""
 
     section: str
     name: str  # in the section and in a config file
@@ -110,8 +110,8 @@ class Setting:
         return str(self.default.value if isinstance(self.default, Enum) else self.default)
 
     def read(self, value: object, where: str) -> object:
-        """The value as it is stored, from a file, a flag or an argument; ConfigError if it has the
-        wrong type."""
+        """Convert a value from a file, a flag or an argument to the setting's type; raises
+        ConfigError if the type is wrong."""
         must = f"{where}: {self.name} must be"
         if issubclass(self.kind, Enum):
             try:
@@ -133,7 +133,7 @@ class Setting:
         return value
 
     def _read_names(self, value: object, must: str) -> tuple[str, ...]:
-        """From text with commas between the names, or from a list of such texts."""
+        """Return the names in a text with commas, or in a list of such texts."""
         given = [value] if isinstance(value, str) else value
         if not isinstance(given, Sequence) or not all(isinstance(item, str) for item in given):
             raise ConfigError(f"{must} names with commas between them, or a list, got {value!r}")

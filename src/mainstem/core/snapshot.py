@@ -8,7 +8,7 @@ class StemView:
     """A run of tokens that exactly `num_sequences` running sequences hold."""
 
     stem_id: int
-    parent_id: int | None  # None: begins at the first token
+    parent_id: int | None  # None: the run begins at the first token
     num_tokens: int
     num_sequences: int
 
@@ -30,10 +30,10 @@ class EngineSnapshot:
     num_pages: int
     page_size: int
     num_held_pages: int  # by running sequences
-    num_cached_pages: int  # that can be found by key, whether a sequence holds them or not
+    num_cached_pages: int  # pages that can be found by key, whether a sequence holds them or not
     stems: tuple[StemView, ...]  # shared by two sequences or more, parents first
     num_host_pages: int = 0  # in host memory, including those that are also on the device
     num_disk_pages: int = 0
-    stored_page_bytes: int = 0  # of a page in host memory or on disk
+    stored_page_bytes: int = 0  # size of one page in host memory or on disk
     num_copies: int = 0  # loads and saves in progress
     prompts: tuple[PromptView, ...] = ()

@@ -1,4 +1,4 @@
-"""The name that was probably meant, for error messages."""
+"""Guesses, for error messages, which name was meant."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

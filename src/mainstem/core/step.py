@@ -176,7 +176,7 @@ class StepResult:
     token_ids: Int32s  # [sample rows]
     logprobs: dict[int, TokenLogprobs]  # by sample row, where wanted
     prompt_logprobs: tuple[TokenLogprobs, ...]  # by prompt_logprob row
-    device_s: float | None = None  # how long the device ran it, if known
+    device_s: float | None = None  # how long the step ran on the device, if known
     # for each weighing and page: attention weights, summed over the page's keys, the rows, all
     # heads and all layers
     page_masses: tuple[Float32s, ...] = ()

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; columns of numbers are flush right."""
+    """Return a table. Columns are as wide as their widest cell; columns of numbers are flush
+    right."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     is_number = [

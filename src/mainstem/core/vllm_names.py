@@ -96,10 +96,10 @@ _DTYPES = {"half": "float16", "float": "float32"}
 
 
 def own_arguments(given: Mapping[str, object], others: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a call of LLM under our names: those in `given`, which have our names, and
-    `others`.
+    """Return the settings of a call of LLM under our names: `given`, which has our names already,
+    and `others`, which may have vLLM's.
 
-    Raises ConfigError for arguments without a meaning here, or given twice.
+    Raises ConfigError for arguments that have no meaning here, or that were given twice.
     """
     settings = dict(given)
     dtype = str(given["dtype"]).removeprefix("torch.")

@@ -24,7 +24,7 @@ from mainstem.runner.ranks.load import load_model
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import TruncationRules
 
-# limited, since each token needs memory for a Partial per few hundred keys
+# limited, since each token needs memory for one Partial per few hundred keys
 DETERMINISTIC_CHUNK_TOKENS = 1024
 
 log = logging.getLogger("mainstem.engine")
@@ -85,7 +85,8 @@ def closed_on_error(runner: Runner) -> Iterator[None]:
 
 
 def with_chunk(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """The config, with a step size from the cost model if it has none and the device is a GPU."""
+    """Return the config. If it has no step size and the device is a GPU, the cost model chooses
+    one."""
     name = device_name(config.model)
     if config.sched.chunk_tokens is not None or name == CPU:
         return config

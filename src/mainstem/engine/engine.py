@@ -15,8 +15,8 @@ from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
-MAX_FAILURES = 8  # consecutive failures without a suspect, or consecutive requests that all fail
-MAX_BLAMED = 64  # consecutive requests that fail while others are left to try
+MAX_FAILURES = 8  # failures without a request to blame, or with every request to blame
+MAX_BLAMED = 64  # requests to blame while others are left to try
 
 log = logging.getLogger("mainstem.engine")
 
@@ -32,7 +32,7 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, runner: Runner, bus: EventBus, identity: bytes = b""
     ) -> None:
-        """`identity` is the model's: weights, dtype, quantization and page layout."""
+        """`identity` identifies the model: its weights, dtype, quantization and page layout."""
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: _Launched | None = None
@@ -61,7 +61,7 @@ class Engine:
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens that a step may have."""
+        """The maximum number of tokens in a step."""
         return self._scheduler.step_tokens
 
     @property
@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of prompt and answer together."""
+        """The maximum number of tokens of prompt and answer together."""
         return self._scheduler.max_model_len
 
     @held_interrupts()
@@ -96,7 +96,7 @@ class Engine:
 
     @held_interrupts()
     def stop(self, request_id: RequestId, index: int) -> None:
-        """End one answer at the place up to which the caller has read it."""
+        """End one answer after the tokens that the caller has read."""
         self._scheduler.stop(request_id, index)
 
     def step(self) -> list[Output]:
@@ -185,8 +185,8 @@ class Engine:
 
     @held_interrupts()
     def _fail(self, error: Exception, step: Step | None) -> None:
-        """Drop a step that failed or could not be made (None), and continue with everything
-        else."""
+        """Drop a step that failed (None: it could not be made), and continue with the other
+        requests."""
         self._drop_steps()
         if isinstance(error, EngineLost):
             raise error
@@ -226,16 +226,16 @@ class Engine:
         self._scheduler.flush()
 
     def clear_cache(self) -> int:
-        """Forget every page no sequence holds, in every tier; returns how many on the device. Waits
-        for saves: a page is held while it is copied."""
+        """Forget every page that no sequence holds, in every tier; returns how many of them were on
+        the device. Waits for saves, since a page is held while it is copied."""
         self.flush()
         with held_interrupts():
             return self._scheduler.clear_cache()
 
     @held_interrupts()
     def clear_device(self) -> int:
-        """Forget cached pages on the device, whose contents may be wrong; lower tiers keep theirs,
-        which successful steps have filled."""
+        """Forget the cached pages on the device, since their contents may be wrong. Lower tiers
+        keep their pages, which come from successful steps."""
         return self._scheduler.clear_device()
 
     def check(self) -> None:

@@ -41,7 +41,7 @@ class StoreLog:
             log.warning(event.words, extra={"facts": facts})
 
     def _skipped(self, event: SavesSkipped) -> None:
-        if event.tier != "host":  # host saves are skipped whenever it is busy: not a problem
+        if event.tier != "host":  # saves to host memory are skipped if it is busy: no problem
             self._note("pages are not stored", event)
 
     def _lost(self, event: PagesLost) -> None:

@@ -1,4 +1,4 @@
-"""The tiers below the device as configured, and the choice between loading and computing."""
+"""Makes the configured tiers below the device, and what chooses between loading and computing."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ PROMPT_TOKENS = 512  # size of the step from which the cost of a prompt token is
 def make_tiers(
     runner: Runner, identity: bytes, name: str, config: StoreConfig, bus: EventBus
 ) -> LowerTiers | None:
-    """Host memory and disk for a runner's pages; None: not configured. `name` is the name of the
-    model with this identity."""
+    """Make the tiers for a runner's pages, host memory and disk; None if not configured. `name` is
+    the name of the model with this identity."""
     if config.host_bytes == 0:
         return None
     copier = connect(runner, config.host_bytes)
@@ -64,7 +64,7 @@ def store_folder(root: Path, identity: bytes) -> Path:
 
 
 def make_fetching(card: Card, facts: RunnerFacts, config: StoreConfig, store: KVStore) -> Fetching:
-    """Decides between loading and computing."""
+    """Make the object that chooses between loading and computing pages."""
     assert store.tiers is not None
     size = ModelSize(
         facts.num_params,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
-"""What kernels for Hopper have in common, in Gluon: tiles in shared memory, barriers, layouts, and
+"""Gluon code that the kernels for Hopper share: tiles in shared memory, barriers, layouts, and
 tickets of a work queue."""
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 @gluon.constexpr_function
 def tiles_of(columns: int, rank: int = 2) -> gl.NVMMASharedLayout:
-    """Rows of 16 bits in shared memory: in panels, or tails."""
+    """Allocate rows of 16-bit numbers in shared memory: panels, or tails."""
     width = min(2 * columns, 128)
     return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=rank)
 
@@ -20,11 +20,12 @@ TILES = gl.constexpr(tiles_of(64))
 
 @gluon.constexpr_function
 def finished(rows: int, dims: int, is_packed: bool) -> gl.DistributedLinearLayout:
-    """Layout of finished rows over threads. Of 64 rows, as tensor cores leave them, a warp has 16;
-    of fewer rows, each warp has a share of the dims.
+    """Return the layout of finished rows over threads. If there are 64 rows, a warp has 16 of them,
+    as tensor cores leave them; if there are fewer, each warp has a share of the dims.
 
-    Four threads share 32 dims of a row, in pairs by turns. When packed, each thread has the same
-    dims, but its 8 are neighbours, 16 bytes to write at once. Of a tail of 16 dims it has 4.
+    Four threads share 32 dims of a row, and take pairs of dims in turn. In packed rows each thread
+    has the same 8 dims, but they are neighbours, so that it writes 16 bytes at once. In a tail of
+    16 dims a thread has 4.
     """
     run = min(dims, 32) // 4
     bits = run.bit_length() - 1
@@ -56,7 +57,7 @@ HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret
 
 @gluon.jit
 def reshaped(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory as something else."""
+    """Return the same shared memory with another shape."""
     if HAS_REINTERPRET:
         return memory.reinterpret(memory.dtype, SHAPE, LAYOUT)
     else:
@@ -71,7 +72,7 @@ def as_tiles(memory, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.conste
 
 @gluon.jit
 def release(empty, stage, is_read=True):
-    """All warps of the group have read the tile: it may be overwritten."""
+    """Signal that the tile may be overwritten, after all warps of the group have read it."""
     barrier()
     mbarrier.arrive(empty.index(stage), count=1, pred=is_read)
 

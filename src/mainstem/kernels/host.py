@@ -1,5 +1,5 @@
-"""What the host does around launches, cheaply: a step of a large model has 700 of them, and unless
-it is a CUDA graph, the host takes as long as the device."""
+"""Fast versions of what the host does around launches. A step of a large model has 700 launches,
+and unless it is a CUDA graph, the host takes as long as the device."""
 
 import sys
 
@@ -9,7 +9,7 @@ _KERNELS = "mainstem.kernels."
 
 
 def cdiv(total: int, part: int) -> int:
-    """How many parts hold `total`. (triton.cdiv does the same in 5 us.)"""
+    """Return total / part, rounded up. (triton.cdiv does the same in 5 us.)"""
     return -(-total // part)
 
 
@@ -26,6 +26,6 @@ def forget_constants() -> None:
     found = [each for module in modules for each in vars(module).values()]
     kernels = [each for each in found if isinstance(each, JITFunction)]
     for kernel in kernels:
-        _ = kernel.cache_key  # finds the constants, those of the functions it calls included
+        _ = kernel.cache_key  # finds its constants, including those of the functions it calls
     for kernel in kernels:
         kernel.used_global_vals.clear()

@@ -7,9 +7,9 @@ kernel to end. Before that it touches nothing that the previous kernel may read 
     b (norm)    |      let in: waits ... runs ... ends
     c           |           let in: waits for b only ... runs
 
-A kernel lets the next one in before it waits itself, so `c` may start while `a` still runs,
-although it waits only for `b`. When `b` has ended, `a` has ended too, because in every such kernel
-all programs wait for the previous kernel, or at least one program that always runs does.
+A kernel lets the next kernel in before it waits itself, so `c` may start while `a` still runs, and
+`c` waits only for `b`. When `b` has ended, `a` has ended too: in every such kernel all programs, or
+at least one that always runs, wait for the previous kernel.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ def wait_alone(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def let_in(OVERLAPS: tl.constexpr):
-    """Let the next kernel be launched, once all programs have called this."""
+    """Let the next kernel be launched. It starts once all programs have called this."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -1,1 +1,1 @@
-"""Which pages are kept, and on which tier. Only kv/bytes uses tensors."""
+"""Decides which pages are kept, and in which tier. Only kv/bytes uses tensors."""

@@ -33,7 +33,7 @@ class Save:
 
 
 class HostTier:
-    """Slots, which page has which slot, and the copies that use them."""
+    """Knows which page has which slot, and the copies that use the slots."""
 
     name = "host"
 
@@ -42,7 +42,7 @@ class HostTier:
         self._slots: dict[PageKey, int] = {}
         self._free = list(range(copier.num_slots - 1, -1, -1))
         self._saves: list[Save] = []
-        self._filling: dict[PageKey, Transfer] = {}  # by key, the save that fills its slot
+        self._filling: dict[PageKey, Transfer] = {}  # page key -> the save that fills its slot
         self.link = Link(FIRST_RATE)
         self.num_places = copier.num_slots
         self.num_layers = copier.num_layers
@@ -76,7 +76,7 @@ class HostTier:
         return self._copier.slot(self._slots[key])
 
     def filled(self, key: PageKey) -> Callable[[], None] | None:
-        """A function that waits until a page's slot is filled; None: it is filled."""
+        """Return a function that waits until a page's slot is filled; None if it is filled."""
         filling = self._filling.get(key)
         return None if filling is None else filling.wait
 
@@ -92,7 +92,8 @@ class HostTier:
         return True
 
     def poll_saves(self) -> Iterator[tuple[Save, bool]]:
-        """Saves that ended, and whether they succeeded, in the order they were started."""
+        """Return the saves that ended, and whether each succeeded, in the order they were
+        started."""
         while self._saves:
             save = self._saves[0]
             num_done = self.num_layers_done(save.transfer)
@@ -117,7 +118,8 @@ class HostTier:
         self._copier.forget(load_id)
 
     def num_layers_done(self, transfer: Transfer) -> int | None:
-        """Layers that are complete. None: the copy failed, and all copies have ended."""
+        """The number of layers that are complete. None: the copy failed, and all copies have
+        ended."""
         try:
             return transfer.num_layers_done()
         except Exception as error:
@@ -131,7 +133,7 @@ class HostTier:
                 save.transfer.wait()
 
     def close(self) -> None:
-        """Finish what was started."""
+        """Finish the copies that were started."""
         self._copier.close()
 
     def check(self, keys: set[PageKey]) -> None:
@@ -148,7 +150,7 @@ class HostTier:
         return np.array([slots[key] for key in keys], np.int32)
 
     def _rest(self, error: Exception) -> None:
-        """A copy failed: wait until all copies have ended, so that its pages and slots can be
+        """After a copy failed, wait until all copies have ended, so that its pages and slots can be
         reused."""
         log.warning("a copy of pages failed", exc_info=error)
         with suppress(Exception):  # if the device is lost, the next step raises

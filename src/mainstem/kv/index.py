@@ -1,4 +1,4 @@
-"""PageKey -> device page: how much of a prompt is already on the device."""
+"""Maps a PageKey to its device page: finds how much of a prompt is already on the device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -33,7 +33,7 @@ class _LookedUp(NamedTuple):
 
 
 class PrefixIndex:
-    """Finds pages by key, keeps them while there is room, evicts the least useful.
+    """Finds pages by key, keeps them while there is room, and evicts the least useful ones.
 
     The index is itself a holder of every page in it, so a page outlives its sequences.
 
@@ -46,18 +46,18 @@ class PrefixIndex:
     def __init__(
         self, pool: PagePool, page_size: int, bus: EventBus, ranking: Ranking | None = None
     ) -> None:
-        """`ranking` orders idle pages; None: the least recently used goes first."""
+        """`ranking` orders idle pages; None: the least recently used page is evicted first."""
         self._pool = pool
         self._ranking = Lru() if ranking is None else ranking
         self._bus = bus
         self._page_of: dict[PageKey, int] = {}
-        # the pages after a key, by their first token, form a doubly linked list; most lists have
-        # one page, so there is no object per list
+        # pages that follow the same key and begin with the same token form a doubly linked list;
+        # most lists have one page, so there is no object per list
         self._latest_after: dict[tuple[PageKey, int], int] = {}
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
-        # the page before each page; its parent is another key where a chain begins or branches
+        # the page before each page. Where a chain begins or branches, the parent key is another one
         self._previous_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
@@ -65,8 +65,8 @@ class PrefixIndex:
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
         self._rank = np.zeros(pool.num_pages, np.int64)
         self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
-        self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and will not be filled
-        self._pins: dict[int, int] = {}  # how often a page is pinned; few are
+        self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and never will be
+        self._pins: dict[int, int] = {}  # how often a page is pinned; few pages are
         self._clock = 0
         # a new number for each page that gets a name
         self._filed_as = np.full(pool.num_pages, NOT_FILED, np.int64)
@@ -78,7 +78,7 @@ class PrefixIndex:
         return len(self._page_of)
 
     def num_idle(self) -> int:
-        """Pages held by the index alone: `evict` can free them."""
+        """Pages that only the index holds: `evict` can free them."""
         return int(np.count_nonzero(self._is_indexed & (self._pool.holders == 1)))
 
     def __contains__(self, key: PageKey) -> bool:
@@ -122,11 +122,11 @@ class PrefixIndex:
 
     @property
     def is_indexed(self) -> Bools:
-        """By page, whether it has a name. Read only."""
+        """For each page, whether it has a name. Read only."""
         return self._is_indexed
 
     def named(self, pages: Int32s) -> dict[PageKey, int]:
-        """The full and READY ones of `pages`, by key and in order."""
+        """The pages among `pages` that are full and READY, by key and in order."""
         found: dict[PageKey, int] = {}
         key_of = self._key_of
         for page in pages[self._is_ready[pages] & ~self._is_tail[pages]].tolist():
@@ -144,11 +144,12 @@ class PrefixIndex:
         return [tokens.tobytes() for tokens in self._tokens[pages]]
 
     def loading(self, pages: Int32s) -> list[int]:
-        """Indices of those of `pages` that are not ready."""
+        """Indices of the `pages` that are not ready."""
         return np.flatnonzero(~self._is_ready[pages]).tolist()
 
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
-        """The READY page after `parent` with the most leading tokens of `token_ids`, and how many.
+        """Return the READY page after `parent` that has the most leading tokens of `token_ids`, and
+        their number.
 
         Only the latest pages with the same first token are compared. On a tie the page with the
         most logprobs wins.
@@ -167,7 +168,7 @@ class PrefixIndex:
         return (int(pages[best]), int(lengths[best])) if lengths[best] else None
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
-        """Name pages that are about to be filled: the chain's from page number `first` on.
+        """Name pages that are about to be filled: the pages of the chain from number `first` on.
 
         A key that is already indexed keeps its page; the caller's page gets no name.
         """
@@ -186,7 +187,7 @@ class PrefixIndex:
         self._enter(pages[is_kept], full[depths], depths)
 
     def num_nameable(self, keys: Sequence[PageKey]) -> int:
-        """How many of `keys`, in chain order, come before the first that is LOADING."""
+        """Return how many of `keys`, in chain order, come before the first LOADING page."""
         for index, page in enumerate(map(self._page_of.get, keys)):
             if page is not None and not self._is_ready[page]:
                 return index
@@ -195,8 +196,8 @@ class PrefixIndex:
     def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
         """Name pages of any chains, which are filled with `tokens` [pages, page_size], as READY.
 
-        A page gets no name if the page before it is not READY, since no lookup would find it, or
-        if another page has its name.
+        A page gets no name if the page before it is not READY (no lookup would find it), or if
+        another page has the same name.
         """
         firsts = tokens[:, 0].tolist()
         kept: list[int] = []
@@ -257,7 +258,7 @@ class PrefixIndex:
         self.logprobs.forget(pages)
 
     def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
-        """Keep the logprobs of a chain's tokens with those of its pages that are indexed."""
+        """Keep the logprobs of a chain's tokens with the pages of the chain that are indexed."""
         pages, _ = self.match(chain.keys)
         tail = self._page_of.get(chain.tail_key() or chain.root)
         if tail is not None and len(pages) == len(chain.keys):
@@ -265,12 +266,12 @@ class PrefixIndex:
         self.logprobs.keep(pages, found)
 
     def commit(self, pages: Int32s) -> list[PageKey]:
-        """Mark pages READY, which a launched step fills. Returns the keys that became READY."""
+        """Mark pages that a launched step fills as READY. Returns the keys that became READY."""
         changed = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
         self._is_ready[changed] = True
         keys = [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
         if keys and self._bus.has_listeners(PagesStored):
-            full = changed[~self._is_tail[changed]]  # readers of events cannot use tails
+            full = changed[~self._is_tail[changed]]  # subscribers of events cannot use tails
             names = [key for page in full.tolist() if (key := self._key_of[page]) is not None]
             if names:
                 self._bus.publish(
@@ -279,7 +280,7 @@ class PrefixIndex:
         return keys
 
     def abort(self, pages: Int32s) -> list[PageKey]:
-        """Forget those of `pages` that were reserved and never filled; returns their keys."""
+        """Forget the `pages` that were reserved and never filled; returns their keys."""
         dropped = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
         return self._remove(dropped)
 
@@ -300,10 +301,10 @@ class PrefixIndex:
     def evict(self, count: int, awaited: Sequence[Sequence[PageKey]] = ()) -> int:
         """Free up to `count` idle pages, the smallest rank first; returns how many.
 
-        On a tie the deepest page goes first. Look-ahead and LRU touch a chain as a whole, so there
-        a prefix is never evicted before the pages after it; FIFO may do so. `awaited` are the
-        chains that requests wait for, soonest first: their pages are evicted after all others,
-        those of the last chain first. Pinned pages are evicted last of all.
+        On a tie the deepest page goes first. Look-ahead and LRU touch a chain as a whole, so they
+        never evict a prefix before the pages after it; FIFO may do so. `awaited` are the chains
+        that requests wait for, soonest first: their pages are evicted after all others, beginning
+        with the last chain. Pinned pages are evicted last of all.
         """
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):

@@ -32,7 +32,7 @@ class PageName(NamedTuple):
     """A page's key and its place in a chain."""
 
     key: PageKey
-    parent: PageKey  # what the key was made from, with the page's tokens
+    parent: PageKey  # the key was made from this and the page's tokens
     previous: PageKey | None  # the page before it; None: it is the first
     depth: int
 
@@ -45,7 +45,7 @@ class PageChain:
     page_size: int
     token_ids: Int32s
     keys: tuple[PageKey, ...]
-    branches: tuple[tuple[int, PageKey], ...] = ()  # page number, the key before it
+    branches: tuple[tuple[int, PageKey], ...] = ()  # (first page of a branch, key before it)
     public_tokens: int = 0  # leading tokens that requests with any salt find, even on the last page
 
     @classmethod
@@ -63,7 +63,7 @@ class PageChain:
         return cls(root, page_size, token_ids, (*known, *more))
 
     def _keys_of(self, root: PageKey, token_ids: Int32s) -> tuple[PageKey, ...]:
-        """Keys of the leading pages that hold the same tokens in both chains."""
+        """Return the keys of the leading pages that hold the same tokens in both chains."""
         if root != self.root or self.branches:
             return ()
         length = min(len(self.token_ids), len(token_ids))
@@ -131,7 +131,7 @@ class PageChain:
         return PageKey(sha256(self.parent(depth) + tail.tobytes()).digest()) if len(tail) else None
 
     def page_tokens(self, depth: int) -> Int32s:
-        """Tokens of page number `depth`; fewer than a page's at the end."""
+        """The tokens of page number `depth`; the last page may have fewer than a page holds."""
         return self.token_ids[depth * self.page_size : (depth + 1) * self.page_size]
 
 

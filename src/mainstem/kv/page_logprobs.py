@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s
 
-# of one token: its own, and those of the likeliest tokens at its position
+# logprobs at one token: its own, and those of the likeliest tokens at its position
 _RECORD = np.dtype(
     [("logprob", "f4"), ("rank", "i4"), ("top_logprob", "f4"), ("top_id", "i4"), ("id", "i4")]
 )
@@ -20,10 +20,11 @@ MAX_TOP = 1  # more alternatives are not kept
 
 
 class PageLogprobs:
-    """By device page: 20 bytes a token, allocated when the first are kept."""
+    """Keeps logprobs by device page: 20 bytes a token, allocated when the first logprobs are
+    kept."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self._num_known = np.zeros(num_pages, np.int32)  # leading tokens of each page
+        self._num_known = np.zeros(num_pages, np.int32)  # leading tokens with logprobs, by page
         self._page_size = page_size
         self._records: NDArray[np.void] | None = None
 
@@ -32,7 +33,7 @@ class PageLogprobs:
         self._num_known[pages] = 0
 
     def keep(self, pages: Int32s, found: Sequence[TokenLogprobs | None]) -> None:
-        """`found` are those of the tokens in these pages, in order, each with at least one
+        """Keep the logprobs `found` of the tokens in these pages, in order. Each has at least one
         alternative; None stands for the first token of a prompt, which has no logprob."""
         if self._records is None:
             self._records = np.zeros((len(self._num_known), self._page_size), _RECORD)
@@ -44,7 +45,7 @@ class PageLogprobs:
             self._num_known[page] = len(part)
 
     def num_known(self, pages: Int32s) -> Int32s:
-        """By page, how many of its leading tokens have logprobs here."""
+        """For each page, how many of its leading tokens have logprobs here."""
         return self._num_known[pages]
 
     def read(self, page: int, num_tokens: int, num_top: int) -> list[TokenLogprobs]:

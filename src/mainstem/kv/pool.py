@@ -25,7 +25,8 @@ class PagePool:
     def take(self, count: int) -> Int32s:
         """Lend `count` pages with one holder each, in order, or raise OutOfPages and lend none.
 
-        Neighbours are read faster than scattered pages, so pages are lent as runs where possible.
+        Neighbouring pages are read faster than scattered ones, so pages are lent as runs if
+        possible.
         """
         if count > self._num_free:
             raise OutOfPages(wanted=count, free=self._num_free)

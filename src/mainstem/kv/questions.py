@@ -11,7 +11,7 @@ from time import monotonic
 from mainstem.core.ids import PageKey
 from mainstem.kv.tier import LowerTier
 
-MAX_ASKED = 4096  # pages of one question
+MAX_ASKED = 4096  # maximum pages in one question
 SURE = 1.5  # a request waits for an answer only if it has time for this many round trips
 
 
@@ -34,7 +34,7 @@ class Questions:
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
         """Ask for pages, in chain order, that are not stored here; returns the key of the answer.
-        None: there is nothing to ask, or no tier to be asked."""
+        None if there is nothing to ask, or no tier that could be asked."""
         tiers = [tier for tier in self._tiers if tier.is_open]
         asked = keys[:MAX_ASKED]
         if not tiers or not asked:
@@ -50,8 +50,8 @@ class Questions:
         return key in self._open
 
     def awaits(self, key: PageKey, most_s: float) -> bool:
-        """Whether a request should wait for the answer: it is expected within `most_s`. The wait
-        ends with the answer or after `most_s`."""
+        """Whether a request should wait for the answer, because it is expected within `most_s`. The
+        wait ends with the answer, or after `most_s`."""
         question = self._open.get(key)
         if question is None or question.is_late:
             return False
@@ -61,7 +61,7 @@ class Questions:
         return True
 
     def note_answer(self, key: PageKey) -> bool:
-        """A tier has answered; returns whether all have."""
+        """Record the answer of a tier; returns whether all tiers have answered."""
         question = self._open[key]
         question.num_open -= 1
         if not question.num_open:
@@ -69,7 +69,7 @@ class Questions:
         return not question.num_open
 
     def take_late(self) -> list[PageKey]:
-        """Answers whose wait is over; each is returned once."""
+        """Return the questions whose wait is over; each is returned once."""
         if not self._open:
             return []
         now_s = monotonic()

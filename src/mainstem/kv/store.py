@@ -27,7 +27,7 @@ DEFAULT_CONFIG = StoreConfig()
 
 
 class Lookup(Enum):
-    """What the store knows of a page."""
+    """The state of a page in the store."""
 
     MISS = "miss"
     READY = "ready"
@@ -39,11 +39,11 @@ class Match:
     """How much of a chain of keys the store has."""
 
     pages: Int32s  # the leading READY pages
-    outcome: Lookup  # of the first page after them; READY if there is none
+    outcome: Lookup  # state of the first page after `pages`; READY if there is none
     awaited: PageKey | None = None  # LOADING: the deepest page that is being filled
     similar_page: int | None = None  # MISS: a READY page with the same first tokens ...
-    similar_tokens: int = 0  # ... and how many of them are the same
-    stored: Stored = NOTHING_STORED  # MISS: pages after these that `load` can load
+    similar_tokens: int = 0  # ... and how many tokens are the same
+    stored: Stored = NOTHING_STORED  # MISS: the pages after `pages` that `load` can load
     loads: Int32s | None = None  # loads of the last `pages` that a step must wait for
 
 
@@ -54,7 +54,7 @@ class StoredRun:
     chain: PageChain
     first: int
     num_pages: int
-    limit_s: float = READ_LIMIT_S  # after that, computing them is faster
+    limit_s: float = READ_LIMIT_S  # if loading takes longer, computing is faster
 
     @property
     def keys(self) -> tuple[PageKey, ...]:
@@ -84,7 +84,7 @@ class KVStore:
         self._index = PrefixIndex(self._pool, page_size, bus, ranking)
         self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
         self._identity = identity
-        self._last_chain: PageChain | None = None  # prompts with a common prefix arrive together
+        self._last_chain: PageChain | None = None  # reused: similar prompts arrive together
         self._bus = bus
         self._traffic: Traffic | None = None
         if tiers is not None:
@@ -112,8 +112,9 @@ class KVStore:
         return self.num_pages - self.num_takeable() - only_copied
 
     def watch_queue(self, awaited: Callable[[int], Sequence[Sequence[PageKey]]]) -> None:
-        """`awaited` returns the chains that queued requests wait for, the soonest first, up to a
-        number of pages. It is called when the device must evict: these pages go last."""
+        """Set `awaited`, which returns the chains that queued requests wait for, soonest first, up
+        to a number of pages. It is called when the device must evict: these pages are evicted
+        last."""
         self._awaited = awaited
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
@@ -134,7 +135,7 @@ class KVStore:
 
     def pin(self, chain: PageChain) -> list[PageKey]:
         """Pin the READY pages of a chain, and the page that begins like its partial last page: they
-        are evicted only after all others. Returns what to `unpin`."""
+        are evicted only after all others. Pass the returned value to `unpin`."""
         match = self.lookup(chain, len(chain.token_ids))
         similar = [] if match.similar_page is None else [match.similar_page]
         return self._index.pin([*match.pages.tolist(), *similar])
@@ -154,7 +155,7 @@ class KVStore:
         if match.loads is not None:
             if not stored.num_pages:
                 return match
-            # do not start yet: the sequence would compute pages that can be loaded
+            # the sequence must not start yet: it would compute pages that can be loaded
             loading = self._index.loading(match.pages)
             return Match(match.pages[: loading[0]], Lookup.LOADING, keys[loading[-1]])
         rest = chain.token_ids[num_ready * self.page_size : num_tokens]
@@ -166,7 +167,8 @@ class KVStore:
         )
 
     def _similar(self, chain: PageChain, depth: int, rest: Int32s) -> tuple[int, int] | None:
-        """A page that begins like the tokens after page number `depth`, and for how many.
+        """Return a page that begins like the tokens after page number `depth`, and how many tokens
+        are equal.
 
         If the public part ends inside a page, that part may be found under its public name.
         """
@@ -187,7 +189,7 @@ class KVStore:
         return self._index.is_ready(key)
 
     def find(self, keys: Sequence[PageKey]) -> Match:
-        """How many leading pages of this list are indexed; they may be of any chains."""
+        """How many leading pages of this list are indexed. They may belong to different chains."""
         pages, num_ready = self._index.match(keys)
         if num_ready == len(pages):
             return Match(pages, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
@@ -204,7 +206,8 @@ class KVStore:
             idle = self._index.num_idle()
             if short > idle:
                 raise OutOfPages(wanted=count, free=self._pool.num_free + idle)
-            # evict more than needed: finding the oldest costs the same for one page and for many
+            # evict more than needed: finding the oldest pages costs the same for one page as for
+            # many
             spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
             awaited = self._awaited(self.num_pages) if self._index.sees_queue else ()
             gone = self._index.evict(max(short, spare), awaited)
@@ -212,7 +215,8 @@ class KVStore:
         return self._pool.take(count)
 
     def give_back(self, pages: Int32s, num_wanted: int | None = None) -> None:
-        """A sequence no longer needs `pages`; named ones stay as cache, most recently used.
+        """A sequence no longer needs `pages`. Named pages stay in the cache, as the most recently
+        used.
 
         If only the first `num_wanted` will be asked for again, the others are evicted first.
         """
@@ -224,7 +228,7 @@ class KVStore:
         self._pool.give_back(pages)
 
     def lease(self, pages: Int32s) -> None:
-        """A sequence now reads `pages` of a Match; ends with `give_back` or `release`."""
+        """Lend `pages` of a Match to a sequence, until `give_back` or `release`."""
         self._pool.share(pages)
 
     def release(self, pages: Int32s) -> None:
@@ -234,26 +238,26 @@ class KVStore:
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
         """Name `pages`, which are about to hold the chain's full pages from number `first` on:
         other sequences find them LOADING and wait. If another sequence fills a page of the chain,
-        the pages after it are named only later, by `name`: if that page is never filled, they could
-        not be found."""
+        `name` names the pages after it later: they could not be found if that page were never
+        filled."""
         keys = chain.keys[first : first + len(pages)]
         self._index.reserve(chain, first, pages[: self._index.num_nameable(keys)])
 
     def reserve_tail(self, chain: PageChain, page: int) -> None:
-        """The same for the page of the chain's last tokens, which do not fill it: other sequences
-        find the tokens they share with it. It is not saved to lower tiers."""
+        """Like `reserve`, for the page of the chain's last tokens, which do not fill it: other
+        sequences find the tokens they share with it. It is not saved to lower tiers."""
         self._index.reserve_tail(chain, page)
 
     def commit_tail(self, page: int) -> None:
-        """The launched step fills the page of a `reserve_tail`."""
+        """Mark the page of a `reserve_tail` as filled by the launched step."""
         self._index.commit(np.array([page], np.int32))
 
     def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
-        """Keep a prompt's logprobs as long as its pages."""
+        """Keep a prompt's logprobs for as long as its pages."""
         self._index.keep_logprobs(chain, found)
 
     def known_logprobs(self, match: Match, num_top: int) -> list[TokenLogprobs | None]:
-        """Logprobs of the first tokens of a match, as far as they are kept with its pages."""
+        """Return the logprobs of a match's first tokens, as many as are kept with its pages."""
         kept, found = self._index.logprobs, list[TokenLogprobs | None]()
         if num_top > MAX_TOP:
             return found
@@ -269,20 +273,20 @@ class KVStore:
         return [None, *found[1:]] if found else found
 
     def commit(self, pages: Int32s) -> list[PageKey]:
-        """A launched step fills these reserved pages; returns the keys now READY."""
+        """Mark reserved pages as filled by a launched step; returns the keys that are now READY."""
         if self._traffic is not None:
             self._traffic.commit(pages)
         return self._index.commit(pages)
 
     def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
-        """Name and save pages that steps have filled with `tokens`, [pages, page_size], if the page
-        before each is READY."""
+        """Name and save pages that steps have filled with `tokens`, [pages, page_size]. A page is
+        skipped unless the page before it is READY."""
         self._index.name(pages, names, tokens)
         if self._traffic is not None:
             self._traffic.note_filled(pages)
 
     def abort(self, pages: Int32s) -> list[PageKey]:
-        """Forget those of `pages` that were reserved and not filled; returns their keys."""
+        """Forget the `pages` that were reserved and not filled; returns their keys."""
         return self._index.abort(pages)
 
     # --- tiers below the device -----------------------------------------------------------------
@@ -344,33 +348,33 @@ class KVStore:
         return self._traffic.load(run.chain, run.first, pages, start_layers, run.limit_s)
 
     def launched(self, step_id: StepId) -> None:
-        """This step fills the pages committed since the last step."""
+        """Note that this step fills the pages committed since the last step."""
         if self._traffic is not None:
             self._traffic.launched(step_id)
 
     def settle(self, step_id: StepId) -> None:
-        """Steps up to this one have run: save the pages they filled."""
+        """Save the pages that steps up to this one have filled, since these steps have run."""
         if self._traffic is not None:
             self._traffic.settle(step_id)
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
-        """Check copies in progress; returns keys that a request may wait for. A step that is made
-        now starts at the earliest in `lead_s` seconds."""
+        """Check copies in progress; returns the keys of those that ended, which requests may wait
+        for. A step that is made now starts at the earliest in `lead_s` seconds."""
         return [] if self._traffic is None else self._traffic.poll(lead_s)
 
     def expect(self, place: int, chain: PageChain) -> None:
-        """A request for the chain entered the queue, at a place that no other request has. Lower
-        tiers keep and prefetch the pages it needs."""
+        """Note that a request for the chain entered the queue, at a place that no other request
+        has. Lower tiers keep and prefetch the pages it needs."""
         if self._traffic is not None:
             self._traffic.tiers.expect(place, chain.keys)
 
     def prefetch(self) -> None:
-        """Bring the pages that waiting requests need next to host memory."""
+        """Copy to host memory the pages that waiting requests need next."""
         if self._traffic is not None:
             self._traffic.tiers.prefetch()
 
     def dismiss(self, place: int) -> None:
-        """The request at this place left the queue, or does not wait for stored pages."""
+        """Note that the request at this place left the queue, or does not wait for stored pages."""
         if self._traffic is not None:
             self._traffic.tiers.dismiss(place)
 
@@ -387,8 +391,8 @@ class KVStore:
             self._traffic.tiers.close()
 
     def reclaim(self) -> None:
-        """Free all pages. The caller makes sure that no sequence holds or fills one, whatever
-        happened before."""
+        """Free all pages, whatever happened before. The caller makes sure that no sequence holds or
+        fills one."""
         num_copies = np.zeros(self.num_pages, np.int32)
         if self._traffic is not None:
             num_copies = self._traffic.num_copies
@@ -407,7 +411,8 @@ class KVStore:
         self._clear_device()
 
     def clear(self) -> int:
-        """Forget every page without holders, in every tier; returns how many device pages."""
+        """Forget every page without holders, in every tier; returns the number of device pages
+        among them."""
         if self._traffic is not None:
             self._traffic.tiers.clear()
         count = self._clear_device()

@@ -1,4 +1,5 @@
-"""Records of stored pages: where each is, loads in progress, and what has ended."""
+"""Records of stored pages: where each page is, which loads are in progress, and which have
+ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,12 @@ class Entry:
 
     key: PageKey
     token_ids: bytes
-    parent: PageKey | None  # of the page before it
-    taken: int = 0  # tiers where it has a place, a bit each ...
-    full: int = 0  # ... and those of them that have its bytes
+    parent: PageKey | None  # key of the page before it
+    taken: int = 0  # one bit for each tier where the page has a place ...
+    full: int = 0  # ... and for each tier that has its bytes
     holds: int = 0  # copies that use its places
     is_lost: bool = False
-    skips_load: bool = False  # a load that began with it failed: the next request computes it
+    skips_load: bool = False  # a load that began with it failed: the next request computes the page
     is_recovered: bool = False  # from an earlier process: its parent is not known
 
 
@@ -33,7 +34,7 @@ class Load:
     entries: list[Entry]
     start_layers: int  # a prompt may start when this many layers are loaded
     began_s: float
-    num_below: dict[str, int]  # pages that are read, by tier
+    num_below: dict[str, int]  # number of pages that are read from each tier
     transfer: Transfer | None = None  # None: still being read
     is_startable: bool = False
     has_failed: bool = False
@@ -45,9 +46,9 @@ class Arrivals:
 
     loaded: list[Load] = field(default_factory=list)
     failed: list[Load] = field(default_factory=list)
-    startable: list[Load] = field(default_factory=list)  # loaded in time for a step
+    startable: list[Load] = field(default_factory=list)  # loaded far enough for a step to start
     saved: list[Int32s] = field(default_factory=list)  # device pages that were copied
-    answered: list[PageKey] = field(default_factory=list)  # or overdue
+    answered: list[PageKey] = field(default_factory=list)  # questions that are answered, or overdue
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Stored:
     """The pages after a chain's device pages that lower tiers have."""
 
     num_pages: int = 0
-    below: tuple[int, ...] = ()  # how many of these must be read from each lower tier
+    below: tuple[int, ...] = ()  # how many of the pages must be read from each lower tier
 
     @property
     def num_below(self) -> int:

@@ -4,7 +4,7 @@
     disk           kv/bytes/disk.py
     a server       kv/bytes/remote.py; other processes put pages there, too
 
-Each is slower than the one before it. Pages pass through host memory.
+Each tier is slower than the one above. All pages pass through host memory.
 
 A tier knows where its pages are and moves their bytes; kv/policy.py decides which pages it gets.
 One thread owns it. Only `flush` and `close` block.
@@ -50,25 +50,25 @@ class Read:
     began_s: float
     ended_s: float
     problem: str | None = None
-    token_ids: bytes | None = None  # of the page, where the tier knows them
+    token_ids: bytes | None = None  # the page's tokens, if the tier knows them
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Which of the pages in a question, counted from the first, a shared tier has."""
+    """A shared tier's answer: how many leading pages of a question it has."""
 
-    asked: PageKey  # the last of them
+    asked: PageKey  # the last page of the question
     keys: Sequence[PageKey]
 
 
 @dataclass(frozen=True, slots=True)
 class Emptied:
-    """A tier may have lost everything that was not written since."""
+    """A tier may have lost everything that was written before."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """A page that an earlier process left."""
+    """A page that an earlier process stored."""
 
     key: PageKey
     token_ids: bytes
@@ -86,7 +86,7 @@ class Tier(Protocol):
 
     @property
     def link(self) -> Link:
-        """The link to the next faster tier, with its latest rate."""
+        """The link to the next faster tier, with the latest rate that was measured."""
         ...
 
     def take(self, key: PageKey) -> bool:
@@ -137,7 +137,7 @@ class LowerTier(Tier, Protocol):
         ...
 
     def opened(self, num_pages: int) -> StoreOpened | None:
-        """The event for the start, after which the tier holds `num_pages`; None: no event."""
+        """The event that the tier was opened with `num_pages`; None: no event."""
         ...
 
     def write(self, job: WriteJob) -> None:
@@ -164,5 +164,5 @@ class LowerTier(Tier, Protocol):
         ...
 
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
-        """What was done since the last call."""
+        """Return what was done since the last call."""
         ...

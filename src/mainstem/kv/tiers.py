@@ -1,6 +1,7 @@
 """The tiers below the device; the policy decides which pages stay where.
 
-A stored page, its bytes and the copies that use them (tier 0 is host memory):
+Where the bytes of a stored page can be, and the copies between these places (tier 0 is host
+memory):
 
     save ---> slot (filling) ---> slot (full) ---> lower tier (being written) ---> lower tier (full)
                                     ^  |                                              |
@@ -8,9 +9,9 @@ A stored page, its bytes and the copies that use them (tier 0 is host memory):
                                     `----------------- read: a load or a prefetch ----'
 
 The policy says where a page should be; the bytes follow as soon as no copy uses them (`_settle`).
-Copies count as `holds`, so a place is never reused during one. A page that moves from one lower
-tier to the next passes through a slot, too. The engine's thread owns this; copies and lower tiers
-work on other threads, and `poll` collects their results.
+Copies count as `holds`, so a place is never reused during a copy. A page that moves from one lower
+tier to the next passes through a slot, too. The engine's thread owns this object; copies and lower
+tiers work on other threads, and `poll` collects their results.
 """
 
 from collections import Counter, deque
@@ -72,7 +73,7 @@ class LowerTiers:
         self._policy: TierPolicy[PageKey] = TierPolicy(PolicyConfig(tier_pages, kind, ttl_s=ttl_s))
         self._entries: dict[PageKey, Entry] = {}
         self._loads: list[Load] = []
-        self._arrivals = Arrivals()  # not returned by `poll` yet
+        self._arrivals = Arrivals()  # what `poll` has not returned yet
         # if a tier cannot keep up, the oldest entries are dropped: their pages have left host
         # memory
         self._to_back_up = [deque[PageKey](maxlen=host.num_places) for _ in self._tiers]
@@ -80,7 +81,7 @@ class LowerTiers:
         self._shared_names = {tier.name for _, tier in self._shared}  # shared tiers: no events
         self._in_shared = sum(1 << number for number, _ in self._shared)
         self.questions = Questions([tier for _, tier in self._shared])
-        self._used: set[PageKey] = set()  # not reported to lower tiers yet
+        self._used: set[PageKey] = set()  # used pages that were not reported to lower tiers yet
         self._next_chore_s = 0.0
         for number, tier in self._below:
             self._recover(number, tier, ttl_s)
@@ -113,7 +114,8 @@ class LowerTiers:
         return self._host.num_pages_saving
 
     def has(self, key: PageKey) -> bool:
-        """Whether a page is stored or being saved; pages in shared tiers only do not count."""
+        """Whether a page is stored or being saved. Pages that only shared tiers have do not
+        count."""
         entry = self._entries.get(key)
         if entry is None or not self._in_shared:
             return entry is not None
@@ -149,16 +151,16 @@ class LowerTiers:
     # --- the queue ------------------------------------------------------------------------------
 
     def expect(self, place: int, keys: Sequence[PageKey]) -> None:
-        """A request for `keys` entered the queue at `place`; a smaller place is served sooner. The
-        pages that it needs are prefetched."""
+        """Note that a request for `keys` entered the queue at `place`; a smaller place is served
+        sooner. The pages that the request needs are prefetched."""
         self._policy.expect(place, keys, place)
 
     def dismiss(self, place: int) -> None:
-        """The request at this place left the queue."""
+        """Note that the request at this place left the queue."""
         self._policy.dismiss(place)
 
     def note_use(self, keys: Sequence[PageKey]) -> None:
-        """A chain was used on the device."""
+        """Note that a chain was used on the device."""
         self._policy.note_use(keys, monotonic())
         if self._below:
             self._used.update(keys)
@@ -202,8 +204,8 @@ class LowerTiers:
     # --- saving ---------------------------------------------------------------------------------
 
     def make_room(self, count: int) -> int:
-        """How many of `count` pages can be saved now. Frees slots of pages that a lower tier has or
-        is writing; slots of the latter become free when the write ends."""
+        """Return how many of `count` pages can be saved now. Frees slots of pages that a lower tier
+        has or is writing; if it is still writing, the slot becomes free when the write ends."""
         if not self._below:
             return count
         num_free = self._host.num_free
@@ -227,7 +229,7 @@ class LowerTiers:
         after: Sequence[PageKey | None],
         token_ids: Sequence[bytes],
     ) -> Int32s:
-        """Start copying device pages to host memory; returns those that are being copied.
+        """Start copying device pages to host memory; returns the pages that are being copied.
 
         `keys` of one chain are in chain order; `after` names the page before each, None for the
         first. None of them is stored yet, except in a shared tier. No step depends on a save: a
@@ -262,7 +264,7 @@ class LowerTiers:
             self._give_up_save(entries)
             return NO_PAGES
         for entry in entries:
-            if self._policy.places(entry.key) != IN_HOST:  # all there are worth more
+            if self._policy.places(entry.key) != IN_HOST:  # all pages in host memory are worth more
                 self._place(entry)
         for number, _ in self._below:
             self._to_back_up[number].extend(entry.key for entry in entries)
@@ -324,7 +326,7 @@ class LowerTiers:
         return self.is_reading and self._host.num_free < num_pages
 
     def _num_with_slots(self, entries: Sequence[Entry]) -> int:
-        """Leading entries that have a slot or can be given one."""
+        """How many leading entries have a slot or can be given one."""
         num_free = self._host.num_free
         for index, entry in enumerate(entries):
             num_free -= not entry.taken & IN_HOST
@@ -345,7 +347,7 @@ class LowerTiers:
         return limit
 
     def has_all(self, keys: Sequence[PageKey], token_ids: bytes) -> bool:
-        """Whether all pages could be loaded and hold the tokens that their names stand for; a page
+        """Whether all pages could be loaded and hold the tokens that their names stand for. A page
         with other tokens is dropped."""
         width = len(token_ids) // len(keys)
         for index, key in enumerate(keys):
@@ -385,7 +387,7 @@ class LowerTiers:
         return arrivals
 
     def clear(self) -> int:
-        """Forget every page that no copy uses; returns how many."""
+        """Forget every page that no copy uses; returns how many were forgotten."""
         keys = [entry.key for entry in self._entries.values() if not entry.holds]
         self._policy.drop(keys)
         for key in keys:
@@ -413,14 +415,14 @@ class LowerTiers:
         self.end_soon()
         for load in self._loads:
             if load.transfer is not None:
-                with suppress(Exception):  # no request needs it any more
+                with suppress(Exception):  # no request needs the load any more
                     load.transfer.wait()
         self.flush()
         for tier in self._tiers:
             tier.close()
 
     def check(self) -> None:
-        """Raise if a place was lost, or bytes and policy disagree at rest."""
+        """Raise if a place was lost, or if bytes and policy disagree while no copy runs."""
         self._policy.check()
         in_slots = {key for key, entry in self._entries.items() if entry.taken & IN_HOST}
         self._host.check(in_slots)
@@ -438,7 +440,7 @@ class LowerTiers:
     # --- inside ---------------------------------------------------------------------------------
 
     def _recover(self, number: int, tier: LowerTier, ttl_s: float | None) -> None:
-        """Take over what an earlier process left in a tier."""
+        """Take over the pages that an earlier process left in a tier."""
         found, bit = tier.recover(), 1 << number
         fresh = [page for page in found if ttl_s is None or page.used_at + ttl_s > time()]
         for page in found:
@@ -460,7 +462,8 @@ class LowerTiers:
             self._bus.publish(opened)
 
     def _settle(self, entry: Entry) -> None:
-        """Free the places that the policy does not list, or do so later if a copy uses the page."""
+        """Free the places that the policy does not list. If a copy uses the page, this is done
+        later."""
         if entry.holds:
             return
         extra = entry.taken & ~self._policy.places(entry.key)
@@ -480,14 +483,14 @@ class LowerTiers:
         entry.full &= ~places
 
     def _release(self, entry: Entry) -> None:
-        """A copy no longer uses the page."""
+        """Note that a copy no longer uses the page."""
         entry.holds -= 1
         if not entry.is_lost:
             self._settle(entry)
 
     def _lose(self, entry: Entry, tier: Tier, reason: str) -> None:
-        """A tier lost or damaged a page: it is a miss from now on."""
-        # a server evicts on its own
+        """Forget a page that a tier lost or damaged: it is a miss from now on."""
+        # a server evicts pages by itself: that is no loss
         is_gone = reason == "missing" and tier.name in self._shared_names
         lost = PagesEvicted(1, "room", tier.name) if is_gone else PagesLost(1, tier.name, reason)
         self._bus.publish(lost)
@@ -506,7 +509,7 @@ class LowerTiers:
                     self._settle(entry)
         if moves.load:
             self._prefetch(moves.load)
-        # writes come last: they may evict pages that are to be read, which are held by now
+        # writes come last: they may evict pages, but the pages to be read are held by now
         for key in moves.write:
             if (entry := self._entries.get(key)) is not None:
                 self._place(entry)
@@ -545,7 +548,7 @@ class LowerTiers:
         elif entry.taken & IN_HOST:
             after = self._host.filled(entry.key)
             if after is None and not entry.full & IN_HOST:
-                return  # it is being read: `_take_read` goes on from there
+                return  # the page is being read: `_take_read` writes it afterwards
             for number, tier in self._below:
                 if missing >> number & 1:
                     self._write(entry, number, tier, after)
@@ -576,18 +579,19 @@ class LowerTiers:
         tier.write(WriteJob(key, entry.token_ids, self._host.view(key), after))
 
     def _keep_off(self, entry: Entry, number: int, reason: str) -> None:
-        """A page was not written to a lower tier; its other copies stay."""
+        """Forget that a page should be in a lower tier, because the write failed; its other copies
+        stay."""
         self._bus.publish(SavesSkipped(1, self._tiers[number].name, reason))
         self._policy.drop_from(number, [entry.key])
         self._settle(entry)
 
     def _back_up(self) -> None:
-        """Copy host pages to lower tiers too, so that they outlive the process."""
+        """Copy pages in host memory to lower tiers as well, so that they outlive the process."""
         for number, tier in self._below:
             waiting = self._to_back_up[number]
             if not tier.can_write:
                 waiting.clear()
-            # a write keeps its slot until it ends: a slow server must not use all slots
+            # a write keeps its slot until it ends, and a slow server must not use all slots
             most = max(1, self._host.num_places // (8 if tier.is_shared else 2))
             while waiting and (room := most - tier.num_writes_pending) > 0:
                 keys = [waiting.popleft() for _ in range(min(room, len(waiting)))]
@@ -639,7 +643,7 @@ class LowerTiers:
         return False
 
     def _take_read(self, tier: LowerTier, done: Read) -> bool:
-        """A read ended; returns whether it was a prefetch."""
+        """Handle the end of a read; returns whether it was a prefetch."""
         entry = self._entries[done.key]
         if done.problem is not None:
             tier.link.give_up(done.num_bytes)
@@ -651,7 +655,7 @@ class LowerTiers:
         if done.token_ids is not None:
             entry.token_ids = done.token_ids
         self._publish_stored("host", [entry])
-        if self._policy.places(entry.key) & ~entry.taken:  # it moves on to another tier
+        if self._policy.places(entry.key) & ~entry.taken:  # the page moves on to another tier
             self._place(entry)
         self._release(entry)
         return entry.holds == 0
@@ -673,8 +677,8 @@ class LowerTiers:
             self._bus.publish(PagesSaved(num_saved, "host"))
 
     def _poll_load(self, load: Load, left_s: float) -> float:
-        """Check a load. `left_s` is the time until a step reads it. Loads are copied one after the
-        other, so this returns the time that is left for the next one."""
+        """Check a load. `left_s` is the time until a step reads its pages. Loads are copied one
+        after the other, so this returns the time that is left for the next load."""
         self._advance(load)
         num_done: int | None = 0
         if load.transfer is not None:
@@ -702,7 +706,7 @@ class LowerTiers:
         return left_s
 
     def _advance(self, load: Load) -> None:
-        """Copy to the device once everything is in host memory."""
+        """Start the copy to the device once all pages of the load are in host memory."""
         if load.transfer is None and all(entry.full & IN_HOST for entry in load.entries):
             load.transfer = self._host.load(load.load_id, load.keys, load.pages)
             load.has_failed = load.transfer is None
@@ -761,5 +765,5 @@ class LowerTiers:
 
 
 def _fastest(places: int) -> int:
-    """The number of the fastest tier of these."""
+    """The number of the fastest of these tiers."""
     return (places & -places).bit_length() - 1

@@ -47,8 +47,8 @@ class Traffic:
         self._index = index
         self.tiers = tiers
         self._bus = bus
-        self._copying = np.zeros(pool.num_pages, np.int32)  # holders that are copies
-        self._committed: list[Int32s] = []  # by the step being made
+        self._copying = np.zeros(pool.num_pages, np.int32)  # by page, holders that are copies
+        self._committed: list[Int32s] = []  # pages committed by the step that is being made
         self._filling: dict[StepId, list[Int32s]] = {}
         self._is_filling = np.zeros(pool.num_pages, np.bool_)
         self._load_ids = count()
@@ -65,30 +65,30 @@ class Traffic:
 
     @property
     def num_copies(self) -> Int32s:
-        """By page, how many copies hold it. Read only."""
+        """For each page, how many copies hold it. Read only."""
         return self._copying
 
     def num_only_copied(self) -> int:
-        """Pages that copies hold and no sequence does."""
+        """The number of pages that only copies hold, and no sequence."""
         others = self._pool.holders - self._copying - self._index.is_indexed
         return int(np.count_nonzero((self._copying > 0) & (others == 0)))
 
     # --- down -----------------------------------------------------------------------------------
 
     def commit(self, pages: Int32s) -> None:
-        """Pages that the step being made will fill."""
+        """Note the pages that the step being made will fill."""
         if len(pages):
             self._committed.append(pages.copy())
             self._is_filling[pages] = True
 
     def launched(self, step_id: StepId) -> None:
-        """This step fills the pages committed since the last step."""
+        """Note that this step fills the pages committed since the last step."""
         if self._committed:
             self._filling[step_id] = self._committed
             self._committed = []
 
     def settle(self, step_id: StepId) -> None:
-        """Steps up to this one have run: the pages they filled can be saved."""
+        """Save the pages that steps up to this one have filled, since these steps have run."""
         for filled in [step for step in self._filling if step <= step_id]:
             pages = np.concatenate(self._filling.pop(filled))
             self._is_filling[pages] = False
@@ -96,14 +96,14 @@ class Traffic:
                 self.save(pages)
 
     def note_filled(self, pages: Int32s) -> None:
-        """Steps that have run filled these pages of answers."""
+        """Note that these pages of answers are filled, by steps that have run."""
         if self.saving is Saving.DECODING:
             self.save(pages)
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Inside this context nothing is saved; the pages of steps that were launched before are
-        never saved."""
+        """In this context nothing is saved. Pages of steps that were launched before it are never
+        saved."""
         self._committed.clear()
         self._filling.clear()
         self._is_filling[:] = True
@@ -113,7 +113,7 @@ class Traffic:
             self._is_filling[:] = False
 
     def save(self, pages: Int32s) -> None:
-        """Save those of `pages` that are named, filled and not stored."""
+        """Save the `pages` that are named, filled and not stored."""
         self._save_named(self._index.named(pages[~self._is_filling[pages]]))
 
     def _save_named(self, named: dict[PageKey, int]) -> None:
@@ -128,12 +128,12 @@ class Traffic:
         self._hold(self.tiers.save(pages, keys, index.previous(pages), index.tokens(pages)))
 
     def _save_room(self, count: int) -> int:
-        """Of `count` pages, those whose save may start now."""
+        """Return how many of `count` pages may be saved now."""
         room = min(count, self._max_saving - self.tiers.num_pages_saving)
         return self.tiers.make_room(room) if room > 0 else 0
 
     def _postpone(self, wanted: Iterable[tuple[PageKey, int]]) -> None:
-        num_gone = 0  # the page had another name when it was put off
+        num_gone = 0  # pages whose name has changed since their save was postponed
         for key, page in wanted:
             num_gone += self._postponed.get(page, key) != key
             self._postponed[page] = key
@@ -154,12 +154,12 @@ class Traffic:
         self.save(np.array(chosen, np.int32))
 
     def _report_gone(self, num_pages: int) -> None:
-        """Pages left the device before they could be saved."""
+        """Report pages that left the device before they could be saved."""
         if num_pages:
             self._bus.publish(SavesSkipped(num_pages, "host", "write buffer full"))
 
     def note_use(self, pages: Int32s) -> None:
-        """A sequence ends with these pages, in chain order: what is not stored yet is saved."""
+        """Save those pages of an ended sequence, given in chain order, that are not stored yet."""
         self.tiers.note_use(list(self._index.named(pages)))
         self.save(pages)
         if self.saving is Saving.SYNC:
@@ -169,7 +169,7 @@ class Traffic:
         """Return when no save is in progress; saves without a slot are postponed."""
         while self.tiers.num_pages_saving:
             self.tiers.finish_saves()
-            self._news = self.poll()  # it may start postponed saves
+            self._news = self.poll()  # `poll` may start postponed saves
 
     # --- up -------------------------------------------------------------------------------------
 
@@ -180,10 +180,11 @@ class Traffic:
     def load(
         self, chain: PageChain, first: int, pages: Int32s, start_layers: int, limit_s: float
     ) -> PageKey | None:
-        """Fill `pages`, just taken, with the chain's stored pages from number `first` on.
+        """Fill `pages`, which were just taken, with the chain's stored pages from number `first`
+        on.
 
-        Returns the key to wait for, the deepest; None: nothing can be loaded now, and the pages
-        were given back.
+        Returns the key to wait for, which is the deepest. None: nothing can be loaded now, and the
+        pages were given back.
         """
         place = 0
         keys = chain.keys[first : first + len(pages)]
@@ -200,8 +201,8 @@ class Traffic:
         return chain.keys[first + place - 1] if place else None
 
     def startable(self, pages: Sequence[int]) -> Int32s | None:
-        """The loads that a step must wait for before it reads `pages`, which are all LOADING. None:
-        it is too early, or another sequence computes them."""
+        """Return the loads that a step must wait for before it reads `pages`, which are all
+        LOADING. None: it is too early for such a step, or another sequence computes the pages."""
         loads: dict[LoadId, None] = {}
         for page in pages:
             load = self._load_of.get(page)
@@ -211,7 +212,8 @@ class Traffic:
         return np.array(list(loads), np.int32)
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
-        """Check copies in progress; returns keys that a request may wait for."""
+        """Check copies in progress; returns the keys of those that ended, which requests may wait
+        for."""
         arrivals = self.tiers.poll(lead_s)
         for pages in arrivals.saved:
             self._let_go(pages)
@@ -235,7 +237,7 @@ class Traffic:
         self.tiers.flush()
         with held_interrupts():
             self._news = self.poll()  # the next `poll` returns these keys
-        while self._postponed or self.tiers.num_pages_saving:  # each round ends or starts some
+        while self._postponed or self.tiers.num_pages_saving:  # each round starts or ends some
             self.tiers.flush()
             with held_interrupts():
                 self._news = self.poll()
@@ -259,7 +261,7 @@ class Traffic:
         size = chain.page_size
         keys = chain.keys[first : first + len(pages)]
         token_ids = chain.token_ids[first * size : (first + len(pages)) * size].tobytes()
-        if not self.tiers.has_all(keys, token_ids):  # some may have been evicted for others
+        if not self.tiers.has_all(keys, token_ids):  # others may have evicted some
             return 0
         load_id = LoadId(next(self._load_ids))
         load = self.tiers.load(load_id, keys, pages, start_layers, limit_s)

@@ -1,4 +1,4 @@
-"""How bytes of pages move between the device and host memory: contracts and rates."""
+"""Copies of pages between the device and host memory: interfaces, and rates of links."""
 
 from time import perf_counter
 from typing import NewType, Protocol
@@ -8,7 +8,7 @@ from mainstem.core.step import Int32s
 LoadId = NewType("LoadId", int)  # a load that a Step may name, so that its layers wait for it
 
 LEARNING = 0.3  # weight of the latest copy in a link's rate
-FADE_S = 1.0  # seconds of work on a shared link after which earlier work has half the weight
+FADE_S = 1.0  # after this many seconds of work on a shared link, earlier work has half the weight
 GUESS_S = 0.05  # the first rate has the weight of this many seconds of work
 FORGET_LATE_S = 30.0  # a distant link that was too slow is tried again after this time
 
@@ -25,7 +25,7 @@ class Transfer(Protocol):
         ...
 
     def seconds(self) -> float:
-        """How long the copy took without time in a queue; called when it is done."""
+        """How long the copy took, without time in a queue. Called after it is done."""
         ...
 
 
@@ -74,7 +74,7 @@ class PageCopier(Protocol):
 
 
 class Link:
-    """One direction between two tiers: what is queued, and the latest rate."""
+    """One direction between two tiers: its queued bytes, and its latest rate."""
 
     round_trip_s = 0.0  # 0 until the first question is answered
 
@@ -83,22 +83,23 @@ class Link:
         self._queued_bytes = 0
 
     def pass_s(self, num_bytes: int) -> float:
-        """Seconds that `num_bytes` take once it is their turn."""
+        """Return the seconds that a copy of `num_bytes` takes, without waiting for earlier
+        copies."""
         return num_bytes / self._bytes_per_s
 
     def expect_s(self, num_bytes: int) -> float:
-        """Seconds until `num_bytes` more will be copied."""
+        """Return the seconds until `num_bytes` more are copied, after everything that is queued."""
         return self.pass_s(self._queued_bytes + num_bytes)
 
     def start(self, num_bytes: int) -> None:
         self._queued_bytes += num_bytes
 
     def give_up(self, num_bytes: int) -> None:
-        """Bytes that `start` counted will not be copied."""
+        """Note that bytes that `start` counted will not be copied."""
         self._queued_bytes -= num_bytes
 
     def finish(self, num_bytes: int, seconds: float) -> None:
-        """Bytes that `start` counted were copied in `seconds`."""
+        """Note that bytes that `start` counted were copied in `seconds`."""
         self._queued_bytes -= num_bytes
         self._learn(num_bytes / max(seconds, 1e-6))
 
@@ -107,24 +108,24 @@ class Link:
 
 
 class SharedLink(Link):
-    """A link with parallel copies. Its rate is that of all copies together, over the time in which
-    it is busy.
+    """A link with parallel copies. Its rate is the bytes of all copies, divided by the time in
+    which the link is busy.
 
         copy a   |-----|
         copy b    |-------|               |--
         copy c          |-----|
         busy     |------------|           |--
 
-    Bytes and busy seconds are summed, and both decay with later work. Copies that began together
-    end together, so the progress of those in flight (at most `most_under_way` bytes) is estimated
-    from the rate. An overdue copy is expected to take as long again, so the expected rate of a link
-    that hangs falls and falls.
+    Bytes and busy seconds are summed, and both sums decay with later work. Copies that began
+    together end together, so the progress of copies in flight (at most `most_under_way` bytes) is
+    estimated from the rate. An overdue copy is expected to take as long again as it has taken, so
+    the expected rate of a link that hangs falls further and further.
     """
 
     def __init__(self, bytes_per_s: float, most_under_way: float = float("inf")) -> None:
         super().__init__(bytes_per_s)
         self._most_under_way = most_under_way
-        self._end_s = 0.0  # of the latest copy
+        self._end_s = 0.0  # end of the latest copy
         self._busy_s = GUESS_S
         self._passed_bytes = bytes_per_s * GUESS_S
         self._partial_bytes = 0.0  # estimated progress of the queue at `_partial_s`
@@ -144,14 +145,14 @@ class SharedLink(Link):
         self._leave(num_bytes)
 
     def finish_between(self, num_bytes: int, began_s: float, ended_s: float) -> None:
-        """Bytes that `start` counted were copied between these times."""
+        """Note that bytes that `start` counted were copied between these times."""
         self._leave(num_bytes)
         more_s = max(0.0, ended_s - max(began_s, self._end_s))
         self._end_s = max(self._end_s, ended_s)
         kept = FADE_S / (FADE_S + more_s)
         self._busy_s = kept * self._busy_s + more_s
         self._passed_bytes = kept * self._passed_bytes + num_bytes
-        # other copies may be nearly done, but how much of them is done is not known
+        # other copies may be nearly done, but their progress is not known
         least = self._passed_bytes / self._busy_s
         under_way = min(self._queued_bytes, self._most_under_way)
         is_known = self._busy_s >= 0.9 * FADE_S
@@ -173,7 +174,8 @@ class SharedLink(Link):
 
 
 class DistantLink(SharedLink):
-    """A link with a round trip before the first byte, which is measured separately from the rate.
+    """A link with a round trip before the first byte. The round trip is measured separately from
+    the rate.
 
     If a copy is abandoned as too slow, the rate is halved; after a while the first rate is used
     again.
@@ -182,7 +184,7 @@ class DistantLink(SharedLink):
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__(bytes_per_s)
         self._first_rate = bytes_per_s
-        self._late_s: float | None = None  # when it was last too slow
+        self._late_s: float | None = None  # when the link was last too slow
 
     def pass_s(self, num_bytes: int) -> float:
         if self._late_s is not None and perf_counter() - self._late_s > FORGET_LATE_S:
@@ -191,13 +193,13 @@ class DistantLink(SharedLink):
         return self.round_trip_s + super().pass_s(num_bytes)
 
     def note_round_trip(self, seconds: float) -> None:
-        """A short question was answered in `seconds`. A quicker answer than before replaces the
-        estimate: an answer may be late for many reasons, but never early."""
+        """Note that a short question was answered in `seconds`. An answer that is quicker than the
+        estimate replaces it: an answer may be late for many reasons, but never early."""
         weight = 1.0 if seconds < self.round_trip_s or not self.round_trip_s else LEARNING
         self.round_trip_s += weight * (seconds - self.round_trip_s)
 
     def note_late(self) -> None:
-        """A copy is overdue."""
+        """Note that a copy is overdue."""
         self._late_s = perf_counter()
         self._reset(self._bytes_per_s / 2)
 

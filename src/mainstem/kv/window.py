@@ -22,10 +22,11 @@ class QueueWindow(Generic[K]):
     """When each page is next wanted, kept up to date as requests come and go.
 
     A page's `when` orders page uses: by the place of the request in the queue, then by the depth of
-    the page in its chain. Coming and going cost time in proportion to the chain, not to the queue.
+    the page in its chain. The cost of `enter` and `leave` grows with the length of the chain, not
+    of the queue.
 
-    Invariant: `next_use` has the smallest `when` of every page that a queued request wants, and
-    `_later` the others, sorted.
+    Invariant: for every page that a queued request wants, `next_use` has the smallest `when`, and
+    `_later` has its other ones, sorted.
     """
 
     def __init__(self, near_pages: int) -> None:
@@ -36,8 +37,8 @@ class QueueWindow(Generic[K]):
         self.next_use: dict[K, int] = {}  # others may only read it
         self._later: dict[K, deque[int]] = {}
         self._num_near = 0  # leading requests that are near
-        self._near: dict[K, int] = {}  # key -> near requests that want it
-        self._news: dict[K, None] = {}  # of these, not returned by `take_news` yet
+        self._near: dict[K, int] = {}  # key -> number of near requests that want it
+        self._news: dict[K, None] = {}  # near keys that `take_news` has not returned yet
 
     def __len__(self) -> int:
         return len(self._places)
@@ -49,7 +50,8 @@ class QueueWindow(Generic[K]):
         return key in self._near
 
     def enter(self, ticket: Hashable, keys: Sequence[K], place: int | None) -> list[K]:
-        """Queue a request, at the tail if `place` is None; returns keys whose next use changed."""
+        """Queue a request, at the tail if `place` is None; returns the keys whose next use
+        changed."""
         assert ticket not in self._chains, "a ticket is queued twice"
         assert len(keys) < MAX_DEPTH, "a chain is too long"
         if place is None:
@@ -84,7 +86,8 @@ class QueueWindow(Generic[K]):
         return keys
 
     def take_news(self) -> list[K]:
-        """Keys that became near since the last call and are still near, soonest first."""
+        """Return the keys that became near since the last call and are still near, soonest
+        first."""
         news, self._news = self._news, {}
         return list(news)
 
@@ -108,7 +111,7 @@ class QueueWindow(Generic[K]):
         return False
 
     def _remove(self, keys: Sequence[K], when: int) -> None:
-        """Take out the uses of a chain whose head has `when`."""
+        """Remove the uses of a chain whose first page has `when`."""
         next_use, all_later = self.next_use, self._later
         for key in keys:
             later = all_later.get(key)
@@ -124,14 +127,14 @@ class QueueWindow(Generic[K]):
             when += 1
 
     def _advance(self) -> None:
-        """Add requests to the near ones while the host has room for a page; the last request may
-        need more than fits."""
+        """Add requests to the near ones while the host has room for another page. The last request
+        may need more pages than fit."""
         while self._num_near < len(self._places) and len(self._near) < self._near_pages:
             self._approach(self._chains[self._tickets[self._num_near]][1])
             self._num_near += 1
 
     def _recede(self) -> None:
-        """After a request jumped the queue, requests that it pushed back are no longer near."""
+        """Remove requests from the near ones after a request entered the queue before them."""
         while self._num_near > 1:
             keys = self._chains[self._tickets[self._num_near - 1]][1]
             if len(self._near) - len(keys) < self._near_pages:

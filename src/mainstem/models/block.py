@@ -1,4 +1,4 @@
-"""A decoder's block as every backend runs it, and the interfaces it needs: attention and gate.
+"""A decoder's block, as every backend runs it, and the interfaces that it needs.
 
     normed    what attention reads: a norm of x, or x itself
     qkv       one product; some families then norm queries and keys
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Attention(Protocol):
-    """A step's attention, planned; owns the K and V pages."""
+    """A step's planned attention. It owns the K and V pages."""
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """Rotate, append K and V, attend. May overwrite qkv [tokens, heads + 2 kv_heads, dim]

@@ -1,7 +1,7 @@
 """Collectives between the ranks of a tensor-parallel model during a forward pass.
 
-Every rank runs the same Steps, so every rank makes the same calls in the same order. Results are
-equal on all ranks, to the bit: ranks that sample from gathered logits sample the same tokens.
+Every rank runs the same Steps, so every rank makes the same calls in the same order. Results have
+the same bits on all ranks: ranks that sample from gathered logits sample the same tokens.
 """
 
 from typing import Protocol
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mainstem.models.shard import Shard
 
-# the new name since torch 2.13, which warns about the old one
+# torch 2.13 has a new name for it, and warns about the old one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -24,11 +24,11 @@ class Collectives(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether CUDA graphs may hold the calls."""
+        """Whether the calls may be captured in CUDA graphs."""
         ...
 
     def sum_(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks, in place; x is contiguous."""
+        """Sum x over all ranks, in place; x is contiguous."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -65,9 +65,8 @@ class ProcessGroup:
     NCCL runs on the current stream and can be captured. gloo runs on the host: tensors on a card
     are copied to the host and back. This is for checks; it is slow.
 
-    With is_deterministic, sums are in the order of ranks, whatever the shape, so that a row does
-    not depend on other rows. This moves ranks / 2 times as many bytes. For two ranks the order has
-    no effect.
+    With is_deterministic, sums are always in the order of ranks, so that a row does not depend on
+    other rows. This moves ranks / 2 times as many bytes. With two ranks the order has no effect.
     """
 
     def __init__(

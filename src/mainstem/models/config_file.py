@@ -19,8 +19,8 @@ _DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
 
 
 class Config:
-    """The fields of a config.json. UnsupportedModel names a field that is missing or has a wrong
-    type. A null field counts as missing.
+    """The fields of a config.json. If a field is missing or has a wrong type, UnsupportedModel
+    names it. A null field counts as missing.
     """
 
     def __init__(self, table: Mapping[str, object]) -> None:
@@ -162,8 +162,8 @@ def read_object(path: Path) -> dict[str, object]:
 
 
 def check_unread(config: Config, architecture: str, ignored: Collection[str]) -> tuple[str, ...]:
-    """Names of unknown fields that are in `ignored`. Raises UnsupportedModel for other unknown
-    fields, and for known fields with unsupported values."""
+    """Return the names of unknown fields that are in `ignored`. Raises UnsupportedModel for other
+    unknown fields, and for known fields with unsupported values."""
     unknown = []
     for name, value in config.unread().items():
         if name in _HARMLESS or name.startswith("_") or value is None:
@@ -224,7 +224,7 @@ _HARMLESS = words_of((
     "emb_dropout_prob resid_dropout embd_dropout residual_dropout embedding_dropout dropout",
     "dropout_rate layerdrop neftune_noise_alpha gradient_checkpointing use_bfloat16 bf16 fp16 fp32",
     "loss_type ignore_index router_aux_loss_coef router_jitter_noise output_router_logits",
-    # how it is run; and `max_window_layers`, which only Qwen uses
+    # how the model is run; and `max_window_layers`, which only Qwen uses
     "max_window_layers use_cache output_attentions output_hidden_states return_dict",
     "return_dict_in_generate torchscript chunk_size_feed_forward attn_implementation",
     "use_flash_attn use_flash_attention use_flash_attention_2 flash_attention cache_implementation",
@@ -244,8 +244,8 @@ _HARMLESS = words_of((
     "output_logits generation_config",
 ))  # fmt: skip
 
-# fields that change a model's output, and the values with which they do not; a family that supports
-# other values reads the field itself
+# fields that change a model's output, and the values with which they change nothing; a family that
+# supports other values reads the field itself
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1,),

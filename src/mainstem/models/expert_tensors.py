@@ -32,7 +32,7 @@ class ExpertTensors:
     shared_gate_up: Weight | None = None  # [2 * shared_size, hidden]
     shared_down: Weight | None = None  # [hidden, shared_size]
     shared_gate: Tensor | None = None  # [1, hidden]
-    # quantized in the checkpoint, but dequantized because it cannot be stacked
+    # whether experts are quantized in the checkpoint, but were dequantized to be stacked
     is_unpacked: bool = False
 
 
@@ -47,8 +47,8 @@ def read_experts(
     names: Names,
     cut: Cut = _WHOLE,
 ) -> ExpertTensors:
-    """Take a layer's experts from `source`; `prefix` is the layer's, with its dot. `spec` describes
-    the whole model, `cut` says which part of it to read."""
+    """Take a layer's experts from `source`. `prefix` is the layer's prefix, with its dot; `spec`
+    describes the whole model; `cut` says which part of it to read."""
     return _Reader(source, spec, hidden_size, prefix, names, cut).read()
 
 
@@ -121,8 +121,8 @@ class _Reader:
         return whole
 
     def _stackable(self, *weights: Weight) -> Weight:
-        """Like `_joined`; weights in act-order are dequantized, since each expert would need its
-        own order."""
+        """Like `_joined`, but weights in act-order are dequantized, since each expert would need
+        its own order."""
         whole = on_top(weights, self._source.dtype)
         if isinstance(whole, PackedWeight) and whole.order is not None:
             whole = whole.dense(self._source.dtype)
@@ -167,7 +167,8 @@ class _Reader:
             target.copy_(self._take(name, *target.shape))
 
     def _read_interleaved(self) -> tuple[Weight, Weight]:
-        """Packed tensors are [experts, out, in], plain ones [experts, in, out]."""
+        """Read tensors with interleaved gate and up: packed ones are [experts, out, in], plain ones
+        [experts, in, out]."""
         names, size, hidden = self._names, self._spec.size, self._hidden
         experts, count = self._spec.num_experts, length(self._columns)
         gate_up, down = self._stack(), self._stack()
@@ -182,7 +183,7 @@ class _Reader:
                 at = (one, all_hidden, both)
                 found = self._take(names.expert_gate, experts, hidden, 2 * size, at=at)[0]
                 gate_up.put(expert, torch.cat((found[:, 0::2].t(), found[:, 1::2].t())))
-                del found  # before the next part is read
+                del found  # frees memory before the next part is read
             at = (one, all_hidden, self._columns)
             out = self._one_packed(names.expert_down, experts, hidden, size, at)
             if out is not None:

@@ -18,14 +18,14 @@ from mainstem.core.cache_files import cache_file, write_cache_file
 from mainstem.core.config import cache_dir
 
 KIND = "hashes"  # the folder of the notes
-MANIFEST = "manifest.json"  # of an embedded model, written after all its files
+MANIFEST = "manifest.json"  # the manifest of an embedded model, written after all its files
 TICK_NS = 2_000_000_000  # two changes within this time may leave the same mtime
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What the file system says about a file. ctime is included because tools that copy files set
-    mtime back; no tool sets ctime."""
+    """What the file system says about a file. ctime is included because tools that copy files may
+    restore mtime, but cannot set ctime."""
 
     size: int
     mtime_ns: int

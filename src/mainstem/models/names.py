@@ -12,13 +12,13 @@ class QkvOrder(Enum):
     """Rows of a fused query, key and value product."""
 
     PARTS = "parts"  # all query heads, all key heads, all value heads
-    GROUPS = "groups"  # for each KV head its query heads, its key, its value (Falcon 40B)
+    GROUPS = "groups"  # for each KV head: its query heads, its key, its value (Falcon 40B)
 
 
 class ExpertLayout(Enum):
     """The layout of a layer's experts in the checkpoint."""
 
-    SEPARATE = "separate"  # gate, up and down of each expert are tensors of their own, [out, in]
+    SEPARATE = "separate"  # each expert has its own tensors for gate, up and down, [out, in]
     INTERLEAVED = "interleaved"  # two tensors [experts, in, out]; gate and up alternate (gpt-oss)
 
 
@@ -40,7 +40,8 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
-    # MLP; one name in `gate_up`: gate and up in one tensor, or a plain MLP's first product
+    # MLP. If `gate_up` has one name, it is a tensor with gate and up, or a plain MLP's first
+    # product
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     # experts

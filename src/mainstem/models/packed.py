@@ -6,7 +6,7 @@
     FP8     float8_e4m3fn                            value * scale
     MXFP4   two columns in a byte, the even one low  +-(0, .5, 1, 1.5, 2, 3, 4, 6) * 2^(scale - 127)
 
-`group` columns of `block_rows` rows share a scale. A leading axis is that of experts.
+`group` columns of `block_rows` rows share a scale. A leading axis is the axis of experts.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ _SCALE_DTYPES = {PackedKind.FP8: torch.float32, PackedKind.MXFP4: torch.uint8}
 
 
 class OrderedColumns(UnsupportedModel):
-    """Some columns were asked for of a packed weight in act-order, which cannot be cut by
+    """The caller asked for some columns of a packed weight in act-order, which cannot be cut by
     columns."""
 
 
@@ -94,8 +94,8 @@ class PackedWeight:
         return replace(self, values=self.values[index], scales=self.scales[index], zeros=zeros)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight dequantized, [.., out, in]: each number is rounded once, columns are in the
-        order of x."""
+        """Return the weight dequantized, [.., out, in]. Each number is rounded once; columns are in
+        the order of x."""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         if self.values.dim() > 2:
             for index in range(len(out)):
@@ -111,7 +111,7 @@ class PackedWeight:
         return out
 
     def rows(self, part: slice) -> "PackedWeight":
-        """Some rows."""
+        """Return some of the rows."""
         first, end, step = part.indices(self.shape[-2])
         assert step == 1
         if first % self.block_rows or (end % self.block_rows and end != self.shape[-2]):
@@ -135,8 +135,8 @@ class PackedWeight:
         )
 
     def columns(self, part: slice) -> "PackedWeight":
-        """Some columns; a cut inside a group makes the groups smaller. Raises OrderedColumns for a
-        weight in act-order, whose groups are not consecutive columns of x."""
+        """Return some of the columns. A cut inside a group makes the groups smaller. Raises
+        OrderedColumns for a weight in act-order, whose groups are not consecutive columns of x."""
         first, end, step = part.indices(self.shape[-1])
         assert step == 1
         if self.order is not None:
@@ -160,7 +160,7 @@ class PackedWeight:
         )
 
     def compact(self) -> "PackedWeight":
-        """A copy: a part would otherwise keep the memory of the whole weight."""
+        """Return a copy. (A part that is a view would keep the memory of the whole weight.)"""
         zeros = None if self.zeros is None else _compact(self.zeros)
         return replace(
             self, values=_compact(self.values), scales=_compact(self.scales), zeros=zeros
@@ -213,14 +213,14 @@ Weight = Tensor | PackedWeight
 
 
 def as_tensor(weight: Weight) -> Tensor:
-    """A weight that is known not to be packed."""
+    """Return a weight that is known to be a plain tensor."""
     assert isinstance(weight, Tensor), "the weight is packed"
     return weight
 
 
 class PackedStack:
-    """Stacks weights [out, in] into one [count, out, in], which is allocated when the first is
-    known. If the first is not packed, all are plain."""
+    """Stacks weights [out, in] into one [count, out, in], which is allocated when the first weight
+    is known. If the first weight is plain, all must be plain."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self._count = count
@@ -261,8 +261,7 @@ class PackedStack:
 
 
 def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Weights stacked by rows, still packed; None if they differ in kind, groups or order of
-    columns."""
+    """Stack packed weights by rows; None if they differ in kind, groups or order of columns."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -284,7 +283,7 @@ def joined(parts: Sequence[PackedWeight]) -> PackedWeight | None:
 
 
 def on_top(weights: Sequence[Weight], dtype: torch.dtype) -> Weight:
-    """Weights stacked by rows: packed if possible, otherwise a tensor of `dtype`."""
+    """Stack weights by rows: packed if possible, otherwise as a tensor of `dtype`."""
     if len(weights) == 1:
         return weights[0]
     packed = [weight for weight in weights if isinstance(weight, PackedWeight)]

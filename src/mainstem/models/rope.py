@@ -9,7 +9,7 @@ from mainstem.models.spec import RopeScaling, RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """[rotary_dim / 2] fp32: radians per position."""
+    """Return radians per position, [rotary_dim / 2] in fp32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.scaling is RopeScaling.NONE:
@@ -21,7 +21,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
         return kept * plain + (1.0 - kept) * plain / rope.factor
     if rope.scaling is RopeScaling.LONGROPE:
         return plain / torch.tensor(rope.divisors)
-    # llama3: wavelengths above the original context are stretched, short ones are not
+    # llama3: wavelengths longer than the original context are stretched, short ones are not
     turns = rope.original_positions * plain / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
     smooth = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
@@ -29,7 +29,8 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeSpec) -> Tensor:
-    """[rotary_dim / 2]: 0 for pairs that turn often in the original context, 1 for slow ones."""
+    """Return [rotary_dim / 2]: 0 for pairs that turn often in the original context, 1 for slow
+    pairs."""
 
     def pair_that_turns(times: float) -> float:
         waves = math.log(rope.original_positions / (times * 2 * math.pi))
@@ -46,22 +47,22 @@ def _yarn_ramp(rope: RopeSpec) -> Tensor:
 
 
 def turns_by(rope: RopeSpec, distances: Tensor) -> Tensor:
-    """[distances, rotary_dim / 2] complex64: the factors that move a rotated key by these
-    distances."""
+    """Return the factors that move a rotated key by these distances, [distances, rotary_dim / 2] in
+    complex64."""
     angles = distances.double()[:, None] * inverse_frequencies(rope).double()
     return torch.complex(angles.cos(), angles.sin()).to(torch.complex64)
 
 
 def rotary_table(rope: RopeSpec, num_positions: int) -> Tensor:
-    """[positions, rotary_dim / 2] complex64: the rotation of each pair of dims at each position."""
+    """Return each pair's rotation at each position, [positions, rotary_dim / 2] in complex64."""
     angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope)
     return torch.complex(angles.cos(), angles.sin())
 
 
 def adjacent_pairs(head_dim: int, rotary_dim: int) -> Tensor:
-    """Order of a head's dims in which the two dims of a rotary pair (i, i + half) are adjacent. If
-    it is applied to the rows of the query and key weights, dot products stay the same, and the
-    rotation is one complex multiplication in place.
+    """Return an order of a head's dims in which the two dims of a rotary pair (i, i + half) are
+    adjacent. If the rows of the query and key weights are put in this order, dot products stay the
+    same, and a rotation is one complex multiplication in place.
     """
     half = rotary_dim // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half, rotary_dim)), dim=1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Where a rank's rows of a product are in the checkpoint's tensors."""
+"""Finds a rank's rows of a product in the checkpoint's tensors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Rows(NamedTuple):
 
 
 def qkv_rows(spec: ModelSpec, cut: Cut, names: Sequence[str]) -> list[Rows]:
-    """Queries, then keys, then values; from three tensors or one."""
+    """Return the rows of queries, keys and values, in this order, from three tensors or one."""
     dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
     queries, keys = cut.heads(heads), cut.heads(kv_heads)
     if len(names) == 3:
@@ -32,7 +32,7 @@ def qkv_rows(spec: ModelSpec, cut: Cut, names: Sequence[str]) -> list[Rows]:
 
 
 def first_rows(mlp: MlpSpec, columns: slice, names: Sequence[str]) -> list[Rows]:
-    """Gate and up, from two tensors or one; only up if there is no gate."""
+    """Return the rows of gate and up, from two tensors or one; only up if there is no gate."""
     if not mlp.is_gated or len(names) == 2:
         return [Rows(name, mlp.size, columns) for name in names]
     both = (columns, _moved(columns, mlp.size))
@@ -40,13 +40,13 @@ def first_rows(mlp: MlpSpec, columns: slice, names: Sequence[str]) -> list[Rows]
 
 
 def times(part: slice, size: int) -> slice:
-    """The rows of `part`, a slice of heads with `size` rows each."""
+    """Return the rows of `part`, a slice of heads that have `size` rows each."""
     return slice(part.start * size, part.stop * size)
 
 
 def _in_groups(queries: slice, keys: slice, group: int) -> list[slice]:
-    """Places of heads in a tensor that has, for each KV head, `group` queries, a key and a value,
-    in this order."""
+    """Return the places of heads in a tensor that has, for each KV head, `group` queries, a key and
+    a value, in this order."""
     places, ends = [], []
     for kv_head in range(keys.start, keys.stop):
         first = max(queries.start, kv_head * group)
@@ -62,7 +62,7 @@ def _moved(part: slice, by: int) -> slice:
 
 
 def _merged(rows: Sequence[Rows]) -> list[Rows]:
-    """Adjacent slices of one tensor, merged."""
+    """Merge adjacent slices of one tensor."""
     merged = [rows[0]]
     for each in rows[1:]:
         before = merged[-1]

@@ -10,7 +10,8 @@ from mainstem.models.spec import ModelSpec
 
 
 def llama_shape(*sizes: float, max_positions: int = 131_072) -> ModelSpec:
-    """A Llama without biases, embeddings not tied; sizes as in `_LLAMA_SIZES`."""
+    """Return the shape of a Llama without biases and with untied embeddings; sizes as in
+    `_LLAMA_SIZES`."""
     return spec_from_config(_llama(*sizes) | {"max_position_embeddings": max_positions})
 
 

@@ -4,8 +4,8 @@
                           rows of the vocabulary
     kept by every rank    norms, routers, and KV heads if there are fewer than ranks
 
-Each expert is cut like an MLP, instead of giving whole experts to ranks: a step's tokens then load
-all ranks equally, and a lone token reads 1 / ranks of its experts on each rank.
+Each expert is cut like an MLP, instead of giving whole experts to ranks. So a step's tokens load
+all ranks equally, and for a single token each rank reads 1 / ranks of its experts.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mainstem.core.errors import ConfigError
 from mainstem.models.spec import ExpertsSpec, LayerSpec, MlpSpec, ModelSpec
 
-MOST_RANKS = 64  # the most that `shards_that_divide` tries
+MOST_RANKS = 64  # the largest number that `shards_that_divide` tries
 _UNIT = 16  # unequal parts of an MLP, and parts of the vocabulary, are multiples of this
 _EQUAL_UNIT = 8  # equal parts are multiples of this, which kernels need
 
@@ -42,7 +42,7 @@ class Cut:
     """Which parts of the model's tensors a rank has."""
 
     shard: Shard = WHOLE
-    group: int = 1  # columns of a quantized weight that share a scale; kept whole if possible
+    group: int = 1  # columns of a quantized weight that share a scale; not split if possible
 
     @classmethod
     def of(cls, spec: ModelSpec, shard: Shard) -> "Cut":
@@ -50,7 +50,8 @@ class Cut:
         return cls(shard, max((packing.group or 1 for packing in packings), default=1))
 
     def heads(self, count: int) -> slice:
-        """The rank's query heads or KV heads, of `count`; one if there are fewer than ranks."""
+        """The rank's part of `count` query heads or KV heads; one head if there are fewer heads
+        than ranks."""
         rank, of = self.shard.rank, self.shard.of
         return slice(count * rank // of, -(-count * (rank + 1) // of))
 
@@ -80,7 +81,8 @@ class Cut:
 
 
 def vocabulary_rows(size: int, of: int) -> int:
-    """Rows of embedding and head on each rank: equal on all ranks, so the last may be padding."""
+    """The number of rows of embedding and head on each rank. It is equal on all ranks, so the last
+    rows may be padding."""
     return size if of == 1 else -(-size // (of * _UNIT)) * _UNIT
 
 

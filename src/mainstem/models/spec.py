@@ -33,7 +33,7 @@ class NormSpec:
     eps: float
     has_bias: bool = False
     gain_offset: float = 0.0  # added to the gains of the checkpoint (Gemma: 1)
-    # 16-bit models: multiplied by the gain before rounding (OLMo 2, gpt-oss)
+    # in 16-bit models, multiply by the gain before rounding (OLMo 2, gpt-oss)
     is_rounded_once: bool = False
 
 
@@ -48,14 +48,14 @@ class NormPlace(Enum):
 class Residual(Enum):
     SERIAL = "serial"  # the MLP reads x after attention has added to it
     PARALLEL = "parallel"  # both read the same norm of the same x (Phi-2, Falcon 7B)
-    PARALLEL_TWO_NORMS = "parallel, a norm each"  # the same x, a norm each (Falcon 40B)
+    PARALLEL_TWO_NORMS = "parallel, a norm each"  # the same x, separate norms (Falcon 40B)
 
 
 class QkNorm(Enum):
     """RMS norm of queries and keys before they are rotated."""
 
     NONE = "none"
-    HEADS = "heads"  # each head by itself, one gain for all (Qwen 3, Gemma 3)
+    HEADS = "heads"  # each head separately, with the same gain (Qwen 3, Gemma 3)
     ROWS = "rows"  # all heads of a token together (OLMo 2)
 
 
@@ -89,7 +89,7 @@ class RopeSpec:
     original_positions: int = 0
     beta_fast: float = 32.0  # yarn: dims with more turns in the original context are kept ...
     beta_slow: float = 1.0  # ... and those with fewer turns are divided
-    has_whole_bounds: bool = True  # yarn: these dims are rounded to whole numbers
+    has_whole_bounds: bool = True  # yarn: the bounds of these dims are rounded to whole numbers
     score_factor: float = 1.0  # yarn, longrope: both query and key are multiplied by it
     divisors: tuple[float, ...] = ()  # longrope: one for each pair of dims, for short contexts
     long_divisors: tuple[float, ...] = ()  # ... and if contexts exceed original_positions
@@ -111,9 +111,9 @@ class AttentionSpec:
 
     rope: RopeSpec | None  # None: this layer does not see positions
     scale: float  # factor of the scores, including the rope's score factor
-    window: int | None = None  # keys that a token sees, its own included; None: all
+    window: int | None = None  # number of keys that a token sees, including its own; None: all
     softcap: float | None = None  # scores become cap * tanh(score / cap)
-    has_sinks: bool = False  # each head has a learned score in the softmax that has no value
+    has_sinks: bool = False  # each head has a learned score in the softmax, with a value of 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +132,19 @@ class ExpertsSpec:
 
     num_experts: int
     top_k: int
-    size: int  # of each
+    size: int  # columns of each expert
     activation: Activation
     is_normalized: bool = True  # the weights of the chosen experts are scaled to a sum of 1
-    has_bias: bool = False  # of router and experts
-    shared_size: int | None = None  # of a gated MLP that every token also goes through
-    has_shared_gate: bool = False  # its output is multiplied by sigmoid(gate(x))
+    has_bias: bool = False  # whether router and experts have biases
+    shared_size: int | None = None  # columns of a gated MLP that every token also goes through
+    has_shared_gate: bool = False  # the shared MLP's output is multiplied by sigmoid(gate(x))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer's state is pages of keys and values. A layer with a state of another kind (linear
-    attention, Mamba) will be another type of `attention`; its state will be kept for each sequence,
-    and shared at the ends of pages only. Until then families refuse such layers.
+    """A layer. Its state is pages of keys and values. Families refuse layers with other kinds of
+    state (linear attention, Mamba). These would be another type of `attention`, with a state for
+    each sequence that is shared only at the ends of pages.
     """
 
     attention: AttentionSpec
@@ -168,7 +168,7 @@ class ModelSpec:
     names: Names = field(default_factory=Names)  # of the checkpoint's tensors
     norm_place: NormPlace = NormPlace.BEFORE
     residual: Residual = Residual.SERIAL
-    residual_scale: float = 1.0  # of what attention and MLP add
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # logits become cap * tanh(logit / cap)
@@ -182,7 +182,7 @@ class ModelSpec:
     quantized: QuantizedSpec | None = None  # how the checkpoint's weights are quantized
     ignored_fields: tuple[str, ...] = ()  # unknown fields of the file that the user chose to ignore
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are left out, in words
-    vocab_rows: int | None = None  # of embedding and head, on a rank that has a part; None: all
+    vocab_rows: int | None = None  # rows of embedding and head that a rank has; None: all
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -210,7 +210,7 @@ class ModelSpec:
 
     @property
     def attention_kinds(self) -> tuple[AttentionSpec, ...]:
-        """The different kinds, in the order in which layers first have them."""
+        """The different kinds of attention, in the order of the first layer of each."""
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
@@ -230,8 +230,9 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def kv_elements_in_windows(self, context: int) -> int:
-        """How many of a token's K and V elements, on average, no query reads any more at the end of
-        a context of `context` tokens. They stay in memory, since a page holds all layers."""
+        """How many of a token's K and V elements, on average, are no longer in their layer's window
+        at the end of a context of `context` tokens. They stay in memory, since a page holds all
+        layers."""
         per_layer = 2 * self.num_kv_heads * self.head_dim
         windows = [layer.attention.window for layer in self.layers]
         unread = sum(max(0, context - window) for window in windows if window is not None)
@@ -239,7 +240,7 @@ class ModelSpec:
 
     @property
     def num_layer_params(self) -> int:
-        """Weights of the products that one token goes through, in all layers."""
+        """The number of weights in the products that one token goes through, in all layers."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return sum(
             attention + _num_mlp_params(layer.mlp, self.hidden_size) for layer in self.layers
@@ -285,8 +286,8 @@ class ModelSpec:
 
     @property
     def moved_bytes_per_param(self) -> float:
-        """Bytes per weight that a large step moves: 4-bit weights are read, written in 16 bits and
-        read again; those of experts are only read."""
+        """Bytes per weight that a large step moves. 4-bit weights are read, written in 16 bits and
+        read again; 4-bit weights of experts are only read."""
         packing = None if self.quantized is None else self.quantized.packing
         if packing is None or packing.kind.columns_per_value == 1:
             return 2.0
@@ -321,10 +322,10 @@ def _num_mlp_params(mlp: MlpSpec | ExpertsSpec, hidden_size: int) -> int:
 
 
 def same_layers(attention: AttentionSpec, mlp: MlpSpec, count: int) -> tuple[LayerSpec, ...]:
-    """Layers that are all the same."""
+    """Return layers that are all the same."""
     return (LayerSpec(attention, mlp),) * count
 
 
 def layers_of(kinds: Sequence[AttentionSpec], mlp: MlpSpec | ExpertsSpec) -> tuple[LayerSpec, ...]:
-    """Layers that differ in their attention alone."""
+    """Return layers that differ only in their attention."""
     return tuple(LayerSpec(kind, mlp) for kind in kinds)

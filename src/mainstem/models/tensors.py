@@ -32,7 +32,7 @@ log = logging.getLogger("mainstem.models")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """weight [out, in], bias [out]."""
+    """A product: weight [out, in], bias [out]."""
 
     weight: Weight
     bias: Tensor | None = None
@@ -59,7 +59,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class NormTensors:
-    gain: Tensor  # fp32 if it is applied before rounding
+    gain: Tensor  # in fp32 if it is applied before rounding
     bias: Tensor | None = None
 
 
@@ -87,7 +87,7 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True)
 class EndTensors:
-    """Tensors after the layers."""
+    """The tensors after the last layer."""
 
     norm: NormTensors
     head: Product  # its weight is the embedding if they are tied
@@ -146,8 +146,8 @@ class TensorReader:
         )
 
     def ends(self, embedding: Tensor) -> EndTensors:
-        """Last norm and head. Raises UnsupportedModel, which names tensors that are missing in the
-        whole checkpoint, or not expected."""
+        """Return the last norm and the head. Raises UnsupportedModel, which names the tensors that
+        are missing in the whole checkpoint, or are not expected."""
         spec, names, source = self._spec, self._names, self._source
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:
@@ -226,7 +226,8 @@ class TensorReader:
         return Product(weight, bias)
 
     def _summed(self, name: str, width: int, columns: slice, has_bias: bool) -> Product:
-        """Some columns of a product whose output is summed over ranks: rank 0 has the bias."""
+        """Return some columns of a product whose output is summed over ranks. Only rank 0 has the
+        bias."""
         hidden, quantized = self._spec.hidden_size, self._spec.quantized
         at = (slice(0, hidden), columns) if columns != slice(0, width) else ()
         weight, bias = take_weight(self._source, name, hidden, width, at=at), None
@@ -267,7 +268,7 @@ class TensorReader:
 
 
 def _scaled(product: Product, factors: Tensor) -> Product:
-    """Rows times these factors, rounded once."""
+    """Multiply rows by these factors, and round once."""
     weight, bias = product.weight, product.bias
     if isinstance(weight, PackedWeight):
         weight = weight.scaled_rows(factors)
@@ -277,9 +278,9 @@ def _scaled(product: Product, factors: Tensor) -> Product:
 
 
 def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:
-    """Factors for each row of queries, keys and values. A rope's score factor applies only to the
-    dims it rotates, but it is part of the scale of all dims. So the other dims of the queries are
-    divided by it."""
+    """Return factors for each row of queries, keys and values. A rope's score factor applies only
+    to the dims that it rotates, but the attention's scale includes it for all dims. So the other
+    dims of the queries are divided by it."""
     heads = torch.ones(spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     heads[: spec.num_heads, rope.rotary_dim :] = rope.score_factor**-2
     return heads.reshape(-1)

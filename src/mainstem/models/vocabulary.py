@@ -19,12 +19,13 @@ class VocabularyPart:
 
     def embed(self, token_ids: Tensor, embedding: Tensor, out: Tensor) -> Tensor:
         """Write the embeddings of any tokens, [tokens, hidden], to `out`: each rank looks up its
-        own tokens, and the ranks are summed. The sum is exact, since all other ranks have zeros."""
+        own tokens, and the results are summed over ranks. The sum is exact, since all other ranks
+        have zeros."""
         at = token_ids - self._first
         is_elsewhere = (at < 0) | (at >= self._num_rows)
         torch.index_select(embedding, 0, at.masked_fill_(is_elsewhere, 0), out=out)
         return self._ranks.sum_(out.masked_fill_(is_elsewhere[:, None], 0.0))
 
     def join(self, logits: Tensor) -> Tensor:
-        """[rows, vocab] from each rank's [rows, its rows]."""
+        """Join each rank's [rows, its part of the vocabulary] to [rows, vocab]."""
         return self._ranks.gather(logits)[:, : self._size]

@@ -1,4 +1,5 @@
-"""safetensors in the Hugging Face layout -> tensors by name; a digest of the checkpoint."""
+"""Reads tensors by name from safetensors files in the Hugging Face layout; digest of a
+checkpoint."""
 
 import hashlib
 import json
@@ -42,8 +43,8 @@ _TORCH_DTYPES = {
 def compute_dtype(wanted: DType, checkpoint: DType) -> torch.dtype:
     """The dtype to compute in on this CPU.
 
-    AUTO takes the checkpoint's, but fp32 if the CPU has no 16-bit matrix instructions: torch would
-    then use scalar loops that are 100 to 300 times slower than fp32.
+    AUTO takes the checkpoint's dtype. But if the CPU has no 16-bit matrix instructions, it takes
+    fp32: torch's scalar loops for 16 bits are 100 to 300 times slower than fp32.
     """
     dtype = _TORCH_DTYPES[checkpoint if wanted is DType.AUTO else wanted]
     if wanted is DType.AUTO and dtype != torch.float32 and not has_fast_matmul(dtype):
@@ -88,18 +89,18 @@ class WeightSource(Protocol):
         ...
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor in the compute dtype, on the device.
+        """Return the tensor in the compute dtype, on the device.
 
-        `shape` is that of the whole tensor. `at` is the wanted part: a slice for each of its first
-        axes. A tensor may be taken part by part.
+        `shape` is the shape of the whole tensor. `at` is the wanted part: a slice for each of its
+        first axes. A tensor may be taken part by part.
         """
         ...
 
     def take_packed(
         self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()
     ) -> PackedWeight | None:
-        """A product's weight [.., out, in] that is quantized, by the product's name (without
-        ".weight"); None if the source has a plain tensor, or none."""
+        """Return a quantized weight [.., out, in] by the product's name (without ".weight"); None
+        if the source has a plain tensor, or no tensor."""
         ...
 
     def drop(self, name: str) -> None:
@@ -112,8 +113,8 @@ class WeightSource(Protocol):
 
 
 def take_weight(source: WeightSource, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Weight:
-    """The weight [out, in] of a product, or a part of it, however it is stored. Some columns of a
-    weight in act-order are dequantized."""
+    """Return the weight [out, in] of a product, or a part of it, packed or plain. If only some
+    columns of a weight in act-order are wanted, they are dequantized."""
     try:
         packed = source.take_packed(name, shape, at)
     except OrderedColumns:
@@ -143,7 +144,7 @@ class Checkpoint:
         ignored = () if quantized is None else quantized.ignored_endings
         self._missing: set[str] = set()
         self._taken: set[str] = set()
-        self._maybe_biases: set[str] = set()  # of packed products; some tools add biases of zeros
+        self._maybe_biases: set[str] = set()  # of packed products: some tools add biases of 0
         self._open = {}  # canonical name -> file, and the tensor's name in the file
         for file in weight_files(folder):
             try:
@@ -159,8 +160,8 @@ class Checkpoint:
         return self._dtype
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
-        """The tensor in the compute dtype. A missing one is recorded for `finish`, and returned
-        uninitialised."""
+        """Return the tensor in the compute dtype. If it is missing, this is recorded for `finish`,
+        and an uninitialised tensor is returned."""
         wanted = tuple(shape)
         if name not in self._open:
             self._missing.add(name)
@@ -243,7 +244,7 @@ def _shorten(names: Collection[str]) -> str:
 
 
 def checkpoint_digest(folder: Path) -> bytes:
-    """Equal for checkpoints whose config and weights are equal to the last byte."""
+    """Return a digest, which is equal for checkpoints whose config and weights have equal bytes."""
     return WeightDigest(folder).wait()
 
 
@@ -272,7 +273,7 @@ class WeightDigest:
             digest.update(f"{file.name}:{stamp.size}:".encode() + found)
             is_same = now == stamp
             if not is_same and now.of_contents == stamp.of_contents:
-                # only ctime changed: a new link, or a tool that set mtime back
+                # only ctime changed: a link was made, or a tool restored mtime
                 is_same = file_sha256(file) == found
             if not is_same:
                 raise UnsupportedModel(
@@ -292,7 +293,7 @@ class WeightDigest:
 
 
 class RandomWeights:
-    """A source like Checkpoint, for measuring speed: any tensor by any name, random.
+    """A source of random weights, for measuring speed. It has tensors of any name and shape.
 
     Gains of norms are one, so that activations stay in range through many layers.
     """

@@ -1,9 +1,9 @@
-"""Bytes, FLOPs and seconds of attention over a span; decides which shared runs become spans.
+"""Computes bytes, FLOPs and seconds of attention; decides which shared runs become spans.
 
 A decode step reads, for each KV head of a key, `2 * head_dim` elements (K and V) and does `4 *
 head_dim` FLOPs per query head. A span that many sequences share is read once instead of once per
-sequence, but needs its own units of work, and each of its rows leaves a Partial that must be
-written and merged.
+sequence. But it needs its own units of work, and for each of its rows a Partial must be written and
+merged.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Card:
     unit_s: float  # fixed cost of a unit of attention: one KV head of a row tile
     parallel_units: int  # units that run in parallel
     tile_rows: int  # query heads x members that one unit takes
-    merge_s: float  # cost of a step in which any token has Partials
+    merge_s: float  # added cost of a step in which a token has Partials
 
 
 H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264, 64, 5e-6)
@@ -55,13 +55,14 @@ CARDS = Calibrated("cards.json", partial(complete, Card))  # by device name
 
 
 def measured_card(device_name: str) -> Card | None:
-    """The calibrated card of that name, else the built-in one; None if there is none."""
+    """Return the calibrated card of that name, or else the built-in one; None if there is
+    neither."""
     built_in = {card.name: card for card in (H200, GENERIC_CPU)}
     return CARDS.load().get(device_name) or built_in.get(device_name)
 
 
 def card_for(device_name: str) -> Card:
-    """The measured card of that name, else an estimate from its datasheet."""
+    """Return the measured card of that name, or else an estimate from its datasheet."""
     measured = measured_card(device_name)
     if measured is not None:
         return measured
@@ -84,23 +85,24 @@ class Heads:
 
     @property
     def key_bytes(self) -> int:
-        """K and V of one token in one layer."""
+        """Bytes of K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.element_bytes
 
     @property
     def pair_flops(self) -> int:
-        """One query token against one key token, all heads of a layer."""
+        """FLOPs of one query token with one key token, for all heads of a layer."""
         return 4 * self.heads * self.head_dim
 
     @property
     def partial_bytes(self) -> int:
-        """A query token's Partial, written and read again; counted as fp32, although Hopper packs
+        """Bytes to write and read a query token's Partial. Counted in fp32, although Hopper packs
         it."""
         return 2 * 4 * self.heads * (self.head_dim + 1)
 
 
 def shared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
-    """Seconds of a run of `tokens` keys that `members` query tokens read together, as one span."""
+    """Return the seconds for a run of `tokens` keys that `members` query tokens read together, as
+    one span."""
     count, keys = members.astype(np.float64), tokens.astype(np.float64)
     read_s = keys * model.key_bytes / card.bytes_per_s
     compute_s = count * keys * model.pair_flops / card.flops_per_s
@@ -110,7 +112,7 @@ def shared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
 
 
 def unshared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
-    """Seconds of the same run if each member reads it as part of its own span."""
+    """Return the seconds for the same run if each member reads it as part of its own span."""
     pairs = members.astype(np.float64) * tokens
     return np.maximum(
         pairs * model.key_bytes / card.bytes_per_s, pairs * model.pair_flops / card.flops_per_s
@@ -118,8 +120,8 @@ def unshared_s(card: Card, model: Heads, members: Ints, tokens: Ints) -> Floats:
 
 
 def worth_sharing(card: Card, model: Heads, members: Ints, tokens: Ints) -> Bools:
-    """Which shared runs of a step become spans: those that are faster that way, if together they
-    save more than merging costs. Vectorised over runs.
+    """Return which shared runs of a step become spans: the runs that are faster as spans, if
+    together they save more than merging costs. Vectorised over runs.
     """
     gain_s = unshared_s(card, model, members, tokens) - shared_s(card, model, members, tokens)
     has_company: Bools = members >= np.int32(2)
@@ -128,8 +130,8 @@ def worth_sharing(card: Card, model: Heads, members: Ints, tokens: Ints) -> Bool
 
 
 def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_dim: int) -> float:
-    """The least time of a step's attention: each K and V byte once, or the arithmetic if that takes
-    longer.
+    """Return the least time of a step's attention: the time to read each byte of K and V once, or
+    the time of the arithmetic if that is longer.
     """
     model = Heads(heads, kv_heads, head_dim)
     keys = spans.key_tokens.astype(np.int64)
@@ -141,7 +143,7 @@ def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_di
 
 
 def span_flops(spans: Spans, *, heads: int, head_dim: int) -> float:
-    """The arithmetic of a step's attention; keys that causality hides are not counted."""
+    """Return the FLOPs of a step's attention, without keys that the causal mask hides."""
     queries = np.diff(spans.query_starts).astype(np.int64)
     hidden = np.where(spans.is_causal, queries * (queries - 1) // 2, 0)
     pairs = int((queries * spans.key_tokens.astype(np.int64) - hidden).sum())
@@ -149,12 +151,12 @@ def span_flops(spans: Spans, *, heads: int, head_dim: int) -> float:
 
 
 def relay_speedup(system_tokens: float, context_tokens: float, batch: float) -> float:
-    """RelayAttention Eq. 10: how much faster decoding gets when the system prompt is read once.
+    """RelayAttention Eq. 10: the speedup of decoding if the system prompt is read once.
 
-    Counts memory accesses per head in units of one key and value vector (K and V as one, no sharing
-    of KV heads). A plain kernel reads s + c and moves query and answer (2); relay reads s once for
-    the batch (s / b), c, and moves 7: query and answer twice, and the fusion's two inputs and one
-    output.
+    Counts memory accesses per head in units of one key and value vector (K and V count as one, KV
+    heads are not shared). A plain kernel reads s + c and moves query and answer (2). Relay reads s
+    once for the batch (s / b) and c, and moves 7: query and answer twice, and two inputs and one
+    output of the fusion.
     """
     plain = system_tokens + context_tokens + 2
     relay = system_tokens / batch + context_tokens + 7
@@ -170,8 +172,8 @@ class ModelSize:
     kv_bytes_per_token: float  # over all layers
     bytes_per_param: float = 2.0
     elementwise_bytes_per_token: float = 5.6e6  # norms, rope, activations: read and written
-    pair_flops: float = 0.0  # of one query token against one key token, over all layers
-    # in experts that a token does not use; a step still reads them all
+    pair_flops: float = 0.0  # of one query token with one key token, over all layers
+    # weights in experts that a token does not use; a step still reads them all
     num_idle_params: float = 0.0
 
 
@@ -183,7 +185,8 @@ LLAMA_8B = ModelSize(
 def step_s(
     card: Card, model: ModelSize, num_tokens: int, num_samples: int, key_tokens_read: int
 ) -> float:
-    """Seconds of one forward pass over `num_tokens`, of which `num_samples` go through the LM head.
+    """Return the seconds of one forward pass over `num_tokens`; `num_samples` of them go through
+    the LM head.
 
     Nothing overlaps in this model: GEMM (or reading the weights, if that takes longer), reading K
     and V, and elementwise traffic are added up.
@@ -202,13 +205,14 @@ class TokenCosts:
     """Seconds per token of a long job, in which all steps are full."""
 
     prompt_s: float  # a prompt token that is computed
-    pair_s: float  # attention of such a token to one earlier key
+    pair_s: float  # attention of a prompt token to one earlier key
     output_s: float  # a generated token
-    key_s: float  # reading one key for it
+    key_s: float  # reading one key for a generated token
 
 
 def token_costs(card: Card = H200, model: ModelSize = LLAMA_8B, batch: int = 256) -> TokenCosts:
-    """What tokens cost in full steps: chunks of prompts, and decodes of `batch` sequences."""
+    """Return what a token costs in full steps: chunks of prompts, and decodes of `batch`
+    sequences."""
     chunk = full_speed_tokens(card)
     return TokenCosts(
         prompt_s=step_s(card, model, chunk, 0, 0) / chunk,

@@ -1,7 +1,7 @@
 """A plan cut into bundles for many workers.
 
-Members are in the plan's order, so neighbours share prefixes. A range costs the prefix of its first
-member plus what each member adds to the one before it:
+Members are in the plan's order, so neighbours share prefixes. The cost of a range is the prefix of
+its first member, plus what each member adds to the one before it:
 
     members   | group | group |      group      | group | ...
     new_s       9 1 1   7 1 1   8 1 1 1 1 1 1 1   5 1         what a member adds to the one before
@@ -29,12 +29,12 @@ from mainstem.plan.cost import TokenCosts, token_costs
 from mainstem.plan.order import shared_with_next
 
 BUNDLES_PER_SHARE = 16
-# pairs that are tried in this order. First: the largest prefix, as a share of a group, that may be
-# computed again between groups. Second: the part of a range in which the cheapest place to split it
-# is searched
+# pairs of numbers, tried in this order. The first is the largest prefix, as a share of a group,
+# that may be computed again between groups. The second is the part of a range that is searched for
+# the cheapest place to split it
 WAYS_TO_CUT = ((0.05, 0.03), (0.5, 0.03), (0.5, 0.2), (1.0, 0.03))
 BUNDLE_LEEWAY = 0.5  # the second number for bundles
-BALANCE = 1.05  # longest share over mean; if it is at most this, no more groups are split
+BALANCE = 1.05  # if the longest share / mean is at most this, no more groups are split
 LIMITS_TRIED = 8
 MOST_EXCHANGED = 64  # with more ranges than this, small ones balance the shares anyway
 
@@ -46,7 +46,8 @@ Dealt = Int64s  # [ranges, 3] worker, begin and end, in the order of the line
 class Cut:
     """Bundles of a plan, by worker and then in the plan's order; each member is in one of them.
 
-    Seconds are estimates. Those of a bundle are what it adds to the bundles before it in its share.
+    Seconds are estimates. The seconds of a bundle are what it adds to the bundles before it in its
+    share.
     """
 
     begins: Int64s  # [bundles] first member, a place in `Plan.members`
@@ -54,8 +55,8 @@ class Cut:
     workers: Int64s  # [bundles] the worker whose share it is in
     seconds: Float64s  # [bundles]
     share_s: Float64s  # [workers]
-    whole_s: float  # of the plan uncut
-    dearest_s: float  # of the most expensive row by itself
+    whole_s: float  # seconds of the uncut plan
+    dearest_s: float  # seconds of the most expensive row alone
     prompt_tokens: int
     computed_tokens: int  # prompt tokens that the plan computes
     repeated_tokens: int  # prompt tokens that are computed again because of the cut
@@ -66,7 +67,7 @@ class Cut:
 
     @property
     def balance(self) -> float:
-        """The longest share over the mean of them."""
+        """The longest share / the mean share."""
         mean_s = float(self.share_s.mean())
         return float(self.share_s.max()) / mean_s if mean_s else 1.0
 
@@ -124,7 +125,7 @@ class _Line:
         decode_s = outputs * (costs.output_s + costs.key_s * (own + outputs / 2))
         alone_s = _prefill_s(costs, lengths) + decode_s
         self.path_s = _prefill_s(costs, before)  # [members + 1]
-        self.sums = np.zeros(len(lengths) + 1)  # [members + 1] of what members add
+        self.sums = np.zeros(len(lengths) + 1)  # [members + 1] sums of what members add
         np.cumsum(alone_s - self.path_s[:-1], out=self.sums[1:])
         self.costs = costs
         self.dearest_s = float(alone_s.max(initial=0.0))
@@ -139,10 +140,10 @@ class _Line:
         return float(self.sums[end] - self.sums[begin] + self.path_s[begin])
 
     def fit(self, begin: int, end: int, room_s: float, leeway: float) -> int:
-        """Where to cut a range so that its first part takes at most `room_s`; `begin` if not even
-        one row fits.
+        """Return where to cut a range so that its first part takes at most `room_s`; `begin` if not
+        even one row fits.
 
-        Among the last cuts that fit, the one with the smallest prefix to compute again.
+        Among the last cuts that fit, it takes the cut with the smallest prefix to compute again.
         """
         limit = self.sums[begin] - self.path_s[begin] + room_s
         last = min(end, int(np.searchsorted(self.sums, limit, side="right")) - 1)
@@ -163,7 +164,8 @@ def _prefill_s(costs: TokenCosts, tokens: Float64s) -> Float64s:
 
 
 def _deal_all(line: _Line, plan: Plan, num_workers: int) -> Dealt:
-    """The assignment with the shortest longest share, or the first that is balanced."""
+    """Return the first assignment that is balanced, or else the one whose longest share is the
+    shortest."""
     mean_s = line.seconds(0, len(line)) / num_workers
     least_s = max(mean_s, line.dearest_s)
     best, longest_s = None, math.inf
@@ -182,7 +184,7 @@ def _deal_all(line: _Line, plan: Plan, num_workers: int) -> Dealt:
 def _deals(
     line: _Line, ranges: list[Range], num_workers: int, least_s: float, leeway: float
 ) -> Iterator[Dealt]:
-    """Assignments to try: first only ranges that exceed a share are split; then ranges are
+    """Yield assignments to try: first only ranges that exceed a share are split; then ranges are
     exchanged for balance; then ranges are split under lower and lower limits."""
     parts = _parted(line, ranges, least_s)
     found = _deal_under(math.inf, line, parts, num_workers, leeway)
@@ -229,9 +231,9 @@ def _evened(line: _Line, dealt: Dealt, num_workers: int) -> Dealt:
 
 
 def _whole_groups(line: _Line, plan: Plan, grain_s: float, cheap_cut: float) -> list[Range]:
-    """Ranges of whole groups. Neighbours are joined up to `grain_s`; a larger group is a range by
-    itself. Ranges begin where little is shared with the range before, so that any worker can take
-    them.
+    """Return ranges of whole groups. Neighbours are joined up to `grain_s`; a larger group is a
+    range of its own. Ranges begin where little is shared with the range before, so that any worker
+    can take them.
     """
     starts, ends = plan.group_starts[:-1], plan.group_starts[1:]
     least_s = np.maximum(grain_s, line.sums[ends] - line.sums[starts])
@@ -249,7 +251,7 @@ def _whole_groups(line: _Line, plan: Plan, grain_s: float, cheap_cut: float) -> 
 
 
 def _parted(line: _Line, ranges: list[Range], most_s: float) -> list[Range]:
-    """The same ranges, with those that exceed `most_s` split into equal parts."""
+    """Return the same ranges, but ranges that exceed `most_s` are split into equal parts."""
     found: list[Range] = []
     for begin, end in ranges:
         seconds = line.seconds(begin, end)
@@ -267,8 +269,8 @@ def _parted(line: _Line, ranges: list[Range], most_s: float) -> list[Range]:
 def _deal_under(
     limit_s: float, line: _Line, ranges: list[Range], num_workers: int, leeway: float
 ) -> Dealt | None:
-    """Assign ranges longest first, each to the worker with the least work; what exceeds the limit
-    goes to the next worker. None: a row does not fit.
+    """Assign ranges, longest first, each to the worker with the least work. The part that exceeds
+    the limit goes to the next worker. Returns None if a row does not fit.
     """
     queue = [(-line.seconds(begin, end), begin, end) for begin, end in ranges]
     heapify(queue)
@@ -298,7 +300,7 @@ def _sorted(ranges: list[tuple[int, int, int]]) -> Dealt:
 
 
 def _bundled(line: _Line, dealt: Dealt, num_workers: int) -> Cut:
-    """The shares cut into bundles."""
+    """Cut the shares into bundles."""
     grain_s = float(_share_s(line, dealt, num_workers).mean()) / BUNDLES_PER_SHARE
     rows: list[tuple[int, int, int]] = []
     for worker, begin, end in dealt.tolist():
@@ -332,8 +334,8 @@ def _share_s(line: _Line, dealt: Dealt, num_workers: int) -> Float64s:
 
 
 def _costs(line: _Line, dealt: Dealt) -> tuple[Float64s, int]:
-    """[ranges] seconds that each adds to those before it in its share; and the number of tokens
-    that are computed again."""
+    """Return [ranges] the seconds that each range adds to the ranges before it in its share, and
+    the number of tokens that are computed again."""
     workers, begins, ends = dealt.T
     known = _known_tokens(line, workers, begins, ends)
     path = np.zeros(len(begins))
@@ -344,10 +346,10 @@ def _costs(line: _Line, dealt: Dealt) -> tuple[Float64s, int]:
 
 
 def _known_tokens(line: _Line, workers: Int64s, begins: Int64s, ends: Int64s) -> Float64s:
-    """[ranges] leading tokens of each that its worker has from the range before it.
+    """Return [ranges] how many leading tokens of each its worker has from the range before it.
 
     Ranges are in the order of the line and cover it. Two ranges share the minimum of what
-    neighbours share between the end of one and the beginning of the other.
+    neighbouring members share, from the end of the first range to the beginning of the second.
     """
     count = len(begins)
     known = np.zeros(count)

@@ -1,4 +1,4 @@
-"""Which shared prefixes become groups and spans: on many levels, or on one as in the paper.
+"""Decides which shared prefixes become groups and spans: on many levels, or on one as in the paper.
 
 A Draft says which prompts form a group and under which node; `order.py` sorts the groups and makes
 the Draft a Plan. Three ways to draft:
@@ -22,13 +22,14 @@ class SpanChoice(Protocol):
     """Chooses which of many shared runs attention reads as spans."""
 
     def __call__(self, run_tokens: Int64s, num_members: Int64s) -> Bools:
-        """`run_tokens` counts from the end of the span above, or from the start of the prompt."""
+        """Return whether each run is a span. `run_tokens` count from the end of the span above, or
+        from the start of the prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LongRuns:
-    """The choice without a cost model: every run of at least `min_tokens`."""
+    """Chooses, without a cost model, every run of at least `min_tokens`."""
 
     min_tokens: int = 32  # two pages of 16; shorter runs are read with the members' own tokens
 
@@ -40,14 +41,15 @@ class LongRuns:
 class Draft:
     """Groups over a tree, not yet in order.
 
-    Positions are places in `order`. A group's members stay in this order. A trunk node is shared by
-    several groups; everything below other nodes lies within one group. `group_trunks` names the
-    trunk node right above a group; the group's prefix is `group_nodes`, that trunk node or a child.
+    Positions are places in `order`. A group's members stay in this order. Several groups share a
+    trunk node; everything below any other node lies within one group. `group_trunks` names the
+    trunk node directly above a group. The group's prefix is `group_nodes`: that trunk node or a
+    child of it.
     """
 
     order: Int64s  # [prompts] prompt indices
-    prompt_nodes: Int64s  # [prompts] the deepest node of each, in this order
-    position_groups: Int64s  # [prompts] the group of each, in this order
+    prompt_nodes: Int64s  # [prompts] the deepest node of each prompt, in this order
+    position_groups: Int64s  # [prompts] the group of each prompt, in this order
     group_nodes: Int64s
     group_trunks: Int64s
     node_parents: Int64s
@@ -78,7 +80,7 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
     branches = np.flatnonzero(is_trunk[tree.node_parents] & ~is_trunk)
     branch_of = np.searchsorted(tree.node_begins[branches], np.arange(count), side="right") - 1
     in_branch = ~is_trunk[tree.prompt_nodes]
-    has_spans = spans_within[branches] > 0  # always true if no span is above
+    has_spans = spans_within[branches] > 0  # always true if there is no span above
     branch_labels = np.where(has_spans, branches, tree.node_parents[branches])
     labels[in_branch] = branch_labels[branch_of[in_branch]]
 
@@ -101,10 +103,10 @@ def multi_level(tree: PrefixTree, worth: SpanChoice, levels: int, group_tokens: 
 
 
 def _is_better_split(tree: PrefixTree, spans_within: Int64s, group_tokens: int) -> Bools:
-    """[nodes] whether to make a group of each branch of a node instead of one group of all that
-    share the node. True if the node is too large for one group, or if sharing below it saves more
-    than the node itself and is spread over several branches. For example, 26 documents that happen
-    to begin with the same words are split; the turns of one conversation are not.
+    """Return [nodes] whether to make each branch of a node a group, instead of one group of all
+    prompts that share the node. True if the node is too large for one group, or if sharing below it
+    saves more than the node itself and is spread over several branches. For example, 26 documents
+    that happen to begin with the same words are split; the turns of one conversation are not.
     """
     members = tree.node_ends - tree.node_begins
     saved = np.concatenate([[0], np.cumsum((members - 1) * tree.node_runs)])
@@ -118,7 +120,7 @@ def _is_better_split(tree: PrefixTree, spans_within: Int64s, group_tokens: int) 
 
 
 def _count_within(tree: PrefixTree, is_counted: Bools) -> Int64s:
-    """[nodes] how many nodes of the subtree, itself included, are counted."""
+    """Return [nodes] how many nodes of each subtree, including its root, are counted."""
     before = np.concatenate([[0], np.cumsum(is_counted)])
     return np.asarray(before[tree.subtree_ends] - before[:-1], dtype=np.int64)
 
@@ -130,8 +132,8 @@ def _is_within(tree: PrefixTree, is_top: Bools) -> Bools:
 
 
 def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
-    """The nodes to read as spans: on each path, the topmost node that `worth` accepts; then the
-    next one below it, for up to `levels` levels.
+    """Return the nodes to read as spans: on each path, the topmost node that `worth` accepts, then
+    the next one below it, for up to `levels` levels.
 
     Runs are counted from the span above, so that a chain of short nodes can still make a long span.
     """
@@ -141,7 +143,7 @@ def choose_spans(tree: PrefixTree, worth: SpanChoice, levels: int) -> Bools:
     members = tree.node_ends - tree.node_begins
     is_span = np.zeros(count, dtype=np.bool_)
     above_tokens = np.zeros(count, dtype=np.int64)  # where the nearest span above ends
-    may_be = np.ones(count, dtype=np.bool_)  # below a span of the level before
+    may_be = np.ones(count, dtype=np.bool_)  # whether a node is below a span of the previous level
     may_be[0] = False
     for _ in range(levels):
         is_worthy = np.asarray(worth(tree.node_tokens - above_tokens, members)) & may_be
@@ -169,7 +171,8 @@ def first_level(tree: PrefixTree) -> Draft:
 
 
 def first_level_enlarged(tree: PrefixTree) -> Draft:
-    """One group per first-level prefix after BatchLLM Algorithm 1 (section 4.2), as printed.
+    """Make one group per first-level prefix that BatchLLM's Algorithm 1 (section 4.2) gives, as
+    printed.
 
     A prefix node u that hangs on c, a child of D, is forked up to D if
     (leaves(u) - 1) * tokens(u) > tokens(c). Sub-problems come first, so levels are processed from
@@ -179,7 +182,7 @@ def first_level_enlarged(tree: PrefixTree) -> Draft:
     by_level = np.argsort(levels, kind="stable")
     level_starts = np.searchsorted(levels[by_level], np.arange(levels.max() + 2))
     leaves = tree.node_ends - tree.node_begins
-    parents = tree.node_parents.copy()  # after the forks so far
+    parents = tree.node_parents.copy()  # parents after the forks so far
     runs = tree.node_runs
     forked = np.empty(0, dtype=np.int64)  # nodes that hang on this level's nodes by a fork
     for level in range(int(levels.max()) - 1, 0, -1):
@@ -195,7 +198,7 @@ def first_level_enlarged(tree: PrefixTree) -> Draft:
 
 
 def _single_level(tree: PrefixTree, owners: Int64s) -> Draft:
-    """Groups by the owner of each prompt's deepest node, on a new tree with one level.
+    """Group prompts by the owner of their deepest node, on a new tree with one level.
 
     `owners` points from a node to itself or to a node nearer to its owner.
     """

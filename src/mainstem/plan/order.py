@@ -1,13 +1,13 @@
-"""Order of groups, by the output length they are expected to have -> Plan.
+"""Makes a Plan: puts groups in order, by the output length that is expected of them.
 
 BatchLLM Eq. 3 and 4: groups with a larger R_group = L_decode / (L_prefix + sum of L_distinct) go
 first, so that their long decodes run together with the long prompts that follow. L_decode is the
 mean over a group's members, which makes R_group equal to Eq. 4 (up to a constant) when all outputs
 are expected to have the same length.
 
-Groups below one trunk node stay together, so that the trunk's pages are held for one part of the
-job only. The trunk with all its groups is then ordered among its siblings, by the sum of L_decode
-of its groups over all its tokens, which is between the ratios of the groups:
+Groups below one trunk node stay together, so that the trunk's pages are held only for one part of
+the job. The trunk with all its groups is then ordered among its siblings by its own ratio: the sum
+of L_decode of its groups / all its tokens. It lies between the ratios of the groups:
 
     root ----+-- group            R 0.30
              +-- trunk node -+--  R 0.21 (all below it together)
@@ -24,11 +24,11 @@ from mainstem.core.plan import Bools, Float64s, Int32s, Int64s, Plan
 from mainstem.plan.groups import Draft
 from mainstem.plan.prefix_tree import PrefixTree
 
-LEAST_NEW_TOKENS = 16  # assumed for a prompt if it is not known what is cached of it
+LEAST_NEW_TOKENS = 16  # assumed for a prompt if it is not known how much of it is cached
 
 
 class OutputEstimate:
-    """The expected tokens of an answer: max_tokens at first, then what finished answers show.
+    """Estimates the tokens of an answer: max_tokens at first, then by the finished answers.
 
     A template is a number the caller gives to prompts of one kind (see `templates_of`). The mean of
     a template is shrunk towards the mean of the job, and the mean of the job towards max_tokens, as
@@ -75,7 +75,7 @@ def templates_of(tree: PrefixTree) -> Int64s:
 
 
 def lay_out(draft: Draft, prompt_tokens: Int64s, expected_tokens: Float64s) -> Plan:
-    """The draft's groups in order of R_group; equal ratios keep their input order.
+    """Put the draft's groups in order of R_group; equal ratios keep their input order.
 
     `prompt_tokens` and `expected_tokens` are by prompt index.
     """
@@ -86,7 +86,7 @@ def lay_out(draft: Draft, prompt_tokens: Int64s, expected_tokens: Float64s) -> P
 
 
 def reorder(plan: Plan, prompt_tokens: Int64s, expected_tokens: Float64s, num_started: int) -> Plan:
-    """The same groups ordered by newer expectations; the first `num_started` stay where they are.
+    """Order the same groups by newer expectations; the first `num_started` stay where they are.
 
     If a group of a trunk node has started, the trunk node stays in front, too.
     """
@@ -125,9 +125,9 @@ def _draft_of(plan: Plan) -> Draft:
 
 @dataclass(slots=True)
 class _Units:
-    """What is put in order: the groups, then the trunk nodes other than the root."""
+    """The units to put in order: the groups, then the trunk nodes other than the root."""
 
-    trunks: Int64s  # the trunk node above
+    trunks: Int64s  # the trunk node above each unit
     sizes: Int64s  # members
     ratios: Float64s  # R, infinite for groups that have started
     ties: Int64s
@@ -145,8 +145,8 @@ def _arrange(
     units = _with_trunks(draft, trunk_nodes, groups)
     num_groups = len(draft.group_nodes)
 
-    # the first member of a unit: its trunk's first member, plus the members of the siblings before
-    # it
+    # the first member of a unit: its trunk's first member, plus the number of members of the
+    # siblings before it
     by_rank = np.lexsort((units.ties, -units.ratios, units.trunks))
     sizes, trunks = units.sizes[by_rank], units.trunks[by_rank]
     before = np.cumsum(sizes) - sizes
@@ -175,7 +175,8 @@ def _group_units(
     ties: Int64s,
     is_started: Bools,
 ) -> tuple[_Units, Float64s, Float64s]:
-    """The groups as units, and for each its mean output and its tokens below the trunk.
+    """Return the groups as units, and for each group its mean output and its tokens below the
+    trunk.
 
     A group without a token to prefill counts as having one.
     """
@@ -197,7 +198,7 @@ def _group_units(
 def _with_trunks(
     draft: Draft, trunk_nodes: Int64s, groups: tuple[_Units, Float64s, Float64s]
 ) -> _Units:
-    """Groups and trunk nodes as units; a trunk is the sum of what is below it."""
+    """Return groups and trunk nodes as units; a trunk is the sum of the units below it."""
     units, outputs, tokens = groups
     count = len(draft.node_tokens)
     runs = (draft.node_tokens - draft.node_tokens[draft.node_parents])[trunk_nodes]
@@ -225,7 +226,7 @@ def _with_trunks(
 
 
 def _levels_upwards(nodes: Int64s, parents: Int64s) -> list[Int64s]:
-    """The nodes other than the root, level by level from the deepest; parents are among them.
+    """Yield the nodes other than the root, level by level from the deepest level up.
 
     There are at most sqrt(2 * tokens) levels, since each needs a longer prompt than the one above.
     """
@@ -243,14 +244,15 @@ def _sum_by(groups: Int64s, values: Int64s | Float64s, count: int) -> Float64s:
 
 
 def _add_ancestors(values: Int64s, parents: Int64s) -> None:
-    """Add to every node's value, in place, those of all its ancestors; the root's is 0."""
+    """Add to every node's value, in place, the values of all its ancestors. The root's value is
+    0."""
     while parents.any():
         values += values[parents]
         parents = parents[parents]
 
 
 def _renumber(draft: Draft, places: Int64s, group_begins: Int64s, trunk_begins: Int64s) -> Plan:
-    """The Plan with its members at `places`: groups in order, nodes in preorder again."""
+    """Return the Plan with its members at `places`: groups in order, nodes in preorder again."""
     count = len(places)
     sizes = draft.node_ends - draft.node_begins
     inner = np.flatnonzero(~draft.node_is_trunk)
@@ -278,7 +280,8 @@ def _renumber(draft: Draft, places: Int64s, group_begins: Int64s, trunk_begins: 
 
 
 def shared_with_next(plan: Plan) -> Int32s:
-    """[members] how many leading tokens each member shares with the one after it; 0 at the end."""
+    """Return [members] how many leading tokens each member shares with the next one; 0 for the
+    last."""
     after = np.arange(1, len(plan.members) + 1)
     nodes = plan.member_nodes.copy()
     nodes[-1:] = 0
@@ -290,8 +293,8 @@ def shared_with_next(plan: Plan) -> Int32s:
 
 
 def new_tokens(lengths: Int64s, shared_with_next: Int32s | None) -> Int64s:
-    """[prompts] tokens of each that it does not share with the one before it; if that is unknown,
-    LEAST_NEW_TOKENS."""
+    """Return [prompts] how many tokens of each prompt are not shared with the one before it;
+    LEAST_NEW_TOKENS if that is not known."""
     if shared_with_next is None:
         return np.minimum(lengths, LEAST_NEW_TOKENS)
     new = lengths.copy()

@@ -16,10 +16,10 @@ class PlanConfig:
     """How prompts are grouped, and whether groups are put in another order."""
 
     levels: int = 4  # spans on one path; 1: the paper's single level by Algorithm 1
-    group_tokens: int = 65_536  # distinct tokens of a group; larger groups are split if possible
+    group_tokens: int = 65_536  # distinct tokens in a group; larger groups are split if possible
     worth_span: SpanChoice = field(default_factory=LongRuns)
     reorders: bool = (
-        True  # groups by R_group (plan/order.py); False: in the order of their first prompts
+        True  # by R_group (plan/order.py); False: in the order of the groups' first prompts
     )
 
     def __post_init__(self) -> None:

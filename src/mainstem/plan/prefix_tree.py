@@ -1,6 +1,6 @@
-"""All prompts -> the compact tree of their shared prefixes.
+"""Builds the compact tree of the prefixes that prompts share.
 
-All work on tokens is vectorised. As in quicksort, each round refines classes of prompts that agree
+All work on tokens is vectorised. As in quicksort, each round divides classes of prompts that agree
 in their first d tokens:
 
     one leader per class, drawn at random         leader   a b c d e f g
@@ -28,7 +28,7 @@ from mainstem.core.plan import Int32s, Int64s, Prompts
 FIRST_STRIP_TOKENS = 16  # most pairs of unrelated prompts differ within this many tokens
 STRIP_GROWTH = 16  # prompts that agree in a whole strip usually agree in many more tokens
 WIDEST_STRIP_TOKENS = 1024
-TILE_TOKENS = 1 << 17  # of one comparison, so that its operands stay in the cache
+TILE_TOKENS = 1 << 17  # tokens of one comparison, so that its operands stay in the cache
 NO_TOKEN = -(1 << 40)  # what follows the last token; sorts before every int32
 
 
@@ -61,7 +61,8 @@ class PrefixTree:
 
     @property
     def subtree_ends(self) -> Int64s:
-        """[nodes] one past the last node of the subtree: it is `v:subtree_ends[v]`."""
+        """[nodes] one past the last node of the subtree. The subtree of v is
+        `v:subtree_ends[v]`."""
         ends = np.searchsorted(self.node_begins, self.node_ends, side="left")
         # if there are no prompts, the root's range is empty
         return np.maximum(ends, np.arange(1, len(ends) + 1))
@@ -104,8 +105,8 @@ class _Rows:
     class_of: Int64s
     is_leader: np.ndarray[tuple[int], np.dtype[np.bool_]]
     matched: Int64s  # tokens in common with the leader
-    next_tokens: Int64s  # the token after that, or NO_TOKEN
-    # class_of * stride + place; members before the leader have places below `top`, later ones above
+    next_tokens: Int64s  # the token after these, or NO_TOKEN
+    # class_of * stride + place; members before the leader have places below `top`, others above
     slots: Int64s
     top: int
     stride: int
@@ -204,8 +205,8 @@ def _extend_matches(
 
 
 def _strips(token_ids: Int32s, windows: Int32s, begins: Int64s) -> Int32s:
-    """[begins, width] the tokens from each begin on; after the last token of all, that token is
-    repeated. `windows[i]` is the strip that begins at token i. Copying whole strips makes this
+    """Return [begins, width] the tokens from each begin on. After the last token of all, this token
+    is repeated. `windows[i]` is the strip that begins at token i. Copying whole strips makes this
     fast.
     """
     last = len(windows) - 1
@@ -228,7 +229,7 @@ def _tokens_at(
 def _nodes_on_leader_paths(
     classes: _Classes, rows: _Rows, num_nodes: int
 ) -> tuple[_Classes, Int64s]:
-    """The nodes where members leave their leaders, and the deepest of them for every row.
+    """Return the nodes where members leave their leaders, and the deepest node of every row.
 
     During the lookup a node's key is class * stride + tokens. New nodes get numbers from
     `num_nodes` on; only the root, which exists already, is found again as node 0.
@@ -241,7 +242,7 @@ def _nodes_on_leader_paths(
     is_root = key_tokens == 0  # only the class of the first round can divide at token 0
     numbers = np.where(is_root, 0, numbers - int(is_root.sum()))
 
-    # rows before the leader leave it later and later, rows after it earlier and earlier
+    # before the leader, each row leaves it later than the row above; after it, earlier
     before = rows.slots[rows.slots % stride < rows.top]
     after = rows.slots[rows.slots % stride > rows.top]
     class_slots = key_class * stride
@@ -263,8 +264,8 @@ def _nodes_on_leader_paths(
 
 
 def _next_classes(rows: _Rows, row_nodes: Int64s) -> _Classes:
-    """The next classes: two or more rows that left their leader at the same place with the same
-    token."""
+    """Return the next classes: two or more rows that left their leader at the same place with the
+    same token."""
     is_new = np.ones(len(rows.slots), dtype=np.bool_)
     is_new[1:] = (np.diff(rows.slots) != 0) | (np.diff(rows.next_tokens) != 0)
     firsts = np.flatnonzero(is_new)

@@ -1,4 +1,4 @@
-"""How many prompt tokens need not be computed (BatchLLM Eq. 2), by plan and by LRU cache."""
+"""Counts the prompt tokens that a plan, or an LRU cache, need not compute (BatchLLM Eq. 2)."""
 
 from dataclasses import dataclass
 
@@ -24,9 +24,9 @@ class Savings:
 class LruCache:
     """The prefix cache to compare with: whole pages, least recently used evicted first.
 
-    Prompts arrive in input order, one at a time; each adds its `output_tokens` after its prompt. Of
-    the pages of one prompt, the last is evicted first. Real engines run many prompts at once and
-    find less than this.
+    Prompts arrive in input order, one at a time; each adds its `output_tokens` after its prompt.
+    Within a prompt, the last page is evicted first. Real engines run many prompts at once and find
+    less than this.
     """
 
     capacity_tokens: int
@@ -41,7 +41,7 @@ class LruCache:
 
 
 def compare(tree: PrefixTree, plan: Plan, cache: LruCache) -> Savings:
-    """What each way of sharing saves; `plan` is used for multi_level."""
+    """Return what each way of sharing saves; `plan` is used for multi_level."""
     total = int(tree.prompt_tokens.sum())
     return Savings(
         first_level=_ratio(_draft_tokens(tree, first_level(tree)), total),
@@ -53,8 +53,9 @@ def compare(tree: PrefixTree, plan: Plan, cache: LruCache) -> Savings:
 
 
 def processed_tokens(plan: Plan, total_tokens: int, page_size: int = 1) -> int:
-    """Tokens that a plan computes of prompts with `total_tokens`: every node once, and all tokens
-    outside nodes. With a page_size: tokens that an engine computes if it shares only whole pages.
+    """Return how many of the prompts' `total_tokens` a plan computes: every node once, and all
+    tokens outside nodes. With a page_size, return how many an engine computes if it shares only
+    whole pages.
     """
     tokens = plan.node_tokens // page_size * page_size
     shared = int(tokens[plan.member_nodes].sum())
@@ -71,7 +72,7 @@ def _ratio(processed: int, total: int) -> float:
 
 
 def lru_hit_tokens(tree: PrefixTree, cache: LruCache) -> int:
-    """Prompt tokens found in the cache when all prompts arrive in input order.
+    """Return how many prompt tokens are found in the cache if all prompts arrive in input order.
 
     A prompt passes through whole nodes, so all pages of a node have the same last use. Time is the
     number of the prompt. The cache holds the pages that were last used after a horizon, which only
@@ -89,9 +90,9 @@ def lru_hit_tokens(tree: PrefixTree, cache: LruCache) -> int:
 
     capacity = cache.capacity_tokens // cache.page_size
     last_use = [-1] * len(parents)
-    used_at = [0] * count  # by node: the prompt that used its pages last
-    horizon, newer = -1, 0  # pages used after the horizon; those of prompt -1 do not exist
-    hit_pages, room = 0, capacity  # room: what is left for pages used at the horizon
+    used_at = [0] * count  # for each node, the prompt that used its pages last
+    horizon, newer = -1, 0  # newer: pages used after the horizon; prompt -1 has no pages
+    hit_pages, room = 0, capacity  # room: pages used at the horizon that still fit
     for now in range(count):
         brought = own_pages[now]
         at_horizon = 0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Generate", "plan"]
 
-# imported on first use, so that one extra does not need the packages of the other
+# imported on first use, so that Ray Data does not need Ray Serve's packages, and vice versa
 _LAZY = {"Generate": "mainstem.ray.data", "plan": "mainstem.ray.data"}
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 BUNDLES_PER_WORKER = 4
-EXPECTED_TOKENS = 256  # of an answer, by default
+EXPECTED_TOKENS = 256  # assumed length of an answer
 
 Batch = dict[str, Any]  # columns
 
@@ -61,7 +61,7 @@ class Generate:
             raise InvalidRequest("sampling", "n must be 1: a row has one answer")
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with its answers."""
+        """Return the batch with its answers."""
         prompts = [_plain(item) for item in _column(batch, self._prompt)]
         chats = [place for place, prompt in enumerate(prompts) if is_conversation(prompt)]
         others = sorted(set(range(len(prompts))) - set(chats))
@@ -92,7 +92,8 @@ def plan(
     prompt: str = "prompt",
     expected_tokens: int = EXPECTED_TOKENS,
 ) -> "Dataset":
-    """The same rows, sorted into bundles of one block each, for `map_batches(batch_size=None)`.
+    """Return the same rows, sorted into bundles of one block each, for
+    `map_batches(batch_size=None)`.
 
     Rows that share a prefix are neighbours in one bundle. Bundles take about the same time, and
     there are a few per worker. The whole Dataset is held in the caller's memory.
@@ -140,7 +141,7 @@ def _column(batch: Batch, name: str) -> Any:
 
 
 def _plain(item: Any) -> Any:
-    """Arrays as lists, recursively."""
+    """Convert arrays to lists, recursively."""
     if isinstance(item, np.ndarray):
         return [_plain(part) for part in item]
     return item.item() if isinstance(item, np.generic) else item
@@ -151,7 +152,7 @@ def _answer_of(result: Any) -> Any:
 
 
 def _array(values: list[object]) -> np.ndarray[Any, Any]:
-    """A column: integers, or objects, which can be None."""
+    """Make a column: of integers if possible, otherwise of objects, which can be None."""
     if all(isinstance(value, int) for value in values):
         return np.array(values, dtype=np.int64)
     column = np.empty(len(values), dtype=object)

@@ -1,4 +1,5 @@
-"""The front of many replicas under Ray Serve: HTTP in, a replica chosen, its reply passed on.
+"""The front of many replicas under Ray Serve: it gets HTTP requests, chooses a replica for each,
+and passes on its reply.
 
     client --HTTP--> Serve's proxy --> Front: Router --serve(call)--> Replica 0
                                           |  `------------------------> Replica 1 ...
@@ -103,14 +104,14 @@ class Front:
         self._boots: list[str | None] = [None] * len(self._replicas)
         self._drained: set[int] = set()
         for replica in range(len(self._replicas)):
-            self._router.set_state(replica, ReplicaState.DOWN)  # until it says that it is up
+            self._router.set_state(replica, ReplicaState.DOWN)  # until it reports that it is up
         self._num_retries = 0
         self._watching = [
             asyncio.create_task(self._watch(replica)) for replica in range(len(self._replicas))
         ]
 
     async def __call__(self, request: Request) -> Response:
-        """The reply to any request."""
+        """Return the reply to any request."""
         request.scope.setdefault("state", {})["request_id"] = uuid4().hex
         try:
             return await self._answer(request)
@@ -143,7 +144,8 @@ class Front:
     # --- one replica ----------------------------------------------------------------------------
 
     async def _ask(self, call: HttpCall, routed: RouteRequest) -> Response:
-        """The reply of the replica that the router chooses, or of another one if it fails."""
+        """Return the reply of the replica that the router chooses, or of another replica if that
+        one fails."""
         failed: set[int] = set()
         refusal: Response | None = None
         is_lost = routed.must_stay and self._router.home(routed.session) is None
@@ -167,7 +169,7 @@ class Front:
                 if not is_refused and not (is_lost and UNKNOWN_ID in reply.first):
                     return self._passed_on(reply, ticket, call)
                 self._router.finish(ticket, None)
-                if is_refused or refusal is None:  # a replica that refuses may have the response
+                if is_refused or refusal is None:  # a replica that refuses may have it
                     refusal = reply.whole()
             failed.add(ticket.replica)
             self._num_retries += 1
@@ -196,8 +198,8 @@ class Front:
             self._router.settle(session, ticket.replica)
 
     def _end(self, ticket: Ticket, found: int | ReplicaLost | None) -> None:
-        """A stream has ended. `found`: its number of events, or how its replica was lost; None: it
-        ended in another way."""
+        """Record the end of a stream. `found` is its number of events, or how its replica was lost;
+        None: it ended in another way."""
         if isinstance(found, ReplicaLost):
             self._lose(ticket, found)
         else:
@@ -206,8 +208,8 @@ class Front:
     # --- several replicas -----------------------------------------------------------------------
 
     async def _ask_home(self, call: HttpCall) -> Response:
-        """Ask for what is stored under an id: the replica that has it, or each one until it is
-        found."""
+        """Ask for what is stored under an id: ask the replica that has it or, if that is unknown,
+        one replica after the other."""
         kind, name = call.path.removeprefix("/v1/").split("/")[:2]
         field = "session_id" if kind == "sessions" else PREVIOUS
         home = self._router.home(session_of(field, name, _key(call)))
@@ -251,7 +253,7 @@ class Front:
         return JSONResponse({"object": "list", "data": found})
 
     async def _whole(self, replica: int, call: HttpCall) -> Response:
-        """The whole reply of one replica; raises ReplicaLost."""
+        """Return the whole reply of one replica; raises ReplicaLost."""
         reply = _Reply(self._replicas[replica], call)
         await reply.begin()
         if reply.is_stream:  # a stored response, streamed again
@@ -396,7 +398,7 @@ class _Reply:
             raise
 
     async def rest(self) -> AsyncGenerator[bytes, None]:
-        """The pieces that follow; raises ReplicaLost."""
+        """Yield the pieces that follow; raises ReplicaLost."""
         while (piece := await self._next()) is not None:
             if isinstance(piece, bytes):
                 yield piece
@@ -408,7 +410,7 @@ class _Reply:
         return response
 
     def cancel(self) -> None:
-        """The reply is no longer needed."""
+        """Cancel the call, because the reply is no longer needed."""
         with suppress(Exception):
             self._pieces.cancel()
 
@@ -469,8 +471,8 @@ async def _send(send: Send, data: bytes) -> None:
 
 
 def _routed(call: HttpCall) -> RouteRequest:
-    """What the router needs to know of a call. A call without a prompt, or with a body that cannot
-    be read, has nothing to route by; the replica then reports what is wrong."""
+    """Return what the router must know about a call. If a call has no prompt, or a body that cannot
+    be read, there is nothing to route by; the replica then reports what is wrong."""
     if call.method == "POST" and call.body:
         with suppress(ApiError):
             return read_request(parse_json(call.body, MAX_DEPTH), _key(call))
@@ -489,7 +491,7 @@ def _key(call: HttpCall) -> bytes:
 
 
 def _output_tokens(body: bytes) -> int | None:
-    """Output tokens of a whole reply; None: it does not say."""
+    """Return the number of output tokens of a whole reply; None if the reply has no count."""
     found = OUTPUT_TOKENS.search(body)
     return None if found is None else int(found[1])
 

@@ -1,4 +1,4 @@
-"""What a router reads of a request: its session, its app, and hashes of its prompt's pages.
+"""Reads what a router needs from a request: session, app, and hashes of its prompt's pages.
 
 A prompt is hashed as the text that the client sent, not as tokens. So no tokenizer is needed, and
 two requests that share text share tokens, except for a few at the end. Parts are hashed in the
@@ -16,7 +16,7 @@ from mainstem.route.router import RouteRequest
 PAGE_BYTES = 2048
 BYTES_PER_TOKEN = 4
 PAGE_TOKENS = PAGE_BYTES // BYTES_PER_TOKEN
-MAX_PAGES = 4096  # of a prompt; the rest is ignored
+MAX_PAGES = 4096  # pages of a prompt that are hashed; the others are ignored
 FIRST_FIELDS = ("tools", "system", "instructions")  # of a body, in the order of the prompt
 PROMPT_FIELDS = ("messages", "input", "prompt", "query", "text_1")
 HASH_BYTES = 8
@@ -27,7 +27,8 @@ Body = Mapping[str, object]
 
 
 def read_request(body: Body, key: bytes) -> RouteRequest:
-    """What a router needs of a body. `key` identifies the tenant: tenants share no pages."""
+    """Return what a router needs from a body. `key` identifies the tenant: tenants share no
+    pages."""
     app = app_of(body)
     session = None
     for name in ("session_id", PREVIOUS):  # a stored response is on one replica only
@@ -52,7 +53,7 @@ def read_request(body: Body, key: bytes) -> RouteRequest:
 
 
 def session_of(kind: str, name: str, key: bytes) -> tuple[str, bytes]:
-    """The router's name of a session or of a stored response. It has a fixed size, whatever the
+    """Return the router's name for a session or a stored response. Its size is fixed, whatever the
     length of the client's name. `key` has at most 64 bytes."""
     text = name.encode(errors="surrogatepass")
     return kind, blake2b(text, digest_size=NAME_BYTES, key=key).digest()
@@ -67,7 +68,7 @@ def app_of(body: Body) -> str | None:
 
 
 def _pieces(body: Body) -> Iterator[bytes]:
-    """The prompt as bytes, in order; of several prompts, the first one."""
+    """Yield the prompt as bytes, in order. If there are several prompts, only the first is used."""
     for name in FIRST_FIELDS:
         if body.get(name):
             yield msgspec.json.encode(body[name])
@@ -85,7 +86,7 @@ def _pieces(body: Body) -> Iterator[bytes]:
 
 
 def _id_bytes(token_id: object) -> bytes:
-    """A token id, encoded in the average number of bytes of a token's text."""
+    """Return a token id as bytes: as many as a token's text has on average."""
     number = token_id if isinstance(token_id, int) else 0
     return (number & 0xFFFF_FFFF).to_bytes(BYTES_PER_TOKEN, "little")
 

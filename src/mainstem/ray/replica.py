@@ -43,7 +43,7 @@ class ReplicaSettings:
     """Settings of a replica; only the apps may differ between replicas."""
 
     engine: Mapping[str, object]  # settings as LLM has them
-    names: tuple[str, ...] = ()  # of the model, for clients
+    names: tuple[str, ...] = ()  # the model's names for clients
     apps: Mapping[str, str] = field(default_factory=dict)  # name -> prompt
     api_key_file: str | None = None
     admin_key_file: str | None = None
@@ -79,7 +79,7 @@ class Head:
 class ReplicaStatus:
     """The state of a replica."""
 
-    boot: str  # changes when the replica or its engine was restarted, which empties its cache
+    boot: str  # changes if the replica or its engine was restarted, which empties its cache
     is_ready: bool
     kv_tokens: int  # capacity of all tiers
 
@@ -92,7 +92,7 @@ class Replica:
     """One engine and the server around it; a Ray Serve deployment is made of it."""
 
     async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc]
-        """Ready when the model is loaded and the apps are filled; Ray Serve awaits it."""
+        """Return when the model is loaded and the apps are computed; Ray Serve awaits it."""
         self._boot = uuid4().hex
         set_up_logs(settings.log_level)
         self._config = with_arguments(EngineConfig(), settings.engine, "engine")
@@ -103,7 +103,7 @@ class Replica:
         await self._gateway.start()
 
     async def serve(self, call: HttpCall) -> AsyncGenerator[Piece, None]:
-        """Yields ACCEPTED immediately, then the reply's head, then its body in pieces."""
+        """Yield ACCEPTED immediately, then the reply's head, then its body in pieces."""
         yield ACCEPTED
         pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(UNSENT)
         has_left = asyncio.Event()
@@ -140,7 +140,7 @@ class Replica:
                 await self._end(answering, pieces)
 
     async def _end(self, answering: "asyncio.Task[None]", pieces: asyncio.Queue[Any]) -> None:
-        """The client disconnected: let the application clean up."""
+        """Let the application clean up after the client disconnected."""
 
         async def drain() -> None:
             while await pieces.get() is not None:
@@ -150,7 +150,7 @@ class Replica:
             await asyncio.wait_for(asyncio.gather(drain(), answering), LEAVE_S)
 
     def status(self) -> ReplicaStatus:
-        """The front calls this every second."""
+        """Return the replica's state; the front calls this every second."""
         gateway = self._gateway
         is_running = gateway.engine.state is EngineState.RUNNING
         snapshot, store = gateway.engine.snapshot, self._config.store

@@ -23,7 +23,7 @@ from mainstem.route.router import RouterKind
 from mainstem.server.limits import ServerLimits
 from mainstem.text.encoding import App
 
-MAX_OPEN = 100_000  # requests that Ray Serve admits; the servers have lower limits of their own
+MAX_OPEN = 100_000  # requests that Ray Serve admits; the servers have their own, lower limits
 HEALTH_S = 5.0  # between two health checks of a replica by Ray Serve
 
 Count = Annotated[int, Meta(ge=1)]

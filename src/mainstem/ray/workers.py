@@ -3,8 +3,8 @@
     driver: RayWorker --take(lines)--> EngineActor: queue -> windows -> Job -> queue
                       <--finished()---                                         rows
 
-An actor runs one Job for its whole life. It takes the next bundle while rows of the last one are
-still running, so that its engine never idles.
+An actor runs one Job for its whole life. It takes the next bundle while rows of the last bundle are
+still running, so that its engine is never idle.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from mainstem.wire.errors import WireError
 LOCAL = "local"
 WAIT_S = 0.2  # longest wait for finished rows
 RETRY_S = 0.5
-PATIENCE_S = 600.0  # for an actor to restart, which includes loading its model
+PATIENCE_S = 600.0  # limit for the restart of an actor, which includes loading its model
 
 Json = dict[str, Any]
 
@@ -91,11 +91,12 @@ class EngineActor:
         Thread(target=self._run, args=(job,), name="job", daemon=True).start()
 
     def take(self, lines: Sequence[tuple[int, bytes | None]]) -> None:
-        """Lines to answer, by their numbers in the input."""
+        """Take lines to answer, by their numbers in the input."""
         self._asked.put(lines)
 
     def finished(self, wait_s: float) -> tuple[list[Mapping[str, object]], bool]:
-        """Rows that were finished since the last call, and whether the actor wants more lines."""
+        """Return the rows that were finished since the last call, and whether the actor wants more
+        lines."""
         rows: list[Mapping[str, object]] = []
         try:
             rows.append(self._answered.get(timeout=wait_s))
@@ -173,7 +174,7 @@ class RayWorker:
     def _settle(self, desk: Desk, row: Json) -> None:
         task = self._open.pop(row["custom_id"], None)
         if task is None:
-            return  # it was given back before its answer arrived
+            return  # the row was given back before its answer arrived
         if row["error"] is None:
             desk.answer(task, row["response"]["body"])
             return
@@ -203,9 +204,10 @@ def _last_line(error: Exception) -> str:
 def ray_workers(
     address: str, num_workers: int | None, settings: ActorSettings
 ) -> Iterator[Sequence[RayWorker]]:
-    """Actors in the cluster at `address`, or in a cluster on this machine that ends with them.
+    """Start actors in the cluster at `address`, or in a cluster on this machine that ends with
+    them.
 
-    Without `num_workers`, as many actors as the cluster has GPUs for, and at least one.
+    Without `num_workers`, there are as many actors as the cluster has GPUs for, and at least one.
     """
     try:
         import ray  # noqa: PLC0415  # an extra

@@ -1,1 +1,1 @@
-"""Which of many replicas answers a request: no I/O, no clock (docs/scale.md)."""
+"""Decides which of many replicas answers a request. Uses no I/O and no clock (docs/scale.md)."""

@@ -1,11 +1,12 @@
-"""What each replica probably holds: a guess from what was sent to it, with a size limit for each.
+"""What each replica probably holds: a guess from the requests sent to it, with a size limit for
+each replica.
 
     who_holds   page -> replicas, as the bits of a number      one lookup serves all replicas
     in_order[i] the pages of replica i in order of use         at most `pages_per_replica`
 
-The least recently used page is dropped first; of a chain, its tail. A replica evicts pages without
-reporting it. The same limit and the same eviction order keep the guess close. If it is wrong, a
-prompt is computed that was thought to be cached, or the other way round.
+The least recently used page is dropped first; within a chain, the last page. A replica evicts pages
+without reporting it, but the same limit and the same order of eviction keep the guess close. If the
+guess is wrong, a prompt is computed that was thought to be cached, or the other way round.
 """
 
 from collections import OrderedDict
@@ -15,7 +16,7 @@ import numpy as np
 
 from mainstem.core.step import Int64s
 
-PageHash = int  # of all tokens or text up to a page's end
+PageHash = int  # hash of all tokens or text up to a page's end
 
 
 class Holdings:
@@ -32,7 +33,7 @@ class Holdings:
         return len(self._in_order[replica])
 
     def num_leading(self, keys: Sequence[PageHash]) -> Int64s:
-        """[replicas] how many of the first pages of a prompt each one holds."""
+        """Return [replicas] how many of a prompt's first pages each replica holds."""
         found = np.zeros(len(self._in_order), dtype=np.int64)
         who_holds, holders = self._who_holds, -1  # all bits set: every replica
         for depth, key in enumerate(keys):

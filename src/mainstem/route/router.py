@@ -2,7 +2,7 @@
 
 A request goes to the replica with the lowest cost: its open work plus the tokens of the prompt that
 it would have to compute. So a prompt goes to the replica that holds most of it, until waiting there
-costs more than computing the prompt elsewhere; the other replica then holds it, too.
+costs more than computing the prompt on another replica, which then holds it, too.
 
     cost[i] = open work + NEW_COST * new tokens of the prompt + recent work / SPREAD      (tokens)
 
@@ -12,14 +12,14 @@ and FREE_REQUESTS requests like this one. The least loaded replica is always bel
 single queue grows. What a replica holds counts under any load: affinity is never switched off.
 - Recent work, which decays, decides between replicas with otherwise equal costs: new prompts are
 spread over all replicas instead of going to the first idle one.
-- A session stays at its replica as long as that is up and below the bound. A session that must stay
-can be answered only there: while its replica is down or refuses it, it fails.
+- A session stays at its replica as long as the replica is up and below the bound. A session with
+must_stay can be answered only there: while its replica is down or refuses it, requests fail.
 - The router learns where a session is, and what a replica holds, only when a request is answered.
 Until then its pages count as coming, so that requests that share them go to the same replica.
 - A draining replica gets no requests. A replica that was down is assumed to hold its pages, unless
 `forget` is called.
 
-Memory is bounded: pages of each replica, held and coming, sessions, and what is open.
+Memory is bounded: it holds pages of each replica (held and coming), sessions, and open requests.
 """
 
 from collections import OrderedDict
@@ -66,10 +66,10 @@ class RouterConfig:
     """Bounds and costs."""
 
     kind: RouterKind = RouterKind.AFFINE
-    page_tokens: int = 512  # of a page, as its hashes count
-    pages_per_replica: int = 1 << 14  # that a replica is thought to hold
-    max_sessions: int = 1 << 17  # beyond it the one unused for longest is forgotten
-    output_cost: float = 5.0  # of a token of an answer, in tokens of a prompt
+    page_tokens: int = 512  # tokens of a page, as hashed by the caller
+    pages_per_replica: int = 1 << 14  # maximum pages that a replica is thought to hold
+    max_sessions: int = 1 << 17  # beyond this, the least recently used session is forgotten
+    output_cost: float = 5.0  # cost of a token of an answer, in tokens of a prompt
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,11 +84,11 @@ class RouterConfig:
 class RouteRequest:
     """What the router knows about a request."""
 
-    pages: Sequence[PageHash]  # of the prompt's leading pages, chained
+    pages: Sequence[PageHash]  # chained hashes of the prompt's leading pages
     prompt_tokens: int
     session: Hashable | None = None
     app: str | None = None
-    must_stay: bool = False  # only the session's replica has the conversation that it continues
+    must_stay: bool = False  # only the session's replica can answer: it has the conversation
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +97,8 @@ class Ticket:
 
     replica: int
     request: RouteRequest
-    held_tokens: int  # of the prompt, as the router believes
-    prompt_work: float  # open, in tokens
+    held_tokens: int  # prompt tokens that the replica probably holds
+    prompt_work: float  # open work of the prompt, in tokens
     output_work: float
     is_learned: bool = False
 
@@ -116,9 +116,9 @@ class Router:
         self._config = config or RouterConfig()
         self._states = [ReplicaState.UP] * num_replicas
         self._holdings = Holdings(num_replicas, self._config.pages_per_replica)
-        self._coming = Holdings(num_replicas, self._config.pages_per_replica)  # not yet answered
+        self._coming = Holdings(num_replicas, self._config.pages_per_replica)  # not answered yet
         self._sessions: OrderedDict[Hashable, int] = OrderedDict()  # least recently used first
-        self._apps: dict[str, frozenset[int]] = {}  # those that are on some replicas only
+        self._apps: dict[str, frozenset[int]] = {}  # apps that are only on some replicas
         self._open = np.zeros(num_replicas)  # tokens of work
         self._recent = np.zeros(num_replicas)
         self._fading = 1 - 1 / (RECENT_REQUESTS * num_replicas)
@@ -137,7 +137,8 @@ class Router:
         return self._states[replica]
 
     def set_state(self, replica: int, state: ReplicaState) -> None:
-        """Set the state of a replica. One that is down or draining may still hold its pages."""
+        """Set the state of a replica. A replica that is down or draining may still hold its
+        pages."""
         self._states[replica] = state
 
     def forget(self, replica: int) -> None:
@@ -170,8 +171,8 @@ class Router:
     # --- requests -------------------------------------------------------------------------------
 
     def choose(self, request: RouteRequest, excluded: frozenset[int] = frozenset()) -> Ticket:
-        """The replica for a request, whose work counts as open from now on. Replicas in `excluded`
-        have failed to answer it already. Raises NoReplica.
+        """Choose the replica for a request, whose work counts as open from now on. Replicas in
+        `excluded` have failed to answer it already. Raises NoReplica.
         """
         home = self._sessions.get(request.session) if request.must_stay else None
         if home is not None:
@@ -206,7 +207,8 @@ class Router:
         ticket.prompt_work = 0.0
 
     def finish(self, ticket: Ticket, output_tokens: int | None) -> None:
-        """Record the end of an answer and its length; None: it failed, so its length is unknown."""
+        """Record the end of an answer and its length; None if it failed, so that its length is
+        unknown."""
         replica = ticket.replica
         if not ticket.is_learned:
             self._coming.remove(replica, ticket.request.pages)
@@ -218,7 +220,7 @@ class Router:
             self._output_tokens += OUTPUT_MEMORY * (output_tokens - self._output_tokens)
 
     def home(self, session: Hashable) -> int | None:
-        """Where a session is."""
+        """The replica of a session; None if it is unknown."""
         return self._sessions.get(session)
 
     def settle(self, session: Hashable, replica: int) -> None:
@@ -248,7 +250,7 @@ class Router:
         return ", ".join(f"{count} {name}" for name, count in counts if count)
 
     def _nearest(self, request: RouteRequest, able: list[int]) -> tuple[int, int]:
-        """The replica that answers soonest, and the tokens of the prompt that it holds."""
+        """Return the replica that answers soonest, and how many tokens of the prompt it holds."""
         places = np.array(able)
         known = (self._holdings.num_leading(request.pages), self._coming.num_leading(request.pages))
         held = np.maximum(*known)[places] * self._config.page_tokens

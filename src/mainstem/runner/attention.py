@@ -19,7 +19,7 @@ from mainstem.runner.pages import DevicePages
 
 
 class CpuAttention:
-    """What attention needs in the layers of a decoder: pages, rotations, sinks."""
+    """Holds what attention needs in the layers of a decoder: pages, rotations, sinks."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class _Turns:
 
 
 class AttentionPlan:
-    """Rotates, appends and attends; what the decoder calls per layer."""
+    """Rotates, appends and attends. The decoder calls it for each layer."""
 
     def __init__(self, layers: CpuAttention, inputs: Inputs, spans: Spans) -> None:
         """The last layer computes only `inputs.hidden_rows`."""
@@ -118,7 +118,7 @@ class AttentionPlan:
         return self._spans[kind].run(q, pages.slots(layer), sinks).view(tokens, -1)
 
     def _run_wanted(self, q: Tensor, slots: Tensor, sinks: Tensor | None) -> Tensor:
-        """Compute only the wanted rows; the result has all rows."""
+        """Compute only the wanted rows. The result has all rows; the others are not used."""
         out = q.new_empty(len(q), self._num_heads * self._head_dim)
         if self._wanted_spans is not None:
             assert self._wanted is not None
@@ -144,8 +144,8 @@ def _turns(layers: CpuAttention, rope: RopeSpec, inputs: Inputs) -> _Turns:
 
 
 def narrow_spans(spans: Spans, rows: NDArray[np.int64], num_tokens: int) -> Spans | None:
-    """The same spans with only the tokens `rows` as queries, numbered from 0. None if the result
-    would not be valid spans: rows are out of order, or a causal span would keep a query and lose a
+    """Return the same spans with only the tokens `rows` as queries, numbered from 0. None if the
+    result would not be valid: rows are out of order, or a causal span would keep a query and lose a
     later one.
     """
     if (np.diff(rows) <= 0).any():

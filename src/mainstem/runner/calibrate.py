@@ -1,5 +1,5 @@
-"""Measures the rates of the present device for the cost model (`mainstem calibrate`), and what the
-planner of attention needs to know of it.
+"""Measures this device's rates for the cost model (`mainstem calibrate`), and the costs that the
+planner of attention needs.
 
 Attention is timed through the same code the engine runs, on Llama-8B's heads (CPU: SmolLM2's).
 """
@@ -32,7 +32,7 @@ Seconds = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One device: how to time a call on it, and how large a call must be."""
+    """A device, with the way to time a call on it, and the size that a call must have."""
 
     device: torch.device
     name: str
@@ -46,7 +46,7 @@ class Probe:
 
     @property
     def rows(self) -> int:
-        """Tokens whose query heads fill one unit."""
+        """The number of tokens whose query heads fill one unit."""
         return min(self.tile_rows * self.heads.kv_heads // self.heads.heads, 16)
 
 
@@ -105,7 +105,7 @@ def keep_tiles(name: str, tiles: Tiles) -> Path:
 
 
 def is_tuned(probe: Probe) -> bool:
-    """Whether the planner has tuned costs for this card, and so uses no fitted ones."""
+    """Whether the planner has tuned costs for this card. If so, it does not use fitted ones."""
     return probe.name == TUNED_CARD
 
 
@@ -126,7 +126,7 @@ def _product_rate(probe: Probe) -> float:
 
 
 def _groups(probe: Probe, count: int) -> Spans:
-    """Spans that have the tokens of one unit each, over a few keys."""
+    """Return spans over a few keys, each with the tokens of one unit."""
     rows = probe.rows
     return _spans_of([range(group * rows, (group + 1) * rows) for group in range(count)])
 
@@ -149,7 +149,8 @@ def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans
 
 
 def _make_attention(probe: Probe, num_tokens: int, num_pages: int) -> "SpanAttention":
-    """Plan with the built-in costs: an earlier calibration does not change the next one."""
+    """Make attention that plans with the built-in costs, so that an earlier calibration does not
+    change this one."""
     from mainstem.kernels import AttentionLimits, SpanAttention  # noqa: PLC0415  # needs Triton
 
     heads = probe.heads
@@ -190,7 +191,8 @@ def _attention_s(probe: Probe, spans: Spans, can_cut: bool = True) -> float:
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
-    """The shortest of many calls: other work on the machine can only add time."""
+    """Return the time of the shortest of many calls, since other work on the machine only adds
+    time."""
     call()
     took_s = []
     for _ in range(NUM_TIMED):

@@ -4,9 +4,9 @@ Each step has equal units of one kind, uncut, so that its time is linear in the 
 
     time = launch + rounds * (unit_us + key_us * keys)
 
-Units over 1,024 to 8,192 keys on a few programs have memory to themselves and give key_us. One to
-eight rounds of units on all programs, over the same few keys, give unit_us. Fields that such steps
-do not show (`yields`, `late_us`, `beside`, `least_speed`, `apart`) keep their built-in values.
+Units over 1,024 to 8,192 keys on a few programs give key_us, since nothing else uses the memory.
+One to eight rounds of units on all programs, over the same few keys, give unit_us. Such steps do
+not show `yields`, `late_us`, `beside`, `least_speed` and `apart`, which keep their built-in values.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from mainstem.kernels.attention.tuning import Pace
 
 LONG_KEYS = (1024, 2048, 3072, 4096, 6144, 8192)
 ROUNDS = (1, 2, 3, 4, 6, 8)
-READ_ROUNDS, READ_KEYS = 2, 1024  # of the step that reads at full bandwidth
+READ_ROUNDS, READ_KEYS = 2, 1024  # rounds and keys of the step that reads at full bandwidth
 MERGED_TOKENS, MERGED_KEYS = 2048, 16
-LEAST_US = 1e-5  # noise could give a time below zero
+LEAST_US = 1e-5  # lower limit, since noise could give a time below zero
 StepUs = Callable[[Spans], float]  # runs the step with no span cut; microseconds
 
 
@@ -70,13 +70,13 @@ def _fit_line(step_us: StepUs, kind: Kind, tokens: int) -> _Line:
 
 
 def _over_the_same_keys(spans: Spans) -> Spans:
-    """All spans read the pages of the first, so that memory is no limit."""
+    """Let all spans read the pages of the first span, so that memory is no limit."""
     return replace(spans, page_ids=np.tile(spans.page_ids[: spans.page_starts[1]], len(spans)))
 
 
 def spans_of(num_spans: int, tokens: int, keys: int, spans_of_token: int = 1) -> Spans:
-    """Spans of `tokens` query tokens over `keys` keys of their own; each token lies in
-    `spans_of_token` of them.
+    """Return spans of `tokens` query tokens, each over its own `keys` keys. Each token lies in
+    `spans_of_token` spans.
     """
     page_size = 16
     num_pages, rows = -(-keys // page_size), num_spans // spans_of_token * tokens

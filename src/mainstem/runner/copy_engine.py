@@ -1,7 +1,7 @@
-"""Copies of rows between pinned host memory and a GPU, by the card's copy engines.
+"""Copies rows between pinned host memory and a GPU with the GPU's copy engines.
 
-torch copies contiguous tensors only. All layers of a page, or a few layers of many slots, are
-strided rows; the driver copies them in one call and uses no multiprocessor for it.
+torch copies only contiguous tensors. All layers of a page, or a few layers of many slots, are
+strided rows; the driver copies them in one call, and uses no multiprocessor.
 """
 
 import ctypes

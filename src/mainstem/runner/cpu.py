@@ -1,4 +1,4 @@
-"""CpuRunner: a Step in, a StepResult out, on a CPU."""
+"""CpuRunner: runs Steps on a CPU."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from mainstem.runner.sampler import Sampler, start_logprobs
 from mainstem.runner.single import SingleTokenPass
 from mainstem.runner.weighing import WeighingAttention
 
-LAYOUT = b"cpu:1:adjacent-pairs"  # of K and V in a page; part of the model's identity
+LAYOUT = b"cpu:1:adjacent-pairs"  # layout of K and V in a page; part of the model's identity
 _LOGPROB_ROWS = 64  # prompt rows whose full logits are held at once
 
 
@@ -57,7 +57,7 @@ class CpuRunner:
         return self._pages
 
     def attach(self, loads: Loads) -> None:
-        """Steps may name these loads from now on."""
+        """Set the loads that steps may name from now on."""
         self._loads = loads
 
     def launch(self, step: Step) -> Finished:
@@ -118,7 +118,7 @@ class CpuRunner:
     def _sample(self, hidden: Tensor, step: Step) -> tuple[Tensor, dict[int, TokenLogprobs]]:
         logits = self._decoder.logits(hidden)
         wanted = np.flatnonzero(step.sampling.wants_logprobs)
-        # copy the logits first: the sampler edits them in place, and logprobs are those before
+        # copy the logits first: the sampler edits them in place, and logprobs are computed without
         # edits
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else None
         token_ids = self.sampler.sample(logits, step)

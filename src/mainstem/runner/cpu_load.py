@@ -1,4 +1,4 @@
-"""Weights -> a CpuRunner, its pages sized from the memory that is free."""
+"""Makes a CpuRunner from weights. The free memory decides how many pages it has."""
 
 import torch
 
@@ -16,17 +16,17 @@ from mainstem.runner.pages import DevicePages
 
 _MAX_AUTO_TOKENS = 262_144
 _KV_SHARE = 0.4  # of the memory that the weights leave, at most
-_PACKED_SHARE = 0.15  # likewise, for the second copy of the weights
+_PACKED_SHARE = 0.15  # the same limit for the second copy of the weights
 
 
 def load_cpu_runner(
     origin: Origin, config: EngineConfig, ranks: Collectives = ALONE
 ) -> tuple[CpuRunner, RunnerFacts]:
-    """Load weights and allocate pages, as many as the rank with the least memory can have.
+    """Load weights and allocate pages. All ranks have as many as the rank with the least memory.
 
     If `cache.kv_tokens` is not set, weights and pages take `cache.memory_share` of the available
     memory. If that is not set either, pages take 40 % of what the weights leave, but at most
-    262,144 tokens. Sets torch's thread count for the process when `model.threads` does.
+    262,144 tokens. If `model.threads` is set, sets torch's thread count for the process.
     """
     model, cache = config.model, config.cache
     if model.threads is not None:
@@ -49,7 +49,7 @@ def load_cpu_runner(
     kv_bytes = part.kv_elements_per_token * dtype.itemsize
     budget = _page_budget(cache, available, kv_bytes, ranks.shard.of)
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
-    left = available_bytes()  # before any rank takes its pages
+    left = available_bytes()  # before any rank allocates pages
     num_pages = smallest(num_pages, ranks, torch.device("cpu"))
     cache.check_fits(ranks.shard.of * num_pages * kv_bytes * cache.page_size, left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
@@ -57,8 +57,8 @@ def load_cpu_runner(
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:
-    """Bytes for a rank's pages if `kv_tokens` is not set. The weights are loaded already, and all
-    ranks share the memory."""
+    """Return the bytes for a rank's pages if `kv_tokens` is not set. The weights are loaded
+    already, and all ranks share the memory."""
     left = available_bytes()
     if cache.memory_share is None:
         return min(int(left * _KV_SHARE) // num_ranks, _MAX_AUTO_TOKENS * kv_bytes)

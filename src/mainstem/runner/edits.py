@@ -1,4 +1,4 @@
-"""Edits of logits that belong to a sequence: bias, barred stop tokens, penalties.
+"""Edits logits for each sequence: bias, stop tokens that are not allowed yet, penalties.
 
 A sequence's token ids stay on the device, one row each. Sampled ids are appended there, without a
 copy to the host:
@@ -20,7 +20,7 @@ from mainstem.core.request import SamplingParams
 from mainstem.core.step import Int32s, Int64s, StartedSequence
 from mainstem.runner.uploads import Uploads
 
-_PROMPT = 1 << 24  # added if the token is in the prompt; output counts stay below
+_PROMPT = 1 << 24  # added to the count of a token that is in the prompt; output counts are smaller
 _COUNTED_ROWS = 32  # sequences counted at once; each needs one counter per token id
 _FIRST_ROWS, _FIRST_WIDTH = 8, 256
 
@@ -53,7 +53,7 @@ class LogitEdits:
         self._minus_infinity = torch.tensor(float("-inf"), device=device)
 
     def start(self, started: StartedSequence) -> None:
-        """Begin a sequence in a slot, and forget the slot's last one."""
+        """Begin a sequence in a slot, and forget the slot's previous sequence."""
         old = self._sequences.pop(started.seq_slot, None)
         if old is not None and old.row is not None:
             self._free_rows.append(old.row)
@@ -67,7 +67,7 @@ class LogitEdits:
         if sampling.has_penalties:
             prompt = np.unique(started.prompt_ids)
             if sampling.repetition_penalty == 1.0:
-                prompt = prompt[:0]  # the other penalties count the output only
+                prompt = prompt[:0]  # other penalties count only the output
             ids = np.concatenate((prompt, started.output_ids))
             sequence.row = self._take_row(len(ids))
             sequence.num_prompt, sequence.num_ids = len(prompt), len(ids)
@@ -146,7 +146,7 @@ class LogitEdits:
         return said
 
     def _places(self, rows_and_ids: list[tuple[int, Int64s]]) -> tuple[Tensor, Tensor]:
-        """Row and column of each id."""
+        """Return row and column of each id."""
         rows = np.repeat([row for row, _ in rows_and_ids], [len(ids) for _, ids in rows_and_ids])
         table = np.stack((rows, np.concatenate([ids for _, ids in rows_and_ids])))
         places = self._uploads.send(table.astype(np.int64))

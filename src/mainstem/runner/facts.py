@@ -1,4 +1,4 @@
-"""What the control plane must know about a loaded model."""
+"""The facts about a loaded model that the control plane needs."""
 
 from dataclasses import dataclass, replace
 
@@ -22,9 +22,9 @@ class RunnerFacts:
     num_idle_params: int = 0  # weights of experts that a token does not use
     bytes_per_param: float = 2.0  # mean over all these weights
     device_name: str = "cpu"
-    max_step_tokens: int | None = None  # what the buffers hold; None: any number
-    max_span_levels: int | None = None  # most shared spans of one sequence that fit the buffers
-    span_align_tokens: int | None = None  # where spans may begin in a sequence; None: at any page
+    max_step_tokens: int | None = None  # tokens that the buffers hold; None: no limit
+    max_span_levels: int | None = None  # maximum shared spans of one sequence that fit the buffers
+    span_align_tokens: int | None = None  # spans begin at multiples of this; None: at any page
 
     def on_device(
         self, name: str, max_step_tokens: int, max_span_levels: int, span_align_tokens: int | None

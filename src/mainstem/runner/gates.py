@@ -1,4 +1,4 @@
-"""Loads that a step may depend on: each layer waits for its part of them."""
+"""Lets each layer of a step wait for its part of the loads that the step depends on."""
 
 from typing import Protocol
 
@@ -12,5 +12,5 @@ class Loads(Protocol):
     """Knows the loads in progress."""
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """A gate that lets each layer run as soon as these loads have loaded that layer."""
+        """Return a gate that lets each layer run as soon as these loads have loaded that layer."""
         ...

@@ -73,8 +73,8 @@ class LayerSpans:
 
     @property
     def kinds_of_steps(self) -> tuple[Launches, ...]:
-        """See SpanAttention. A launch that one kind of layer needs is made for all kinds that have
-        it."""
+        """See SpanAttention. If one kind of layer needs a launch, it is made for all kinds that
+        have it."""
         return max((kind.kinds_of_steps for kind in self._kinds.values()), key=len)
 
     def plan(self, spans: Spans, positions: Int32s) -> Launches:
@@ -108,7 +108,7 @@ class LayerSpans:
 
 
 class GpuAttention:
-    """Norms heads, rotates, appends and attends; what the decoder calls per layer."""
+    """Norms heads, rotates, appends and attends. The decoder calls it for each layer."""
 
     def __init__(
         self,

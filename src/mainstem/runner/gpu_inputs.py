@@ -1,4 +1,4 @@
-"""Step -> device tensors on a GPU: one copy through pinned memory into fixed buffers."""
+"""Sends a Step's arrays to a GPU: one copy through pinned memory into fixed buffers."""
 
 from dataclasses import dataclass
 
@@ -59,7 +59,8 @@ class InputBuffers:
         self._next = 0
 
     def send(self, step: Step, previous: Tensor, num_padded: int) -> GpuInputs:
-        """`previous` are the samples of the step before; carried tokens are taken from them."""
+        """Send a step. `previous` are the samples of the step before; carried tokens are taken from
+        them."""
         index = self._next
         self._next = (index + 1) % _NUM_STAGING
         if self._copied:
@@ -83,7 +84,7 @@ class InputBuffers:
         )
 
     def views(self, num_padded: int) -> GpuInputs:
-        """The buffers without a copy: a CUDA graph of this size reads them."""
+        """Return the buffers without sending anything; a CUDA graph of this size reads them."""
         token_ids, positions, slots = self._ints[:3, :num_padded]
         return GpuInputs(token_ids, positions, slots, None, None, None)
 
@@ -93,7 +94,8 @@ class InputBuffers:
         self._ints[2].fill_(-1)
 
     def _fill(self, ints: NDArray[np.int64], step: Step, num_padded: int) -> int | None:
-        """Returns the number of hidden rows, None for all in order."""
+        """Fill the staging arrays. Returns the number of hidden rows; None if they are all rows, in
+        order."""
         tokens = step.num_tokens
         ints[:2, tokens:num_padded] = 0
         ints[2, tokens:num_padded] = -1
@@ -107,7 +109,7 @@ class InputBuffers:
             return None
         padded = min(padded_size(len(rows)), self._max_tokens)
         ints[3, : len(rows)] = rows
-        ints[3, len(rows) : padded] = 0  # any row would do: its result is not used
+        ints[3, len(rows) : padded] = 0  # any row is fine: its result is not used
         return padded
 
     def _copies(self, step: Step) -> tuple[Tensor, Tensor] | None:

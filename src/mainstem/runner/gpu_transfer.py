@@ -1,16 +1,16 @@
-"""Copies of pages between a GPU and a pinned slab, on separate streams.
+"""Copies pages between a GPU and a pinned slab, on separate streams.
 
     compute  | step n            | step n+1: layer 0 | layer 1 | ...
                                    ^ waits for event 0   ^ event 1
     loads    | session a | session b: layers 0-7 | 8-15 | ...
     saves    | pages of step n-1 |
 
-A load moves a few layers of many slots at a time: rows in the slab. The copy engines move these
-rows into one of two staging buffers; a short kernel copies them on to the pages while the next rows
-arrive. A save copies all layers of a page at once, since no step waits for it: rows on the device,
-which the engines read in place. Host-to-device and device-to-host copies do not slow each other
-down, and only the spreading uses multiprocessors. A save starts when its step has ended, so it
-needs no event of the compute stream.
+A load moves a few layers of many slots at a time, which are rows in the slab. The copy engines move
+these rows into one of two staging buffers; a short kernel copies them to the pages while the next
+rows arrive. A save copies all layers of a page at once, since no step waits for it; these are rows
+on the device, which the engines read in place. Host-to-device and device-to-host copies do not slow
+each other down, and only the short kernel uses multiprocessors. A save starts when its step has
+ended, so it needs no event of the compute stream.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.slab import WHOLE, HostSlab, SlabPart
 
-STAGING_BYTES = 128 << 20  # of one buffer; there are two. 4,000 tokens of Llama 8B, 8 layers
+STAGING_BYTES = 128 << 20  # size of each of the two buffers: 4,000 tokens of 8 layers of Llama 8B
 
 
 class GpuTransfer:
@@ -79,11 +79,12 @@ class _Staging:
         ]
         self._is_empty = [_event(), _event()]
         self._next = 0
-        self.rows_stream = _stream(device, priority=-1)  # of the copy engine
-        self.pages_stream = _stream(device, priority=-1)  # of the kernel
+        self.rows_stream = _stream(device, priority=-1)  # stream of the copy engine
+        self.pages_stream = _stream(device, priority=-1)  # stream of the kernel
 
     def take(self) -> tuple[Tensor, torch.cuda.Event]:
-        """A buffer to fill on `rows_stream`, and the event to record when it is empty again."""
+        """Return a buffer to fill on `rows_stream`, and the event to record when it is empty
+        again."""
         self._next = 1 - self._next
         self.rows_stream.wait_event(self._is_empty[self._next])
         return self._buffers[self._next], self._is_empty[self._next]
@@ -136,7 +137,7 @@ class GpuCopier:
     def save(self, pages: Int32s, slots: Int32s) -> GpuTransfer:
         distance = self._pages.all[0, 0].nbytes  # from K to V, from V to the next layer's K
         at_once, pitch = 2 * self._num_layers, distance
-        if distance > MAX_PITCH:  # then rows are copied one by one
+        if distance > MAX_PITCH:  # too far apart: rows are copied one by one
             at_once, pitch = 1, self._half_bytes
         rows = Rows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=pitch)
         stream = self._saves_stream
@@ -182,7 +183,7 @@ class GpuCopier:
         self._loads.pop(load_id, None)
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """A gate for these loads; those that were forgotten have ended."""
+        """Return a gate for these loads. Loads that were forgotten have ended."""
         known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
         return GpuGate([transfer for transfer in known if transfer is not None])
 
@@ -216,7 +217,7 @@ class GpuCopier:
 
 
 def _by_slot(slots: Int32s, pages: Int32s) -> tuple[Int32s, Int32s]:
-    """Neighbouring slots are copied in one call."""
+    """Copy slots; one call copies a run of neighbouring slots."""
     order = np.argsort(slots)
     return slots[order], pages[order]
 

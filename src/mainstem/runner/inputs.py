@@ -1,4 +1,4 @@
-"""Step -> device tensors."""
+"""Makes device tensors from a Step."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,8 @@ class Inputs:
 
 
 def make_token_ids(step: Step, previous: Tensor) -> Tensor:
-    """`previous` are the samples of the step before; carried tokens are taken from them."""
+    """Return the token ids of a step. `previous` are the samples of the step before; carried tokens
+    are taken from them."""
     token_ids = torch.from_numpy(step.token_ids).long()
     if len(step.carry_to):
         source = torch.from_numpy(step.carry_from).long()
@@ -33,7 +34,7 @@ def make_token_ids(step: Step, previous: Tensor) -> Tensor:
 
 
 def make_inputs(step: Step, previous: Tensor) -> Inputs:
-    """`previous` as in make_token_ids."""
+    """Return the inputs of a step; `previous` is as in make_token_ids."""
     rows, _ = step.hidden_rows()
     is_all = np.array_equal(rows, np.arange(step.num_tokens))
     copies = None

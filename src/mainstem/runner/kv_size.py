@@ -1,4 +1,5 @@
-"""The memory that keys and values take, from a model's config.json alone: no weights, no torch."""
+"""Computes the memory that keys and values take from a model's config.json only, without weights
+and torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ class KvSize:
     bytes_per_token: int
     dtype: DType
     max_positions: int
-    # share of bytes_per_token that no query reads any more at the end of the longest context. A
-    # page holds all layers, so keys that have left a layer's window stay in memory
+    # share of bytes_per_token that, at the end of the longest context, is no longer in its layer's
+    # window. It stays in memory, since a page holds all layers
     unread_bytes_per_token: int
     # the form of the weights in the checkpoint: a dtype, or a quantized format in words
     weights: str

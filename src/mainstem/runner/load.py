@@ -1,4 +1,4 @@
-"""Weights -> a runner on its device."""
+"""Makes a runner on its device from weights."""
 
 import torch
 
@@ -27,7 +27,7 @@ def load_runner(
 
 
 def choose_device(model: ModelConfig) -> torch.device:
-    """Raises ConfigError if the device is missing or cannot run this config."""
+    """Return the device to use; raises ConfigError if it is missing or cannot run this config."""
     has_cuda = torch.cuda.is_available()
     if model.device is Device.CUDA and not has_cuda:
         raise ConfigError("device=cuda: torch finds no GPU; `mainstem doctor` shows what it finds")
@@ -47,6 +47,6 @@ def choose_device(model: ModelConfig) -> torch.device:
 
 
 def device_name(model: ModelConfig) -> str:
-    """The name of the device that `choose_device` chooses: the card's, or CPU."""
+    """Return the name of the device that `choose_device` chooses: the GPU's name, or CPU."""
     device = choose_device(model)
     return CPU if device.type == "cpu" else torch.cuda.get_device_name(device)

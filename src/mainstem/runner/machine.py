@@ -1,4 +1,4 @@
-"""What this machine computes with: devices, torch and triton."""
+"""Describes what this machine computes with: devices, torch and triton."""
 
 import importlib.metadata
 import os
@@ -11,7 +11,7 @@ import torch
 
 from mainstem.models.weights import has_fast_matmul
 
-# CPU features that decide how fast our kernels can be, as Linux names them
+# Linux's names of the CPU features that our kernels' speed depends on
 ARM_FEATURES = ("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2")
 X86_FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 FEATURES = ARM_FEATURES + X86_FEATURES
@@ -32,7 +32,7 @@ class DeviceFacts:
     num_units: int  # cores, or streaming multiprocessors
     memory_bytes: int
     free_bytes: int
-    features: tuple[str, ...]  # CPU: of FEATURES; CUDA: the compute capability
+    features: tuple[str, ...]  # CPU: those of FEATURES that it has; CUDA: the compute capability
     has_fast_bf16: bool  # 16-bit GEMMs at least as fast as fp32
 
 

@@ -1,10 +1,10 @@
-"""Draws on a CPU, decided by noise: 32 bits of (noise key, token id), as in
+"""Draws tokens on a CPU. Noise decides: 32 bits made from (noise key, token id), as in
 `kernels/sampling/noise.py`.
 
-A draw takes the token with the largest  score - log(E):  score is its logit over the temperature,
-E its own exponential random number (Gumbel-max). Each token has its own noise. So if scores are
-wrong by at most d, the chosen token changes with a probability of at most 2 d, however large the
-vocabulary is.
+A draw takes the token with the largest score - log(E): score is its logit / temperature, E is its
+own exponential random number (Gumbel-max). Each token has its own noise. So if scores have errors
+of at most d, the chosen token changes with a probability of at most 2 d, for any size of the
+vocabulary.
 """
 
 from functools import cache
@@ -25,8 +25,8 @@ _FEW = 1024  # up to this many tokens logarithms are cheap
 
 
 def draw(logits: Float32s, temperature: Float32s, min_p: Float32s, keys: Int64s) -> Int64s:
-    """One token per row of logits [rows, vocab], without top_k and top_p; any token
-    if logits are NaN."""
+    """Draw one token per row of logits [rows, vocab], without top_k and top_p; any token if logits
+    are NaN."""
     rows, vocab = logits.shape
     mixed = _mixed_ids(vocab)
     bits, spare = np.empty((2, vocab), np.uint32)
@@ -65,7 +65,7 @@ def pick(scores: Float32s, bits: UInt32s) -> Int64s:
 
 
 def gumbel(bits: UInt32s) -> NDArray[np.float64]:
-    """-log(E) for E = -log(1 - v), v in the middle of the bits' step in (0, 1)."""
+    """Return -log(E) for E = -log(1 - v). The bits select a step of (0, 1), and v is its middle."""
     v = (bits.astype(np.float64) + 0.5) * 2.0**-32
     noise: NDArray[np.float64] = -np.log(-np.log1p(-v))
     return noise
@@ -86,8 +86,8 @@ def _pick_from_top(scores: Float32s, bits: UInt32s, bound: Float32s) -> int:
 
 
 def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
-    """Upper bounds of score - log(E), minus _BOUND_BASE, without a logarithm: E is at least v, and
-    log2 is at least the straight line between powers of two, which a float's bits give."""
+    """Compute upper bounds of score - log(E), minus _BOUND_BASE, without a logarithm: E is at least
+    v, and log2 is at least the straight line between powers of two, which a float's bits give."""
     bound[:] = bits
     bound[:] = bound.view(np.int32)
     bound *= np.float32(-_LOG_2 / _EXPONENT_STEPS)
@@ -95,7 +95,8 @@ def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
 
 
 def _key(mixed: UInt32s, keys: Int64s, out: UInt32s, spare: UInt32s) -> None:
-    """One more round of mixing: one half of the key is mixed in before it, the other inside it."""
+    """Do the second round of mixing. Half of the key is added before it, the other half within
+    it."""
     np.bitwise_xor(mixed, keys.astype(np.uint32), out=out)
     out ^= np.right_shift(out, 16, out=spare)
     out *= _MIX_1

@@ -1,4 +1,4 @@
-"""Where weights come from, and the facts of a loaded model for the control plane."""
+"""Where weights come from, and the facts about a loaded model that the control plane needs."""
 
 import hashlib
 from collections.abc import Collection
@@ -24,7 +24,7 @@ class Origin(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def digest(self) -> bytes:
-        """Equal for equal weights."""
+        """A digest that is equal for equal weights."""
         ...
 
     def open(self, dtype: torch.dtype, device: torch.device) -> WeightSource: ...
@@ -39,8 +39,8 @@ class FolderOrigin:
     weights: WeightDigest
 
     def digest(self) -> bytes:
-        """Includes the names of ignored fields: a later version that knows these fields computes
-        other pages from the same config.json."""
+        """The digest. It includes the names of ignored fields: a later version that knows these
+        fields computes other pages from the same config.json."""
         digest = hashlib.sha256(self.weights.wait())
         if self.spec.ignored_fields:
             digest.update(f"ignored:{','.join(self.spec.ignored_fields)}".encode())
@@ -79,15 +79,16 @@ class FolderPart:
 
 
 def for_rank(origin: Origin) -> Origin:
-    """The origin as a rank gets it, in another process."""
+    """Return the origin in the form that is sent to a rank, which is another process."""
     if isinstance(origin, FolderOrigin):
         return FolderPart(origin.folder.absolute(), origin.spec)
     return origin
 
 
 def folder_origin(folder: Path, ignored: Collection[str] = ()) -> FolderOrigin:
-    """Raises UnsupportedModel for a model that the engine cannot run, and for unknown fields of
-    config.json that are not `ignored`. Begins to hash the weights."""
+    """Return the origin of a folder, and begin to hash its weights. Raises UnsupportedModel for a
+    model that the engine cannot run, and for unknown fields of config.json that are not
+    `ignored`."""
     return FolderOrigin(folder, read_spec(folder, ignored), WeightDigest(folder))
 
 
@@ -100,8 +101,8 @@ def make_facts(
     num_pages: int,
     layout: bytes,
 ) -> RunnerFacts:
-    """What the control plane must know of a loaded model. Sizes are those of the rank's part: they
-    decide what a step costs and what a page holds."""
+    """Return the facts about a loaded model. Sizes are those of the rank's part: they decide what a
+    step costs and what a page holds."""
     spec = part_of(origin.spec, shard)
     if not shard.is_whole:
         layout += f":rank {shard.rank} of {shard.of}".encode()
@@ -122,7 +123,8 @@ def make_facts(
 
 
 def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
-    """Tokens of prompt and answer together; raises ConfigError if the model has fewer positions."""
+    """Return the maximum tokens of prompt and answer together; raises ConfigError if the model has
+    fewer positions."""
     context = spec.max_positions if max_model_len is None else max_model_len
     if context > spec.max_positions:
         raise ConfigError(
@@ -134,7 +136,8 @@ def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
 def _identity(
     origin: Origin, context: int, dtype: torch.dtype, model: ModelConfig, layout: bytes
 ) -> bytes:
-    """Two loads have the same identity exactly if one may read the pages of the other."""
+    """Return the model's identity: two loads have the same identity only if one may read the
+    other's pages."""
     digest = hashlib.sha256(origin.digest())
     digest.update(f"{dtype}:{model.quantize.value}:".encode() + layout)
     if model.deterministic:  # pages made without it differ in their last bits

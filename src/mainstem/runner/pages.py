@@ -37,7 +37,7 @@ class DevicePages:
         return self._layers[layer]
 
     def joint(self, layer: int) -> Tensor:
-        """The same as a view page by page: [2, pages, kv_heads, page_size, head_dim]."""
+        """The same memory as a view page by page: [2, pages, kv_heads, page_size, head_dim]."""
         both, kv_heads, _, dim = self._layers[layer].shape
         shape = (both, kv_heads, self.num_pages, self.page_size, dim)
         return self._layers[layer].view(shape).transpose(1, 2)
@@ -49,7 +49,8 @@ class DevicePages:
         return self.joint(layer)[1]
 
     def write_rows(self, slots: Tensor) -> Tensor:
-        """The rows that `append` writes a layer's new K and V to; the same for all layers.
+        """Return the rows to which `append` writes a layer's new K and V. They are the same for all
+        layers.
 
         `slots` [tokens] are page * page_size + offset.
         """

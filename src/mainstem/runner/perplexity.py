@@ -1,4 +1,4 @@
-"""How well a decoder predicts a text; measures the cost of quantization."""
+"""Measures how well a decoder predicts a text, which shows what quantization costs."""
 
 import math
 
@@ -17,19 +17,20 @@ _HEAD_ROWS = 128  # rows whose full logits are held at once
 
 
 def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: int = 512) -> float:
-    """exp of the mean negative log-likelihood of every token after the first.
+    """Return exp of the mean negative log-likelihood of every token after the first.
 
     Windows of `window` tokens move by `stride`. Each token is scored once, in the first window that
     holds it. So every token, except those of the first window, has at least window - stride tokens
-    before it. If windows do not overlap, the first token of each has none and is not scored.
+    before it. If windows do not overlap, the first token of each window has no token before it and
+    is not scored.
     """
     if not 0 < stride <= window or min(window, len(token_ids)) < 2:
         raise ValueError(f"cannot score {len(token_ids)} tokens, window {window}, stride {stride}")
     total, count = 0.0, 0
-    scored = 0  # tokens of earlier windows
+    scored = 0  # tokens that were scored in earlier windows
     for first in range(0, len(token_ids), stride):
         ids = token_ids[first : first + window]
-        skipped = max(scored - first, 1)  # of this window
+        skipped = max(scored - first, 1)  # leading tokens of this window that are not scored
         if skipped < len(ids):
             total += _window_nll(decoder, ids, skipped)
             count += len(ids) - skipped
@@ -41,7 +42,8 @@ def perplexity(decoder: Decoder, token_ids: Int32s, window: int = 1024, stride: 
 
 @torch.inference_mode()
 def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
-    """Summed over the window's tokens from number `skipped` on."""
+    """Return the negative log-likelihood, summed over the window's tokens from number `skipped`
+    on."""
     count = len(token_ids)
     num_pages = -(-count // _PAGE_SIZE)
     pages = DevicePages(decoder.spec, num_pages, _PAGE_SIZE, decoder.dtype)

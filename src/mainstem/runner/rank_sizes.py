@@ -1,5 +1,5 @@
-"""What each rank of a tensor-parallel model holds, from its config.json alone: no weights, no
-torch."""
+"""Computes what each rank of a tensor-parallel model holds from its config.json only, without
+weights and torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

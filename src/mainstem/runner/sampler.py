@@ -1,4 +1,4 @@
-"""Logits -> token ids.
+"""Chooses token ids from logits.
 
 A row's token depends on its logits, its settings, its history and its noise key, never on the
 other rows. Order of work, as in vLLM:
@@ -34,7 +34,8 @@ _LOGPROB_ROWS = 128  # rows whose log-probabilities over the whole vocabulary ar
 
 
 class Sampler:
-    """Turns logits into tokens on one device; keeps, by sequence slot, what edits of logits need.
+    """Turns logits into tokens on one device. It keeps, by sequence slot, what edits of logits
+    need.
 
     On a GPU nothing here waits for the device: settings are sent through pinned memory, sampled
     ids stay on the device.
@@ -46,11 +47,12 @@ class Sampler:
         self._edits = LogitEdits(self._uploads)
 
     def start(self, started: StartedSequence) -> None:
-        """Begin a sequence in a slot, and forget the slot's last one."""
+        """Begin a sequence in a slot, and forget the slot's previous sequence."""
         self._edits.start(started)
 
     def sample(self, logits: Tensor, step: Step) -> Tensor:
-        """Token ids [rows] int64 from logits [rows, vocab] fp32, which may be edited in place."""
+        """Return token ids [rows] int64 for logits [rows, vocab] fp32, which may be edited in
+        place."""
         batch = step.sampling
         if batch.is_greedy:
             return self._likeliest(logits)
@@ -113,7 +115,8 @@ def _apply_masks(logits: Tensor, batch: SampleBatch, uploads: Uploads) -> None:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """argmax over the last axis on a CPU, the first on a tie; numpy's is faster than torch's."""
+    """Return the argmax over the last axis on a CPU; on a tie, the first. numpy's is faster than
+    torch's."""
     return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
@@ -139,7 +142,7 @@ class Choice:
 
 
 def choice_of(batch: SampleBatch) -> Choice:
-    """The batch's settings as tensors; products of probabilities are taken in double."""
+    """Return the batch's settings as tensors. Products of probabilities are computed in float64."""
     return Choice(
         torch.from_numpy(batch.temperature),
         torch.from_numpy(batch.top_p).double(),
@@ -170,14 +173,15 @@ def _draw_any(logits: Tensor, choice: Choice) -> Tensor:
 
 
 def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
-    """Sort the likeliest tokens and cut; rows that need more of them are sorted whole."""
+    """Sort the likeliest tokens and apply the limits. A row that needs more tokens is sorted as a
+    whole."""
     # one more than top_k, to see whether other tokens have the same score as the last one
     count = min(scores.shape[1], num_candidates, int(choice.top_k.max()) + 1)
     best, ids = torch.topk(scores, count, dim=1, sorted=True)
     weights = _weights(best, choice.min_p)
     weights.masked_fill_(torch.arange(count) >= choice.top_k[:, None], 0.0)
     reached = weights.cumsum(dim=1)
-    # top_p is a share of what top_k and min_p have left
+    # top_p is a share of the probability that top_k and min_p have kept
     has_all = (choice.top_k <= count) | (count == scores.shape[1]) | (weights[:, -1] == 0)
     if bool(has_all.all()):
         total = reached[:, -1:]
@@ -191,7 +195,7 @@ def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
         )
     if bool(is_short.all()):
         return _draw_cut(scores, choice, scores.shape[1])
-    # a token stays while the ones before it have not reached top_p
+    # a token is kept if the tokens before it have not reached top_p
     weights.masked_fill_(reached - weights >= choice.top_p[:, None] * total, 0.0)
     is_kept = weights.numpy() != 0
     sorted_rows = (best.numpy(), ids.numpy())
@@ -206,8 +210,8 @@ def _draw_kept(
     scores: Float32s, best: Float32s, ids: Int64s, is_kept: Bools, choice: Choice
 ) -> Int64s:
     """Draw one token per row of `ids`, which are sorted by score `best`, likeliest first. Only the
-    tokens in `is_kept`, a prefix of each row, take part; on a tie with the last of them, the lowest
-    ids do."""
+    tokens in `is_kept`, a prefix of each row, take part. If tokens tie with the last kept one,
+    those with the lowest ids take part."""
     (rows, count), vocab = best.shape, scores.shape[1]
     # is_kept is all false if logits are inf
     num_kept = np.maximum(np.count_nonzero(is_kept, axis=1), 1)
@@ -224,7 +228,7 @@ def _draw_kept(
 
 
 def _weights(scores: Tensor, min_p: Tensor) -> Tensor:
-    """Probabilities up to a factor, the likeliest being 1; those below min_p are 0."""
+    """Return probabilities relative to the likeliest token; those below min_p are 0."""
     weights = torch.exp(scores - scores.amax(dim=1, keepdim=True)).double()
     if bool((min_p > 0).any()):
         weights.masked_fill_(weights < min_p[:, None], 0.0)
@@ -236,12 +240,13 @@ class LogprobRows:
     complete."""
 
     def __init__(self, values: Tensor, ints: Tensor, counts: Int32s) -> None:
-        self._values = values  # chosen, top ...
-        self._ints = ints  # chosen id, rank, top ids ...
+        self._values = values  # logprobs of the chosen token and of the top tokens
+        self._ints = ints  # id and rank of the chosen token, ids of the top tokens
         self._counts = counts
 
     def resolve(self) -> list[TokenLogprobs]:
-        """One record per row. On a GPU the caller has waited for an event after the start."""
+        """Return one record per row. On a GPU the caller must have waited for an event that follows
+        the start."""
         return [
             TokenLogprobs(
                 token_id=ints[0],
@@ -257,10 +262,11 @@ class LogprobRows:
 
 
 def start_logprobs(logits: Tensor, token_ids: Tensor, counts: Int32s) -> LogprobRows:
-    """Log-probabilities of the model's own distribution, before temperature and penalties.
+    """Start to compute log-probabilities of the model's own distribution, before temperature and
+    penalties.
 
-    logits [rows, vocab]; for row i, of the token `token_ids[i]` and of the `counts[i]` likeliest
-    ones.
+    logits are [rows, vocab]. Row i gets the log-probabilities of `token_ids[i]` and of the
+    `counts[i]` likeliest tokens.
     """
     num_top = max(1, int(counts.max(initial=0)))
     starts = range(0, max(len(logits), 1), _LOGPROB_ROWS)
@@ -271,7 +277,7 @@ def start_logprobs(logits: Tensor, token_ids: Tensor, counts: Int32s) -> Logprob
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """[rows, 1 + num_top] and [rows, 2 + num_top], as LogprobRows keeps them."""
+    """Return values [rows, 1 + num_top] and ints [rows, 2 + num_top], as LogprobRows keeps them."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1

@@ -1,16 +1,16 @@
 """A step with one token of one sequence: all buffers and views are prepared beforehand.
 
-At batch 1 the weights are read at memory speed and the rest is the cost of calling torch. So the
-pass uses few calls over fixed buffers: a norm is a factor of the next product, and a product is
-added to the residual in place:
+At batch 1 the weights are read at memory speed, and the rest of the time is overhead of torch
+calls. So the pass makes few calls over fixed buffers: a norm is a factor of the next product, and a
+product is added to the residual in place:
 
     per layer   dot, addmv, mul_, write, attend, addmv_, dot, addmv, silu_, mul_, addmv_
 
-Dot products, the write of K and V and attention over few keys go through numpy views of the same
-memory, which costs half of torch's call; many keys go through torch's fused kernel, which uses all
-cores. Neighbouring pages are read in place, and the views of all layers are made in one call;
-other pages are gathered layer by layer. With several ranks (models/shard.py) a product is summed
-over all ranks before it is added to x. All other steps go through Decoder.forward, which computes
+Dot products, the write of K and V and attention over few keys use numpy views of the same memory: a
+numpy call costs half of a torch call. Attention over many keys uses torch's fused kernel, which
+runs on all cores. Neighbouring pages are read in place, and the views of all layers are made in one
+call; other pages are gathered layer by layer. With several ranks (models/shard.py) a product is
+summed over all ranks before it is added to x. All other steps use Decoder.forward, which computes
 the same.
 """
 
@@ -34,10 +34,10 @@ from mainstem.runner.pages import DevicePages
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-_MIN_FUSED_KEYS = 160  # fewer: three small calls cost less than the fused one (docs/log/cpu.md)
+_MIN_FUSED_KEYS = 160  # with fewer, three small calls are faster than one fused (docs/log/cpu.md)
 _THREADED_ELEMENTS = 460_800  # OpenBLAS runs a smaller matrix times a vector on one core
 
-AddProduct = Callable[[Tensor, Tensor, Tensor], Tensor]  # x += matrix @ vector, of all ranks
+AddProduct = Callable[[Tensor, Tensor, Tensor], Tensor]  # x += matrix @ vector, summed over ranks
 ReadLayer = Callable[[int], Tensor]  # a layer's K and V, [2, kv_heads, keys, dim]
 
 
@@ -77,7 +77,7 @@ class SingleTokenPass:
         self._new_kv = self._qkv[heads * dim :].view(2, kv_heads, dim).numpy()
         self._gate_up = torch.empty(len(layers[0].gate_up))
         self._gate, self._up = self._gate_up.chunk(2)
-        # `_threaded` may add rows of zeros, which only write zeros after x
+        # `_threaded` may add rows of zeros to a matrix, which write zeros after the end of x
         self._padded_x = torch.zeros(max(max(len(w.out), len(w.down)) for w in layers))
         self._x = self._padded_x[: spec.hidden_size].view(1, -1)
         ranks = decoder.ranks
@@ -91,13 +91,13 @@ class SingleTokenPass:
     def make(
         cls, decoder: Decoder, pages: DevicePages, tables: Mapping[RopeSpec, Tensor]
     ) -> "SingleTokenPass | None":
-        """None if the model has parts that this pass cannot run: other dtypes, quantized or biased
-        products, norms of heads, partial rotation or none, windows, experts. `tables` are those of
-        `rotary_table`."""
+        """Make a pass. None if the model has parts that it cannot run: other dtypes, quantized or
+        biased products, norms of heads, partial rotation or none, windows, experts. `tables` are
+        those of `rotary_table`."""
         spec = decoder.spec
         layers = [_weights(layer) for layer in decoder.layers]
         is_plain = decoder.dtype == torch.float32 and spec.rotary_dim == spec.head_dim
-        # only one rank has that bias, and all ranks must make the same calls
+        # only one rank has the bias, but all ranks must make the same calls
         is_plain &= not spec.has_out_bias
         if not is_plain or len(set(spec.layers)) > 1 or any(layer is None for layer in layers):
             return None
@@ -151,11 +151,12 @@ class SingleTokenPass:
         return self._decoder.norm(self._x)
 
     def _norm_factor(self, x: NDArray[np.float32]) -> float:
-        """What RMS norm multiplies x with; its gain is part of the next product's weights."""
+        """Return the factor by which RMS norm multiplies x. Its gain is part of the next product's
+        weights."""
         return 1.0 / math.sqrt(float(x.dot(x)) + self._floor)
 
     def _attention(self, step: Step) -> Callable[[int], Tensor]:
-        """The function that computes a layer's attention, [heads * dim]."""
+        """Return the function that computes a layer's attention, [heads * dim]."""
         num_keys = int(step.spans.key_tokens[0])
         read = self._reader(step.spans.page_ids.astype(np.int64), num_keys)
         if num_keys < _MIN_FUSED_KEYS:
@@ -191,7 +192,7 @@ class SingleTokenPass:
         return self._pages.all_slots.narrow(3, first, num_keys).unbind().__getitem__
 
     def _gatherer(self, pages: NDArray[np.int64], num_keys: int) -> ReadLayer:
-        """For scattered pages: every layer is gathered into one buffer."""
+        """Return a function for scattered pages, which gathers every layer into one buffer."""
         _, both, kv_heads, _, dim = self._pages.all_slots.shape
         width = self._pages.page_size * dim
         runs = np.arange(both * kv_heads)[:, None] * self._pages.num_pages + pages
@@ -209,7 +210,7 @@ class SingleTokenPass:
 
 
 def _weights(layer: Layer) -> _Weights | None:
-    """None for a layer that SingleTokenPass cannot run."""
+    """Return a layer's matrices; None if SingleTokenPass cannot run the layer."""
     norms = (layer.attention_norm, layer.mlp_norm)
     if layer.finish not in (finish_serial, finish_serial_with_tails) or layer.head_norm is not None:
         return None
@@ -246,10 +247,10 @@ def _adder(ranks: Collectives, hidden_size: int) -> AddProduct:
 
 
 def _threaded(weight: Tensor) -> Tensor:
-    """The matrix, with rows of zeros added if that makes all cores work on it and is faster.
+    """Return the matrix, with rows of zeros added if all cores then work on it and that is faster.
 
-    One core reads at a little more than half of the memory's speed, so reading up to three quarters
-    more is a gain.
+    One core reads at a little more than half of the memory's speed. So all cores are faster even if
+    they must read up to three quarters more.
     """
     num_rows = -(-_THREADED_ELEMENTS // weight.shape[1])
     is_near = weight.numel() < _THREADED_ELEMENTS < 1.75 * weight.numel()

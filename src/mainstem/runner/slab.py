@@ -28,7 +28,7 @@ class SlabPart:
     fd: int
 
 
-WHOLE = SlabPart(Shard(), -1)  # all of it, in memory of this process
+WHOLE = SlabPart(Shard(), -1)  # the whole slot, in memory of this process
 
 
 class HostSlab:
@@ -53,7 +53,7 @@ class HostSlab:
         whole_bytes = part.shard.of * self.page_bytes
         self.num_slots = num_slots = count_slots(host_bytes, whole_bytes)
         self.slot_bytes = slot_bytes(whole_bytes)  # distance between slots
-        # takes no memory until it is written
+        # memory is used only after it is written
         memory = mmap.mmap(part.fd, num_slots * self.slot_bytes)
         with suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -95,5 +95,5 @@ def slot_bytes(page_bytes: int) -> int:
 
 
 def count_slots(host_bytes: int, page_bytes: int) -> int:
-    """Slots of a slab of `host_bytes`: at least two."""
+    """Return the number of slots in a slab of `host_bytes`, at least two."""
     return max(2, host_bytes // slot_bytes(page_bytes))

@@ -1,7 +1,7 @@
-"""Copies of pages between a CPU's page tensors and a slab, on separate threads.
+"""Copies pages between a CPU's page tensors and a slab, on separate threads.
 
-Loads and saves have a thread each, so a save never delays a load. On a GPU the same contracts hold
-with streams instead of threads (`gpu_transfer.py`).
+Loads and saves have separate threads, so a save never delays a load. `gpu_transfer.py` has the same
+interface for a GPU, with streams instead of threads.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class CpuTransfer:
         self._changed = Condition()
 
     def run(self, copy_layer: Callable[[int], None]) -> None:
-        """Do the copy; on the thread that makes it."""
+        """Do the copy. Runs on the thread for copies."""
         began_s = perf_counter()
         try:
             for layer in range(self._num_layers):
@@ -131,7 +131,7 @@ class CpuCopier:
         self._loads.pop(load_id, None)
 
     def gate(self, load_ids: Int32s) -> Gate:
-        """A gate for these loads; those that were forgotten have ended."""
+        """Return a gate for these loads. Loads that were forgotten have ended."""
         known = (self._loads.get(LoadId(load_id)) for load_id in load_ids.tolist())
         return CpuGate([transfer for transfer in known if transfer is not None])
 
@@ -150,7 +150,8 @@ class CpuCopier:
 
 
 def connect(runner: Runner, host_bytes: int) -> PageCopier:
-    """A copier between the runner's pages and a slab of `host_bytes`, if there is memory."""
+    """Make a copier between the runner's pages and a slab of `host_bytes`; raises ConfigError if
+    there is too little memory."""
     if host_bytes > (available := available_bytes()):
         raise ConfigError(
             f"host_gb={host_bytes / 1e9:g} is more than the {available / 1e9:.1f} GB of memory left"
@@ -171,7 +172,7 @@ def pages_of(runner: Runner) -> DevicePages | GpuPages:
 
 
 def attach_copier(runner: Runner, host_bytes: int, part: SlabPart = WHOLE) -> PageCopier:
-    """A copier between the pages that a runner has in this process and its part of a slab."""
+    """Make a copier between the pages that a runner has in this process and its part of a slab."""
     if isinstance(runner, CpuRunner):
         copier = CpuCopier(runner.pages, host_bytes, part)
         runner.attach(copier)

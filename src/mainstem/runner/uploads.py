@@ -1,4 +1,4 @@
-"""Arrays that are sent to the device."""
+"""Sends arrays to the device."""
 
 from collections import deque
 

@@ -1,5 +1,5 @@
-"""Attention of a step that weighs pages: the planned attention, then the attention weights of a few
-rows."""
+"""Attention for a step that weighs pages: runs the planned attention, then sums the attention
+weights of a few rows."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -46,13 +46,13 @@ class WeighingAttention:
         self._page_ids = [
             torch.from_numpy(each.page_ids).long().to(device) for each in step.weighings
         ]
-        # [pages] of each weighing
+        # for each weighing, [pages] masses
         self._masses = [torch.zeros(len(ids), device=device) for ids in self._page_ids]
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """See Attention.run in models/block.py."""
         mixed = self._attention.run(layer, qkv)
-        queries = qkv.view(self._shape)[:, : self._num_heads]  # rotated, in place
+        queries = qkv.view(self._shape)[:, : self._num_heads]  # rotated in place by now
         kind, keys = self._kinds[layer], self._pages.keys(layer)
         for number, weighing in enumerate(self._weighings):
             self._masses[number] += page_masses(
@@ -68,5 +68,6 @@ class WeighingAttention:
         return mixed
 
     def masses(self, ranks: Collectives) -> list[Tensor]:
-        """[pages] of each weighing, over the heads of all ranks; call it once, after all layers."""
+        """Return [pages] masses for each weighing, summed over the heads of all ranks. Call it
+        once, after all layers."""
         return [ranks.sum_(mass) for mass in self._masses]

@@ -1,1 +1,1 @@
-"""What to run next: waiting requests in, Steps out."""
+"""Decides what runs next: makes Steps from waiting requests."""

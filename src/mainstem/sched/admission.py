@@ -1,4 +1,4 @@
-"""May this sequence start now? Pages decide."""
+"""Decides by the number of pages whether a sequence may start now."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +16,7 @@ class Outlook:
     order in which they are expected to end."""
 
     remaining: Int32s  # [running] output tokens to come
-    own_pages: Float32s  # [running] pages freed when it ends, and its part of shared ones
+    own_pages: Float32s  # [running] pages freed at its end, with its part of shared pages
 
     @classmethod
     def of(cls, remaining: Int32s, own_pages: Float32s) -> "Outlook":
@@ -34,11 +34,11 @@ class Outlook:
         )
 
     def peak_need(self, page_size: int) -> float:
-        """The most additional pages that these sequences will hold at once."""
+        """Return the maximum number of additional pages that these sequences will hold at once."""
         given_back = self.own_pages.cumsum(dtype=np.float64)
         given_back -= self.own_pages
         alive = np.arange(len(given_back), 0, -1)
-        alive *= self.remaining // page_size + 1  # each may be about to begin a page
+        alive *= self.remaining // page_size + 1  # each sequence may be about to begin a page
         return float((alive - given_back).max())
 
 
@@ -47,8 +47,8 @@ class Admission:
     """Starts a sequence if the outlook says that the running ones will not run out of pages.
 
     Every running sequence grows by a token a step and gives its own pages back when it ends. Just
-    before the k-th ends, the others have grown by the same number of tokens and those before it
-    have ended:
+    before the k-th sequence ends, all running sequences have grown by the same number of tokens,
+    and the sequences before it have ended:
 
         need_k = (n - k) * remaining_k / page_size  -  own pages of those that ended
 

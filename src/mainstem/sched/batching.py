@@ -46,7 +46,7 @@ class PageMove:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What goes into a step: decodes by slot, prompt chunks one by one."""
+    """The work of a step: decodes by slot, and prompt chunks one by one."""
 
     decodes: Int32s
     chunks: list[Chunk]
@@ -63,7 +63,7 @@ class StepWork:
 def build_step(
     step_id: StepId, batch: StepWork, table: SeqTable, tree: SharingTree, spans: SpanBuilder
 ) -> Step:
-    """Lay the batch out as arrays and move the table's counters past it."""
+    """Make the arrays of the step, and advance the table's counters."""
     decodes = batch.decodes
     slots, counts, token_ids = _packed(batch, table)
     seq_starts = starts_of(counts)
@@ -113,10 +113,10 @@ def build_step(
 
 
 def _packed(batch: StepWork, table: SeqTable) -> tuple[Int32s, Int32s, Int32s]:
-    """Slots, the number of tokens of each, and all token ids; decodes first."""
+    """Return slots, the number of tokens of each, and all token ids. Decodes come first."""
     slots, token_ids = batch.decodes, table.last_token[batch.decodes]
     counts = np.ones(len(slots), np.int32)
-    if not batch.chunks:  # kept short: the device waits for this with one sequence
+    if not batch.chunks:  # kept short: with one sequence the device waits for this
         return slots, counts, token_ids
     chunk_slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
     chunk_lens = np.array([len(chunk.token_ids) for chunk in batch.chunks], np.int32)
@@ -134,7 +134,8 @@ def _write_slots(page_table: Int32s, rows: Int32s, positions: Int32s, spans: Spa
 
 
 def _copy_slots(copies: list[PageCopy], page_size: int) -> tuple[Int64s, Int64s]:
-    """Slots to copy. A source that is itself a target of this step is traced to its own source."""
+    """Return the slots to copy. If a source is itself a target of this step, its own source is
+    used."""
     if not copies:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     origin: dict[int, int] = {}
@@ -146,7 +147,7 @@ def _copy_slots(copies: list[PageCopy], page_size: int) -> tuple[Int64s, Int64s]
 
 
 def _move_rows(moves: list[PageMove]) -> Int32s:
-    """Sources, targets and distances: [3, moves]"""
+    """Return sources, targets and distances, [3, moves]."""
     if not moves:
         return NO_MOVES
     places = [(move.source, move.target, move.distance) for move in moves]
@@ -156,7 +157,7 @@ def _move_rows(moves: list[PageMove]) -> Int32s:
 def _weighings(
     batch: StepWork, table: SeqTable, chunk_starts: Int32s, page_size: int
 ) -> Iterator[PageWeighing]:
-    """One record for each chunk that has tokens whose attention is wanted, in the order of the
+    """Return one record for each chunk with tokens whose attention is wanted, in the order of the
     chunks."""
     for chunk, start in zip(batch.chunks, chunk_starts.tolist(), strict=False):
         weighing = table.sequence(chunk.slot).weighing
@@ -171,7 +172,7 @@ def _weighings(
 def _prompt_logprob_rows(
     batch: StepWork, table: SeqTable, chunk_starts: Int32s
 ) -> tuple[Int32s, Int32s, Int32s]:
-    """Rows, the tokens that follow them, and how many alternatives are wanted."""
+    """Return rows, the tokens that follow them, and how many alternatives are wanted."""
     rows: list[Int32s] = [NO_ROWS]
     targets: list[Int32s] = [NO_ROWS]
     wanted: list[Int32s] = [NO_ROWS]

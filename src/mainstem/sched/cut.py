@@ -1,4 +1,4 @@
-"""Which pages of a prompt a truncation keeps."""
+"""A Cut says which pages of a prompt a truncation keeps."""
 
 from bisect import bisect_left
 from collections.abc import Collection
@@ -14,7 +14,7 @@ class Cut:
     """The pages of a prompt that are kept: some at its head, and all from `rest` on."""
 
     head: tuple[int, ...]  # page numbers in the prompt, in order: the sink, then the chosen ones
-    sink_pages: int  # how many of them are the sink, and keep their place
+    sink_pages: int  # how many of `head` are the sink and keep their place
     rest: int
 
     @property
@@ -29,26 +29,27 @@ class Cut:
         return np.concatenate([head, prompt_ids[self.rest * page_size :]])
 
     def place_before(self, number: int) -> int:
-        """Where in the prompt the kept page `number` was."""
+        """Return where the kept page `number` was in the prompt."""
         if number < len(self.head):
             return self.head[number]
         return number - len(self.head) + self.rest
 
     def place_after(self, number: int) -> int | None:
-        """Where the prompt's page `number` is among the kept ones; None: dropped."""
+        """Return where the prompt's page `number` is among the kept pages; None if it was
+        dropped."""
         if number >= self.rest:
             return number - self.rest + len(self.head)
         place = bisect_left(self.head, number)
         return place if self.head[place : place + 1] == (number,) else None
 
     def without(self, numbers: Collection[int]) -> "Cut":
-        """The cut that also drops the kept pages `numbers`, at least one."""
+        """Return a cut that also drops the kept pages `numbers`, which are at least one."""
         end = max(len(self.head), max(numbers) + 1)
         kept = (self.place_before(number) for number in range(end) if number not in numbers)
         return Cut(tuple(kept), self.sink_pages, self.place_before(end))
 
     def without_oldest(self, num_pages: int) -> "Cut":
-        """The cut that also drops the first `num_pages` after the sink."""
+        """Return a cut that also drops the first `num_pages` pages after the sink."""
         return self.without(range(self.sink_pages, self.sink_pages + num_pages))
 
 

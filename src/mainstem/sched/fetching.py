@@ -1,4 +1,5 @@
-"""Load what lower tiers have, or compute it again? And when may a prompt start on it?"""
+"""Decides whether to load pages from lower tiers or to compute them again, and when a prompt may
+start on pages that are being loaded."""
 
 import math
 from collections.abc import Iterator
@@ -16,20 +17,20 @@ SURPRISE = 2.0  # a step longer than twice its expectation is an outlier
 # a step is assumed to take at least this part of its expected time: if the next step started before
 # its loads were done, all sequences would wait
 CAUTION = 0.8
-MIN_LIMIT_S = 0.1  # reads of stored pages are never limited to less
+MIN_LIMIT_S = 0.1  # the shortest time limit for reads of stored pages
 # a prompt waits for a shared tier's answer at most this part of the time that computing it takes
 ANSWER_SHARE = 0.05
 ALWAYS_PATIENCE_S = 1.0  # the longest such wait if stored pages are always loaded
-# waiting sequences that count as delayed, at most: the others may load instead of compute, or the
-# reverse
+# at most this many waiting sequences count as delayed. The others may load instead of computing, or
+# compute instead of loading
 HELD_UP = 4.0
 
 
 class StepTimes:
     """How long a step takes: a fixed time for its decodes, and a time for each prompt token.
 
-    Begins with the card's figures. Steps with few prompt tokens then update the fixed time, steps
-    with many the time of a token.
+    Begins with the card's figures. Then steps with few prompt tokens update the fixed time, and
+    steps with many prompt tokens update the time of a token.
     """
 
     def __init__(self, token_s: float, floor_s: float = 0.0) -> None:
@@ -42,7 +43,7 @@ class StepTimes:
         return self.floor_s + prompt_tokens * self.token_s
 
     def observe(self, prompt_tokens: int, device_s: float) -> None:
-        """A step that waited for no load took `device_s`."""
+        """Record that a step, which waited for no load, took `device_s`."""
         seen_s = min(device_s, SURPRISE * self.expect_s(prompt_tokens))
         prompts_s = prompt_tokens * self.token_s
         if prompts_s < self.floor_s or not prompt_tokens:
@@ -57,9 +58,10 @@ class Fetching:
     """Chooses how to get a history: over the links from lower tiers, or by computing it again.
 
     Links and device each have a queue, and a sequence delays those after it (head-of-line
-    blocking). With many histories wanted at once from a tier about as fast as the device, some are
-    loaded and some computed, in parallel. From a much faster tier all are loaded: loaded sequences
-    need the device too, for their new tokens, and one computed history would delay all of them.
+    blocking). If many histories are wanted at once, and the tier is about as fast as the device,
+    some are loaded and some computed, in parallel. If the tier is much faster, all are loaded:
+    loaded sequences need the device too, for their new tokens, and one computed history would delay
+    all of them.
     """
 
     config: StoreConfig
@@ -68,8 +70,8 @@ class Fetching:
     steps: StepTimes
 
     def is_worth_it(self, stored: Stored, tokens_ahead: int, num_waiting: int) -> bool:
-        """Whether loading ends before computing would; the device has `tokens_ahead` other tokens
-        to compute first. The delay of the `num_waiting` sequences counts as well."""
+        """Whether loading would end before computing. The device has `tokens_ahead` other tokens to
+        compute first. The delay of the `num_waiting` sequences counts as well."""
         if not stored.num_pages:
             return False
         if self.config.fetch is not Fetch.AUTO:
@@ -79,21 +81,22 @@ class Fetching:
         passes = list(self._passes(stored))
         slowest_s = max(pass_s for _, pass_s in passes)
         num_held_up = min(num_waiting, HELD_UP, compute_s / slowest_s)
-        # pages from lower tiers pass two links: the slower one decides, the other adds its own part
+        # pages from lower tiers pass two links: the slower link decides, the other adds its own
+        # part
         queue_s = max(link.expect_s(0) + num_held_up * pass_s for link, pass_s in passes)
         load_s = queue_s + sum(pass_s for _, pass_s in passes)
         return load_s < tokens_ahead * token_s + (1 + num_held_up) * compute_s
 
     def patience_s(self, num_tokens: int) -> float:
-        """Seconds that a prompt with `num_tokens` to compute may wait for the answer of a tier
-        that other processes fill: a small part of what computing takes."""
+        """Return the seconds that a prompt with `num_tokens` to compute may wait for the answer of
+        a shared tier: a small part of the time that computing takes."""
         if self.config.fetch is Fetch.ALWAYS:
             return ALWAYS_PATIENCE_S
         return ANSWER_SHARE * num_tokens * self.steps.token_s
 
     def limit_s(self, stored: Stored) -> float:
-        """Seconds after which a load is cancelled, if the tier can do that: computing the pages
-        would have taken no longer."""
+        """Return the seconds after which a load is cancelled, if the tier can do that: the time
+        that computing the pages would take."""
         if self.config.fetch is Fetch.ALWAYS:
             return READ_LIMIT_S
         return max(MIN_LIMIT_S, stored.num_pages * self.page_size * self.steps.token_s)
@@ -104,7 +107,7 @@ class Fetching:
         return self.config.fetch is not Fetch.NEVER
 
     def is_open(self, stored: Stored) -> bool:
-        """Whether a load that is not worth it now may be later, when a link is free."""
+        """Whether a load that is not worth it now may be worth it later, when a link is free."""
         return stored.num_pages > 0 and self.config.fetch is not Fetch.NEVER
 
     def is_busy(self, stored: Stored) -> bool:
@@ -116,7 +119,8 @@ class Fetching:
         return any(link.expect_s(0) > enough_s for link, _ in self._passes(stored))
 
     def start_layers(self, stored: Stored, new_tokens: int) -> int:
-        """Layers that must be loaded before a prompt of `new_tokens` starts on a history.
+        """Return how many layers must be loaded before a prompt of `new_tokens` starts on a
+        history.
 
         Layer k is loaded when k + 1 layers' worth of the load is done, and needed when k layers of
         the prompt are computed; the last layer decides. This is AttentionStore's read buffer, S_buf
@@ -134,14 +138,15 @@ class Fetching:
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
 
     def lead_s(self, prompt_tokens: int, ran_s: float) -> float:
-        """Seconds that a step with `prompt_tokens`, which has run for `ran_s`, will still take. The
-        next step begins no earlier, and may rely on loads that end by then."""
+        """Return the seconds that a step with `prompt_tokens`, which has run for `ran_s`, will
+        still take. The next step does not begin earlier, so it may rely on loads that end by
+        then."""
         if self.config.preload != "auto":
             return 0.0
         return max(0.0, CAUTION * self.steps.expect_s(prompt_tokens) - ran_s)
 
     def _passes(self, stored: Stored) -> Iterator[tuple[Link, float]]:
-        """The links that stored pages must pass, and the seconds on each."""
+        """Return the links that stored pages must pass, and the seconds on each link."""
         host, *below = self.tiers.links
         yield host, host.pass_s(stored.num_pages * self.tiers.page_bytes)
         for link, num_pages in zip(below, stored.below, strict=False):

@@ -10,7 +10,7 @@ before the last ones are left out; they are recent, so they are kept anyway.
 
 Which pages a cut has dropped cannot be seen from the prompt. The choice is remembered, by session
 and by the tokens that a plain cut would have dropped, so that a later turn is cut in the same way.
-If it was forgotten (after a restart, or after MAX_CHOICES others), a plain cut is assumed.
+If a choice was forgotten (after a restart, or after MAX_CHOICES others), a plain cut is assumed.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ from mainstem.core.request import Delivery, Overflow, Request, SamplingParams
 from mainstem.core.step import Float32s, Int32s
 from mainstem.sched.cut import Cut
 
-QUERY_TOKENS = 64  # last tokens, whose attention decides ...
+QUERY_TOKENS = 64  # the attention of the last 64 tokens decides ...
 QUERY_SHARE = 6  # ... but at most 1/6 of the window without the sink
 MAX_CHOICES = 1024  # each has up to 8 bytes for every page of the window
 
@@ -34,7 +34,7 @@ MAX_CHOICES = 1024  # each has up to 8 bytes for every page of the window
 class Weighing:
     """A cut that waits until attention to the candidates is known."""
 
-    name: bytes  # of the cut
+    name: bytes  # name of the cut
     before: Cut  # what earlier cuts have left
     earlier: tuple[Cut, ...]  # the earlier cuts
     num_pages: int  # pages of `before` up to the end of the candidates
@@ -42,7 +42,7 @@ class Weighing:
     num_queries: int
     prompt_ids: Int32s  # the tokens that are read
     given: Request
-    masses: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # by page so far
+    masses: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # by page
 
     @property
     def key(self) -> PageKey:
@@ -55,7 +55,8 @@ class Weighing:
         return len(self.prompt_ids) - self.num_queries
 
     def request(self) -> Request:
-        """The request of the sequence that reads. It answers one token, which is ignored."""
+        """Return the request of the sequence that reads. Its answer is one token, which is
+        ignored."""
         given = self.given
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         return Request(
@@ -71,7 +72,7 @@ class Weighing:
         )
 
     def restart(self) -> None:
-        """Forget what was read: the sequence that reads starts again."""
+        """Forget the attention so far, because the sequence that reads starts again."""
         self.masses = np.zeros(0, np.float32)
 
     def add(self, masses: Float32s) -> None:
@@ -81,8 +82,8 @@ class Weighing:
         self.masses = total
 
     def choose(self) -> Cut:
-        """The cut without the candidates that got the least attention. On a tie, the oldest are
-        dropped."""
+        """Return the cut without the candidates that got the least attention. On a tie, the oldest
+        are dropped."""
         sink = self.before.sink_pages
         order = np.argsort(self.masses[sink : self.num_pages], kind="stable")
         return self.before.without(set((sink + order[: self.num_dropped]).tolist()))
@@ -95,8 +96,8 @@ class Choices:
         self._cuts: OrderedDict[bytes, Cut] = OrderedDict()
 
     def find(self, name: bytes, num_pages: int) -> Cut | None:
-        """The cut of this name; None if it is not known, or if the prompt's `num_pages` are too few
-        for it, because the user went back to an earlier turn."""
+        """Return the cut of this name. None if it is not known, or if the prompt's `num_pages` are
+        too few for it, because the user went back to an earlier turn."""
         cut = self._cuts.get(name)
         if cut is None or cut.rest > num_pages:
             return None
@@ -112,8 +113,9 @@ class Choices:
 
 
 def cut_names(request: Request, sink_pages: int, step: int, page_size: int) -> Iterator[bytes]:
-    """The name of each cut of a conversation, first to last. It is made from the session and from
-    the tokens that plain cuts, which drop the oldest `step` pages each, would have dropped."""
+    """Return the name of each cut of a conversation, first to last. It is made from the session and
+    from the tokens that plain cuts would have dropped. A plain cut drops the oldest `step`
+    pages."""
     digest = sha256(b"important")
     for part in (str(request.session).encode(), request.salt, b"%d %d" % (sink_pages, step)):
         digest.update(len(part).to_bytes(8, "little"))
@@ -128,8 +130,8 @@ def cut_names(request: Request, sink_pages: int, step: int, page_size: int) -> I
 def weigh(
     name: bytes, given: Request, cuts: tuple[Cut, ...], step: int, window: int, page_size: int
 ) -> Weighing | None:
-    """How to find the cut after `cuts`, the first of which drops nothing. None if there is nothing
-    to choose from, because a step drops every page that is not recent."""
+    """Return how to find the cut after `cuts` (the first of `cuts` drops nothing). None if there is
+    no choice, because a step drops every page that is not recent."""
     before = cuts[-1]
     left = before.token_ids(given.prompt_ids, page_size)
     num_free = window - before.sink_pages * page_size

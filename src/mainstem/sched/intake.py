@@ -1,4 +1,5 @@
-"""From a Request to the Sequences that answer it: checked, cut to the window, named, seeded."""
+"""Makes the Sequences that answer a Request: checks it, cuts its prompt to the window, names pages,
+and sets seeds."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from mainstem.sched.truncation import Truncation, TruncationRules, Truncator
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A request as it will run: what is left of its prompt, and one sequence per answer. If the cut
-    must be found first, the sequence that finds it comes before the others."""
+    """A request as it will run: its prompt after truncation, and one sequence per answer. If the
+    cut must be found first, the sequence that finds it comes before the others."""
 
     request: Request
     truncation: Truncation | None
@@ -50,7 +51,7 @@ class Intake:
         self._arrivals = count()
 
     def take(self, given: Request) -> Taken:
-        """The sequences of a request, not queued yet; raises InvalidRequest."""
+        """Return the sequences of a request, which are not queued yet; raises InvalidRequest."""
         self._check_ids("prompt", [int(given.prompt_ids.max())])
         self._check_ids("stop_token_ids", given.sampling.stop_token_ids)
         self._check_ids("logit_bias", given.sampling.logit_bias or ())
@@ -83,7 +84,7 @@ class Intake:
         return Taken(request, truncation, [*reader, *answers])
 
     def settle(self, weighing: Weighing, answers: Iterable[Sequence]) -> None:
-        """Pages are weighed: give the answers that waited for this their cut."""
+        """After pages were weighed, give the answers that waited for this their cut."""
         self._truncator.settle(weighing)
         request, truncation = self._truncator.fit(weighing.given)
         chain, origins = self._names(weighing.given, request, truncation)
@@ -106,7 +107,7 @@ class Intake:
         return Sequence(request, READER, seed, arrival, 1, 1, chain, origins, weighing=weighing)
 
     def _check_form(self, answer: Sequence) -> None:
-        """The model must have a token that the form begins with."""
+        """Raise InvalidRequest unless the model has a token that the form can begin with."""
         if answer.mask is None:
             return
         fault = form_fault(answer.mask, answer.output_ids, self._vocab_size)
@@ -114,8 +115,8 @@ class Intake:
             raise InvalidRequest("response_format", fault)
 
     def _arrive(self, request: Request, index: int) -> tuple[int, int]:
-        """Seed and arrival number of an answer. With a given seed, the answer depends on nothing
-        else."""
+        """Return seed and arrival number of an answer. If the request has a seed, the answer's seed
+        depends on nothing else."""
         arrival, seed = next(self._arrivals), request.sampling.seed
         if seed is None:
             seed = _mix(_mix(self._seed, -1), arrival)  # no answer has index -1
@@ -124,7 +125,8 @@ class Intake:
     def _names(
         self, given: Request, request: Request, truncation: Truncation | None
     ) -> tuple[PageChain | None, Origins | None]:
-        """Names of a prompt's pages, and where pages kept through its truncation may be found."""
+        """Return the names of a prompt's pages, and where pages kept through its truncation may be
+        found."""
         if not self._is_sharing:
             return None, None
         if truncation is None or not truncation.policy.moves_kv:

@@ -1,4 +1,4 @@
-"""Pages of waiting sequences: which are on the device, and which are loaded from lower tiers."""
+"""Finds the pages of waiting sequences on the device, and loads pages from lower tiers."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -30,10 +30,10 @@ class Candidate:
     """A waiting sequence and its cached pages."""
 
     sequence: Sequence
-    num_known: int  # tokens of its prompt and of its output so far
-    chain: PageChain | None  # their names; None: nothing is shared
+    num_known: int  # number of tokens in its prompt and its output so far
+    chain: PageChain | None  # names of the pages of these tokens; None: nothing is shared
     match: Match
-    logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, where they are wanted
+    logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, if wanted
 
     def pages_to_find(self, page_size: int) -> range:
         """Page numbers after the cached ones that may be loaded from lower tiers."""
@@ -42,8 +42,8 @@ class Candidate:
 
     @property
     def may_fetch(self) -> bool:
-        """False if pages that were loaded for it have been evicted again. It then computes them, so
-        that sequences do not evict each other's pages for ever."""
+        """False if pages that were loaded for the sequence were evicted again. Then it computes
+        them, so that sequences do not evict each other's pages for ever."""
         return len(self.match.pages) > self.sequence.num_pages_then
 
 
@@ -61,7 +61,7 @@ class Loader:
         self.fetching = fetching
         self._last_end_s = 0.0  # end of the latest step that has ended
         self._last_start_s = 0.0  # when the latest step was made
-        # not loaded in the last step, because a link was busy
+        # sequences that were not loaded in the last step, because a link was busy
         self._put_off: dict[Sequence, Candidate] = {}
         self._starts: dict[StepId, float] = {}  # start times of steps that may still run
         self._running = running
@@ -73,7 +73,8 @@ class Loader:
         self._collectors: list[tuple[Sequence, set[PageKey]]] = []  # of prompt logprobs
 
     def tokens_ahead(self) -> int:
-        """Prompt tokens that the device computes before those of a sequence that starts now."""
+        """The number of prompt tokens that the device computes before those of a sequence that
+        starts now."""
         return 0 if self.fetching is None else self._running.num_unfinished_tokens()
 
     def look_up(self, sequence: Sequence) -> Candidate:
@@ -94,7 +95,7 @@ class Loader:
         return Candidate(sequence, len(known), chain, match)
 
     def _look_up_logprobs(self, sequence: Sequence, num_known: int, chain: PageChain) -> Candidate:
-        """The cached pages whose prompt logprobs are known, too. The token before the first
+        """Find the cached pages whose prompt logprobs are known as well. The token before the first
         unknown logprob is always computed, for its logits."""
         scoring = sequence.request.scoring
         if scoring is not None:
@@ -121,8 +122,8 @@ class Loader:
         return any(seq.is_collecting and ready[place] in keys for seq, keys in self._collectors)
 
     def note_collector(self, sequence: Sequence, chain: PageChain) -> None:
-        """A sequence begins to compute prompt logprobs; if they will be kept, other sequences wait
-        for those of common pages."""
+        """Record that a sequence begins to compute prompt logprobs. If they will be kept, other
+        sequences wait for the logprobs of common pages."""
         if sequence.request.sampling.prompt_logprobs:
             self._collectors.append((sequence, set(chain.keys)))
 
@@ -133,9 +134,9 @@ class Loader:
         return [AWAITS_LOGPROBS] if len(self._collectors) < before else []
 
     def load_ahead(self, work: PromptWork) -> None:
-        """Start loads for the next sequences in the queue while others run, in order, and while
-        pages remain beyond those that earlier ones need. A sequence whose link is busy waits for
-        it; later ones may use another link."""
+        """Start loads for the next sequences in the queue, in order, while others run. Stops when
+        no pages are left beyond those that earlier sequences need. A sequence whose link is busy
+        waits for it; later sequences may use another link."""
         if self.fetching is None:
             return
         put_off, self._put_off = self._put_off, {}
@@ -174,7 +175,7 @@ class Loader:
                     self._queue.move_up(sequence)
                 elif not (is_asking or (found.may_fetch and self.fetching.is_open(match.stored))):
                     sequence.num_to_compute = num_tokens
-            elif sequence.has_fetched:  # its loaded pages count as available, and must stay
+            elif sequence.has_fetched:  # its loaded pages count as available, but must stay
                 pages_ahead += sequence.num_loaded_pages - (-num_tokens // self._page_size)
             tokens_ahead += num_tokens
 
@@ -203,19 +204,19 @@ class Loader:
         return asked if self._store.awaits(asked, self.fetching.patience_s(num_tokens)) else None
 
     def _fits(self, sequence: Sequence, num_pages: int, available: int, work: PromptWork) -> bool:
-        """Whether a sequence that takes `num_pages` could start, together with those before it in
-        the queue."""
+        """Whether a sequence that takes `num_pages` could start, together with the sequences before
+        it in the queue."""
         expected = self._lengths.expect(sequence) - len(sequence.output_ids)
         if work.outlook is None:
             work.outlook = self._running.outlook()
         return self._admission.may_start(num_pages, expected, available, work.outlook)
 
     def note_start(self, step_id: StepId) -> None:
-        """Record that a step is made; it runs as soon as the one before it has ended."""
+        """Record that a step is made. It runs as soon as the previous step has ended."""
         self._last_start_s = self._starts[step_id] = perf_counter()
 
     def note_end(self, step: Step, device_s: float) -> None:
-        """Record that a step has ended, perhaps a while ago; the one in flight runs now."""
+        """Record that a step has ended, perhaps a while ago; the step in flight runs now."""
         now_s = perf_counter()
         began_s = max(self._starts.get(step.step_id, now_s), self._last_end_s)
         self._starts = {i: at_s for i, at_s in self._starts.items() if i > step.step_id}
@@ -227,7 +228,7 @@ class Loader:
             self.fetching.steps.observe(step.num_tokens - step.num_decodes, device_s)
 
     def lead_s(self, in_flight: Step | None) -> float:
-        """The least time that a step made now will wait for the one in flight."""
+        """Return the least time that a step made now will wait for the step in flight."""
         if self.fetching is None or in_flight is None:
             return 0.0
         prompt_tokens = in_flight.num_tokens - in_flight.num_decodes
@@ -260,7 +261,7 @@ class Loader:
         if not stored.num_pages:
             return None
         if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):
-            self._store.dismiss(sequence.queue_place)  # no prefetch is needed for it
+            self._store.dismiss(sequence.queue_place)  # the sequence needs no prefetch any more
             return None
         num_there = (len(kept) + stored.num_pages) * self._page_size
         layers = fetching.start_layers(stored, max(found.num_known - num_there, 1))

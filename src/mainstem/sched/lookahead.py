@@ -1,15 +1,15 @@
-"""What is known of the future: expected lengths of answers, and pages a planned job needs again."""
+"""Predicts the lengths of answers, and which pages a planned job needs again."""
 
 import numpy as np
 
 from mainstem.core.step import Int32s
 from mainstem.sched.sequence import Sequence
 
-UNSEEN = 256  # tokens; a request's limit is often far above the real length
+UNSEEN = 256  # tokens expected at first; a request's limit is often far above the real length
 
 
 class OutputLengths:
-    """How long answers are: a mean over about the last `memory` answers; UNSEEN before the first.
+    """The mean length of about the last `memory` answers; UNSEEN before the first answer.
 
     A sequence that is longer than expected is expected to double its length.
     """
@@ -36,8 +36,8 @@ class OutputLengths:
 class PlannedOrder:
     """The announced order of a known workload: what each prompt shares with the next.
 
-    Prompts start in this order, so the tokens of prompt i that a prompt after `last` can still use
-    are the least that any two neighbours between them have in common.
+    Prompts start in this order. So the number of tokens of prompt i that a prompt after `last` can
+    still use is the minimum that two neighbours between them have in common.
     """
 
     def __init__(self) -> None:
@@ -56,12 +56,13 @@ class PlannedOrder:
         return first
 
     def start(self, plan_place: int) -> None:
-        """All answers to the prompt at `plan_place` have started."""
+        """Record that all answers to the prompt at `plan_place` have started."""
         self._last_started = max(self._last_started, plan_place)
 
     def tokens_wanted(self, plan_place: int) -> int | None:
-        """Leading tokens of the prompt at `plan_place` that prompts which have not started share.
-        None: all tokens, because other answers to it have not started."""
+        """Return how many leading tokens of the prompt at `plan_place` are shared by prompts that
+        have not started. None: all tokens, because other answers to this prompt have not
+        started."""
         between = self._shared_with_next[plan_place : self._last_started + 1]
         return int(between.min()) if len(between) else None
 

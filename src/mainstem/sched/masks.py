@@ -1,4 +1,4 @@
-"""Which tokens the form of an answer allows next, and whether there are any."""
+"""Finds the tokens that the form of an answer allows next."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mainstem.core.step import Bytes, Int32s
 
 
 def allowed_tokens(mask: TokenMask, output_ids: Int32s, vocab_size: int) -> Bytes:
-    """Packed as in SampleBatch: token t is bit t % 8 of byte t // 8."""
+    """Return the allowed tokens, packed as in SampleBatch: token t is bit t % 8 of byte t // 8."""
     packed = np.zeros(-(-vocab_size // 8), np.uint8)
     allowed = mask.allowed(output_ids)[: len(packed)]
     packed[: len(allowed)] = allowed
@@ -17,7 +17,7 @@ def allowed_tokens(mask: TokenMask, output_ids: Int32s, vocab_size: int) -> Byte
 
 
 def form_fault(mask: TokenMask, output_ids: Int32s, vocab_size: int) -> str | None:
-    """Why an answer cannot continue in its form; None: it can."""
+    """Return why an answer cannot continue in its form; None if it can."""
     is_stuck = not allowed_tokens(mask, output_ids, vocab_size).any()
     if mask.fault is None and is_stuck:
         return "the model has no token that its form allows next"

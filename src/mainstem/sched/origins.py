@@ -1,4 +1,4 @@
-"""Where the KV of a truncated prompt is found, and under which names it is kept.
+"""Finds the KV of a truncated prompt, and names its pages.
 
 Pages that a truncation keeps depend on tokens that it dropped. The sink keeps its usual names,
 since it has not changed; the names of pages after it include the session and the cut.
@@ -50,12 +50,14 @@ class Origins:
         self._whole = whole
         self._request = request
         self._truncation = truncation
-        self._earlier: list[tuple[Cut, PageChain]] = []  # named when first asked for
+        self._earlier: list[tuple[Cut, PageChain]] = []  # made on first use
 
     def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> MovablePages:
-        """Where to move the kept pages `numbers` from, up to the first that is not on the device.
+        """Return from where to move the kept pages `numbers`, up to the first page that is not on
+        the device.
 
-        `filled_pages` are targets of copies and moves of this step: they cannot be a source in it.
+        `filled_pages` are targets of copies and moves of this step, so they cannot be sources in
+        it.
         """
         if numbers.start < self._truncation.cut.sink_pages:
             # the sink is not cached: it is computed, and so are all pages after it
@@ -80,8 +82,8 @@ class Origins:
     def find_stored(
         self, store: KVStore, chain: PageChain, numbers: range
     ) -> tuple[list[StoredRun], Int32s]:
-        """What lower tiers have of the kept pages `numbers`, up to the first that is missing: runs
-        to load, and the device pages between them.
+        """Return what lower tiers have of the kept pages `numbers`, up to the first missing page:
+        runs to load, and the device pages between them.
 
         `chain` names the pages of the truncated prompt itself, which need not move.
         """
@@ -105,7 +107,7 @@ class Origins:
         return runs, store.find(on_device).pages
 
     def _sources(self, number: int) -> Iterator[tuple[PageChain, int]]:
-        """Chains and page numbers under which the kept page `number` may be found.
+        """Yield chains and page numbers under which the kept page `number` may be found.
 
         The chain of the whole prompt comes first: keys that were never moved are rounded only once.
         """
@@ -121,7 +123,7 @@ class Origins:
 
 
 def _add_page(runs: list[StoredRun], chain: PageChain, place: int) -> None:
-    """Extend the last run by a page, or begin another."""
+    """Extend the last run by a page, or begin another run."""
     if runs and runs[-1].chain is chain and runs[-1].first + runs[-1].num_pages == place:
         runs[-1] = replace(runs[-1], num_pages=runs[-1].num_pages + 1)
     else:
@@ -131,14 +133,15 @@ def _add_page(runs: list[StoredRun], chain: PageChain, place: int) -> None:
 def truncated_chain(
     whole: PageChain, request: Request, cut: Cut, token_ids: Int32s | None = None
 ) -> PageChain:
-    """The sink keeps its usual names; pages after it are named by the session and this cut. The
-    chain's tokens are those the cut keeps, or `token_ids`, which begin with them."""
+    """Return the chain of a truncated prompt. The sink keeps its usual names; names of pages after
+    it include the session and this cut. The chain's tokens are those the cut keeps, or `token_ids`,
+    which begin with them."""
     digest = sha256(b"truncated")
     parts = (
         str(request.session).encode(),
         request.salt,
         np.array(cut.head, np.int64).tobytes(),
-        whole.parent(cut.rest),  # names every token that was dropped
+        whole.parent(cut.rest),  # this key depends on every token that was dropped
     )
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

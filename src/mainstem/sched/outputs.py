@@ -16,7 +16,7 @@ class OutputMaker:
         self._table = table
 
     def stream(self, slots: Int32s, token_ids: Int32s) -> list[Output]:
-        """One new token for each of many sequences: the fast path."""
+        """Deliver one new token for each of many sequences. This is the fast path."""
         outputs: list[Output] = []
         sequences = self._table.sequences
         for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
@@ -49,7 +49,7 @@ class OutputMaker:
     def deliver(
         self, slot: SeqSlot, reason: FinishReason | None, fault: str | None = None
     ) -> Output:
-        """Everything new of one sequence since the last delivery."""
+        """Deliver everything that one sequence produced since the last delivery."""
         table = self._table
         sequence = table.sequence(slot)
         known = int(table.num_read_back(slot))
@@ -85,7 +85,7 @@ class OutputMaker:
 def make_output(
     sequence: Sequence, new: Int32s, reason: FinishReason | None, fault: str | None = None
 ) -> Output:
-    """An Output with `new` tokens and whatever logprobs were kept."""
+    """Make an Output with `new` tokens and the logprobs that were kept."""
     logprobs, sequence.logprobs = tuple(sequence.logprobs), []
     prompt_logprobs = None
     if sequence.prompt_logprobs is not None:

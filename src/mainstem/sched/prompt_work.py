@@ -1,4 +1,4 @@
-"""Prompt work of the step being made: what is in it so far, and the budget that is left."""
+"""The prompt work of the step being made, and the budget that is left."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ from mainstem.core.step import Int32s, StartedSequence
 from mainstem.sched.admission import Outlook
 from mainstem.sched.batching import Chunk, PageCopy, PageMove
 
-# most pages looked up in one step for sequences that do not start; later steps continue
+# maximum pages looked up in one step for sequences that do not start; later steps continue
 LOOK_UP_PAGES = 8192
 
 
@@ -22,8 +22,8 @@ class PromptWork:
     copies: list[PageCopy] = field(default_factory=list)
     moves: list[PageMove] = field(default_factory=list)
     outlook: Outlook | None = None  # made when the first sequence wants to start
-    num_parked_pages: int = 0  # looked up for sequences that were then parked
-    num_pages_ahead: int = 0  # looked up for sequences whose turn has not come
+    num_parked_pages: int = 0  # pages looked up for sequences that were then parked
+    num_pages_ahead: int = 0  # pages looked up for sequences whose turn has not come
 
     @property
     def has_room(self) -> bool:
@@ -38,7 +38,7 @@ class PromptWork:
         self.budget -= len(chunk.token_ids)
 
     def sources(self) -> list[int]:
-        """Pages that copies and moves of this step read, leased once for each."""
+        """Pages that copies and moves of this step read. A page is leased once for each use."""
         return [copy.source for copy in self.copies] + [move.source for move in self.moves]
 
     @property

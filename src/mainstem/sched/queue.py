@@ -1,4 +1,5 @@
-"""Waiting sequences: by priority and arrival, or parked on a page that another one computes."""
+"""Waiting sequences: in order of priority and arrival, or parked on a page that another sequence
+computes."""
 
 import heapq
 from collections import defaultdict
@@ -23,8 +24,8 @@ class WaitingQueue:
     step has succeeded since, suspects go last, because other sequences can show that steps still
     succeed.
 
-    A sequence whose history is loaded overtakes some of those that compute theirs: it delays them
-    only by its few new tokens, and would otherwise wait for all of theirs.
+    A sequence whose history is loaded overtakes some sequences that compute theirs: it delays them
+    only by its few new tokens, and would otherwise wait for all their tokens.
     """
 
     def __init__(self) -> None:
@@ -41,14 +42,14 @@ class WaitingQueue:
         heapq.heappush(self._heap, self._entry(sequence))
 
     def refill(self, sequences: Iterable[Sequence]) -> None:
-        """Reset the queue to these sequences, none of them parked."""
+        """Reset the queue to these sequences. None is parked."""
         self._heap = [self._entry(sequence) for sequence in sequences]
         heapq.heapify(self._heap)
         self._parked.clear()
         self._num_parked = self._num_dead = 0
 
     def reorder(self, suspects_last: bool) -> None:
-        """A waiting sequence became a suspect, or was cleared."""
+        """Move a waiting sequence that became a suspect, or was cleared."""
         self.suspects_last = suspects_last
         self._heap = [self._entry(entry[-1]) for entry in self._heap]
         heapq.heapify(self._heap)
@@ -62,7 +63,7 @@ class WaitingQueue:
         return (2 if sequence.is_at_fault else rank, priority, turn, arrival, sequence)
 
     def move_up(self, sequence: Sequence) -> None:
-        """A load was started for one of the `first`: move it to its new place."""
+        """Move one of the `first` sequences to its new place, because a load was started for it."""
         heap = self._heap
         index = next(i for i, entry in enumerate(heap) if entry[-1] is sequence)
         heap[index] = self._entry(sequence)
@@ -71,7 +72,7 @@ class WaitingQueue:
             index = parent
 
     def head(self) -> Sequence | None:
-        """The next sequence to start, left in place; never one that is at fault."""
+        """The next sequence to start, which stays in the queue; never one that is at fault."""
         while self._heap and self._heap[0][-1].state is SeqState.DONE:
             heapq.heappop(self._heap)
             self._num_dead -= 1
@@ -84,8 +85,9 @@ class WaitingQueue:
         return [seq for seq in found if seq.state is not SeqState.DONE and not seq.is_at_fault]
 
     def awaited(self, most_pages: int) -> list[tuple[PageKey, ...]]:
-        """The page chains of waiting prompts, roughly in the order they start and up to about
-        `most_pages`. Parked ones come first: their pages are being loaded or computed."""
+        """Return the page chains of waiting prompts, roughly in the order they start and up to
+        about `most_pages`. Parked sequences come first, since their pages are being loaded or
+        computed."""
         parked = [seq for waiting in self._parked.values() for seq in waiting]
         parked = [seq for seq in parked if seq.state is not SeqState.DONE]
         coming = sorted(parked, key=urgency)[:LOOK_AHEAD] + self.first(LOOK_AHEAD)
@@ -108,7 +110,7 @@ class WaitingQueue:
         self._num_parked += 1
 
     def unpark(self, keys: Iterable[PageKey]) -> None:
-        """Sequences parked on one of these pages may try again."""
+        """Let sequences that are parked on one of these pages try again."""
         if not self._parked:
             return
         for key in keys:
@@ -117,7 +119,7 @@ class WaitingQueue:
                 self.push(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """A waiting sequence was aborted; its state says so already."""
+        """Note that a waiting sequence was aborted; its state says so already."""
         assert sequence.state is SeqState.DONE
         self._num_dead += 1
         if self._num_dead > 64 and 2 * self._num_dead > len(self._heap) + self._num_parked:

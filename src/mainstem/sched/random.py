@@ -1,4 +1,5 @@
-"""Random numbers that depend on (seed, index) alone: no state, any order, any batch."""
+"""Random numbers that depend only on (seed, index): there is no state, and order and batch have no
+effect."""
 
 import numpy as np
 

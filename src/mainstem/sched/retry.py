@@ -1,4 +1,4 @@
-"""Failed steps are tried again, and the request that makes them fail is found.
+"""Tries failed steps again, and finds the request that makes them fail.
 
     clear --a step fails--> in doubt --another fails--> suspect --fails alone--> at fault --> ends
       ^----- gets a token, ------'                         |
@@ -31,13 +31,14 @@ class Retry:
         running: RunningSet,
         end: Callable[[RequestId, str], None],
     ) -> None:
-        """`sequences` returns those that have not ended; `end` ends a request with an error."""
+        """`sequences` returns the sequences that have not ended; `end` ends a request with an
+        error."""
         self._sequences = sequences
         self._queue = queue
         self._running = running
         self._end = end
         self._doubted: set[Sequence] = set()  # a step failed with them and they got no token since
-        self._num_good_steps = 0  # since one failed
+        self._num_good_steps = 0  # successful steps since the last failure
         # requests that failed alone, and the error; they end when another step succeeds
         self._at_fault: dict[RequestId, str] = {}
 
@@ -47,12 +48,12 @@ class Retry:
 
     @property
     def is_all_at_fault(self) -> bool:
-        """Whether every request there is has failed alone."""
+        """Whether every request has failed alone."""
         return self._sequences.keys() <= self._at_fault.keys()
 
     def part_of(self, step: Step | None) -> list[Sequence]:
-        """The sequences of a failed step. If the step could not be made: those that it might have
-        had."""
+        """Return the sequences of a failed step. If the step could not be made, return those that
+        it might have had."""
         table, tried, head = self._running.table, self._running.suspect, self._queue.head()
         if step is None and tried is not None:
             return [tried]
@@ -101,7 +102,7 @@ class Retry:
             self._end_at_fault()
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Forget a sequence that has ended."""
         self._doubted.discard(sequence)
         if sequence.request.request_id not in self._sequences:
             self._at_fault.pop(sequence.request.request_id, None)

@@ -1,4 +1,4 @@
-"""The scheduler: requests in, Steps out, results back in.
+"""The scheduler takes requests, makes Steps, and takes their results.
 
     submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
                  ^---------'  preempted           new sequences while pages and tokens last
@@ -107,8 +107,8 @@ class Scheduler:
         self._in_flight: Step | None = None
         # pages that a step copies or moves, leased until it commits
         self._copy_sources: list[tuple[StepId, Int32s]] = []
-        self._outputs: list[Output] = []  # not taken yet
-        # requests that ended, whose last Output is among these
+        self._outputs: list[Output] = []  # outputs that were not taken yet
+        # requests that ended, whose last Output is in `_outputs`
         self._undelivered: set[RequestId] = set()
         self._retry = Retry(self._sequences, self._queue, self._running, self._end_with_fault)
         self._host_s = 0.0
@@ -153,12 +153,13 @@ class Scheduler:
             if sequence.index == index:
                 self._end_early(sequence, FinishReason.STOP)
         left = self._sequences.get(request_id, ())
-        if all(sequence.weighing is not None for sequence in left):  # no answer needs them
+        if all(sequence.weighing is not None for sequence in left):  # only readers are left
             self.abort(request_id)
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens a step may have; fewer after a step that ran out of device memory."""
+        """The maximum number of tokens in a step; fewer after a step that ran out of device
+        memory."""
         return self._size.tokens
 
     @property
@@ -177,8 +178,8 @@ class Scheduler:
     # --- steps ----------------------------------------------------------------------------------
 
     def next_step(self, has_ended: Callable[[], bool] = lambda: True) -> Step | None:
-        """The next step, or None when nothing can run before the one in flight commits.
-        `has_ended` says whether the device has finished that one. After an error, call
+        """Return the next step, or None if nothing can run before the step in flight commits.
+        `has_ended` says whether the device has finished the step in flight. After an error, call
         `recover`."""
         self._look_at_reads(has_ended)
         begin = perf_counter()
@@ -245,7 +246,7 @@ class Scheduler:
         self._host_s = 0.0
 
     def _ends(self, slots: Int32s) -> tuple[Bools, list[_End]]:
-        """Which of these slots end with the token that was just read back, and how."""
+        """Return which of these slots end with the token that was just read back, and how."""
         table = self._table
         is_stop = table.is_stop(slots, table.last_token[slots])
         is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
@@ -264,10 +265,10 @@ class Scheduler:
     def recover(self) -> None:
         """After a failed or interrupted step: forget what it may have written to pages.
 
-        Every sequence goes back to the queue with the tokens that are known of it, and the cache is
-        emptied; the next step tries again. A commit that had begun is completed: tokens it read are
-        delivered, and sequences that they complete end. All slots and pages are freed at once, and
-        all sequences wait: giving them back one by one may be what was interrupted.
+        Every sequence goes back to the queue with its known tokens, and the cache is emptied; the
+        next step tries again. A commit that had begun is completed: the tokens it read are
+        delivered, and sequences that end with them end. All slots and pages are freed together, not
+        one by one, since the interrupt may have come while some were being given back.
         """
         table = self._table
         self._in_flight = None
@@ -309,7 +310,7 @@ class Scheduler:
 
     @property
     def is_all_at_fault(self) -> bool:
-        """Whether every request that there is has failed in a step of its own."""
+        """Whether every request has failed in a step of its own."""
         return self._retry.is_all_at_fault
 
     def shrink_steps(self) -> bool:
@@ -372,7 +373,7 @@ class Scheduler:
         self._store.unpin(list(keys))
 
     def clear_cache(self) -> int:
-        """Forget every cached page that no sequence holds; returns how many."""
+        """Forget every cached page that no sequence holds; returns how many were forgotten."""
         return self._store.clear()
 
     def clear_device(self) -> int:
@@ -393,8 +394,8 @@ class Scheduler:
     # --- what goes into a step ------------------------------------------------------------------
 
     def _make_way(self) -> bool:
-        """Preempt running sequences if a suspect is to be tried alone. False: no step can be made
-        before the one in flight has ended, because steps do not overlap while a sequence is in
+        """Preempt running sequences if a suspect must be tried alone. False: no step can be made
+        before the step in flight has ended, because steps do not overlap while a sequence is in
         doubt."""
         self._retry.end_if_nobody_else_is_left()
         if not self._retry.is_in_doubt:
@@ -407,9 +408,10 @@ class Scheduler:
         return True
 
     def _grow_decodes(self) -> Int32s | None:
-        """Slots that decode, each with a page for its token; preempts if pages are short.
+        """Return the slots that decode, each with a page for its token. Preempts if there are too
+        few pages.
 
-        None: pages are short and a step is in flight; its commit comes first.
+        Returns None if there are too few pages and a step is in flight, which must commit first.
         """
         table = self._table
         while True:
@@ -440,7 +442,8 @@ class Scheduler:
             self._store.expect(sequence.queue_place, sequence.chain)
 
     def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
-        """A running sequence is done: deliver, and free its slot as soon as no step uses it."""
+        """End a running sequence: deliver its tokens, and free its slot as soon as no step uses
+        it."""
         self._tell_end(slot, reason, fault)
         self._running.leave(slot, None if self._in_flight is None else self._in_flight.step_id)
 
@@ -486,7 +489,7 @@ class Scheduler:
                 weighing.add(masses)
 
     def _end_reader(self, reader: Sequence, reason: FinishReason) -> None:
-        """A sequence that weighed pages has ended: the answers that wait for it can start. If it
+        """After a sequence that weighed pages has ended, start the answers that wait for it. If it
         failed or was stopped, they end as well."""
         request_id, weighing = reader.request.request_id, reader.weighing
         assert weighing is not None
@@ -516,7 +519,7 @@ class Scheduler:
         self._bus.publish(SequenceFinished(request_id, sequence.index, reason, num_output))
 
     def _preempt(self, slot: SeqSlot) -> None:
-        """Take a sequence's pages; it starts again later from what is still cached."""
+        """Take a sequence's pages. It starts again later, from the pages that are still cached."""
         sequence, num_pages = self._table.sequence(slot), int(self._table.num_pages[slot])
         self._write_down(sequence, slot)
         self._running.leave(slot, None)
@@ -552,7 +555,7 @@ class Scheduler:
         self._store.flush()
 
     def _look_at_reads(self, has_ended: Callable[[], bool]) -> None:
-        """Delay making a step while the device is busy anyway: pages that arrive from disk in this
+        """Delay the next step while the device is busy anyway. Pages that arrive from disk in this
         time are copied to the device at once, and the step can still use them."""
         while self._store.is_reading:
             left_s = self._loader.lead_s(self._in_flight) - MAKE_S
@@ -562,7 +565,7 @@ class Scheduler:
             sleep(min(left_s, LOOK_S))
 
     def rest(self) -> None:
-        """Nothing can run before a copy is done: yield the processor for a moment."""
+        """Yield the processor for a moment, because nothing can run before a copy is done."""
         if self._sequences and not self._outputs:
             sleep(REST_S)
 

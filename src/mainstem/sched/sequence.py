@@ -1,4 +1,4 @@
-"""Sequence: one answer being made to a Request. The hot counters live in SeqTable."""
+"""Sequence: one answer to a Request. SeqTable has the counters that change in every step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,38 +28,38 @@ class SeqState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence, apart from its counters while it runs."""
+    """A sequence, without the counters that SeqTable keeps while it runs."""
 
     request: Request
     index: int  # which of the request's n answers; READER: none
     seed: int
     arrival: int  # order of submission; ties in priority are broken by it
-    max_output: int  # tokens it may produce at most
+    max_output: int  # maximum number of tokens it may produce
     expected_output: int | None  # tokens it will probably produce; None: unknown
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
     origins: Origins | None = None  # where pages kept through a truncation are
-    num_dropped_tokens: int = 0  # of the prompt, by truncation
+    num_dropped_tokens: int = 0  # prompt tokens that truncation dropped
     # it cannot start before this cut is made; its length is known
     awaited_cut: Weighing | None = None
     weighing: Weighing | None = None  # it reads only to find this cut
     has_fetched: bool = False  # pages were loaded for it from lower tiers
-    num_loaded_pages: int = 0  # loaded for it before its turn
-    num_pages_then: int = -1  # on the device when its last load began; -1: no load yet
+    num_loaded_pages: int = 0  # pages loaded for it before its turn
+    num_pages_then: int = -1  # its pages on the device when its last load began; -1: no load yet
     has_asked: bool = False  # shared tiers were asked for its pages
     asked: PageKey | None = None  # the key of the answer while it is awaited
-    last_name: PageName | None = None  # of the last full page of the answer; None: none yet
+    last_name: PageName | None = None  # of the answer's last full page; None: there is none
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
     num_cached_tokens: int | None = None  # None until first admitted
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # not yet delivered
-    # of the first answer, where wanted and not yet delivered
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # not delivered yet
+    # prompt logprobs, in the first answer, if they are wanted and not delivered yet
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    first_logprob: int = 1  # the first place in the prompt for which they are computed
+    first_logprob: int = 1  # the first place in the prompt whose logprob is computed
     num_delivered: int = 0  # output tokens the caller has seen
     # while waiting: prompt tokens to compute; None: what is loaded is not decided yet
     num_to_compute: int | None = None
-    mask: TokenMask | None = None  # where a grammar restricts the answer
+    mask: TokenMask | None = None  # set if a grammar restricts the answer
     has_form_fault: bool = False  # it ends because it cannot continue in its form
     num_faults: int = 0  # steps that failed with it since it last got a token
     is_at_fault: bool = False  # its request failed alone: it is not tried again
@@ -79,13 +79,14 @@ class Sequence:
             self.begin_prompt_logprobs(())
 
     def begin_prompt_logprobs(self, known: Iterable[TokenLogprobs | None]) -> None:
-        """Collect prompt logprobs after those of the first tokens, which are `known`."""
+        """Collect prompt logprobs; those of the first tokens are `known`."""
         found = list(known) or [None]  # the first token has no logprob
         self.prompt_logprobs, self.first_logprob = found, len(found)
 
     @property
     def is_collecting(self) -> bool:
-        """Whether logprobs of every prompt token are wanted, and it computes new ones."""
+        """Whether logprobs of every prompt token are wanted, and this sequence computes new
+        ones."""
         if self.state is not SeqState.RUNNING or self.request.scoring is not None:
             return False
         found = self.prompt_logprobs
@@ -93,8 +94,8 @@ class Sequence:
 
     @property
     def has_named_tail(self) -> bool:
-        """Whether others may share the page after its last full one. That page must not grow, so it
-        ends with the prompt."""
+        """Whether others may share the page after the prompt's last full page. That page must not
+        grow, so it ends with the prompt."""
         return self.chain is not None and self.prompt_logprobs is not None and self.max_output == 1
 
     @property
@@ -114,8 +115,8 @@ class Sequence:
         return self.request.priority * MAX_ARRIVALS + self.arrival
 
     def num_reusable(self, num_known: int) -> int:
-        """Leading tokens whose KV may come from a cache. The last token is always computed, for
-        its logits, and those whose attention is wanted are, too."""
+        """The number of leading tokens whose KV may come from a cache. The last token is always
+        computed, for its logits, and so are tokens whose attention is wanted."""
         return num_known - 1 if self.weighing is None else self.weighing.num_reused
 
     def known_ids(self) -> Int32s:
@@ -126,5 +127,5 @@ class Sequence:
 
 
 def urgency(sequence: Sequence) -> tuple[int, int]:
-    """Lower goes first."""
+    """The order in the queue: a lower value goes first."""
     return (sequence.request.priority, sequence.arrival)

@@ -95,7 +95,8 @@ class SharingTree:
         return self._stem_of_slot[slots]
 
     def shares(self, slots: Int32s) -> tuple[Int32s, Float32s]:
-        """Pages each slot has in the tree, and its part of them: a stem counts 1/holders."""
+        """Return how many pages each slot has in the tree, and its part of them: a page counts as
+        1/holders."""
         stems = self._stem_of_slot[slots]
         in_tree = self.end[stems]
         part = np.zeros(len(slots), np.float32)
@@ -177,7 +178,8 @@ class SharingTree:
         self._free.append(number)
 
     def _split(self, number: int, length: int) -> int:
-        """Put a new stem of `length` pages above `number`, which keeps the rest; returns it."""
+        """Put a new stem of `length` pages above the stem `number`, which keeps the rest; returns
+        the new stem."""
         stem = self._stem(number)
         upper = self._add(stem.parent, stem.pages[:length], stem.first)
         above = self._stem(upper)

@@ -1,5 +1,5 @@
-"""A step's attention as spans: one for each shared run and all its readers, and one for each
-sequence's own tokens."""
+"""Makes the spans of a step's attention: one for each shared run with all its readers, and one for
+each sequence's own tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from mainstem.core.ragged import ragged_arange, starts_of
 from mainstem.core.step import Bools, Int32s, Spans
 from mainstem.sched.sharing import ROOT, SharingTree
 
-# (readers, tokens) of shared runs -> which of them get a span
+# (readers, tokens) of shared runs -> which runs get a span
 WorthSharing = Callable[[Int32s, Int32s], Bools]
 
 
 def share_all(readers: Int32s, tokens: Int32s) -> Bools:
-    """Every run with two readers or more."""
+    """Make a span of every run with two readers or more."""
     return readers >= 2
 
 
 def share_none(readers: Int32s, tokens: Int32s) -> Bools:
-    """No run is read once for all (RelayAttention's comparison "vLLM-PS": stored once, read by each
-    sequence)."""
+    """Make no shared spans: each run is stored once, but every sequence reads it ("vLLM-PS" in
+    RelayAttention)."""
     return np.zeros(len(readers), np.bool_)
 
 
@@ -34,14 +34,14 @@ class _Shared:
     page_counts: Int32s
     page_ids: Int32s
     own_first: Int32s  # [seqs] page index
-    key_positions: Int32s  # of the shared spans, then of the own ones
+    key_positions: Int32s  # positions of the shared spans, then of the own spans
 
 
 class SpanBuilder:
     """Makes the spans of a step from page tables and the sharing tree.
 
-    From one decode step to the next only own spans grow; the shared ones are kept until a sequence
-    comes, goes or reads further into its prompt.
+    From one decode step to the next only own spans grow. Shared spans are kept until a sequence
+    starts, ends or reads further into its prompt.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class SpanBuilder:
         num_before: Int32s,
         page_table: Int32s,
     ) -> Spans:
-        """`num_before` tokens of each sequence precede its tokens in this step."""
+        """Return the spans. `num_before` tokens of each sequence precede its tokens in this
+        step."""
         num_readable = np.minimum(num_before // self.page_size, tree.end[tree.stems_of(slots)])
         seen = (tree.version, slots.tobytes(), seq_starts.tobytes(), num_readable.tobytes())
         if self._kept is None or self._kept[0] != seen:
@@ -103,7 +104,7 @@ class SpanBuilder:
     def _share(
         self, tree: SharingTree, slots: Int32s, seq_starts: Int32s, num_readable: Int32s
     ) -> _Shared:
-        """Which runs get a span.
+        """Choose which runs get a span.
 
         A sequence reads a stem together with others once it has computed past it (`num_readable`
         pages). A run without a span is read as part of the runs below it.
@@ -152,7 +153,7 @@ class SpanBuilder:
 
 
 def _ancestry(tree: SharingTree, slots: Int32s, num_readable: Int32s) -> tuple[Int32s, Int32s]:
-    """Every pair (sequence of the step, stem whose pages it can all read)."""
+    """Return every pair (sequence of the step, stem of which it can read all pages)."""
     seqs = np.arange(len(slots), dtype=np.int32)
     stems = tree.stems_of(slots)
     all_seqs: list[Int32s] = []
@@ -174,7 +175,7 @@ def _ancestry(tree: SharingTree, slots: Int32s, num_readable: Int32s) -> tuple[I
 
 
 def _nearest_chosen_end(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int32s:
-    """Page index after the nearest ancestor with a span; 0 if there is none.
+    """Return the page index after the nearest ancestor with a span; 0 if there is none.
 
     `stems` is sorted. An ancestor of a readable stem is readable, so all ancestors are in it.
     """
@@ -192,7 +193,7 @@ def _nearest_chosen_end(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int3
 
 
 def _num_chosen_above(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int32s:
-    """How many ancestors of each of the sorted `stems` are chosen."""
+    """Return how many ancestors of each of the sorted `stems` are chosen."""
     count = np.zeros(len(stems), np.int32)
     place, above = np.arange(len(stems)), tree.parent[stems]
     while len(place):

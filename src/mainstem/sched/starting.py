@@ -1,4 +1,4 @@
-"""Prompts in progress continue, and sequences from the queue start.
+"""Continues prompts in progress, and starts sequences from the queue.
 
 queue's head --> looked up --> READY or MISS --> may_start --> pages, slot, first chunk
                      |                              | no: it stays; no other overtakes it
@@ -35,7 +35,8 @@ class Starter:
         bus: EventBus,
         max_seqs: int | None,
     ) -> None:
-        """`max_seqs` is the most sequences that run at once; None: as many as fit into memory."""
+        """`max_seqs` is the maximum number of sequences that run at once; None: as many as fit into
+        memory."""
         self._max_seqs = max_seqs
         self._running = running
         self._queue = queue
@@ -48,8 +49,8 @@ class Starter:
         self._admission = Admission(running.page_size)
 
     def fill(self, work: PromptWork) -> None:
-        """Prompt chunks within the budget: first of sequences that have started, then of new ones;
-        by priority."""
+        """Return prompt chunks within the budget, by priority: first of sequences that have
+        started, then of new ones."""
         for sequence in self._running.unfinished():
             self._start_waiting(work, before=sequence.request.priority)
             if work.budget <= 0:
@@ -68,7 +69,7 @@ class Starter:
             slot = self._try_start(sequence, work)
             if slot is None:
                 if sequence is self._queue.head():
-                    return  # no room, and it is not overtaken
+                    return  # there is no room, and no other sequence may overtake it
                 work.num_parked_pages += sequence.num_named_pages
                 continue
             self._announce(sequence, int(self._running.table.computed[slot]))
@@ -90,7 +91,7 @@ class Starter:
             assert found.match.awaited is not None
             self._queue.park(self._queue.pop(), found.match.awaited)
             return None
-        # before counting, since leased pages cannot be evicted
+        # lease before counting, since leased pages cannot be evicted
         self._store.lease(found.match.pages)
         try:
             return self._start_leased(found, work)
@@ -99,7 +100,7 @@ class Starter:
             raise
 
     def _start_leased(self, found: Candidate, work: PromptWork) -> SeqSlot | None:
-        """The rest of `_try_start`, once the cached pages are leased."""
+        """Do the rest of `_try_start`, after the cached pages are leased."""
         tokens_ahead = self._loader.tokens_ahead()
         if not self._may_start(found, work) or self._loader.must_wait(found, tokens_ahead):
             self._store.release(found.match.pages)
@@ -126,12 +127,14 @@ class Starter:
         return self._admission.may_start(num_new, to_come, available, work.outlook)
 
     def _demand(self, found: Candidate) -> tuple[int, int]:
-        """Pages it takes at once, and the output tokens it is expected to produce from now on."""
+        """Return the pages that a sequence takes at once, and the output tokens that it will
+        probably produce."""
         num_new = -(-found.num_known // self._page_size) - len(found.match.pages)
         return num_new, self._lengths.expect(found.sequence) - len(found.sequence.output_ids)
 
     def _start(self, found: Candidate, movable: MovablePages, work: PromptWork) -> SeqSlot:
-        """Take pages for the queue's head, and let this step fill those it can fill by copying."""
+        """Take pages for the queue's head, and let this step fill those that can be filled by
+        copying."""
         store, sequence, cached = self._store, found.sequence, found.match.pages
         num_new, to_come = self._demand(found)
         assert work.outlook is not None
@@ -163,7 +166,7 @@ class Starter:
         return slot
 
     def _lease_similar(self, match: Match, num_new: int) -> bool:
-        """Lease the page to copy from until the step has run. False: there is none, or it was
+        """Lease the page to copy from until the step has run. False if there is none, or if it was
         counted as available."""
         if match.similar_page is None:
             return False
@@ -184,12 +187,13 @@ class Starter:
         self._bus.publish(PagesMoved(sequence.request.request_id, len(fresh)))
 
     def _next_chunk(self, slot: SeqSlot, budget: int) -> Chunk:
-        """The next tokens to compute; pages they fill become readable for this very step."""
+        """Return the next tokens to compute. Pages that they fill can already be read in this
+        step."""
         table, page_size = self._running.table, self._page_size
         num_before = int(table.computed[slot])
         length = min(budget, int(table.prefill_end[slot]) - num_before)
         end = num_before + length
-        token_ids = table.tokens(slot, num_before, end)  # output, too, after a preemption
+        token_ids = table.tokens(slot, num_before, end)  # includes output tokens after a preemption
         filled = table.page_table[slot, num_before // page_size : end // page_size]
         self._queue.unpark(self._store.commit(filled))
         is_prompt_end = end == table.prompt_len[slot]

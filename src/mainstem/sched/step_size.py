@@ -1,4 +1,4 @@
-"""How many tokens go into a step: decodes first, but never all of the budget."""
+"""Decides how many tokens go into a step: decodes first, but they never get the whole budget."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mainstem.core.step import Int32s, Int64s
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
 GROW_STEPS = 256  # number of successful steps before larger ones are tried again ...
-MAX_GROW_STEPS = 1 << 16  # ... doubled each time that larger ones do not fit
+MAX_GROW_STEPS = 1 << 16  # ... doubled each time larger steps do not fit
 
 
 class StepSize:
@@ -45,8 +45,8 @@ class StepSize:
         return max(self._chunk_tokens - num_decodes, self._prompt_part)
 
     def choose(self, decodes: Int32s, last_step: Int64s) -> Int32s:
-        """The slots that decode in this step: all of them, or, if the runner takes fewer tokens,
-        those that have waited longest (the smallest `last_step`)."""
+        """Return the slots that decode in this step: all of them or, if the runner takes fewer
+        tokens, those that have waited longest (the smallest `last_step`)."""
         most = max(self._chunk_tokens - self._prompt_part, 1)
         if not self._is_bounded or len(decodes) <= most:
             return decodes
@@ -64,7 +64,7 @@ class StepSize:
         return True
 
     def note_good(self) -> bool:
-        """A step succeeded; True: steps are larger from now on."""
+        """Record that a step succeeded. Returns True if steps are larger from now on."""
         if self.is_full:
             return False
         self._num_good += 1

@@ -4,8 +4,8 @@
              |<--- computed --->|                    ^ total
                                     ^ prefill_end: from here on one token a step, a decode
 
-`computed` and `total` run ahead of what the host knows while a step is in flight: its samples are
-counted in `total` before they are read back (`pending`).
+While a step is in flight, `computed` and `total` are ahead of what the host knows: the step's
+samples are counted in `total` before they are read back (`pending`).
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ class SeqTable:
         self.computed: Int32s = np.zeros(size, np.int32)
         self.prefill_end: Int32s = np.zeros(size, np.int32)  # tokens known when it (re)started
         self.pending: Int32s = np.zeros(size, np.int32)  # samples not read back yet
-        self.sample_row: Int32s = np.zeros(size, np.int32)  # of the latest sample in its step
+        self.sample_row: Int32s = np.zeros(size, np.int32)  # row of the latest sample in its step
         self.last_token: Int32s = np.zeros(size, np.int32)
         self.last_step: Int64s = np.zeros(size, np.int64)  # the last step that used the slot
         self.priority: Int64s = np.zeros(size, np.int64)
@@ -48,7 +48,7 @@ class SeqTable:
         self.stop_ids: Int32s = np.zeros((size, MAX_FAST_STOPS), np.int32)
         self.has_many_stops: Bools = np.zeros(size, np.bool_)
         self.is_alive: Bools = np.zeros(size, np.bool_)
-        # the host must read its sample before its next step
+        # whether the host must read a sample before the sequence's next step
         self.is_sync: Bools = np.zeros(size, np.bool_)
         self.is_streaming: Bools = np.zeros(size, np.bool_)
         self.num_pages: Int32s = np.zeros(size, np.int32)
@@ -66,7 +66,7 @@ class SeqTable:
         ]
         self.page_table: Int32s = np.zeros((size, 16), np.int32)
         self.outputs: Int32s = np.zeros((size, 32), np.int32)
-        # of the last step; kept until one of its slots gets another sequence
+        # settings of the last step, kept until one of its slots gets another sequence
         self._kept_samples: tuple[bytes, SampleBatch] | None = None
         self._grow_slots(initial_slots)
 
@@ -189,7 +189,8 @@ class SeqTable:
         self.num_pages[slots] += 1
 
     def move_on(self, step_id: StepId, slots: Int32s, counts: Int32s, sample_slots: Int32s) -> None:
-        """A step computes `counts` more tokens of `slots`, and samples one for some of them."""
+        """Count the tokens of a step: it computes `counts` more tokens of `slots`, and samples one
+        token for some slots."""
         self.computed[slots] += counts
         self.last_step[slots] = step_id
         self.total[sample_slots] += 1
@@ -215,7 +216,7 @@ class SeqTable:
         return stops & is_allowed
 
     def sample_batch(self, slots: Int32s) -> SampleBatch:
-        """How the next token of each of these slots is chosen."""
+        """Return how the next token of each of these slots is chosen."""
         seen = slots.tobytes()
         if self._kept_samples is None or self._kept_samples[0] != seen:
             self._kept_samples = (seen, self._settings(slots))
@@ -227,7 +228,8 @@ class SeqTable:
         return batch
 
     def _settings(self, slots: Int32s) -> SampleBatch:
-        """The settings that do not change from token to token: all but masks and noise keys."""
+        """Return the settings that are the same for all tokens: everything except masks and noise
+        keys."""
         temperature = self.temperature[slots]
         special = self.edits_logits[slots].nonzero()[0].astype(np.int32)
         masked = self.has_mask[slots].nonzero()[0].astype(np.int32)
@@ -252,7 +254,7 @@ class SeqTable:
         return np.stack([allowed_tokens(*self._mask(slot)) for slot in slots.tolist()])
 
     def form_fault(self, slot: SeqSlot) -> str | None:
-        """Why a sequence with a grammar cannot continue; None: it can."""
+        """Return why a sequence with a grammar cannot continue; None if it can."""
         return form_fault(*self._mask(slot))
 
     def _mask(self, slot: SeqSlot) -> tuple[TokenMask, Int32s, int]:
@@ -285,7 +287,8 @@ class SeqTable:
 
 
 def _widened(matrix: Int32s, width: int) -> Int32s:
-    """A copy with at least `width` columns; doubling keeps the total copying linear."""
+    """Return a copy with at least `width` columns. The width is doubled, so that the total cost of
+    copies is linear."""
     wider = np.zeros((matrix.shape[0], max(width, 2 * matrix.shape[1])), matrix.dtype)
     wider[:, : matrix.shape[1]] = matrix
     return wider

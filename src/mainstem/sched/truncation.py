@@ -1,11 +1,11 @@
-"""Conversations longer than the context window: what is kept of them, and where its KV is found.
+"""Cuts conversations that are longer than the context window, and finds the KV of what is kept.
 
     prompt   | sink |  dropped: k * step pages  |        rest        |
     kept     | sink |        rest        |  the answer  ...  window
 
-The cut moves in steps of whole pages and depends on the prompt's length alone, so nothing has to be
-remembered between turns: a later turn of the conversation is cut at the same place, until it has
-outgrown the window by one more step, and finds the pages of the turn before.
+The cut moves in steps of whole pages and depends only on the prompt's length, so nothing has to be
+remembered between turns. A later turn of the conversation is cut at the same place and finds the
+pages of the turn before, until it exceeds the window by one more step.
 
 Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are rotated by
 the distance they move (AttentionStore 3.4). Such pages still depend on dropped tokens, so
@@ -25,7 +25,7 @@ from mainstem.sched.important import Choices, Weighing, cut_names, weigh
 
 @dataclass(frozen=True, slots=True)
 class TruncationRules:
-    """What the settings say about truncation."""
+    """The settings for truncation."""
 
     choose_kept: ChooseKept | None = None  # None: only the sink is kept
 
@@ -44,7 +44,7 @@ class Truncation:
     cut: Cut
     cuts_before: tuple[Cut, ...]
     num_dropped: int
-    # how the cut is found; until then only the length of `cut` is right
+    # how to find the cut; until it is found, only the length of `cut` is right
     weighing: Weighing | None = None
 
 
@@ -68,20 +68,20 @@ class Truncator:
         self._choices = Choices()
 
     def fit(self, request: Request) -> tuple[Request, Truncation | None]:
-        """The request with its prompt cut to the window, and the cut (None: it fits uncut).
-        Raises InvalidRequest if the request's policy, or the pages it wants to keep, do not allow a
-        cut. If pages must be weighed first, give the Weighing to `settle` when that is done, and
-        call `fit` again.
+        """Return the request with its prompt cut to the window, and the cut (None if no cut is
+        needed). Raises InvalidRequest if the request's policy, or the pages it wants to keep, do
+        not allow a cut. If pages must be weighed first, pass the Weighing to `settle` after that,
+        and call `fit` again.
 
-        Room is left for the answer, too: for max_tokens, but at most half of what a cut leaves
-        besides the sink.
+        The cut also leaves room for the answer: max_tokens, but at most half of the window without
+        the sink.
         """
         num_prompt, window = len(request.prompt_ids), self._window
         fixed = max(self._sink_tokens, request.keep_tokens)
         sink_pages = -(-fixed // self._page_size)
         free = window - (sink_pages + self._max_chosen) * self._page_size
         is_fixed = request.overflow_policy is Overflow.ERROR
-        if is_fixed or free < 2 * self._page_size:  # it cannot be cut
+        if is_fixed or free < 2 * self._page_size:  # the prompt cannot be cut
             if num_prompt < window:
                 return request, None
             raise _too_long(num_prompt, window, None if is_fixed else fixed)
@@ -103,7 +103,7 @@ class Truncator:
             cuts, weighing = self._plain_cuts(request, sink_pages, step, num_steps), None
         cut = cuts[-1]
         kept_ids = cut.token_ids(request.prompt_ids, self._page_size)
-        # pages of an earlier turn have moved by at most a window since
+        # pages of an earlier turn have moved by at most one window since then
         num_before = window // (step * self._page_size) + 1
         before = cuts[:-1][-num_before:]
         public = min(request.public_tokens, sink_pages * self._page_size)
@@ -113,8 +113,8 @@ class Truncator:
         )
 
     def settle(self, weighing: Weighing) -> None:
-        """The pages are weighed: choose, and remember the choice. If another turn has made the
-        choice in the meantime, that one is used."""
+        """After the pages were weighed, choose and remember the choice. If another turn has made
+        the choice in the meantime, its choice is used."""
         num_pages = len(weighing.given.prompt_ids) // self._page_size
         if self._choices.find(weighing.name, num_pages) is None:
             self._choices.keep(weighing.name, weighing.choose())
@@ -122,7 +122,7 @@ class Truncator:
     def _plain_cuts(
         self, request: Request, sink_pages: int, step: int, num_steps: int
     ) -> tuple[Cut, ...]:
-        """The cuts after the last few steps."""
+        """Return the cuts after the last few steps."""
         first = max(1, num_steps - self._window // (step * self._page_size) - 1)
         numbers = range(first, num_steps + 1)
         return tuple(self._cut(request.prompt_ids, sink_pages, each * step) for each in numbers)
@@ -130,8 +130,8 @@ class Truncator:
     def _chosen_cuts(
         self, request: Request, sink_pages: int, step: int, num_steps: int
     ) -> tuple[tuple[Cut, ...], Weighing | None]:
-        """The cut after each step, as it was chosen. If the last one was not chosen yet, also how
-        to choose it. Earlier cuts that are not known drop the oldest pages."""
+        """Return the chosen cut after each step and, if the last one was not chosen yet, how to
+        choose it. Earlier cuts that are not known drop the oldest pages."""
         if self._rules.choose_kept is not None:
             raise InvalidRequest("overflow", "important cannot be combined with choose_kept")
         num_pages = len(request.prompt_ids) // self._page_size
@@ -166,8 +166,8 @@ class Truncator:
 
 
 def _too_long(num_prompt: int, window: int, num_fixed: int | None) -> InvalidRequest:
-    """The error for a prompt that cannot be cut. `num_fixed` leading tokens must be kept and leave
-    too little; None: no cut is allowed at all."""
+    """Return the error for a prompt that cannot be cut. `num_fixed` leading tokens must be kept,
+    and leave too little room; None: no cut is allowed at all."""
     if num_fixed is None:
         return InvalidRequest(
             "prompt", f"{num_prompt} tokens leave no room for an answer in the context of {window}"

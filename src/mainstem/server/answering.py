@@ -1,4 +1,4 @@
-"""Requests in progress, on the event loop: collects the news of their answers."""
+"""Collects, on the event loop, the news of the answers to requests in progress."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +15,7 @@ class EngineFault(Exception):
 
 
 class RequestFault(EngineFault):
-    """Steps failed on this request every time it was tried; other requests continue."""
+    """Steps failed every time this request was tried; other requests continue."""
 
 
 class FormFault(EngineFault):
@@ -37,11 +37,11 @@ class Ticket:
         reader: AnswerReader,
     ) -> None:
         self.number = number  # its number in messages to the engine
-        self.place = place  # among the prompts of its Answering
+        self.place = place  # its index among the prompts of its Answering
         self.request = request
         self.answering = answering
         self.began_s = monotonic()
-        self.admitted_s: float | None = None  # its first answer left the queue
+        self.admitted_s: float | None = None  # when its first answer left the queue
         self.token_s: list[float] = []  # when the tokens of its first answer came
         self.ended_s: float | None = None
         self.num_cached_tokens = 0
@@ -55,7 +55,7 @@ class Ticket:
         return self._reader.is_finished
 
     def token(self, index: int, token_id: int) -> Output:
-        """One more token of an answer, as a full Output."""
+        """Return one more token of an answer as a full Output."""
         return Output(
             self.request.request_id,
             index,
@@ -122,8 +122,8 @@ class Answering:
             await self._wake.wait()
 
     async def __aiter__(self) -> AsyncIterator[list[tuple[int, TextOutput]]]:
-        """(place of the prompt, news) in order, in batches; raises the error that ended it
-        early."""
+        """Yield batches of (place of the prompt, news), in order. Raises the error that ended the
+        request early."""
         while True:
             if self._news:
                 news, self._news = self._news, []

@@ -11,7 +11,7 @@ from mainstem.wire.calls import Call
 from mainstem.wire.errors import WireError
 
 MAX_APPS = 256
-VERSION = 1  # of the file
+VERSION = 1  # version of the file
 
 
 class AppFile:
@@ -21,7 +21,8 @@ class AppFile:
         self._path = path
 
     def load(self) -> dict[str, App]:
-        """None if there is no file; raises ConfigError if it cannot be understood."""
+        """Return the apps; None if there is no file. Raises ConfigError if it cannot be
+        understood."""
         remove_leftovers(self._path)
         try:
             record = json.loads(self._path.read_bytes())
@@ -87,7 +88,7 @@ class AppRegistry:
             self._kept = apps
 
     def resolve(self, call: Call, model_names: Sequence[str]) -> tuple[str, App | None]:
-        """The model name to reply with, and the app that `model: "M:NAME"` or `app` names.
+        """Return the model name for the reply, and the app that `model: "M:NAME"` or `app` names.
 
         Raises WireError if there is no such model or app.
         """

@@ -19,11 +19,12 @@ class Tenant:
     """The holder of one key. A tenant never reads pages that were computed for another."""
 
     name: str
-    salt: bytes  # of its pages
+    salt: bytes  # salt of its pages
     is_admin: bool = False
 
     def page_salt(self, cache_salt: bytes) -> bytes:
-        """The salt of a request that has its own `cache_salt`. The result has a fixed length."""
+        """Return the salt of a request that has its own `cache_salt`. The result has a fixed
+        length."""
         return sha256(self.salt + cache_salt).digest() if cache_salt else self.salt
 
 
@@ -73,7 +74,7 @@ class KeyRing:
         return [tenant for _, tenant in self._tenants]
 
     def find(self, key: bytes) -> Tenant | None:
-        """The tenant of a key. Takes the same time for every key, known or not."""
+        """Return the tenant of a key. Takes the same time for every key, known or not."""
         digest = sha256(key).digest()
         found = None
         for known, tenant in self._tenants:
@@ -123,7 +124,7 @@ class Access:
         return [ANYBODY] if self._keys is None else self._keys.tenants
 
     def admit(self, path: str, headers: list[tuple[bytes, bytes]]) -> Tenant | None:
-        """The tenant; None: the path needs a key, and the request has none that is valid."""
+        """Return the tenant; None if the path needs a key and the request has no valid one."""
         key = shown_key(headers)
         if path.startswith("/admin/"):
             return self._admin(key)

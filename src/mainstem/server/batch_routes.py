@@ -62,7 +62,7 @@ class BatchRoutes:
     async def _room(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
         """Reserve room for one more file of an owner; raises ApiError 413 if there is none. Uploads
         are counted before files are listed, so a file that is completed in between counts twice,
-        which is safe. The same is true for the answers of a batch while its files are made.
+        which is safe. So do the answers of a batch while its files are made.
         """
         limits = self._gateway.limits
         self._arriving[owner] += num_bytes
@@ -133,7 +133,7 @@ class BatchRoutes:
         body = read_fields(await read_json(request, limits), BatchBody)
         stored = await self._file_of(request, body.input_file_id, 400)
         await self._forget_one(owner)
-        async with self._room(owner, 0):  # its answers will become a file
+        async with self._room(owner, 0):  # the batch's answers will become a file
             batch = self._created(owner, stored, body)
         service.runner.wake()
         return JSONResponse(batch.to_json())
@@ -200,7 +200,7 @@ def _owner(request: Request) -> str:
 
 
 def _page(request: Request, items: Sequence[tuple[str, dict[str, object]]]) -> Response:
-    """At most `limit` items, latest first, starting after the id `after`."""
+    """Return at most `limit` items, latest first, starting after the id `after`."""
     text = request.query_params.get("limit", "20")
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
     if limit < 1:

@@ -46,8 +46,8 @@ from mainstem.wire.replies import PromptAnswers
 
 Json = dict[str, object]
 
-PRIORITY = 1 << 20  # after interactive requests
-MAX_BATCHES = 8  # at once
+PRIORITY = 1 << 20  # batches run after interactive requests
+MAX_BATCHES = 8  # batches that run at once
 MAX_ROWS = 1024  # rows open at once, of all batches together
 MAX_WAITING = 32  # no row is started while more requests than this wait: clients use the same queue
 BUSY_ANSWERS = 8  # no row is started while more interactive answers than this are open
@@ -85,7 +85,7 @@ class BatchRunner:
         self._metrics = metrics
         self._is_draining = is_draining
         self._wake = asyncio.Event()
-        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # by batch: owner, task
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # batch -> owner, task
         self._loop: asyncio.Task[None] | None = None
         self._is_closing = False
         self._num_open = 0  # open rows of all batches
@@ -96,7 +96,7 @@ class BatchRunner:
         self._loop = asyncio.ensure_future(self._run())
 
     def wake(self) -> None:
-        """Look for batches to start: there is a new one, or one has ended."""
+        """Look for batches to start, because there is a new batch, or one has ended."""
         self._wake.set()
 
     def cancel(self, batch: Batch) -> Batch:
@@ -129,7 +129,8 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Start batches as they come, one per owner, so that owners do not wait for each other."""
+        """Start batches as they come, one per owner at a time, so that owners do not wait for each
+        other."""
         while True:
             self._wake.clear()
             for batch in self._batches.opened():
@@ -242,7 +243,7 @@ class BatchRunner:
         snapshot = self._engine.snapshot
         if snapshot is not self._seen:
             self._seen, self._num_since = snapshot, 0
-        num_new = min(self._num_since, self._num_open)  # some may have ended already
+        num_new = min(self._num_since, self._num_open)  # some of them may have ended already
         has_room = snapshot.num_waiting + num_new < MAX_WAITING
         is_busy = self._gate.open_answers > BUSY_ANSWERS or self._is_draining()
         is_running = self._engine.state is EngineState.RUNNING
@@ -254,7 +255,7 @@ class BatchRunner:
         self._num_since += max(0, change)
 
     def reader(self, tenant: Tenant, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
-        """The rows that are left, planned; runs on a thread."""
+        """Plan and yield the rows that are left; runs on a thread."""
         engine = self._engine
         formats = self._model.formats_of(engine.tokenizer)
         parser = CallParser(self._model.sampling, find_formats=lambda: formats)
@@ -275,7 +276,8 @@ class BatchRunner:
         self._batches.note(counted)
 
     async def answer(self, batch: Batch, row: Row, ids: Int32s, salt: bytes) -> Json:
-        """The output line of a row; raises WireError. Tries again while there is no engine."""
+        """Return the output line of a row; raises WireError. Tries again while there is no
+        engine."""
         call = row.call
         if call.url != batch.endpoint:
             message = f"url: is {call.url}, but the batch is for {batch.endpoint}"
@@ -307,7 +309,7 @@ class BatchRunner:
         raise WireError("engine_failed", f"the engine failed {MAX_TRIES} times on this row")
 
     async def _score(self, row: Row, request: Request, owner: str) -> Json:
-        """Score the choices of a row after its context, which is the prompt of `request`."""
+        """Score the choices of a row; their context is the prompt of `request`."""
         scoring = ContextScoring(request.prompt_ids.tolist(), row.choices)
         requests = [
             replace(
@@ -366,8 +368,8 @@ class _BatchRun:
         self._count(total=0, completed=done.num_answered, failed=done.num_failed)
 
     async def answer_all(self, source: InputFile, room_bytes: int) -> BatchStatus:
-        """Answer every row that is left; returns how it ended: completed, out of time or out of
-        room."""
+        """Answer every row that is left; returns how the batch ended: completed, out of time or out
+        of room."""
         windows = self._runner.reader(self._tenant, source, self._out)
         async with asyncio.TaskGroup() as group:
             while (planned := await asyncio.to_thread(next, windows, None)) is not None:
@@ -418,28 +420,28 @@ class _BatchRun:
 
 
 def _first(error: Exception) -> Exception:
-    """The error that ended a group of tasks."""
+    """Return the error that ended a group of tasks."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def _disk_fault(error: Exception) -> OSError | None:
-    """The operating system's error that caused an error of a file; a retry may succeed."""
+    """Return the operating system's error behind an error of a file; a retry may succeed."""
     is_of_file = isinstance(error, FileFault | InvalidRequest)
     root = error.__context__ if is_of_file else error
     return root if isinstance(root, OSError) else None
 
 
 def _in_order(planned: PlannedWindow) -> Iterator[int]:
-    """Rows of a window in the order to run: those that share a prefix are neighbours."""
+    """Return the rows of a window in the order to run: rows that share a prefix are neighbours."""
     for stretch in planned.stretches(LengthEstimate()):
         yield from stretch.row_indices.tolist()
 
 
 async def _parted(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
-    """`_part` on a thread, which cannot be stopped: a cancelled caller still waits for it, so that
-    no second thread writes the same files.
+    """Run `_part` on a thread, which cannot be stopped. A cancelled caller still waits for the
+    thread, so that no second thread writes the same files.
     """
     parting = asyncio.ensure_future(asyncio.to_thread(_part, files, batch, work))
     try:
@@ -450,8 +452,8 @@ async def _parted(files: FileStore, batch: Batch, work: Path) -> tuple[str | Non
 
 
 def _part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
-    """Write the files of answers and of errors; returns their ids, None for an empty one. Runs on a
-    thread."""
+    """Write the files of answers and of errors; returns their ids, or None for an empty file. Runs
+    on a thread."""
     if not work.exists():
         return None, None
     ids: list[str | None] = []
@@ -461,7 +463,7 @@ def _part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str |
             with work.open("rb") as lines, path.open("wb") as target:
                 for line in lines:
                     if not line.endswith(b"\n"):
-                        break  # incomplete: the process was killed
+                        break  # the last line is incomplete: the process was killed
                     is_answer = json.loads(line)["response"] is not None
                     if is_answer is is_wanted:
                         target.write(line)

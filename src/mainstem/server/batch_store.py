@@ -1,5 +1,5 @@
-"""Batches as in OpenAI's API, one JSON file each, which is replaced atomically when something
-changes."""
+"""Stores batches as in OpenAI's API, one JSON file each. A file is replaced atomically when its
+batch changes."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -127,7 +127,7 @@ class BatchStore:
         self._batches[batch.batch_id] = batch
 
     def note(self, batch: Batch) -> None:
-        """Keep counts in memory only; after a kill they are computed from the answers on disk."""
+        """Keep counts, in memory only: after a kill they are computed from the answers on disk."""
         self._batches[batch.batch_id] = batch
 
     def find(self, owner: str, batch_id: str) -> Batch | None:

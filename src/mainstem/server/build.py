@@ -38,8 +38,8 @@ class GatewaySettings:
     limits: ServerLimits = field(default_factory=ServerLimits)
     sessions: SessionLimits = field(default_factory=SessionLimits)
     parsers: tuple[str, str] = (AUTO, AUTO)  # for tool calls and for reasoning
-    data_dir: Path | None = None  # for files and batches
-    kept_in: Path | None = None  # for sessions and responses
+    data_dir: Path | None = None  # folder for files and batches
+    kept_in: Path | None = None  # folder for sessions and responses
     record: Path | None = None
 
 
@@ -77,7 +77,7 @@ def make_gateway(
 
 
 def _check_apps(gateway: Gateway) -> None:
-    """Raise ConfigError if the prompt of a flag's app leaves no room for an answer."""
+    """Raise ConfigError if the prompt of an app given by a flag leaves no room for an answer."""
     for name, app in gateway.apps.given.items():
         try:
             gateway.filler.prefixes(app)

@@ -11,10 +11,10 @@ from mainstem.server.limits import ServerLimits
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits for headers: uvicorn waits for them for ever and accepts any
-    size. Headers must be complete within `header_s`, counted from the connection or from the first
-    byte of a later request, and within `header_bytes`. Otherwise the reply is 408 or 431 and the
-    connection ends.
+    """uvicorn's protocol with limits for headers: uvicorn itself waits for ever and accepts any
+    size. Headers must have at most `header_bytes` and be complete within `header_s`, counted from
+    the connection or from the first byte of a later request. Otherwise the reply is 408 or 431 and
+    the connection ends.
     """
 
     limits: ClassVar[ServerLimits] = ServerLimits()

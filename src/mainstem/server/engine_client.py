@@ -54,7 +54,7 @@ class EngineState(Enum):
     RUNNING = "running"
     RESTARTING = "restarting"
     STOPPING = "stopping"
-    FAILED = "failed"  # it ended several times; it is still restarted from time to time
+    FAILED = "failed"  # the engine ended several times; it is still restarted from time to time
 
 
 class Launched(Protocol):
@@ -79,7 +79,7 @@ class EngineClient:
     """
 
     def __init__(self, tokenizer: Tokenizer, launch: Callable[[], Launched]) -> None:
-        """Starts the first engine and waits for it; raises its error if that fails."""
+        """Start the first engine and wait for it; raises its error if that fails."""
         self.tokenizer = tokenizer
         self.bus = EventBus()
         self.state = EngineState.RUNNING
@@ -99,7 +99,7 @@ class EngineClient:
         self._open: dict[int, Ticket] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._numbers = count()
-        self._commands: list[Command] = []  # of this iteration of the event loop
+        self._commands: list[Command] = []  # commands of this iteration of the event loop
         self._transport: asyncio.WriteTransport | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._is_running = asyncio.Event()
@@ -124,12 +124,13 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Prompts in progress."""
+        """The number of prompts in progress."""
         return len(self._open)
 
     @property
     def num_unheard(self) -> int:
-        """Prompts that the engine has not received yet; it does so between two steps."""
+        """The number of prompts that the engine has not received yet. It receives prompts between
+        two steps."""
         return sum(not ticket.is_accepted for ticket in self._open.values())
 
     async def submit(self, requests: Sequence[Request], owner: str = "") -> Answering:
@@ -169,12 +170,12 @@ class EngineClient:
         self, name: str, prefixes: Sequence[Int32s], salt: bytes = b"", public_tokens: int = 0
     ) -> int:
         """Pin the pages of prefixes, in place of those pinned under this name before; returns their
-        number. `salt` and `public_tokens` are those of the requests that computed them."""
+        number. `salt` and `public_tokens` are those of the requests that computed the prefixes."""
         packed = tuple(np.asarray(prefix, np.int32).tobytes() for prefix in prefixes)
         return await self._call(lambda call: Pin(call, name, packed, salt, public_tokens))
 
     async def clear_cache(self) -> int:
-        """Forget every cached page that no sequence holds; returns how many."""
+        """Forget every cached page that no sequence holds; returns how many were forgotten."""
         return await self._call(ClearCache)
 
     async def check(self) -> bool:
@@ -248,7 +249,7 @@ class EngineClient:
                 self.on_tokens(num_tokens)
 
     def _hear_tokens(self, tokens: list[int], now_s: float) -> int:
-        """Read one more token for each of many answers: the common case."""
+        """Read one more token for each of many answers. This is the common case."""
         parts = iter(tokens)
         for number, index, token_id in zip(parts, parts, parts, strict=True):
             if ticket := self._open.get(number):
@@ -347,7 +348,7 @@ class EngineClient:
         if self.state is not EngineState.FAILED:
             self.state = EngineState.STOPPING
         if self._transport is None:
-            self._launched.kill()  # it has ended, or is still starting
+            self._launched.kill()  # the engine has ended, or is still starting
         self._send(Close())
         self._flush()
         if self._restarting is not None:
@@ -359,7 +360,7 @@ class EngineClient:
 
 
 class _Reports(asyncio.Protocol):
-    """Bytes from the engine -> messages."""
+    """Makes messages from the engine's bytes."""
 
     def __init__(self, hear: Callable[[bytes], None], lose: Callable[[], None]) -> None:
         self._hear = hear

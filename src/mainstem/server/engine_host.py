@@ -50,7 +50,7 @@ from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import CompiledForm, Grammars
 
 SNAPSHOT_S = 0.2  # the front's view of a running engine is at most this old
-IDLE_S = 0.2  # between two checks of pages being saved, with nothing to run
+IDLE_S = 0.2  # if nothing runs: between two checks of pages that are being saved
 COMPILING_S = 0.002  # between two checks of forms being compiled
 PROBE = RequestId("probe")
 MAX_LAST_STEPS = 100
@@ -76,7 +76,7 @@ class Link:
         self._unsent = bytearray()
 
     def receive(self, wait_s: float) -> Iterator[bytes]:
-        """Messages that have arrived; waits if there are none. Raises FrontLeft."""
+        """Return the messages that have arrived; waits if there are none. Raises FrontLeft."""
         self._poll.register(self._connection, IN_OR_OUT if self._unsent else select.POLLIN)
         self._poll.poll(wait_s * 1e3)
         self._flush()
@@ -136,11 +136,11 @@ class EngineHost:
         self._compiling: dict[int, tuple[Request, Future[CompiledForm]]] = {}  # by number
         self._open: dict[str, _Open] = {}
         self._ids: dict[int, RequestId] = {}  # by number
-        self._pinned: dict[str, list[PageKey]] = {}  # by the name they are pinned under
+        self._pinned: dict[str, list[PageKey]] = {}  # pages by the name under which they are pinned
         self._report = Report()
         self._snapshot_s = 0.0
         self._was_idle = True
-        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # what was sent last
+        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # the one sent last
         self._must_probe = False  # a request failed, perhaps because the engine is broken
         self._is_closing = False
 
@@ -257,7 +257,7 @@ class EngineHost:
         engine = self._engine
         match command:
             case Pin(_, name, prefixes, salt, public_tokens):
-                # unpin the old ones first: they may include the same pages
+                # unpin the old pages first: they may include the new ones
                 engine.unpin(self._pinned.pop(name, []))
                 arrays = [np.frombuffer(prefix, np.int32) for prefix in prefixes]
                 keys = [key for ids in arrays for key in engine.pin(ids, salt, public_tokens)]
@@ -292,7 +292,7 @@ class EngineHost:
             news.append(_news(opened.number, output))
             if output.fault is not None:
                 self._must_probe |= not output.is_form_fault
-                self._engine.abort(output.request_id)  # its other answers
+                self._engine.abort(output.request_id)  # ends its other answers
             if output.finish_reason is not None:
                 opened.num_open -= 1
                 if opened.num_open == 0:
@@ -352,7 +352,7 @@ class EngineHost:
         raise EngineLost("the engine does not become idle")
 
     def _come_to_rest(self) -> None:
-        """Abort open requests, and wait for running steps."""
+        """Abort open requests, and wait until no step runs."""
         for request_id in self._ids.values():
             self._engine.abort(request_id)
         for _ in range(MAX_LAST_STEPS):

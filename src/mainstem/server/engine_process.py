@@ -2,8 +2,8 @@
 
     EngineProcess.start  -- socket pair, Begin -->  python -m mainstem.server.engine_process FD
 
-They communicate over a pair of sockets that no other process has. When one of them ends for any
-reason, the other sees the connection close.
+The two processes communicate over a pair of sockets that no other process has. When one process
+ends for any reason, the other sees that the connection is closed.
 """
 
 import logging
@@ -41,7 +41,7 @@ from mainstem.text.grammar import Grammars
 from mainstem.text.tokenizer import Tokenizer
 
 MODULE = "mainstem.server.engine_process"
-START_S = 3600.0  # loading a model never takes longer
+START_S = 3600.0  # limit for loading a model
 LOOK_S = 0.5  # how often a process that loads a model checks whether its front is still there
 
 log = logging.getLogger("mainstem.server")
@@ -54,7 +54,7 @@ class EngineNotMade(MainstemError):
 
 
 class EngineGone(Exception):
-    """The engine's process has ended without a reason."""
+    """The engine's process has ended without giving a reason."""
 
 
 # --- in the front --------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class EngineProcess:
         return cls(ours, process)
 
     def wait_ready(self) -> Ready:
-        """Wait for its engine; if it raises EngineNotMade, the process has ended."""
+        """Wait until the engine is ready. If this raises EngineNotMade, the process has ended."""
         began_s = monotonic()
         try:
             ready = first_word(self.connection)
@@ -107,7 +107,8 @@ class EngineProcess:
         self.process.kill()
 
     def end(self, within_s: float | None) -> str:
-        """Wait until it ends and return how; it is killed after `within_s` (None: never)."""
+        """Wait until the process ends and return how; it is killed after `within_s` (None:
+        never)."""
         try:
             status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -149,7 +150,7 @@ def _how(status: int) -> str:
 
 def main(argv: list[str], make: MakeEngine | None = None) -> int:
     """Make the engine that the front asks for, and run it until the front leaves."""
-    # ignored: the front gets them, too, and stops the engine
+    # signals are ignored: the front gets them, too, and stops the engine
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)

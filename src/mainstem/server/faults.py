@@ -19,7 +19,7 @@ NOT_FOUND = ("model_not_found", "app_not_found")
 
 
 class ApiError(Exception):
-    """A request ends here; `status` is HTTP's, the rest is OpenAI's error object."""
+    """An error that ends a request: an HTTP `status` and the fields of OpenAI's error object."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ def unavailable(message: str) -> ApiError:
 
 @contextmanager
 def disk_is_needed() -> Iterator[None]:
-    """A failed write becomes 507 instead of an internal error."""
+    """In this context, a failed write becomes 507 instead of an internal error."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What is known of a file; `created` is in seconds since 1970."""
+    """The record of a file; `created` is in seconds since 1970."""
 
     file_id: str
     filename: str
@@ -61,8 +61,8 @@ class FileStore:
 
     @contextmanager
     def writing(self, owner: str, name: str | None = None) -> Iterator[tuple[str, Path]]:
-        """The id of a new file, and the path for its bytes, which are removed unless `put` is
-        called. The same `name` gives the same id; without a name the id is new.
+        """Give the id of a new file, and the path for its bytes. The bytes are removed unless `put`
+        is called. The same `name` gives the same id; without a name the id is new.
         """
         file_id = f"file-{token_hex(12)}" if name is None else named_id(name)
         path = self._path(owner, file_id, ".data")
@@ -75,7 +75,7 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     def put(self, owner: str, file_id: str, filename: str, purpose: str) -> StoredFile:
-        """Make a file exist, now that its bytes are written."""
+        """Make a file visible, after its bytes were written."""
         path = self._path(owner, file_id, ".data")
         with path.open("rb") as data:
             os.fsync(data.fileno())
@@ -101,7 +101,8 @@ class FileStore:
         return sorted(files, key=lambda stored: (stored.created, stored.file_id), reverse=True)
 
     def made_before(self, before_s: float) -> list[tuple[str, StoredFile]]:
-        """The old files of all owners, including owners whose keys were removed."""
+        """Return the files made before a time, of all owners, including owners whose keys were
+        removed."""
         owners = [folder.name for folder in self._folder.iterdir() if folder.is_dir()]
         files = [(owner, stored) for owner in owners for stored in self.listed(owner)]
         return [(owner, stored) for owner, stored in files if stored.created < before_s]
@@ -132,7 +133,8 @@ def _read(path: Path) -> StoredFile | None:
 
 
 def remove_fresh(folder: Path) -> None:
-    """Remove what a process that was killed in `write_whole` left in the folders of owners."""
+    """Remove the leftovers, in the folders of owners, of a process that was killed in
+    `write_whole`."""
     for leftover in folder.glob(f"*/*{FRESH}"):
         leftover.unlink(missing_ok=True)
 

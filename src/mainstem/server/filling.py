@@ -32,11 +32,11 @@ class AppFiller:
         self._filled: dict[str, list[Int32s]] = {}  # prefixes whose pages are kept, by app
         self._ids = unique_ids()
         self.changing = asyncio.Lock()  # held while an app is changed, filled or removed
-        self.num_refills = 0  # refills in progress: not all apps are filled
+        self.num_refills = 0  # refills in progress; if there are any, not all apps are filled
 
     def prefixes(self, app: App) -> list[list[int]]:
-        """The tokens that all requests to an app begin with; raises InvalidRequest if they leave no
-        room."""
+        """Return the tokens that all requests to an app begin with; raises InvalidRequest if they
+        leave no room."""
         prefixes = shared_prefixes(self._engine.tokenizer, app)
         for prefix in prefixes:
             if len(prefix) >= self._engine.max_model_len:
@@ -48,14 +48,14 @@ class AppFiller:
         return prefixes
 
     def public_tokens(self, app: App | None, prompt_ids: Sequence[int] | Int32s) -> int:
-        """How many leading tokens of a prompt are the app's."""
+        """Return how many leading tokens of a prompt belong to the app."""
         prefixes = () if app is None else self._filled.get(app.name, ())
         return max((_num_common(prefix, prompt_ids) for prefix in prefixes), default=0)
 
     async def fill(self, app: App) -> int:
         """Compute an app's prefix and pin its pages; returns how many tokens it has.
 
-        Raises InvalidRequest if it does not fit, EngineFault if the engine cannot.
+        Raises InvalidRequest if the prefix does not fit, EngineFault if the engine fails.
         """
         prefixes = await asyncio.to_thread(self.prefixes, app)
         requests = [
@@ -80,17 +80,17 @@ class AppFiller:
         return num_tokens
 
     async def forget(self, name: str) -> None:
-        """An app was removed or changed: unpin its pages, so that they can be evicted."""
+        """Unpin the pages of an app that was removed or changed, so that they can be evicted."""
         if self._filled.pop(name, None) is not None:
             await self._engine.pin(name, ())
 
     async def fill_all(self) -> None:
-        """Fill every app; one that cannot be filled is computed by its first request."""
+        """Fill every app. If an app cannot be filled, its first request computes its prefix."""
         self.num_refills += 1
         try:
             for name in self.apps.names:
                 async with self.changing:
-                    # None: it was removed in the meantime
+                    # None: the app was removed in the meantime
                     if (app := self.apps.find(name)) is not None:
                         await self._try_to_fill(app)
         finally:
@@ -104,7 +104,7 @@ class AppFiller:
             log.error("app not filled", extra={"facts": facts})
 
     def _filling(self, prefix: Sequence[int]) -> SamplingParams:
-        """An answer just long enough to complete the prefix's last page.
+        """Make a request whose answer is just long enough to complete the prefix's last page.
 
         Only full pages are cached; a request then copies the part of the last page that it shares.
         """

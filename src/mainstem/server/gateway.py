@@ -1,4 +1,4 @@
-"""From an HTTP request's body to its answers: everything between the routes and the engine."""
+"""Answers the bodies of HTTP requests: everything between the routes and the engine."""
 
 import asyncio
 import logging
@@ -58,13 +58,13 @@ from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.logprobs import token_text
 from mainstem.wire.replies import Echo, Heading, Reply
 
-# more work than this would block the event loop for 1 ms: characters to encode, characters to scan
-# ...
+# more work than this would block the event loop for over 1 ms: characters to encode, characters to
+# scan ...
 INLINE_CHARS = 1 << 10
 INLINE_KNOWN_CHARS = 1 << 16
 INLINE_IDS = 1 << 10  # ... and ids to write out
 MAX_WINDOWS = 32  # a conversation may be this many times as long as the context
-CLIENT_LEFT = 499  # never sent; for logs and metrics
+CLIENT_LEFT = 499  # a status for logs and metrics, which is never sent
 
 Written = TypeVar("Written")
 
@@ -84,7 +84,7 @@ class BatchService:
 class Gateway:
     """Answers requests. Lives on the event loop."""
 
-    def __init__(  # the parts of a server, joined in serve.py
+    def __init__(  # the parts of a server, which build.py joins
         self,
         engine: EngineClient,
         model: ServedModel,
@@ -176,18 +176,18 @@ class Gateway:
         self._savers.append(Saver("sessions", self.sessions, file))
 
     def keep_responses(self, file: ResponseFile) -> None:
-        """The same for responses."""
+        """Load responses from a file and save them there; see `keep_sessions`."""
         self.responses.restore(file.load())
         self._savers.append(Saver("responses", self.responses, file))
 
     def _refill(self) -> None:
-        """The engine lost its cache: compute the apps' prefixes again."""
+        """Compute the apps' prefixes again, because the engine lost its cache."""
         self.pins.forget()
         before = self._refilling
 
         async def refill() -> None:
             if before is not None:
-                await before  # one after the other
+                await before  # refills run one after the other
             await self.filler.fill_all()
 
         self._refilling = asyncio.ensure_future(refill())
@@ -195,7 +195,8 @@ class Gateway:
     # --- completions ----------------------------------------------------------------------------
 
     async def answer(self, request: Request, kind: Kind) -> Response:
-        """The reply to a chat or completion, whole or as a stream; raises WireError or ApiError."""
+        """Return the reply to a chat or completion, whole or as a stream; raises WireError or
+        ApiError."""
         self.gate.allow(request.state.tenant)
         call, prompts = self.parser.parse(await read_json(request, self.limits), kind)
         prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
@@ -210,7 +211,7 @@ class Gateway:
         reply_id: str,
         make_writer: MakeWriter,
     ) -> Response:
-        """The reply to a call of any API, in the format of its writer; raises WireError or
+        """Return the reply to a call of any API, in the format of its writer; raises WireError or
         ApiError. The caller has already counted the request in the tenant's rate."""
         tenant: Tenant = request.state.tenant
         asked_s = monotonic()
@@ -266,7 +267,8 @@ class Gateway:
         turn: Turn | None,
         salt: bytes,
     ) -> list[list[int]]:
-        """Ids of the prompts; long ones are encoded on another thread. Raises ApiError."""
+        """Return the ids of the prompts; long prompts are encoded on another thread. Raises
+        ApiError."""
         tokenizer, session = self.engine.tokenizer, None if turn is None else turn.session
         most = self._most_tokens(call)
 
@@ -290,15 +292,15 @@ class Gateway:
             raise from_invalid(error) from None
 
     def _kept(self, call: Call, prompts: list[list[int]], app: App | None) -> list[list[int]]:
-        """Prompts cut to the number of last tokens that the call asks for."""
+        """Cut prompts to their last tokens, as many as the call asks for."""
         if call.kept_prompt_tokens is not None and app is not None:
             message = "truncate_prompt_tokens: would cut off the app's prompt; use context_overflow"
             raise ApiError(400, message, "truncate_prompt_tokens", "invalid_value")
         return [call.kept_prompt(ids, self.engine.max_model_len) for ids in prompts]
 
     def _most_tokens(self, call: Call) -> int:
-        """The most tokens of a prompt. More would leave no room for an answer, or take so long to
-        truncate that all requests would wait."""
+        """The maximum number of tokens in a prompt. More would leave no room for an answer, or take
+        so long to truncate that all requests would wait."""
         window = self.engine.max_model_len
         most = window - 1
         if call.overflow is not Overflow.ERROR or call.kept_prompt_tokens is not None:
@@ -307,7 +309,7 @@ class Gateway:
 
     @property
     def _most_read(self) -> int:
-        """The most tokens that any prompt may have."""
+        """The maximum number of tokens that any prompt may have."""
         window = self.engine.max_model_len
         return max(window - 1, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
 
@@ -347,7 +349,7 @@ class Gateway:
         app: App | None,
         turn: Turn | None,
     ) -> list[EngineRequest]:
-        """The engine's requests for a call. The app's prompt is public, and is kept when a
+        """Make the engine's requests for a call. The app's prompt is public, and is kept when a
         conversation outgrows the context."""
         num_public = [self.filler.public_tokens(app, ids) for ids in prompts]
         try:
@@ -380,7 +382,7 @@ class Gateway:
     # --- tokens ---------------------------------------------------------------------------------
 
     async def tokenize(self, body: Json, tenant: Tenant) -> Json:
-        """Ids of a text (`prompt`) or of a conversation (`messages`)."""
+        """Return the ids of a text (`prompt`) or of a conversation (`messages`)."""
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
         options, fields = tokenize_options(body)
         call, prompts = self.parser.parse(fields, kind)
@@ -406,7 +408,8 @@ class Gateway:
         return found
 
     async def count(self, call: Call, prompts: Sequence[Prompt], tenant: Tenant) -> int:
-        """Tokens of the only prompt of a call; it may be as long as any prompt."""
+        """Return the number of tokens in the only prompt of a call. It may be as long as any prompt
+        may be."""
         _, app = self.apps.resolve(call, self.model.names)
         call = replace(call, overflow=Overflow.RECOMPUTE)
         ids = await self.encode(call, prompts, app, None, tenant.page_salt(call.cache_salt))
@@ -414,7 +417,7 @@ class Gateway:
         return len(ids[0])
 
     async def detokenize(self, body: Json) -> Json:
-        """Text of ids (`tokens`), special tokens included."""
+        """Return the text of ids (`tokens`), including special tokens."""
         tokens = read_fields(body, DetokenizeBody).tokens
         if len(tokens) > self._most_read:
             message = f"tokens: there are {len(tokens)}, and there may be {self._most_read}"

@@ -1,4 +1,4 @@
-"""Names for requests."""
+"""Makes ids for requests."""
 
 from collections.abc import Iterator
 from itertools import count

@@ -4,12 +4,12 @@
                                                                            `<---> ROUTER (replay)
 
 PUB sends (topic, number, batch). Numbers count from 0 without gaps; 8 bytes, big endian. A batch is
-[seconds since 1970, events, 0], an event is a map whose `type` names it. A client that sends a
-number to ROUTER gets (topic, number, batch) of every kept batch from there on, then an empty batch
-whose number is -1.
+[seconds since 1970, events, 0]; an event is a map whose `type` names it. A client that sends a
+number to ROUTER gets (topic, number, batch) of every kept batch from this number on, then an empty
+batch whose number is -1.
 
-The engine only queues lists, so subscribers never block it: batches are dropped for a slow
-subscriber, and replays are answered by the thread.
+The engine only queues lists, so subscribers never block it: if a subscriber is slow, batches are
+dropped for it, and the thread answers replays.
 """
 
 import logging
@@ -58,8 +58,8 @@ class KvEventsConfig:
 
 
 class BlockStored(Struct, tag=True, frozen=True):
-    """Consecutive pages, the first of which follows `parent_block_hash`, if there is one. If there
-    are no token ids and the size is 0, only their names are known.
+    """Consecutive pages. The first follows `parent_block_hash`, if there is one. If there are no
+    token ids and the size is 0, only the pages' names are known.
     """
 
     block_hashes: list[bytes]
@@ -72,7 +72,7 @@ class BlockStored(Struct, tag=True, frozen=True):
 
 
 class BlockRemoved(Struct, tag=True, frozen=True):
-    """Pages that a medium no longer has; others may."""
+    """Pages that a medium no longer has; other media may still have them."""
 
     block_hashes: list[bytes]
     medium: str
@@ -91,7 +91,8 @@ class Batch(Struct, array_like=True, frozen=True):
 
 
 def to_batch(ts: float, events: Sequence[PageEvent]) -> Batch:
-    """Events of the bus as a batch; consecutive events are joined if the meaning stays the same."""
+    """Make a batch from events of the bus. Consecutive events are joined if the meaning stays the
+    same."""
     sent: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
     for event in events:
         last = sent[-1] if sent else None
@@ -115,7 +116,7 @@ def to_batch(ts: float, events: Sequence[PageEvent]) -> Batch:
 def _joined(
     run: BlockStored | None, medium: str, key: bytes, parent: bytes | None, token_ids: bytes
 ) -> BlockStored:
-    """The run extended by a page that follows its last one, or the page as a new run."""
+    """Return the run extended by a page that follows its last page, or the page as a new run."""
     size = len(token_ids) // 4
     is_alike = run is not None and (run.medium, run.block_size) == (medium, size)
     if run is None or not is_alike or (size and run.block_hashes[-1] != parent):
@@ -129,7 +130,7 @@ def _joined(
 
 
 class KvEventPublisher:
-    """Publishes what happens to pages after it was created. Create it before the store, which
+    """Publishes what happens to pages from its creation on. Create it before the store, which
     announces the pages that it finds on disk. `flush` ends a batch.
     """
 
@@ -157,8 +158,8 @@ class KvEventPublisher:
                 self._out.connect(config.connect)
             if config.replay is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
-                # twice the limit, for a whole replay: batches that were read before may still take
-                # up half of it
+                # twice the limit, so that a whole replay fits: half of it may be used by batches
+                # that were read before
                 self._replay.set_hwm(2 * (MAX_KEPT + 1))
             self.replay_endpoint = _bind(self._replay, config.replay)
         except zmq.ZMQError as error:

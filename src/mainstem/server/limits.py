@@ -1,4 +1,4 @@
-"""How much a client may ask for at once: sizes, times, and requests in progress."""
+"""Limits for clients: sizes, times, and requests in progress."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,19 +23,19 @@ class ServerLimits:
     upload_bytes: int = 256 << 20  # a file sent to /v1/files
     upload_s: float = 3600.0  # for the whole upload; each piece must arrive within `body_s`
     stored_bytes: int = 4 << 30  # all files of a key, including the answers of its batches
-    stored_files: int = 10_000  # of a key; each costs an entry in a folder, however small
+    stored_files: int = 10_000  # of a key; even a small file needs an entry in a folder
     file_ttl_s: float = 30 * 86_400.0  # counted from a file's creation, and from a batch's end
-    open_batches: int = 32  # of a key, not ended
-    kept_batches: int = 10_000  # of a key; above it batches without files are removed, oldest first
+    open_batches: int = 32  # batches of a key that have not ended
+    kept_batches: int = 10_000  # of a key; above this, old batches without files are removed
     write_s: float = 60.0  # a client that reads nothing for this long is disconnected
     max_depth: int = 32  # nesting of JSON
     body: BodyLimits = field(default_factory=BodyLimits)
     response_ttl_s: float = 30 * 86_400.0  # counted from a response's last use
-    kept_responses: int = 10_000  # of all keys; above it, the key with the most loses its oldest
-    # of all kept responses with their inputs; above it, the same happens
+    kept_responses: int = 10_000  # of all keys; above this, the key with the most loses its oldest
+    # bytes of all kept responses with their inputs; above this, the same happens
     response_bytes: int = 256 << 20
-    open_answers: int = 2048  # running and waiting, of all clients; above it 429
-    pinned_share: float = 0.25  # of the device's pages that a key may keep by `cache_control`
+    open_answers: int = 2048  # running and waiting, of all clients; above this, 429
+    pinned_share: float = 0.25  # share of the device's pages that a key may keep by `cache_control`
     requests_per_minute: int | None = None  # per key
     open_requests: int | None = None  # per key
 
@@ -59,7 +59,7 @@ class _Use:
 
 @dataclass(slots=True)
 class Gate:
-    """Counts requests in and out. Used on the event loop only."""
+    """Counts requests as they begin and end. Used only on the event loop."""
 
     limits: ServerLimits
     clock: Callable[[], float] = monotonic

@@ -1,4 +1,4 @@
-"""What the server is doing now, for its page: totals, shared runs, the last requests."""
+"""Collects what the server is doing, for its page: totals, shared runs, the last requests."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Json = dict[str, object]
 
 
 class RequestState(Enum):
-    OPEN = "open"  # shown as waiting or running
+    OPEN = "open"  # the page shows it as waiting or running
     FINISHED = "finished"
     ABORTED = "aborted"  # its client left
     FAILED = "failed"
@@ -34,8 +34,8 @@ class Record:
     state: RequestState = RequestState.OPEN
 
     def view(self, num_read: int | None) -> Json:
-        """`num_read` is the number of prompt tokens that are computed; None: the prompt takes only
-        one step."""
+        """Return the object for the page. `num_read` is the number of prompt tokens that are
+        computed; None: the prompt takes only one step."""
         ticket = self.ticket
         state = self.state.value
         if self.state is RequestState.OPEN:
@@ -53,7 +53,7 @@ class Record:
         }
 
     def _num_read(self, num_read: int | None) -> int:
-        """Tokens of the prompt that are computed, or are in the step that runs."""
+        """Return how many tokens of the prompt are computed, or are in the step that runs."""
         if self.ticket.admitted_s is None:
             return 0
         if num_read is None or self.ticket.token_s:

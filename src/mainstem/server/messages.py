@@ -42,7 +42,7 @@ class Begin(Struct, array_like=True, frozen=True, tag="begin"):
     """The first message: which engine to make."""
 
     config: EngineConfig
-    folder: str  # the model's, resolved
+    folder: str  # the model's folder, resolved
     log_level: str
     kv_events: KvEventsConfig | None = None
 
@@ -50,7 +50,7 @@ class Begin(Struct, array_like=True, frozen=True, tag="begin"):
 class Submit(Struct, array_like=True, frozen=True, tag="submit"):
     """A prompt to be answered. Stop strings stay with the front, which reads the text."""
 
-    number: int  # identifies it in reports
+    number: int  # identifies the request in reports
     request_id: str
     prompt_ids: bytes  # int32
     sampling: dict[str, Any]  # fields of SamplingParams that differ from their defaults
@@ -97,7 +97,7 @@ class ClearCache(Struct, array_like=True, frozen=True, tag="clear"):
 
 
 class Check(Struct, array_like=True, frozen=True, tag="check"):
-    """Answered with whether anything runs, 1 or 0, or with a fault if a page was lost."""
+    """Asks whether anything runs. Answered with 1 or 0, or with a fault if a page was lost."""
 
     call: int
 
@@ -157,7 +157,7 @@ class Refusal(Struct, array_like=True, frozen=True):
     """A request that cannot run; an InvalidRequest."""
 
     number: int
-    kind: str  # in _REFUSALS
+    kind: str  # a key of _REFUSALS
     field: str
     reason: str
 
@@ -191,14 +191,14 @@ class Report(Struct, array_like=True, tag="report"):
     """What has happened since the last report."""
 
     accepted: list[int] = []
-    admitted: list[tuple[int, float]] = []  # number, when it left the queue
+    admitted: list[tuple[int, float]] = []  # (number, when the request left the queue)
     refused: list[Refusal] = []
-    # number, index, token, number, index ...: one more token each for known answers
+    # number, index, token, number, index ...: one more token for each of several known answers
     tokens: list[int] = []
     news: list[News] = []  # all other news of answers
     replies: list[Reply] = []
     events: list[tuple[int, list[Any]]] = []  # place in EVENTS, fields
-    snapshot: EngineSnapshot | None = None  # renewed now and then
+    snapshot: EngineSnapshot | None = None  # sent from time to time
     step: StepInProgress | None = None  # set only together with `snapshot`
 
     @property
@@ -231,7 +231,7 @@ def unpack_event(packed: tuple[int, list[Any]]) -> Event:
 # --- requests ------------------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
-# not sent to the engine: the front turns tokens into text
+# fields that are not sent to the engine: the front turns tokens into text
 _FRONT_ONLY = {"stop", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
 _SENT = [each.name for each in fields(SamplingParams) if each.name not in _FRONT_ONLY]
 
@@ -278,7 +278,7 @@ def unpack_request(submit: Submit) -> Request:
 
 # --- frames --------------------------------------------------------------------------------------
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item())  # of numpy
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item())  # numpy's numbers
 decode_commands = msgspec.msgpack.Decoder(list[Command]).decode
 decode_begin = msgspec.msgpack.Decoder(Begin).decode
 decode_report = msgspec.msgpack.Decoder(Report | Ready | NotMade).decode
@@ -309,7 +309,7 @@ def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
 
 
 class Unframer:
-    """Bytes as they come -> messages, still encoded."""
+    """Splits the bytes of a connection into messages, which are still encoded."""
 
     def __init__(self) -> None:
         self._held = bytearray()

@@ -69,7 +69,7 @@ class MessagesRoutes:
             raise
 
     async def count(self, request: Request) -> Response:
-        """How many tokens the prompt of such a message has."""
+        """Return how many tokens the prompt of a request has."""
         _, call, chat = await self._read(request, CountBody)
         count = await self._gateway.count(call, [chat], request.state.tenant)
         return JSONResponse({"input_tokens": count})
@@ -94,7 +94,8 @@ class MessagesRoutes:
 
 
 class PrefixKeeper:
-    """Finds the prefixes of a prompt to keep, and pins them once it is computed."""
+    """Finds the prefixes of a prompt that should be kept, and pins them once the prompt is
+    computed."""
 
     def __init__(
         self, gateway: Gateway, tenant: Tenant, call: Call, chat: Chat, marks: Sequence[Mark]
@@ -107,7 +108,7 @@ class PrefixKeeper:
         self._lengths: list[int] = []  # length of each mark's prefix in tokens
 
     async def measure(self, request: EngineRequest) -> Kept:
-        """How many tokens are kept, within the limits of this key."""
+        """Return how many tokens will be kept, within the limits of this key."""
         most = self._gateway.pins.max_tokens
         self._lengths = [await self._length(mark, request) for mark in self._marks]
         told = [
@@ -118,7 +119,7 @@ class PrefixKeeper:
         return Kept(max((length for length, _ in told), default=0), max(hour, default=0))
 
     def keep(self, request: EngineRequest) -> None:
-        """Pin the prefixes, now that the prompt is computed."""
+        """Pin the prefixes, after the prompt was computed."""
         owner = owner_of(self._tenant)
         for mark, length in zip(self._marks, self._lengths, strict=True):
             ids = request.prompt_ids[:length]
@@ -175,7 +176,7 @@ class MessageWriter:
         return msgspec.json.encode(reply.whole(self._answers))
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, with pings while there is no news."""
+        """Yield server-sent events, with pings while there is no news."""
         [ticket] = answering.tickets
         stream = MessageStream(self._reply)
         yield stream.opening(self._answers)
@@ -188,7 +189,7 @@ class MessageWriter:
             except StopAsyncIteration:
                 break
             except TimeoutError:
-                listening = aiter(answering)  # a new one: the timeout ended the last iterator
+                listening = aiter(answering)  # a new iterator: the timeout ended the last one
                 yield PING
                 continue
             events: list[bytes] = []

@@ -1,8 +1,9 @@
-"""What the server counts, as Prometheus text; docs/metrics.md says what each series means.
+"""Counts what the server does, and renders it as Prometheus text; docs/metrics.md explains each
+series.
 
 Events come from the engine, timings and snapshots from the server; `render` may be called on any
-thread. Names are those of vLLM if the meaning is the same, so that its dashboards and routers work;
-the rest is under `mainstem:`.
+thread. If vLLM has a series with the same meaning, its name is used, so that dashboards and routers
+for vLLM work; the other names begin with `mainstem:`.
 """
 
 from bisect import bisect_left
@@ -141,7 +142,7 @@ class RequestTiming:
 @dataclass(slots=True)
 class _Histogram:
     bounds: tuple[float, ...]
-    # one for each bound, and one for values above the last
+    # one count for each bound, and one for values above the last bound
     counts: list[int] = field(default_factory=list)
     total: float = 0.0
 
@@ -162,9 +163,9 @@ class ServerMetrics(Collector):
     """Counts what happened since it was attached to a bus. Every method may be called on any
     thread.
 
-    Totals are `counters`; labels and distributions, which they do not keep, are counted here.
-    One lock guards all values, so a rendered page shows one moment. Listeners only add numbers and
-    never wait for text to be rendered.
+    Totals are in `counters`; values by label and distributions, which `counters` does not have, are
+    counted here. One lock guards all values, so a rendered page shows one moment. Listeners only
+    add numbers and never wait for text to be rendered.
     """
 
     def __init__(self, bus: EventBus, model_name: str = "mainstem") -> None:
@@ -275,11 +276,11 @@ class ServerMetrics(Collector):
             self._labelled["mainstem:http_responses"][str(status),] += 1
 
     def render(self) -> str:
-        """Everything in Prometheus' text format; serve it as CONTENT_TYPE."""
+        """Return everything in Prometheus' text format; serve it as CONTENT_TYPE."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """Called by `self._registry`: every series at one moment."""
+        """Yield every series at one moment; `self._registry` calls this."""
         with self._lock:
             totals = self._totals()
             labelled = {name: dict(values) for name, values in self._labelled.items()}

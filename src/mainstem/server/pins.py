@@ -1,4 +1,4 @@
-"""Prefixes that clients want kept (`cache_control`): their pages are pinned for a while.
+"""Pins, for a while, the pages of prefixes that clients want to keep (`cache_control`).
 
 Each key may keep a share of the device's pages. All keys together may keep half of the pages, or
 one key's share if that is more. The least recently used are unpinned first. When the engine loses
@@ -17,8 +17,8 @@ from mainstem.core.step import Int32s
 from mainstem.server.answering import EngineFault
 from mainstem.server.engine_client import EngineClient
 
-TOTAL_SHARE = 0.5  # of the device's pages, of all keys together
-MAX_PINS = 64  # of a key
+TOTAL_SHARE = 0.5  # share of the device's pages for all keys together
+MAX_PINS = 64  # pins of a key
 
 log = logging.getLogger("mainstem.server")
 
@@ -40,7 +40,7 @@ class Prefix:
         return self.salt, self.public_tokens, self.token_ids.astype(">i4").tobytes()
 
     def num_common(self, other: "Prefix") -> int:
-        """How many leading tokens have the same pages."""
+        """Return how many leading tokens of both prefixes have the same pages."""
         if (self.salt, self.public_tokens) != (other.salt, other.public_tokens):
             return 0
         return num_common(self.token_ids, other.token_ids)
@@ -70,11 +70,12 @@ class PrefixPins:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that one key may keep."""
+        """The maximum number of tokens that one key may keep."""
         return self._max_pages(self._share) * self._engine.snapshot.page_size
 
     def num_pages(self, owner: str | None = None) -> int:
-        """Pages that are kept for a key, or for all of them; common ones are counted once."""
+        """Return the number of pages that are kept for a key, or for all keys. Common pages count
+        once."""
         owners = {pin.owner for pin in self._pins} if owner is None else {owner}
         page_size = self._engine.snapshot.page_size
         return sum(
@@ -83,8 +84,8 @@ class PrefixPins:
         )
 
     def keep(self, owner: str, prefix: Prefix, ttl_s: float) -> None:
-        """Pin a computed prefix for `ttl_s` from now on. A pin of its beginning that would end
-        sooner is merged into it. A prefix longer than a key may keep is cut.
+        """Pin a computed prefix for `ttl_s` from now on. An earlier pin of its beginning that would
+        end sooner is merged into it. If the prefix is longer than a key may keep, it is cut.
         """
         prefix = Prefix(prefix.token_ids[: self.max_tokens], prefix.salt, prefix.public_tokens)
         if not len(prefix):
@@ -155,12 +156,12 @@ def num_common(one: Int32s, other: Int32s) -> int:
 async def _told(work: Coroutine[None, None, int]) -> None:
     try:
         await work
-    except EngineFault as fault:  # the cache is lost; the next request pins them again
+    except EngineFault as fault:  # the cache is lost; the next request pins its prefix again
         log.debug("nothing pinned", extra={"facts": {"reason": str(fault)}})
 
 
 def _is_part(pin: _Pin, owner: str, prefix: Prefix, ends_s: float) -> bool:
-    """Whether a pin has the same prefix, or has a beginning of `prefix` and ends sooner."""
+    """Whether a pin has the same prefix, or has the beginning of `prefix` and ends sooner."""
     if pin.owner != owner or pin.prefix.num_common(prefix) < len(pin.prefix):
         return False
     return len(pin.prefix) == len(prefix) or pin.ends_s <= ends_s

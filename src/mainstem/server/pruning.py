@@ -17,7 +17,7 @@ log = logging.getLogger("mainstem.server")
 
 
 class Pruner:
-    """Owns one task of the event loop."""
+    """Removes what has expired, from time to time, in one task of the event loop."""
 
     def __init__(self, files: FileStore, batches: BatchStore, ttl_s: float) -> None:
         self._files = files
@@ -42,10 +42,11 @@ class Pruner:
             await asyncio.sleep(PRUNE_S)
 
     async def prune(self) -> None:
-        """Remove what has expired.
+        """Remove what has expired now.
 
-        The files in use are determined before files are listed: a batch that is made in between
-        cannot name an expired file, and the files of one that ends in between are new.
+        The files in use are determined before files are listed. This is safe: a batch that is made
+        in between cannot name an expired file, and the files of a batch that ends in between are
+        new.
         """
         before_s = time() - self._ttl_s
         needed = self._needed()

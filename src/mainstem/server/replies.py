@@ -1,4 +1,5 @@
-"""News of a request's answers -> the bytes of its reply, whole or as server-sent events."""
+"""Makes the bytes of a reply, whole or as server-sent events, from the news of a request's
+answers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -27,14 +28,15 @@ class Writer(Protocol):
         """The event that ends a stream which cannot continue."""
 
 
-# the call and heading of a reply, the tokens of each prompt, and the turn of a session
+# makes a writer from the call and heading of a reply, the tokens of each prompt, and the turn of a
+# session
 MakeWriter = Callable[[Reply, Sequence[int], Turn | None], Writer]
 
 
 class ReplyWriter:
     """Gathers the answers to one request and writes them as they come.
 
-    `turn` gets the answer before the client does, so that the next turn finds it.
+    `turn` gets the answer before the client, so that the next turn finds it.
     """
 
     def __init__(self, reply: Reply, prompt_tokens: Sequence[int], turn: Turn | None) -> None:

@@ -1,4 +1,4 @@
-"""Stored responses on disk: an SQLite file with atomic changes."""
+"""Stores responses on disk, in an SQLite file with atomic changes."""
 
 import sqlite3
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ class ResponseFile:
         self._path = path
 
     def load(self) -> dict[Key, Kept]:
-        """The saved responses, least recently used first; raises ConfigError if it is not such a
-        file."""
+        """Return the saved responses, least recently used first; raises ConfigError if the file is
+        not a file of responses."""
         if not self._path.exists():
             return {}
         try:
@@ -52,7 +52,8 @@ class ResponseFile:
             database.execute("COMMIT")
 
     def _has_table(self, database: sqlite3.Connection) -> bool:
-        """False for a file of a process that was killed before its first save."""
+        """Whether the file has the table. It has none if its process was killed before the first
+        save."""
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == num_tables == 0:

@@ -100,7 +100,7 @@ class ResponseRoutes:
         return await gateway.reply(request, call, prompts, response_id, writer)
 
     def _earlier(self, owner: str, previous_id: str | None) -> list[Kept]:
-        """The responses that a request continues, the first one first."""
+        """Return the responses that a request continues, in order."""
         if previous_id is None:
             return []
         earlier = self._store.chain(owner, previous_id)
@@ -131,7 +131,7 @@ def _in_session(call: Call, body: ResponsesBody, session_id: str | None) -> Call
 
 
 def _rename(error: ApiError | WireError) -> None:
-    """The same error, with the name that the wrong field has in this body."""
+    """Return the same error with the name that the wrong field has in this API."""
     name = error.param or ""
     if name in ORIGINS:
         error.param = ORIGINS[name]

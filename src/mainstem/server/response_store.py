@@ -1,4 +1,4 @@
-"""Responses that are kept, for `GET /v1/responses/ID` and to be continued by their id."""
+"""Keeps responses, for `GET /v1/responses/ID` and for requests that continue them by id."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ RECORD_BYTES = 1024  # approximate memory of a record besides its JSON
 class Exchanged(msgspec.Struct, frozen=True):
     """Input and output of a response, as stored in JSON."""
 
-    input: list[Item]  # only of this response, without those of earlier ones
+    input: list[Item]  # input items of this response only, not of earlier ones
     response: Json
 
     @property
@@ -67,7 +67,7 @@ class ResponseStore:
         self._shelves: dict[str, _Shelf] = {}
         self._count = 0
         self._num_bytes = 0
-        self._changed: set[Key] = set()  # since `take_changes`
+        self._changed: set[Key] = set()  # changed since the last `take_changes`
 
     def __len__(self) -> int:
         return self._count

@@ -1,4 +1,4 @@
-"""News of an answer -> a response of /v1/responses, whole or as server-sent events."""
+"""Makes a response of /v1/responses, whole or as server-sent events, from the news of an answer."""
 
 from collections.abc import AsyncGenerator, Callable
 
@@ -13,8 +13,8 @@ from mainstem.wire.responses import Json, ResponseStream
 
 
 class ResponseWriter:
-    """Writes one response; `keep` and `turn` get it before the client does, so that a request
-    that continues it finds it."""
+    """Writes one response. `keep` and `turn` get it before the client, so that a request that
+    continues it finds it."""
 
     def __init__(
         self,

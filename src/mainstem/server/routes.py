@@ -1,4 +1,4 @@
-"""Paths and what they answer."""
+"""The server's paths and their handlers."""
 
 import asyncio
 import logging
@@ -105,7 +105,7 @@ class Routes:
         return JSONResponse(self._model(name))
 
     def _model_names(self) -> list[str]:
-        """The model's names, then each with each app."""
+        """Return the model's names, and then each name combined with each app."""
         names = self._gateway.model.names
         return [*names, *(f"{names[0]}:{app}" for app in self._gateway.apps.names)]
 
@@ -161,14 +161,15 @@ class Routes:
     # --- how it is ------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine can answer. For a supervisor, which should restart the process
-        otherwise."""
+        """Reply 200 while the engine can answer. Otherwise a supervisor should restart the
+        process."""
         if self._gateway.engine.state is EngineState.FAILED:
             raise unavailable("the engine failed")
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """200 from when the apps are filled until the server shuts down; for load balancers."""
+        """Reply 200 from the time the apps are filled until the server shuts down. For load
+        balancers."""
         gateway = self._gateway
         is_running = gateway.engine.state is EngineState.RUNNING
         is_filled = gateway.is_ready and not gateway.filler.num_refills
@@ -231,7 +232,8 @@ class Routes:
         return JSONResponse({"name": name, "deleted": True})
 
     async def reset_cache(self, request: Request) -> Response:
-        """Forget every cached page that no sequence holds, then compute those of the apps again."""
+        """Forget every cached page that no sequence holds, then compute the pages of the apps
+        again."""
         gateway = self._gateway
         gateway.pins.end_all()
         count = await self._on_engine(gateway.engine.clear_cache())
@@ -266,8 +268,8 @@ def _session(session: Session) -> dict[str, object]:
 
 
 def _file(name: str) -> Response:
-    """A file of the page's folder; only names that exist are accepted, so no path leads out of
-    it."""
+    """Reply with a file of the page's folder. Only names that exist are accepted, so no path leads
+    out of the folder."""
     for entry in PAGE.iterdir():
         if entry.name == name and entry.is_file() and not name.startswith(("_", ".")):
             kind = guess_type(name)[0] or "application/octet-stream"
@@ -304,7 +306,7 @@ class AccessMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
                 ]
-                if is_messages_path(scope["path"]):  # clients of that API read it from this header
+                if is_messages_path(scope["path"]):  # its clients read the id from this header
                     message["headers"].append((b"request-id", request_id.encode()))
             await send(message)
 

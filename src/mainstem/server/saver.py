@@ -29,7 +29,7 @@ class Changing(Protocol[T]):
 
 
 class SavedIn(Protocol[Saved_contra]):
-    """The file in which they are saved."""
+    """A file in which entries are saved."""
 
     def save(self, changes: Mapping[Key, Saved_contra | None], /) -> None:
         """Save atomically; raises sqlite3.Error or OSError."""
@@ -41,7 +41,7 @@ class Saver(Generic[T]):
     def __init__(
         self, name: str, kept: Changing[T], file: SavedIn[T], every_s: float = SAVE_S
     ) -> None:
-        self._name = name  # of the entries, for logs
+        self._name = name  # name of the entries, for logs
         self._kept = kept
         self._file = file
         self._every_s = every_s
@@ -65,7 +65,7 @@ class Saver(Generic[T]):
             await self._save()
 
     async def _save(self) -> None:
-        """Save on a thread; what cannot be written is tried again later."""
+        """Save on a thread. Entries that cannot be written are tried again later."""
         changes = self._kept.take_changes()
         if not changes:
             return

@@ -19,7 +19,7 @@ class ServedModel:
     created: int
     sampling: Mapping[str, object] = field(default_factory=dict)
     settings: str = ""  # all other settings that answers may depend on
-    formats: AnswerFormats | None = None  # None: found in its chat template
+    formats: AnswerFormats | None = None  # None: found in the chat template
 
     def formats_of(self, tokenizer: Tokenizer) -> AnswerFormats:
         """How the model writes tool calls and reasoning."""

@@ -1,9 +1,9 @@
-"""Which web sites' pages may call the server from a browser: none, unless a site was named.
+"""Decides which web sites' pages may call the server from a browser: none, unless a site was named.
 
 This prevents two attacks. Cross-site requests (CSRF): a page of another site sends a form, or a
 body without a type, which browsers send without a preflight; `Origin` and `Sec-Fetch-Site` reveal
-it. DNS rebinding: a page's own host name is made to resolve to this machine, so that the browser
-takes both for one site; `Host` reveals it, because it is not a name of this server.
+it. DNS rebinding: the attacker lets the host name of a page resolve to this machine, so that the
+browser takes both for one site; `Host` reveals it, because it is not a name of this server.
 """
 
 import re
@@ -23,8 +23,8 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.ASCII)
 
 
 def host_names(listens_on: str, allowed: Sequence[str]) -> list[str]:
-    """The host names of a server: the one it listens on, those it was given, and this machine's if
-    other machines can reach it."""
+    """Return the host names of a server: the name it listens on, the names it was given, and this
+    machine's name if other machines can reach it."""
     names = [listens_on.lower(), *allowed]
     try:
         is_private = ip_address(listens_on).is_loopback
@@ -46,7 +46,7 @@ class Sites:
         self._checks_hosts = checks_hosts and ANY not in self._hosts
 
     def refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
-        """Why a request is refused; None: it is not."""
+        """Return why a request is refused; None if it is allowed."""
         if self._checks_hosts and path not in PROBES:
             for value in _all(headers, b"host"):
                 if not self._is_known(value):

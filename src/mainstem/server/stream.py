@@ -17,7 +17,7 @@ class ClientLeft(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves; then raises ClientLeft."""
+    """Return the result of `work`. If the client leaves, cancels `work` and raises ClientLeft."""
     return await _until(_disconnect(receive), work)
 
 
@@ -36,15 +36,15 @@ async def _until(end: Coroutine[None, None, None], work: Coroutine[None, None, T
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Return when the client has left; its body was read before."""
+    """Return when the client has left. The body of its request must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Server-sent events. `held` is closed at the end in any case.
+    """Sends server-sent events. `held` is always closed at the end.
 
-    An exception of `events` ends the stream with the event that `last_words` makes of it.
+    If `events` raises, the stream ends with the event that `last_words` makes from the exception.
     """
 
     media_type = "text/event-stream"
@@ -62,7 +62,7 @@ class EventStream(Response):
         self._last_words = last_words
         self._held = held
         self._write_s = write_s
-        self._blocked_s: float | None = None  # since when the client has read nothing
+        self._blocked_s: float | None = None  # when the client stopped reading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
@@ -79,7 +79,7 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await self._send(send, event)
-        except Exception as error:  # the status was sent already: report it in the stream
+        except Exception as error:  # the status was sent already: report the error in the stream
             await self._send(send, self._last_words(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -13,13 +13,13 @@ from mainstem.text.tokenizer import Tokenizer
 
 
 def owner_of(tenant: Tenant) -> str:
-    """The owner of a tenant's sessions. It is derived from the key, so another key has other
+    """Return the owner of a tenant's sessions. It is derived from the key, so another key has other
     sessions."""
     return sha256(b"mainstem sessions\0" + tenant.salt).hexdigest()
 
 
 class Turn:
-    """Made and ended on the event loop; `begin` may run on any thread."""
+    """A turn. It is made and ended on the event loop; `begin` may run on any thread."""
 
     def __init__(
         self, sessions: Sessions, tenant: Tenant, session_id: str, tokenizer: Tokenizer
@@ -35,18 +35,18 @@ class Turn:
 
     @property
     def engine_id(self) -> SessionId:
-        """The session's name for the engine: no other tenant's session has the same."""
+        """The session's name for the engine, which no session of another tenant has."""
         return SessionId(f"{self._owner} {self._session_id}")
 
     def begin(self, prompt: BegunPrompt, prompt_ids: list[int]) -> None:
-        """The prompt of this turn, and its ids."""
+        """Return the prompt of this turn, and its ids."""
         text = prompt.text
         self._text = self._tokenizer.decode_all(prompt_ids) if text is None else text
         self._spoken = spoken_chat if prompt.is_chat else spoken_text
         self._prompt_ids = prompt_ids
 
     def end(self, output_ids: Sequence[int]) -> None:
-        """Keep the conversation, now that the answer is complete."""
+        """Keep the conversation, after the answer is complete."""
         token_ids = np.array([*self._prompt_ids, *output_ids], np.int32)
         text = self._spoken(self._text, output_ids, self._tokenizer)
         self._sessions.keep(self._owner, self._session_id, token_ids, text)

@@ -32,7 +32,7 @@ NOT_SERVED = {
 
 
 def explained(request: Request, error: HTTPException) -> Response:
-    """The reply to a request that has no handler."""
+    """Return the reply to a request that has no handler."""
     path = request.url.path
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     headers = dict(error.headers or {})
@@ -58,6 +58,6 @@ def _unknown_path(path: str, routes: Sequence[Route]) -> str:
 
 
 def _methods(path: str, routes: Sequence[Route]) -> list[str]:
-    """The methods of all routes with this path; each method may be a separate route."""
+    """Return the methods of all routes with this path; each method may be a separate route."""
     found = [route.methods or set() for route in routes if route.path_regex.match(path)]
     return sorted(set().union(*found))

@@ -1,4 +1,5 @@
-"""A file sent as a form: bounded in bytes and in time, written to disk as it comes."""
+"""Receives a file sent as a form, with limits for bytes and time, and writes it to disk as it
+comes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from mainstem.server.faults import ApiError
 from mainstem.server.limits import ServerLimits
 
-WRITE_BYTES = 1 << 20  # passed to the parser's thread at once
+WRITE_BYTES = 1 << 20  # bytes passed to the parser's thread at once
 MAX_FIELD_BYTES = 1024
 FIELDS = ("purpose",)
 
@@ -90,7 +91,8 @@ class Form:
 
 
 def expected_bytes(request: Request, limits: ServerLimits) -> int:
-    """The most bytes that a request may send: what it announces, or else the general limit."""
+    """Return the maximum bytes that a request may send: what it announces, or else the general
+    limit."""
     length = request.headers.get("content-length", "")
     is_known = length.isdecimal() and "transfer-encoding" not in request.headers
     return min(int(length[:20]), limits.upload_bytes) if is_known else limits.upload_bytes
@@ -124,7 +126,8 @@ async def receive_form(request: Request, path: Path, limits: ServerLimits) -> Fo
 
 
 async def _pieces(request: Request, limits: ServerLimits) -> AsyncIterator[bytes]:
-    """The body as it arrives; each piece within `body_s`, everything within `upload_s`."""
+    """Yield the body as it arrives. Each piece must arrive within `body_s`, everything within
+    `upload_s`."""
     stream = request.stream()
     deadline_s = monotonic() + limits.upload_s
     while True:

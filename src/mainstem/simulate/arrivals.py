@@ -1,8 +1,8 @@
-"""When the turns of a conversation arrive, for traces that have only lengths.
+"""Draws the times at which turns of conversations arrive, for traces that have only lengths.
 
-Sessions start as a Poisson process (AttentionStore 4.1: one per second). Think times are those of
-people in a chat: the shipped table has 1,000 of equal probability (`think_times.json`, from
-ChitChat). A file in the format of that data set can replace it.
+Session starts are a Poisson process (AttentionStore 4.1: one per second). Think times are those of
+people in a chat: the shipped table has 1,000 times of equal probability (`think_times.json`, from
+ChitChat). A file in ChitChat's format can replace the table.
 """
 
 import json
@@ -28,12 +28,12 @@ class ArrivalProcess:
         self._now_s = 0.0
 
     def next_start(self) -> float:
-        """When the next session starts."""
+        """Draw the start of the next session."""
         self._now_s += self._starts.expovariate(self._rate)
         return self._now_s
 
     def think_s(self) -> float:
-        """Seconds from the end of an answer to the next prompt."""
+        """Draw the seconds from the end of an answer to the next prompt."""
         return self._thinks.choice(self._think_s)
 
     def answer_s(self, output_tokens: int) -> float:
@@ -41,7 +41,8 @@ class ArrivalProcess:
 
 
 def load_think_times(path: Path | None) -> list[float]:
-    """The shipped times, or the gaps between turns in a file of {"turns": [[first_s, last_s]]}."""
+    """Return the shipped times, or the gaps between turns in a file of {"turns": [[first_s,
+    last_s]]}."""
     if path is None:
         table = json.loads((files("mainstem") / "data" / "think_times.json").read_text())
         return [float(value) for value in table["think_s"]]

@@ -1,12 +1,12 @@
-"""The storage that a hit rate needs (AttentionStore 4.3.5); `mainstem capacity` prints it.
+"""Computes the storage that a hit rate needs (AttentionStore 4.3.5); `mainstem capacity` prints it.
 
     DSpUT   the largest number of distinct sessions within one TTL
     CCpS    bytes of K and V of one session
     CCpUT   DSpUT * CCpS: enough for everything that has not expired, in the worst case
 
-The paper's CCpS is the context window, set with --context-tokens. With a window of 131,072 tokens
-that is far too much for sessions of 2,000. Without the flag, sessions count with their own lengths:
-CCpUT is the most that the sessions of one TTL hold together, and CCpS is CCpUT / DSpUT.
+In the paper, CCpS is the size of the context window, set with --context-tokens. A window of 131,072
+tokens is far too much for sessions of 2,000 tokens. Without the flag, sessions count with their own
+lengths: CCpUT is the maximum that the sessions of one TTL hold together, and CCpS is CCpUT / DSpUT.
 
 Sessions expire at different times, so a part of CCpUT is enough. The smallest part is found by
 replaying the trace through the engine's policy, at the times of the trace. The hit rate is that of
@@ -50,11 +50,11 @@ class CapacityReport:
     dsput: int
     ccps_gb: float
     ccput_gb: float
-    hit_rate_unbounded: float  # within the TTL
+    hit_rate_unbounded: float  # of a store that drops pages only after the TTL
     target_hit_rate: float
     capacity_gb: float | None  # None: no capacity reaches the target
-    capacity_share: float | None  # of CCpUT
-    hit_rate: float | None  # at that capacity
+    capacity_share: float | None  # capacity_gb as a share of CCpUT
+    hit_rate: float | None  # hit rate at that capacity
 
 
 class Replay:
@@ -89,8 +89,8 @@ class Replay:
         return hits / max(1, self.prompt_tokens)
 
     def least_pages(self, target: float, progress: Progress) -> int:
-        """The smallest capacity, within PRECISION, with a hit rate of `target`. The caller has
-        checked that a store with room for all pages reaches it."""
+        """Return the smallest capacity, within PRECISION, that reaches a hit rate of `target`. The
+        caller has checked that a store with room for all pages reaches it."""
         high = self.all_pages
         low = max(1, high // 1024)
         if self.hit_rate(low) >= target:
@@ -109,7 +109,7 @@ class Replay:
 
 
 def most_sessions(requests: Sequence[TraceRequest], ttl_s: float) -> int:
-    """DSpUT: the most distinct sessions within any period of `ttl_s`."""
+    """Return DSpUT: the maximum number of distinct sessions within any period of `ttl_s`."""
     active: Counter[int] = Counter()
     most = first = 0
     for request in requests:
@@ -125,7 +125,8 @@ def most_sessions(requests: Sequence[TraceRequest], ttl_s: float) -> int:
 
 
 def most_tokens(requests: Sequence[TraceRequest], ttl_s: float) -> int:
-    """The most tokens that the sessions of any period of `ttl_s` hold, each at its longest."""
+    """Return the maximum number of tokens that the sessions of any period of `ttl_s` hold, each at
+    its longest."""
     longest: dict[int, int] = {}
     for request in requests:
         tokens = request.input_tokens + request.output_tokens
@@ -155,13 +156,13 @@ class CapacityQuestion:
     kv_bytes_per_token: float
     ttl_s: float = DEFAULT_TTL_S
     context_tokens: int | None = None  # None: sessions have their own lengths
-    lookahead: int | None = None  # requests known ahead; None: by capacity
+    lookahead: int | None = None  # requests known ahead; None: depends on the capacity
 
 
 def plan_capacity(
     trace: Trace, asked: CapacityQuestion, progress: Progress
 ) -> tuple[CapacityReport, Replay]:
-    """The paper's three numbers, and the search for the target."""
+    """Compute the paper's three numbers, and search for the capacity that reaches the target."""
     requests, ttl_s, target = trace.requests, asked.ttl_s, asked.target_hit_rate
     replay = Replay(trace, PolicyConfig((0,), kind=asked.policy, ttl_s=ttl_s), asked.lookahead)
     page_gb = trace.page_tokens * asked.kv_bytes_per_token / GB
@@ -194,7 +195,7 @@ def plan_capacity(
 
 
 def curve(trace: Trace, replay: Replay, report: CapacityReport) -> list[CapacityPoint]:
-    """Hit rate and throughput at shares of CCpUT (the paper's figure 23)."""
+    """Return hit rate and throughput at several shares of CCpUT (the paper's figure 23)."""
     rates, points = ServiceRates(), []
     page_gb = trace.page_tokens * report.kv_bytes_per_token / GB
     decode_s = rates.decode_s(sum(request.output_tokens for request in trace.requests))

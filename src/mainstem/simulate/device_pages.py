@@ -1,4 +1,4 @@
-"""Pages of a trace as arrays, and a cache of them that is fast enough for hundreds of replicas."""
+"""The pages of a trace as arrays, and a page cache that is fast enough for hundreds of replicas."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class PagedTrace:
     page_tokens: int
     num_pages: int  # distinct pages
     requests: list[TraceRequest]
-    kept: list[Int64s]  # for each request: pages that are kept afterwards
+    kept: list[Int64s]  # for each request: pages that stay cached afterwards
     prompts: list[Int64s]  # for each request: whole pages of the prompt
     names: list[list[int]]  # `prompts` as lists, for the router
-    has_sessions: bool  # the trace has session ids; guessed ones are not given to the router
+    has_sessions: bool  # whether the trace has session ids; the router does not get guessed ones
 
     @classmethod
     def of(cls, trace: Trace) -> "PagedTrace":

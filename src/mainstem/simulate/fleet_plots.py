@@ -1,4 +1,4 @@
-"""Plots of many replicas: hit rate, tail latency and balance against their number."""
+"""Plots hit rate, tail latency and balance against the number of replicas."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

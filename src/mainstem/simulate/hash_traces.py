@@ -1,7 +1,8 @@
-"""Traces that name the pages of prompts: Mooncake, Qwen-Bailian and WEKA's agent sessions.
+"""Reads traces that have ids for the pages of prompts: Mooncake, Qwen-Bailian and WEKA's agent
+sessions.
 
-Equal ids mean equal prefixes up to and including that page. Answers have no ids; they get ids when
-they are part of the next prompt.
+Equal ids mean equal prefixes up to and including this page. Answers have no ids; their pages get
+ids when they are part of the next prompt.
 """
 
 from array import array
@@ -34,7 +35,7 @@ class _PageFit:
         self._page_tokens = page_tokens
         self._misfit: InvalidRequest | None = None  # error of the first request that does not fit
         self._up = _SizeRange()  # page sizes that fit if a partial page has an id
-        self._down = _SizeRange()  # page sizes that fit if it has none
+        self._down = _SizeRange()  # page sizes that fit if a partial page has no id
 
     def check(self, field: str, num_ids: int, input_tokens: int) -> None:
         """Check a request; `finish` raises."""
@@ -84,7 +85,8 @@ class _SizeRange:
             self._most = min(self._most, input_tokens // num_ids)
 
     def choose(self) -> int | None:
-        """The smallest power of two among them, else the smallest size; None: no size fits."""
+        """Return the smallest power of two among these sizes, or else the smallest size; None if no
+        size fits."""
         if self._least > self._most:
             return None
         power = 1 << (self._least - 1).bit_length()
@@ -148,10 +150,11 @@ def read_qwen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[Trac
 def _with_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
     """Guess the sessions of a trace that does not have them.
 
-    A request continues the session of the request in which its deepest known page first occurred,
-    if that page was one of the last two there: then this prompt continues where that one ended.
+    Take the deepest page of a request that occurred before, and the request in which it first
+    occurred. If it was one of the last two pages there, this prompt continues that prompt, so it
+    belongs to the same session.
     """
-    # page -> its session, and the number of pages after it in that prompt
+    # page -> its session, and the number of pages after it in the prompt where it first occurred
     brought: dict[int, tuple[int, int]] = {}
     found, num_sessions = [], 0
     for request in requests:
@@ -173,7 +176,7 @@ def _with_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def read_weka(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
-    """Agent sessions: times within a session are recorded, session starts are drawn.
+    """Read agent sessions. Times within a session are recorded; session starts are drawn.
 
     Ids are local to a session, so prefixes that sessions share are not counted.
     """
@@ -213,7 +216,7 @@ def read_weka(lines: Lines, page_tokens: int, options: ReadOptions) -> list[Trac
 
 
 def _weka_request(lines: Lines, item: Row, fit: _PageFit, first_key: int) -> TraceRequest:
-    """One request of a session whose ids count from `first_key`."""
+    """Return one request of a session whose ids count from `first_key`."""
     input_tokens = lines.whole(item, "input_length")
     keys = _expanded(lines, item.get("hash_runs"), first_key)
     fit.check("hash_runs", len(keys), input_tokens)
@@ -229,7 +232,7 @@ def _weka_request(lines: Lines, item: Row, fit: _PageFit, first_key: int) -> Tra
 
 
 def _expanded(lines: Lines, runs: object, first_key: int) -> Sequence[int]:
-    """Ids from runs of [start, count]; an array, to save memory."""
+    """Expand runs of [start, count] to ids; an array, to save memory."""
     if not isinstance(runs, list) or not all(map(_is_run, runs)):
         raise lines.error("hash_runs must be a list of [start, count]")
     ranges = [range(first_key + start, first_key + start + count) for start, count in runs]

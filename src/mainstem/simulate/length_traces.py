@@ -1,4 +1,4 @@
-"""Traces with arrival times and lengths, but without contents: nothing can be shared."""
+"""Reads traces with arrival times and lengths, but without contents: nothing can be shared."""
 
 import csv
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ AZURE_COLUMNS = (
     ("output_length", "generatedtokens"),
 )
 SERVEGEN_COLUMNS = ["client", "t_s", "rate_rps", "cv", "pattern", "p1", "p2"]
-WINDOW_S = 600.0  # of ServeGen's rates
+WINDOW_S = 600.0  # each of ServeGen's rates is for this many seconds
 MAX_DRAWN = 2_000_000  # requests that are drawn without a --limit
 
 
@@ -37,7 +37,8 @@ def _names(header: list[str]) -> list[str]:
 
 
 def azure_columns(header: list[str]) -> list[int] | None:
-    """The columns of timestamp, prompt and answer lengths; None: not such a header."""
+    """Return the columns of timestamp, prompt and answer lengths; None if this is not such a
+    header."""
     names = _names(header)
     places = [next((names.index(n) for n in known if n in names), None) for known in AZURE_COLUMNS]
     return None if None in places else [place for place in places if place is not None]
@@ -76,7 +77,7 @@ def read_azure(lines: Lines, page_tokens: int, options: ReadOptions) -> list[Tra
 
 
 def _azure_time(lines: Lines, text: str) -> float:
-    """Seconds, from milliseconds or from a date with time."""
+    """Return seconds, from milliseconds or from a date with time."""
     try:
         return float(text) / 1000
     except ValueError:
@@ -97,7 +98,7 @@ class _ClientWindow:
     begin_s: float
     client: int
     rate: float  # requests a second
-    is_gamma: bool  # else Weibull
+    is_gamma: bool  # Gamma distribution; otherwise Weibull
     shape: float  # of the distribution of inter-arrival times; its scale follows from the rate
 
 
@@ -107,7 +108,7 @@ def is_servegen(header: list[str]) -> bool:
 
 
 def read_servegen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
-    """Rates of clients: arrivals are drawn from each window's distribution, as in ServeGen.
+    """Read rates of clients. Arrivals are drawn from each window's distribution, as in ServeGen.
     Inter-arrival times are scaled so that a window's requests fill the window.
     """
     if options.prompt_tokens is None or options.answer_tokens is None:
@@ -148,14 +149,14 @@ def read_servegen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
 
 
 def _arrivals(drawn: Random, window: _ClientWindow, pace: float) -> Iterator[float]:
-    """Arrival times in a window, in seconds since it began."""
+    """Draw arrival times in a window, in seconds since it began."""
     wanted = window.rate * pace * WINDOW_S
     count = int(wanted) + (drawn.random() < wanted % 1)
     gaps = [
         drawn.gammavariate(window.shape, 1.0)
         if window.is_gamma
         else drawn.weibullvariate(1.0, window.shape)
-        for _ in range(count + 1)  # the last one is from the last request to the window's end
+        for _ in range(count + 1)  # the last time is from the last request to the window's end
     ]
     total, now = sum(gaps), 0.0
     for gap in gaps[:-1]:

@@ -27,8 +27,8 @@ class CapacityPoint:
 
 
 def plot_reports(reports: Sequence[Report], path: Path) -> None:
-    """Fig. 21, 22 and 24: hit rate by policy and storage, split into device, DRAM and disk, and the
-    device time."""
+    """Plot Fig. 21, 22 and 24: the hit rate by policy and storage, split into device, DRAM and
+    disk, and the device time."""
     figure = new_figure(11, 4)
     hits, times = figure.subplots(1, 2)
     sizes = list(dict.fromkeys(map(_sizes, reports)))
@@ -82,7 +82,7 @@ def _sizes(report: Report) -> tuple[float, float, float]:
 def plot_capacity(
     points: Sequence[CapacityPoint], unbounded: float, found_gb: float | None, path: Path
 ) -> None:
-    """Fig. 23: hit rate and throughput against capacity, in GB and as a share of CCpUT.
+    """Plot Fig. 23: hit rate and throughput against capacity, in GB and as a share of CCpUT.
 
     `found_gb` is the capacity that reaches the target.
     """
@@ -109,7 +109,7 @@ def plot_capacity(
 
 
 def _log_ticks(axes: "Axes", points: Sequence[CapacityPoint]) -> None:
-    """Ticks: GB below, shares of CCpUT above."""
+    """Set the ticks: GB on the lower axis, shares of CCpUT on the upper one."""
     sizes = [point.capacity_gb for point in points]
     axes.set_xscale("log")
     names = [f"{size:,.0f}" if size >= 100 else f"{size:.3g}" for size in sizes]

@@ -4,12 +4,12 @@
     ready    the pages are loaded; the request waits for the device
     done     the device has answered; its pages stay cached and are copied to the shared tier
 
-Each replica is a device that serves one request after another (service.py), first come first
-served, with an LRU cache of pages. The router is the same as in serving, and also only estimates
-what replicas hold.
+Each replica is a device that serves one request after another (service.py), in the order of
+arrival, with an LRU cache of pages. The router is the same as in serving; here, too, it only
+estimates what replicas hold.
 
-Times of the trace are multiplied by one number, chosen so that devices with one common cache would
-be busy for `busy` of the time. Such devices are also the reference for hit rates.
+Times of the trace are multiplied by one number: devices with one common cache would then be busy
+for the share `busy` of the time. Such devices are also the reference for hit rates.
 """
 
 from collections import deque
@@ -38,10 +38,10 @@ class FleetConfig:
     """Replicas, their memory, and what they share."""
 
     num_replicas: int
-    device_tokens: int  # of each
+    device_tokens: int  # tokens of each replica's cache
     router: RouterKind = RouterKind.AFFINE
     shared_gb: float = 0.0  # a store that all replicas read and write
-    shared_gb_per_s: float = 10.0  # to each replica
+    shared_gb_per_s: float = 10.0  # rate of the link to each replica
     kv_bytes_per_token: float = 131_072.0
     busy: float = 0.7
     warmup: int = 0
@@ -61,8 +61,8 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The same devices with one common cache, where the least loaded one is always chosen; and the
-    pace at which they are as busy as wanted."""
+    """The results of the same devices with one common cache, where the least loaded device is
+    always chosen, and the pace at which they are as busy as wanted."""
 
     pace: float  # times of the trace are multiplied by it
     hit_rate: float
@@ -85,13 +85,13 @@ class FleetReport:
     hit_rate: float = 0.0
     hit_rate_shared: float = 0.0  # part of the hit rate that comes from the shared tier
     hit_rate_reference: float = 0.0
-    hit_rate_kept: float = 0.0  # as a share of the reference's hit rate
+    hit_rate_kept: float = 0.0  # hit rate as a share of the reference's hit rate
     mean_ttft_s: float = 0.0
     p50_ttft_s: float = 0.0
     p99_ttft_s: float = 0.0
     p99_ttft_reference_s: float = 0.0
     busy: float = 0.0  # share of the time that replicas work, without the first and last tenth
-    load_max_over_mean: float = 0.0  # largest load over mean load, in seconds of work
+    load_max_over_mean: float = 0.0  # largest load / mean load, in seconds of work
     device_s: float = 0.0
     virtual_s: float = 0.0
     pace: float = 1.0
@@ -99,8 +99,8 @@ class FleetReport:
 
 
 def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) -> Reference:
-    """Devices with one common cache, at the pace at which they are as busy as `config` says. The
-    search starts at `pace`."""
+    """Simulate devices with one common cache, at the pace at which they are as busy as `config`
+    says. The search starts at `pace`."""
     total = config.num_replicas * config.device_tokens
     memory = replace(config, device_tokens=total, shared_gb=0.0)
     last_busy = 0.0
@@ -108,9 +108,9 @@ def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) ->
         report = _Fleet(trace, memory, pace, has_one_memory=True).run()
         ratio = report.busy / config.busy
         if abs(ratio - 1) <= BUSY_ERROR or abs(report.busy - last_busy) <= BUSY_ERROR * last_busy:
-            break  # as wanted, or as busy as possible, since turns wait for each other
+            break  # as busy as wanted, or as possible, since turns wait for each other
         last_busy = report.busy if report.busy < SATURATED else 0.0
-        # the degree of overload is not known
+        # devices are overloaded, but it is not known by how much
         pace *= ratio if report.busy < SATURATED else PACE_STEP
     return Reference(report.pace, report.hit_rate, report.p99_ttft_s, report.busy)
 
@@ -144,7 +144,7 @@ class _Visit:
     device: _Device
     ticket: Ticket
     arrived_s: float
-    # leading pages that are certainly cached: held when it arrived, or loaded since
+    # leading pages that are certainly cached: held when the request arrived, or loaded since then
     leased: int = 0
     loaded: int = 0  # leased pages that came from the shared tier
 
@@ -194,7 +194,7 @@ class _Fleet:
         self._num_served = 0
         self._hits = self._shared_hits = 0
         self._ttfts: list[float] = []
-        self._served: list[tuple[float, float]] = []  # when, and for how long
+        self._served: list[tuple[float, float]] = []  # (when a request was served, for how long)
         self._report = FleetReport(
             router=config.router.value,
             replicas=config.num_replicas,
@@ -230,8 +230,8 @@ class _Fleet:
         self._at(self._load(visit), self._queue, visit)
 
     def _load(self, visit: _Visit) -> float:
-        """The time when the shared tier's pages are loaded; `now` if computing them is faster. The
-        load does not delay earlier work of the device."""
+        """Return the time at which the shared tier's pages are loaded; `now` if computing them is
+        faster. The load does not delay earlier work of the device."""
         if not self._shared.capacity:
             return self._now
         device, keys = visit.device, self._trace.prompts[visit.index]
@@ -317,8 +317,8 @@ class _Fleet:
 
 
 def _busy(served: Sequence[tuple[float, float]], num_devices: int) -> float:
-    """The share of time in which devices work, without the first and last tenth of requests, since
-    few sessions are left at the end of a trace."""
+    """Return the share of time in which devices work. The first and last tenth of requests are left
+    out, since few sessions are left at the end of a trace."""
     begin_s, end_s = (served[int(share * (len(served) - 1))][0] for share in (0.1, 0.9))
     work_s = sum(
         max(0.0, min(start_s + took_s, end_s) - max(start_s, begin_s)) for start_s, took_s in served

@@ -1,8 +1,8 @@
-"""Times and prices in the simulator's virtual time.
+"""Computes times and prices in the simulator's virtual time.
 
-One device serves one request after another: it prefills what is not stored while the stored pages
-load layer by layer (AttentionStore 3.2.1), then decodes. Decoding is counted at the throughput of a
-full batch: a request adds its share of the device's time.
+One device serves one request after another: it prefills the tokens that are not stored while stored
+pages are loaded layer by layer (AttentionStore 3.2.1), then decodes. Decoding is counted at the
+throughput of a full batch: a request adds its share of the device's time.
 """
 
 from dataclasses import dataclass

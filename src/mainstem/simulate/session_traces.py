@@ -1,4 +1,4 @@
-"""Traces of conversations: lengths of turns, and for ChitChat also their times."""
+"""Reads traces of conversations: lengths of turns, and for ChitChat also their times."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,8 +13,8 @@ from mainstem.simulate.trace_records import (
 )
 
 Timing = Callable[[int], tuple[float, float]]
-"""For a turn, by its index: the seconds of the answer before it, and of the user's thinking after
-that."""
+"""Called with the index of a turn. Returns the seconds of the answer before it, and of the user's
+thinking after that answer."""
 
 Pairs = list[tuple[list[int], list[int]]]
 
@@ -65,8 +65,8 @@ class _Chains:
         self._num_sessions += 1
 
     def _num_dropped(self, history: int, new: int) -> int | None:
-        """How many pages at the beginning of a history are dropped, so that a turn of `new` tokens
-        fits the window: half a window at a time, or all. None: the session ends."""
+        """Return how many pages at the beginning of a history are dropped, so that a turn of `new`
+        tokens fits the window: half a window at a time, or all. None if the session ends."""
         window = self._window
         if window is None or history + new <= window:
             return 0
@@ -81,7 +81,7 @@ class _Chains:
 
 
 def read_sessions(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
-    """Lengths of turns; arrivals are drawn: Poisson session starts and real think times."""
+    """Read lengths of turns. Arrivals are drawn: Poisson session starts and real think times."""
     process = ArrivalProcess(options.rate or 1.0, options.seed, options.think_times)
     chains = _Chains(page_tokens, options)
     for row in lines.rows():
@@ -97,7 +97,7 @@ def read_sessions(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
 
 
 def read_chitchat(lines: Lines, page_tokens: int, options: ReadOptions) -> list[TraceRequest]:
-    """Chats between two people: the first one counts as the user, the other as the model.
+    """Read chats between two people. The first one counts as the user, the other as the model.
 
     Session starts are drawn. Within a session, a prompt arrives when its last message was sent. A
     last turn without an answer is left out.

@@ -1,4 +1,4 @@
-"""Replays a trace through the engine's own tier policy, in virtual time.
+"""Replays a trace in virtual time, with the tier policy of the engine.
 
     queue   which request is served next, and what the policy knows of the queue
               saturated: always full; the next N requests of the trace wait (N: the look-ahead)
@@ -8,7 +8,7 @@
     links   the disk reads one page after another; a prefetched page may not be there yet
 
 Hits are prompt tokens that need no prefill. A hit counts for the device if its page was there when
-the request started, for the DRAM if it was in host memory, else for the disk.
+the request started, for the DRAM if its page was in host memory, otherwise for the disk.
 """
 
 import gc
@@ -45,11 +45,11 @@ class SimulationConfig:
     lookahead: int | None = None  # requests known ahead; None: the paper's window, belady: all
     queue: Queue = Queue.SATURATED
     ttl_s: float | None = None
-    warmup: int = 0  # first requests that are served and not counted
+    warmup: int = 0  # number of first requests that are served but not counted
     headroom: float = HEADROOM
     rates: ServiceRates = field(default_factory=ServiceRates)
     prices: Prices = field(default_factory=Prices)
-    # device memory for cached pages, in addition to what running requests need
+    # device memory for cached pages, without the memory that running requests need
     device_gb: float = 0.0
 
     def __post_init__(self) -> None:
@@ -128,8 +128,8 @@ def simulate(trace: Trace, config: SimulationConfig) -> Report:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch garbage collection off: there are millions of small objects without cycles, and it
-    would take a third of the time."""
+    """Switch garbage collection off. There are millions of small objects without cycles, and
+    collection would take a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -148,7 +148,7 @@ class _DiskLink:
         self._ready_s: dict[int, float] = {}  # pages being read -> when they are ready
 
     def room(self, now: float) -> int:
-        """Pages that may be asked for without queueing far ahead."""
+        """The number of pages that may be requested before the queue is too long."""
         return max(0, int((now + READ_AHEAD_S - max(self._free_s, now)) / self._page_s) + 1)
 
     def is_busy(self, now: float) -> bool:
@@ -164,11 +164,11 @@ class _DiskLink:
         self._free_s = free_s
 
     def wait_s(self, key: int, now: float) -> float:
-        """Seconds until a page that is counted as in host memory has been read."""
+        """Return the seconds until a page that counts as in host memory has been read."""
         return max(0.0, self._ready_s.get(key, now) - now)
 
     def read_now(self, num_pages: int, now: float) -> float:
-        """Read for a request, before all prefetches; returns the seconds that it takes."""
+        """Read pages for a request, before all prefetches; returns the seconds that it takes."""
         self._free_s = max(self._free_s, now) + num_pages * self._page_s
         return num_pages * self._page_s
 
@@ -223,7 +223,8 @@ class _Simulation:
     # -- the queue -----------------------------------------------------------------------------
 
     def _run_saturated(self) -> None:
-        """Requests in the order of the trace, back to back; the next `window` are known."""
+        """Serve requests in the order of the trace, without pauses. The policy knows the next
+        `window` requests."""
         requests, num_known = self._trace.requests, 0
         for index, request in enumerate(requests):
             known_to = min(index + 1 + self._window, len(requests))
@@ -233,7 +234,8 @@ class _Simulation:
             self._serve(index, request, waited_s=0.0)
 
     def _run_arrivals(self) -> None:
-        """Requests in the order they come; those that wait are known, up to `window` of them."""
+        """Serve requests in the order they come. The policy knows those that wait, up to `window`
+        requests."""
         requests = self._trace.requests
         followers = {request.previous: index for index, request in enumerate(requests)}
         coming = [(r.arrival_s, i) for i, r in enumerate(requests) if r.previous is None]
@@ -258,7 +260,7 @@ class _Simulation:
                 heappush(coming, (self._now + requests[follower].think_s, follower))
 
     def _expect(self, index: int) -> None:
-        """Tell the policies that a request will come."""
+        """Announce a request to the policies."""
         keys = self._trace.requests[index].keys
         self._policy.expect(index, keys)
         if self._device is not None:
@@ -299,12 +301,13 @@ class _Simulation:
         self._num_served += 1
 
     def _look_up(self, keys: Sequence[int], now: float) -> tuple[int, int, float]:
-        """Hit pages in host memory, hit pages on disk, and the wait for the latter."""
+        """Return the pages found in host memory, the pages found on disk, and the wait for those on
+        disk."""
         disk, tiers = self._disk, self._policy.find(keys)
         num_hits = len(tiers)
         from_host = tiers.count(HOST)
         to_read, wait_s = num_hits - from_host, 0.0
-        if from_host and disk.is_busy(now):  # some of them may still be being read
+        if from_host and disk.is_busy(now):  # the disk may still be reading some of them
             waits = [disk.wait_s(key, now) for key in keys[:num_hits]]
             late = [wait for wait, tier in zip(waits, tiers, strict=True) if tier == HOST and wait]
             from_host -= len(late)
@@ -315,7 +318,7 @@ class _Simulation:
         return from_host, num_hits - from_host, wait_s
 
     def _count_hits(self, request: TraceRequest, here: int, from_host: int, from_disk: int) -> int:
-        """Prompt tokens that need no prefill; the last token is always computed."""
+        """Count the prompt tokens that need no prefill. The last token is always computed."""
         most = max(0, request.input_tokens - 1)
         page_tokens = self._trace.page_tokens
         hit_tokens = min((here + from_host + from_disk) * page_tokens, most)
@@ -366,7 +369,7 @@ class _Simulation:
 
 
 def _known_prefix(keys: Sequence[int], seen: set[int]) -> int:
-    """How many leading pages were ever kept."""
+    """Return how many leading pages were stored at any time before."""
     for index, key in enumerate(keys):
         if key not in seen:
             return index

@@ -1,4 +1,4 @@
-"""Traces as the simulator uses them, and the lines of files that they are read from."""
+"""Traces as the simulator uses them, and the lines of trace files."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import TextIO
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.files import UNREADABLE
 
-MAX_TOKENS = 1 << 30  # in one prompt or answer; a larger number is an error in the file
+MAX_TOKENS = 1 << 30  # limit for one prompt or answer; a larger number is an error in the file
 
 
 class TraceFormat(Enum):
@@ -40,10 +40,10 @@ class TraceRequest:
     input_tokens: int
     output_tokens: int
     keys: Sequence[int]  # whole pages of the prompt
-    kept: Sequence[int]  # whole pages worth keeping afterwards: `keys`, and the answer's if named
+    kept: Sequence[int]  # whole pages to keep: `keys`, and those of the answer if it has ids
     session: int
-    previous: int | None = None  # index of the turn before; this one arrives only after its answer
-    think_s: float = 0.0  # from the answer before to this prompt
+    previous: int | None = None  # index of the turn before, whose answer comes first
+    think_s: float = 0.0  # from the previous answer to this prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read a trace; None leaves a choice to the trace."""
+    """How to read a trace. None means that the trace decides."""
 
     format: TraceFormat | None = None
     page_tokens: int | None = None
@@ -76,7 +76,7 @@ class ReadOptions:
     limit: int | None = None  # requests to read, in order of arrival
     seed: int = 0
     think_times: Path | None = None
-    prompt_tokens: int | None = None  # of every request, if the trace has no lengths
+    prompt_tokens: int | None = None  # length of every prompt, if the trace has no lengths
     answer_tokens: int | None = None
 
 
@@ -138,7 +138,7 @@ def fitting(requests: Iterable[TraceRequest], options: ReadOptions) -> list[Trac
 
 
 def in_order(requests: list[TraceRequest], options: ReadOptions) -> list[TraceRequest]:
-    """Requests by arrival; times are scaled if a rate is given."""
+    """Sort requests by arrival; times are scaled if a rate is given."""
     requests = sorted(requests, key=lambda request: request.arrival_s)
     if options.rate is None or len(requests) < 2:
         return requests
@@ -149,7 +149,7 @@ def in_order(requests: list[TraceRequest], options: ReadOptions) -> list[TraceRe
 
 
 def sorted_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Requests by arrival, with `previous` updated to the sorted order."""
+    """Sort requests by arrival, and update `previous` to the sorted order."""
     order = sorted(range(len(requests)), key=lambda index: requests[index].arrival_s)
     place_of = {index: place for place, index in enumerate(order)}
     moved = (requests[index] for index in order)

@@ -1,4 +1,4 @@
-"""Request traces as the simulator sees them: when, how long, and which pages.
+"""Reads traces of requests: their times, lengths and pages.
 
     format     a line                                                      page, tokens
     mooncake   {"timestamp": ms, "input_length", "output_length",                   512
@@ -84,7 +84,8 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
 
 
 def _check_outgrown(trace_format: TraceFormat, options: ReadOptions) -> None:
-    """Refuse `outgrown` for a trace that names its pages: those of a cut prompt are not known."""
+    """Refuse `outgrown` for a trace that has ids of pages, since the ids of a cut prompt are not
+    known."""
     if options.outgrown is Outgrown.LEFT_OUT:
         return
     if trace_format not in (TraceFormat.SESSIONS, TraceFormat.CHITCHAT):

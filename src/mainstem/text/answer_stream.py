@@ -11,7 +11,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Text of an answer as its tokens arrive; never splits a character.
+    """Makes the text of an answer as its tokens arrive. It never splits a character.
 
     The pieces joined equal `decode` of all ids (after `finish`). With `context`, the prompt's ids,
     the first word keeps the space that a sentencepiece decoder would strip at a text's start.
@@ -32,8 +32,8 @@ class Detokenizer:
         self._decoder = tokenizer.incremental_decoder(shown)
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is now certain: often the token's own, sometimes none
-        or more."""
+        """Add a token; returns the text that is now certain: often the token's own text, sometimes
+        none, sometimes more."""
         return "" if token_id in self._skipped else self._decoder.push(token_id)
 
     def finish(self) -> str:
@@ -42,7 +42,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of one answer: tokens in, text that is safe to send out, until `stop` is set."""
+    """Turns the tokens of one answer into text that is safe to send, until `stop` is set."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TextStream:
         return self._checker.push(text)
 
     def finish(self) -> str:
-        """The rest, when no more tokens will come."""
+        """Return the rest of the text, when no more tokens will come."""
         text = self._detokenizer.finish()
         if self._checker is None:
             return text

@@ -1,4 +1,4 @@
-"""Finds any of many texts in another; the time does not depend on how many there are.
+"""Searches a text for any of many others, in a time that does not depend on their number.
 
 The texts become one regular expression in which a common beginning occurs once:
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from os.path import commonprefix
 
-SLICE_CHARS = 1 << 14  # searched in one call; other threads run in between
+SLICE_CHARS = 1 << 14  # characters searched in one call; other threads run in between
 MAX_BRANCHES = 256  # branches that are tried one after another, 1 to 2 ns each
 NUM_SETS = 4  # if there are more branches, they are divided into this many sets
 MAX_NESTED = 64  # depth of groups; the regular expression compiler recurses
@@ -31,16 +31,16 @@ class AnyOf:
         self._begins = re.compile(_any_branch(begins) if begins else "(?!)")
 
     def first(self, text: str) -> str | None:
-        """The first of them in `text`."""
+        """Return the first match in `text`."""
         found = next(self.matches(text, 0, len(text)), None)
         return None if found is None else found[0]
 
     def matches(self, text: str, start: int, end: int) -> Iterator[re.Match[str]]:
-        """All of them within text[start:end]."""
+        """Yield all matches within text[start:end]."""
         while start < end and self._longest:
             stop = min(end, start + SLICE_CHARS + self._longest)
             found = self.pattern.search(text, start, stop)
-            if found is not None and stop < end:  # it may have cut off a longer match
+            if found is not None and stop < end:  # a longer match may be cut off
                 is_whole = found.start() <= start + SLICE_CHARS
                 found = self.pattern.match(text, found.start(), end) if is_whole else None
             if found is not None:
@@ -48,7 +48,7 @@ class AnyOf:
             start = found.end() if found is not None else start + SLICE_CHARS
 
     def marked(self, text: str, mark: str) -> str:
-        """`text` with `mark` after the first character of each match; matches may overlap."""
+        """Put `mark` after the first character of each match in `text`; matches may overlap."""
         pieces: list[str] = []
         before = 0
         for start in range(0, len(text), SLICE_CHARS):
@@ -63,7 +63,8 @@ class AnyOf:
 
 
 def _pattern(texts: Sequence[str], num_nested: int = 0) -> str:
-    """A pattern for the longest of some texts, which are sorted and all different."""
+    """Return a pattern that matches the longest of some texts, which are sorted and all
+    different."""
     if num_nested == MAX_NESTED:  # list them: a longer text comes before its prefixes
         return f"(?:{'|'.join(map(re.escape, reversed(texts)))})"
     head = commonprefix([texts[0], texts[-1]])  # noqa: RUF071
@@ -78,13 +79,14 @@ def _pattern(texts: Sequence[str], num_nested: int = 0) -> str:
 
 
 def _by_first(texts: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Sorted texts grouped by first character: that character, and what follows it in each."""
+    """Group sorted texts by first character; yields this character, and the rest of each text."""
     groups = groupby(texts, key=lambda text: text[0])
     return [(first, [text[1:] for text in group]) for first, group in groups]
 
 
 def _any_branch(branches: Sequence[tuple[str, str]]) -> str:
-    """A choice between patterns, given with their first characters, which all differ."""
+    """Return a choice between patterns, which are given with their first characters. These all
+    differ."""
     if len(branches) <= MAX_BRANCHES:
         return "|".join(pattern for _, pattern in branches)
     size = -(-len(branches) // NUM_SETS)

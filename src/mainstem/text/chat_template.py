@@ -1,6 +1,7 @@
-"""The chat template of a model: messages -> the text it was trained to read.
+"""The chat template of a model, which turns messages into the text that the model was trained to
+read.
 
-Templates are code from the model's folder. They run in a sandbox, and get what users write only as
+Templates are code from the model's folder. They run in a sandbox, and get the text of users only as
 data.
 """
 
@@ -22,7 +23,7 @@ Json = Mapping[str, object]
 
 # the roles that templates know. Templates print the role, so users may not invent one
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAX_RENDERED_CHARS = 1 << 25  # of a rendered chat; far above any context window
+MAX_RENDERED_CHARS = 1 << 25  # limit for a rendered chat, far above any context window
 
 
 class _Generation(jinja2.ext.Extension):
@@ -85,7 +86,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_args: Json,
     ) -> str:
-        """The conversation as text; raises InvalidRequest("messages") with the template's error."""
+        """Return the conversation as text; raises InvalidRequest("messages") with the template's
+        error."""
         variables: dict[str, object] = {
             **self._special_tokens,
             "documents": None,
@@ -121,8 +123,9 @@ _TEMPLATE_FAULTS = (
 
 
 def checked_messages(messages: object, roles: Container[str] | None) -> list[dict[str, object]]:
-    """Messages of the right shape, with roles that are among `roles` (None: any); else
-    InvalidRequest. An assistant message without content gets an empty one, as in OpenAI's API."""
+    """Return the messages; raises InvalidRequest unless they have the right shape and their roles
+    are among `roles` (None: any). An assistant message without content gets an empty content, as in
+    OpenAI's API."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "must be a list with at least one message")
     return [_checked_message(message, index, roles) for index, message in enumerate(messages)]

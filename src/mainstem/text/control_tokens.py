@@ -9,14 +9,13 @@ So before rendering, a MARK is put into each control token that the request spel
 rendering, the text is split at the control tokens without a mark. Marks are then removed from the
 text between them, and that is encoded as text (text/parts.py).
 
-A control token must not be formed by the user's text and the template's text together, either
-("|im_end|" between "<" and ">"). So text that could be a piece of a control token gets a mark at
-its edge.
+The user's text and the template's text together must not form a control token, either ("|im_end|"
+between "<" and ">"). So text that could be a piece of a control token gets a mark at its edge.
 
 Some tokenizers cannot read a control token as text (text/parts.py says which). With these, a
-request that spells one out is refused, even if only normalizing makes it one ("<|IM_END|>" in lower
-case). All other text gets marks at both edges, and a request is refused if a control token extends
-over a mark.
+request that spells one out is refused, even if it becomes one only by normalizing ("<|IM_END|>" in
+lower case). All other text gets marks at both edges, and a request is refused if a control token
+extends over a mark.
 """
 
 import re
@@ -41,8 +40,8 @@ def without_marks(text: str) -> str:
 
 
 def control_texts(backend: tokenizers.Tokenizer, others: Iterable[str]) -> frozenset[str]:
-    """The added tokens that control a model: special ones, `others`, and those written `<|...|>`,
-    since some models do not declare their turn markers as special."""
+    """Return the added tokens that control a model: special tokens, `others`, and tokens written
+    `<|...|>`, since some models do not declare their turn markers as special."""
     added = backend.get_added_tokens_decoder().values()
     named = {token.content for token in added}
     control = {token.content for token in added if token.special or _BARRED.match(token.content)}
@@ -75,13 +74,13 @@ class ControlTokens:
         self._ends = sorted(self._tails | texts)
 
     def mark(self, text: str) -> str:
-        """`text` with a mark wherever a control token is, or could form at its edges.
+        """Put a mark into `text` wherever it has a control token, or could form one at its edges.
 
         White space at both ends is ignored, since templates trim it. Plain words are not changed,
         since templates compare them.
         """
         if len(text) < SHORT_CHARS and self._suspect.search(text) is None:
-            return text  # the case for most names and words in tools
+            return text  # true for most names and words in tools
         text = without_marks(text)
         bare = text.strip()
         if self._is_within(bare):
@@ -95,8 +94,8 @@ class ControlTokens:
         return _within_space(text, bare)
 
     def refuse(self, text: str) -> str:
-        """`fence` a text without control tokens; raises InvalidRequest("messages") for a text with
-        one."""
+        """Apply `fence` to a text without control tokens; raises InvalidRequest("messages") for a
+        text with one."""
         text = without_marks(text)
         found = self._any_form.first(text) or self._any_form.first(self._normalize(text))
         if found is not None:
@@ -104,7 +103,7 @@ class ControlTokens:
         return self.fence(text)
 
     def fence(self, text: str) -> str:
-        """`text` with marks at both edges, inside the white space around it; plain words are not
+        """Put marks at both edges of `text`, inside the white space around it; plain words are not
         changed."""
         text = without_marks(text)
         bare = text.strip()
@@ -147,13 +146,13 @@ def cannot_be_text(token: str) -> InvalidRequest:
 
 
 def _within_space(text: str, bare: str) -> str:
-    """`bare` with the white space that surrounds `text`."""
+    """Return `bare` with the white space that surrounds `text`."""
     start = len(text) - len(text.lstrip())
     return f"{text[:start]}{bare}{text[len(text.rstrip()) :]}"
 
 
 def map_texts(value: object, change: Callable[[str], str]) -> object:
-    """A JSON value with every text in it changed, including names of fields."""
+    """Return a JSON value in which every text is changed, including names of fields."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""Prompts before encoding: text, ids or a conversation, with or without an app's system prompt.
+"""Encodes prompts: text, ids or a conversation, with or without an app's system prompt.
 
-`encode_prompt` turns one into the ids that the engine computes.
+`encode_prompt` turns a prompt into the ids that the engine computes.
 """
 
 import re
@@ -54,7 +54,7 @@ class App:
 
     @classmethod
     def from_flag(cls, flag: str) -> "App":
-        """From `NAME=file`; raises ConfigError."""
+        """Make an App from `NAME=file`; raises ConfigError."""
         name, equals, path = flag.partition("=")
         if not equals:
             raise ConfigError(f"--app must be NAME=file, got {flag!r}")
@@ -66,8 +66,8 @@ class App:
             raise ConfigError(f"--app {flag}: {error}") from None
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """A conversation after the app's system prompt, which is joined with the conversation's own
-        system message."""
+        """Return a conversation after the app's system prompt. The conversation's own system
+        message is joined to that prompt."""
         system: Message = {"role": "system", "content": self.prompt}
         first = messages[0]
         own = first.get("content")
@@ -90,13 +90,13 @@ class PromptTooLong(InvalidRequest):
 class BegunPrompt:
     """A prompt rendered to text, with the ids that are known already."""
 
-    text: str | None  # a chat's with marks (text/control_tokens.py); None: given as ids
+    text: str | None  # with marks in a chat (text/control_tokens.py); None: given as ids
     is_chat: bool
     pending: Pending
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, app: App | None) -> list[int]:
-    """Token ids of a prompt, after the app's system prompt if there is one.
+    """Return the token ids of a prompt, after the app's system prompt if there is one.
 
     Raises InvalidRequest when the chat template refuses it.
     """
@@ -111,9 +111,9 @@ def begin_prompt(
     salt: bytes = b"",
     max_tokens: int = sys.maxsize,
 ) -> BegunPrompt:
-    """The first step of `encode_prompt`: everything except encoding new text. Ids of a session are
-    reused if the prompt continues it, and ids of earlier texts if they had the same `salt`. Raises
-    PromptTooLong when the prompt certainly exceeds `max_tokens`.
+    """Do the first step of `encode_prompt`: everything except encoding new text. Reuses the ids of
+    a session if the prompt continues it, and the ids of earlier texts with the same `salt`. Raises
+    PromptTooLong if the prompt certainly exceeds `max_tokens`.
     """
     if isinstance(prompt, array):
         if app is None:
@@ -137,8 +137,8 @@ def begin_prompt(
 
 
 def _certain_text(chat: Chat) -> str:
-    """Text that every template prints, joined; without answers, since some templates drop
-    reasoning."""
+    """Return, joined, the text that every template prints. Answers are left out, since some
+    templates drop reasoning."""
     contents = [
         message.get("content")
         for message in chat.messages
@@ -162,7 +162,7 @@ def _look_up(tokenizer: Tokenizer, text: str, is_chat: bool, salt: bytes) -> Pen
 
 
 def _text(tokenizer: Tokenizer, prompt: "str | Chat", app: App | None) -> str:
-    """The text of a prompt; that of a chat has marks."""
+    """Return the text of a prompt; the text of a chat has marks."""
     if isinstance(prompt, str):
         return app.prompt + prompt if app else prompt
     messages = prompt.messages if app is None else app.messages(prompt.messages)
@@ -187,7 +187,7 @@ def is_short(prompts: Sequence[Prompt], max_chars: int) -> bool:
 
 
 def _room_left(value: object, room: int) -> int:
-    """`room` minus the characters of a JSON value; stops when it is used up."""
+    """Return `room` minus the characters of a JSON value; stops when nothing is left."""
     if isinstance(value, str):
         return room - len(value)
     if not isinstance(value, Mapping | list | tuple):
@@ -199,8 +199,9 @@ def _room_left(value: object, room: int) -> int:
     return room
 
 
-# put after the content of the message to continue, with a space after it. If the template trims
-# white space, that space is missing, and white space at the end of the content is removed too
+# put after the content of the message to continue, followed by a space. If this space is missing in
+# the rendered text, the template trims white space: then white space at the end of the content is
+# removed, too
 _MARK = "\ue0f3end of the message\ue0f3"
 _FIELD = "continue_final_message"
 
@@ -221,9 +222,9 @@ def _up_to_mark(text: str) -> str:
 
 
 def shared_prefixes(tokenizer: Tokenizer, app: App) -> list[list[int]]:
-    """The ids that all requests to an app begin with: for chats, and for plain prompts. They are
-    found by encoding prompts that begin differently. The last token may be left out, since it can
-    merge with what follows.
+    """Return the ids that all requests to an app begin with: for chats, and for plain prompts. They
+    are found by encoding prompts that begin differently. The last token may be left out, since it
+    can merge with the text that follows.
     """
     plain = [encode_prompt(tokenizer, app.prompt + probe, None) for probe in PROBES]
     prefixes = [_common(*plain)]

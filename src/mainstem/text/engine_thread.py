@@ -14,7 +14,7 @@ from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest, Mains
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine, TextOutput
 
-IDLE_S = 0.2  # between steps without work, in which saves of pages are completed
+IDLE_S = 0.2  # pause between steps without work, which only complete saves of pages
 MAX_LAST_STEPS = 100
 
 log = logging.getLogger("mainstem.text")
@@ -124,12 +124,12 @@ class EngineThread:
         for output in outputs:
             request_id = output.request_id
             if request_id not in self._num_open:
-                continue  # it was aborted, or another of its answers failed
+                continue  # the request was aborted, or another of its answers failed
             if output.fault is not None:
                 error = AnswerFailed(f"the prompt could not be answered: {output.fault}")
                 news.append(Ended(request_id, error))
                 del self._num_open[request_id]
-                self._engine.abort(request_id)  # its other answers
+                self._engine.abort(request_id)  # ends its other answers
                 continue
             news.append(output)
             if output.finish_reason is not None:
@@ -154,7 +154,7 @@ class EngineThread:
         self._num_open.clear()
 
     def _fail(self, reason: str) -> None:
-        """After a failure: end open requests with an error, and new ones, until `close`."""
+        """After a failure, end open and new requests with an error, until `close`."""
         self._end_all(lambda: EngineLost(reason))
         while (command := self._commands.get()) is not None:
             if isinstance(command, Request):

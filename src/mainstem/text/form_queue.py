@@ -11,7 +11,7 @@ from mainstem.core.errors import TooManyForms
 from mainstem.text.grammar import FIELD, CompiledForm, Grammars
 
 NUM_THREADS = 2
-MAX_WAITING = 256  # forms of one owner
+MAX_WAITING = 256  # maximum number of forms of one owner that wait
 
 _Job = tuple[str, "Future[CompiledForm]"]
 
@@ -29,7 +29,7 @@ class FormQueue:
         self._is_closed = False
 
     def submit(self, form: str, owner: str = "") -> "Future[CompiledForm]":
-        """A future of `Grammars.compile`; already done if the form is compiled."""
+        """Return a future of `Grammars.compile`. It is done already if the form is compiled."""
         future: Future[CompiledForm] = Future()
         if (found := self._grammars.find(form, owner)) is not None:
             future.set_result(found)
@@ -71,7 +71,8 @@ class FormQueue:
                 self._change.notify()
 
     def _take(self) -> tuple[str, _Job] | None:
-        """The next form of the owner that has waited longest; None: closed."""
+        """Return the next form of the owner that has waited longest; None if the queue is
+        closed."""
         with self._change:
             while not self._is_closed:
                 for owner, jobs in self._waiting.items():
@@ -91,7 +92,7 @@ class FormQueue:
             compiled = self._grammars.compile(form, owner)
         except Exception as error:  # delivered to the caller
             future.set_exception(error)
-        except BaseException as error:  # a panic in the parser's own code
+        except BaseException as error:  # a panic in the parser's native code
             future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         else:
             future.set_result(compiled)

@@ -1,4 +1,4 @@
-"""Answers of a given form: JSON of a schema, a regular expression, one of some texts.
+"""Makes answers follow a form: JSON of a schema, a regular expression, one of some texts.
 
     response_format --rows.py--> form (text) --Grammars.compile--> Grammar --> a mask per answer
 
@@ -34,22 +34,22 @@ MAX_CHOICES = 1024
 FIELD = "response_format"
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# What a form may cost. Schemas of 64 KiB stay far below: 0.05 s and 1 MB.
-_MAX_SYMBOLS = 100_000  # of a grammar
-_MAX_STATES = 50_000  # of its lexer; text of limited length needs 7 for each character
+# Limits for the cost of a form. Schemas of 64 KiB stay far below them: 0.05 s and 1 MB.
+_MAX_SYMBOLS = 100_000  # symbols of a grammar
+_MAX_STATES = 50_000  # states of its lexer; text of limited length needs 7 for each character
 _LEXER_FUEL = 200_000  # for text that a form prescribes at its beginning; 150 bytes each
-_MAX_ITEMS = 20_000  # of the parser, per token
-_MAX_REMAINDERS = 50_000  # that a lexer must distinguish for `multipleOf`: 0.4 s, 25 MB
+_MAX_ITEMS = 20_000  # items of the parser, per token
+_MAX_REMAINDERS = 50_000  # remainders that a lexer must distinguish for `multipleOf`: 0.4 s, 25 MB
 _MAX_SLOW_S = 1.0  # processor time of one answer in tokens that took _SLOW_S or more
 _SLOW_S = 0.02
 _RENEWABLE_S = 0.1  # a form that took longer to compile is not compiled again between two steps
 _READ_TOKENS = 256  # tokens read in one call, when a new lexer reads the whole answer again
-# an answer's lexer may be renewed twice, and once more for every this many tokens
+# an answer's lexer may be renewed twice, and once more each time this many tokens were added
 _RENEWAL_TOKENS = 128
 
 # Memory of all compiled forms together, by an upper estimate.
-KEPT_BYTES = 1 << 30  # of forms kept for later use
-OWNER_BYTES = 2 << 30  # of one owner's forms, kept or in use
+KEPT_BYTES = 1 << 30  # memory of forms that are kept for later use
+OWNER_BYTES = 2 << 30  # memory of one owner's forms, kept or in use
 _MIN_BYTES = 1 << 20
 _BYTES_PER_S = 200e6  # memory per second of compile time
 _BYTES_PER_TOKEN = 16_384  # memory that a token adds to its form's lexer ...
@@ -60,27 +60,27 @@ _MAX_GROWTH = 64 << 20  # ... at most this much in total
 
 
 def json_form(schema: object) -> str:
-    """JSON that a schema describes."""
+    """Return the form of JSON that a schema describes."""
     if not isinstance(schema, dict):
         raise InvalidRequest(FIELD, f"a JSON schema must be an object, got {schema!r}")
     return _form({"json_schema": schema | {"x-guidance": JSON_SPACING}})
 
 
 def regex_form(pattern: str) -> str:
-    """Text that a regular expression matches from beginning to end."""
+    """Return the form of text that a regular expression matches from beginning to end."""
     escaped = pattern.replace("/", r"\/")
     return _form({"lark_grammar": f"start: /{escaped}/"})
 
 
 def choice_form(choices: Sequence[str]) -> str:
-    """One of some texts."""
+    """Return the form that allows one of some texts."""
     if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
         raise InvalidRequest(FIELD, f"1 to {MAX_CHOICES} choices that are not empty")
     return lark_form("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
 def lark_form(text: str) -> str:
-    """Text that a grammar in llguidance's dialect of Lark describes."""
+    """Return the form of text that a grammar in llguidance's dialect of Lark describes."""
     return _form({"lark_grammar": text})
 
 
@@ -98,7 +98,7 @@ class StructuredOutputsParams:
     SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
     """
 
-    json: str | Mapping[str, object] | None = None  # a JSON schema, or one as text
+    json: str | Mapping[str, object] | None = None  # a JSON schema, as an object or as text
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None  # in llguidance's dialect of Lark
@@ -168,14 +168,14 @@ class Grammars:
         self._tokenizer = tokenizer
         self._words: LLTokenizer | None = None  # made when first needed: it takes half a second
         self._words_lock = Lock()
-        # by owner and text, least used first
+        # by owner and text, least recently used first
         self._forms: OrderedDict[tuple[str, str], Future[CompiledForm]] = OrderedDict()
-        self._live: WeakSet[CompiledForm] = WeakSet()  # those kept, and those still in use
+        self._live: WeakSet[CompiledForm] = WeakSet()  # forms that are kept or still in use
         self._lock = Lock()  # guards the forms; held only briefly
 
     def compile(self, form: str, owner: str = "") -> "CompiledForm":
-        """Raises InvalidRequest if the form is wrong, TooManyForms if the owner's forms in use take
-        all the memory that one owner may have."""
+        """Return the compiled form. Raises InvalidRequest if the form is wrong, TooManyForms if the
+        owner's forms in use take all the memory that one owner may have."""
         key = (owner, form)
         with self._lock:
             found = self._usable(key)
@@ -188,7 +188,7 @@ class Grammars:
         return wanted.result()
 
     def find(self, form: str, owner: str = "") -> "CompiledForm | None":
-        """A form that is compiled already."""
+        """Return a form if it is compiled already."""
         with self._lock:
             found = self._usable((owner, form))
         return found.result() if found is not None and found.done() else None
@@ -200,7 +200,7 @@ class Grammars:
             return sum(form.num_bytes for form in self._live)
 
     def _usable(self, key: tuple[str, str]) -> "Future[CompiledForm] | None":
-        """A form that is kept or being compiled; a form that is used up is dropped."""
+        """Return a form that is kept or being compiled. A form that is used up is dropped."""
         found = self._forms.get(key)
         if found is not None and found.done() and found.result().is_spent:
             del self._forms[key]
@@ -208,7 +208,8 @@ class Grammars:
         return found
 
     def _make_room(self, owner: str) -> None:
-        """Evict forms above the limit; refuse a new one to an owner with too much in use."""
+        """Evict forms above the limit; refuse a new form if too much of its owner's memory is in
+        use."""
         held: dict[str, int] = {}
         ready = [(key, each.result()) for key, each in self._forms.items() if each.done()]
         for (name, _), form in ready:
@@ -238,7 +239,7 @@ class Grammars:
                 if self._forms.get(key) is wanted:
                     del self._forms[key]
             if isinstance(error, InvalidRequest):
-                error.with_traceback(None)  # its frames would keep the parser, perhaps tens of
+                error.with_traceback(None)  # its frames would keep the parser's memory, tens of
             wanted.set_exception(error)  # megabytes, until garbage collection
         else:
             with self._lock:
@@ -269,7 +270,7 @@ def _words_of(tokenizer: Tokenizer) -> "LLTokenizer":
 
 
 def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
-    """Raises InvalidRequest."""
+    """Return a new matcher; raises InvalidRequest."""
     from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
 
     if (count := _num_remainders(form)) > _MAX_REMAINDERS:
@@ -303,8 +304,8 @@ def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
 
 
 def _num_remainders(form: str) -> int:
-    """How many remainders a lexer must distinguish for `multipleOf`: those of each divisor, and of
-    products of divisors where schemas are joined."""
+    """Return how many remainders a lexer must distinguish for `multipleOf`: those of each divisor
+    and, if schemas are joined, of products of divisors."""
     text = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), form)
     found = re.findall(r'multipleOf\\*"\s*:\s*([0-9.]+)', text)
     divisors = {int("0" + digits.replace(".", "").rstrip("0")[:18]) for digits in found}
@@ -321,11 +322,11 @@ def _too_much(reason: str) -> str:
 
 
 class CompiledForm:
-    """A form that answers can be made to follow; a `Grammar` of core.request.
+    """A compiled form, which answers can follow; a `Grammar` of core.request.
 
-    All its answers share one lexer, which grows with the text it reads. When it reaches its limits,
-    it fails for all of them. The form is then compiled again, and the answers continue with the new
-    lexer. A form that took long to compile is not compiled again: it is used up.
+    All its answers share one lexer, which grows with the text it reads. When the lexer reaches its
+    limits, it fails for all answers. The form is then compiled again, and the answers continue with
+    the new lexer. A form that took long to compile is not compiled again: it is used up.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class CompiledForm:
         self._compile_again = compile_again
         self._cost_s = cost_s
         self._num_tokens = 0  # tokens that its lexer has read
-        self.generation = 0  # number of the present lexer
+        self.generation = 0  # number of the current lexer
 
     @property
     def num_bytes(self) -> int:
@@ -388,7 +389,7 @@ class AnswerMask:
         self._form = form
         self._matcher, self._generation = form.matcher(), form.generation
         self._num_seen = 0
-        self._allowed: Bytes | None = None  # after the tokens read so far
+        self._allowed: Bytes | None = None  # tokens allowed after those read so far
         self._num_renewals = 0
         self._slow_s = 0.0
 
@@ -410,7 +411,7 @@ class AnswerMask:
         for start in range(0, len(new_ids), _READ_TOKENS):
             self._matcher.consume_tokens(new_ids[start : start + _READ_TOKENS].tolist())
             if start + _READ_TOKENS < len(new_ids):
-                self._matcher.compute_bitmask()  # resets the fuel, which is per mask
+                self._matcher.compute_bitmask()  # resets the fuel, which is counted per mask
         self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
 
     def _renew(self, output_ids: Int32s) -> None:
@@ -425,7 +426,8 @@ class AnswerMask:
             self.fault = f"the parser of its form reached its limits: {_reason(self._matcher)}"
 
     def _note_time(self, seconds: float) -> None:
-        """Count slow tokens: all requests wait for them, so an answer may have only a few."""
+        """Count the time of slow tokens: all requests wait for them, so an answer may have only a
+        few."""
         if seconds >= _SLOW_S:
             self._slow_s += seconds
         if self._slow_s > _MAX_SLOW_S and self.fault is None:

@@ -1,4 +1,5 @@
-"""Ids -> text, one by one: how a vocabulary writes bytes, and when a character is complete."""
+"""Turns ids into text one by one: knows how a vocabulary writes bytes, and when a character is
+complete."""
 
 import codecs
 import json
@@ -45,7 +46,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
-    """The kinds of the decoder's steps, a sequence flattened; empty without a decoder."""
+    """Return the kinds of the decoder's steps. A nested sequence is flattened; without a decoder
+    the list is empty."""
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
@@ -54,8 +56,8 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
 
 
 def byte_level_characters() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for characters from 256
-    on."""
+    """Return GPT-2's table: printable bytes are written as themselves, the others as characters
+    from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -63,7 +65,7 @@ def byte_level_characters() -> dict[str, int]:
 
 
 class IncrementalDecoder(Protocol):
-    """Ids in, text out; text that a later id may still change is held back."""
+    """Turns ids into text. Text that a later id may still change is held back."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -85,7 +87,8 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """For all other decoders: the text of (last token + new ones) minus that of the last token.
+    """For all other decoders: returns the text of (last token + new tokens) without the text of the
+    last token.
 
     One token of context is enough: decoders treat only the first token of a text specially (its
     leading space is dropped). A run of byte tokens is decoded when it has ended, because one bad

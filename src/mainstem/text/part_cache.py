@@ -5,13 +5,13 @@ from collections import OrderedDict
 from threading import Lock
 
 CACHE_BYTES = 64 << 20
-ENTRY_BYTES = 256  # for a key, a text's header and the entry in the table
+ENTRY_BYTES = 256  # memory of a key, a text's header and the entry in the table
 
-Key = tuple[bytes, bool, str]  # salt, whether it begins a prompt, the text
+Key = tuple[bytes, bool, str]  # (salt, whether the text begins a prompt, the text)
 
 
 class PartCache:
-    """Text -> ids, evicting the least recently used first. Thread-safe.
+    """Maps texts to ids, and evicts the least recently used text first. Thread-safe.
 
     Texts are found only with the salt they were stored with. Otherwise the time of an answer would
     reveal that another tenant has sent this text.
@@ -33,7 +33,7 @@ class PartCache:
     def add(self, key: Key, ids: "array[int]") -> None:
         size = _size(key, ids)
         if size > self._max_bytes // 4:
-            return  # it would evict everything else
+            return  # the text would evict everything else
         with self._lock:
             if key in self._entries:
                 return

@@ -1,9 +1,9 @@
-"""Texts -> ids part by part: split at added tokens, each part between them looked up or encoded.
+"""Encodes texts part by part: splits them at added tokens, and looks up or encodes each part
+between.
 
-A tokenizer cuts a text at its added tokens before anything else, and what is between two of them
-does not depend on the rest. So a system prompt, or an earlier turn, has the same ids as in the last
-request that contained it. For tokenizers where this is not true, `PartEncoder` encodes texts as a
-whole.
+A tokenizer first cuts a text at its added tokens, and the ids between two of them do not depend on
+the rest. So a system prompt, or an earlier turn, has the same ids as in the last request that
+contained it. For tokenizers where this is not true, `PartEncoder` encodes texts as a whole.
 """
 
 import json
@@ -21,7 +21,7 @@ from mainstem.text.any_of import AnyOf
 from mainstem.text.control_tokens import MARK, cannot_be_text, without_marks
 from mainstem.text.part_cache import PartCache
 
-# what Rust's \s matches
+# the characters that \s matches in Rust
 _SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _SPACES = re.compile(f"[{_SPACE}]*")
 _A_SPACE = re.compile(f"[{_SPACE}]")
@@ -31,18 +31,19 @@ Backend = tokenizers.Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Ids of a text: those that were found, and `finish`, which encodes the rest."""
+    """The ids of a text: those that were found, and `finish`, which encodes the rest."""
 
     num_new_chars: int  # characters that must be encoded
     finish: Callable[[], list[int]]
 
     def after(self, ids: Sequence[int]) -> "Pending":
-        """The same with other ids before it."""
+        """Return the same text with other ids before it."""
         return Pending(self.num_new_chars, lambda: [*ids, *self.finish()])
 
 
 class PartEncoder:
-    """Encodes marked texts (text/control_tokens.py): what is marked is read as text."""
+    """Encodes marked texts (text/control_tokens.py): a control token with a mark is read as
+    text."""
 
     def __init__(self, backend: Backend, control: frozenset[str]) -> None:
         self._backend = backend
@@ -56,11 +57,12 @@ class PartEncoder:
         self._cache = PartCache()
 
     def look_up(self, text: str, salt: bytes) -> Pending:
-        """The ids of a text; those of parts that were encoded with this salt are known."""
+        """Look up the ids of a text. The ids of parts that were encoded with this salt are
+        known."""
         if not self.can_split:
             return Pending(len(text), lambda: self._encode_fenced(text))
         known: list[array[int] | None] = []
-        missing: list[tuple[int, bool, str]] = []  # place in `known`, begins the text, part
+        missing: list[tuple[int, bool, str]] = []  # (place in `known`, is at the beginning, part)
         for part, token_id, is_first in self._split(text):
             if token_id is not None:
                 known.append(array("i", (token_id,)))
@@ -83,7 +85,7 @@ class PartEncoder:
         return Pending(sum(len(part) for _, _, part in missing), finish)
 
     def prepare(self) -> None:
-        """Prepare what the first request would otherwise wait for."""
+        """Do work for which the first request would otherwise wait."""
         if self.can_split:
             _ = self._plain_later, self._plain_first
 
@@ -93,8 +95,8 @@ class PartEncoder:
     # --- parts ----------------------------------------------------------------------------------
 
     def _split(self, text: str) -> Iterator[tuple[str, int | None, bool]]:
-        """Parts and added tokens in order: the text, the token's id, and whether it begins the
-        whole text."""
+        """Yield parts and added tokens in order: the text, the token's id, and whether it begins
+        the whole text."""
         assert self._patterns is not None
         first, second = self._patterns
         for start, end, token_id in self._cut(text, 0, len(text), first):
@@ -107,7 +109,7 @@ class PartEncoder:
     def _cut(
         self, text: str, start: int, end: int, pattern: AnyOf
     ) -> Iterator[tuple[int, int, int | None]]:
-        """Pieces of text[start:end] as (start, end, token id), cut like in the tokenizers
+        """Yield pieces of text[start:end] as (start, end, token id), cut as in the tokenizers
         library."""
         for match in pattern.matches(text, start, end):
             token_id, strips_left, strips_right = self._added[match[0]]
@@ -126,7 +128,7 @@ class PartEncoder:
             yield start, end, None
 
     def _encode(self, missing: Sequence[tuple[int, bool, str]]) -> list["array[int]"]:
-        """Ids of each part. The interpreter lock is released while they are encoded."""
+        """Return the ids of each part. The interpreter lock is released while they are encoded."""
         by_backend: dict[int, tuple[Backend, list[int]]] = {}
         for place, (_, is_first, part) in enumerate(missing):
             backend = self._backend_for(is_first, MARK in part)
@@ -140,8 +142,8 @@ class PartEncoder:
         return found
 
     def _encode_fenced(self, text: str) -> list[int]:
-        """Ids of a text that is not split; raises InvalidRequest if a control token extends over a
-        mark."""
+        """Return the ids of a text that is not split; raises InvalidRequest if a control token
+        extends over a mark."""
         plain = without_marks(text)
         if MARK not in text:
             return encode_whole(self._backend, plain)
@@ -192,7 +194,8 @@ class PartEncoder:
 
 
 def encode_whole(backend: Backend, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Ids of one text. `encode` would hold the interpreter lock all the time: 9 s for 7.5 MB."""
+    """Return the ids of one text. `encode` would hold the interpreter lock all the time: 9 s for
+    7.5 MB."""
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
@@ -203,8 +206,8 @@ def _plain(state: dict[str, object]) -> Backend:
 
 
 def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] | None:
-    """The patterns that find added tokens, first in the text and then in the normalized text; None
-    if parts of a text cannot be encoded separately."""
+    """Return the patterns that find added tokens, first in the text and then in the normalized
+    text; None if parts of a text cannot be encoded separately."""
     added = list(backend.get_added_tokens_decoder().values())
     normalized = [token.content for token in added if token.normalized]
     strips = any(token.lstrip or token.rstrip for token in added)
@@ -215,14 +218,15 @@ def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] 
         return None
     if steps(backend.normalizer, "normalizers"):
         if not control.isdisjoint(normalized):
-            return None  # the tokenizer searches them in another text than the one that is split
-        normalized = []  # the encoder of their part finds them
+            return None  # the tokenizer searches for them in another text than the split one
+        normalized = []  # when their part is encoded, they are found
     plain = [token.content for token in added if not token.normalized]
     return AnyOf(plain), AnyOf(normalized)
 
 
 def steps(component: object, inner: str) -> list[dict[str, object]]:
-    """The steps of a normalizer or pre-tokenizer, a sequence flattened; empty without one."""
+    """Return the steps of a normalizer or pre-tokenizer. A nested sequence is flattened; the list
+    is empty if there is none."""
     if component is None:
         return []
     state = component.__getstate__()  # the library's own JSON

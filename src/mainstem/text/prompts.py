@@ -20,7 +20,7 @@ Conversation = Sequence[Message]
 
 
 class OnError(Enum):
-    """What a prompt that cannot be answered does to the call."""
+    """What happens if a prompt of a call cannot be answered."""
 
     RAISE = "raise"  # the call ends before anything runs
     RETURN = "return"  # the call continues; the prompt's result says why
@@ -30,7 +30,8 @@ class Refusals:
     """The prompts of a call that cannot be answered, and why."""
 
     def __init__(self, name: str, is_lone: bool, on_error: OnError) -> None:
-        """`name` is the argument that had the prompts. `is_lone`: it was one prompt, not a list."""
+        """`name` is the argument with the prompts. `is_lone`: it was a single prompt, not a
+        list."""
         self.reasons: dict[int, str] = {}
         self._name = name
         self._is_lone = is_lone
@@ -73,8 +74,8 @@ class _At:
 def listed_prompts(
     prompts: ScriptPrompt | Iterable[ScriptPrompt], errors: OnError | str = OnError.RAISE
 ) -> tuple[list[str | list[int] | None], Refusals]:
-    """Every prompt as a text or as ids; None if it was refused. A single prompt gives a list of
-    one."""
+    """Return every prompt as a text or as ids; None if it was refused. A single prompt gives a list
+    of one."""
     items, is_lone = _items(prompts)
     refusals = Refusals("prompts", is_lone, _on_error(errors))
     listed: list[str | list[int] | None] = [None] * len(items)
@@ -99,7 +100,7 @@ def _items(prompts: object) -> tuple[list[object], bool]:
 
 
 def _plain(given: object) -> object:
-    """An array or tensor of any library as lists; anything else unchanged."""
+    """Convert an array or tensor of any library to lists; anything else is returned unchanged."""
     convert = getattr(given, "tolist", None)
     return convert() if callable(convert) else given
 
@@ -109,7 +110,7 @@ def _is_id(item: object) -> bool:
 
 
 def read_prompt(given: object) -> str | list[int]:
-    """One prompt as a text or as ids; the ids are not checked. Raises InvalidRequest."""
+    """Return one prompt as a text or as ids; the ids are not checked. Raises InvalidRequest."""
     if isinstance(given, Mapping):
         given = _of_mapping(given)
     given = _plain(given)
@@ -146,8 +147,8 @@ def is_conversation(given: object) -> bool:
 def listed_conversations(
     messages: Conversation | Iterable[Conversation], errors: OnError | str = OnError.RAISE
 ) -> tuple[list[list[Message] | None], Refusals]:
-    """Every conversation; None if it was refused. A single conversation gives a list of one. Texts
-    in parts are joined."""
+    """Return every conversation; None if it was refused. A single conversation gives a list of one.
+    Contents in several parts are joined to one text."""
     given: object = messages
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidRequest("messages", "must be a list with at least one message")
@@ -166,7 +167,7 @@ def listed_conversations(
 
 
 def read_conversation(messages: object) -> list[Message]:
-    """One conversation; raises InvalidRequest."""
+    """Return one conversation; raises InvalidRequest."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidRequest("messages", f"a conversation must be a list, got {messages!r:.80}")
     return [_message(message, index) for index, message in enumerate(messages)]

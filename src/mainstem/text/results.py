@@ -16,7 +16,7 @@ class Logprob:
     decoded_token: str | None = None  # U+FFFD if it is not a whole character
 
 
-# token id -> Logprob at one place: first of the token there, then of the likeliest tokens
+# token id -> Logprob at one place: first for the token there, then for the likeliest tokens
 PlaceLogprobs = dict[int, Logprob]
 
 
@@ -33,7 +33,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Log-probability of the whole answer, when logprobs were asked for."""
+        """Log-probability of the whole answer; None if logprobs were not requested."""
         if self.logprobs is None:
             return None
         places = zip(self.token_ids, self.logprobs, strict=True)
@@ -50,7 +50,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[PlaceLogprobs | None] | None = None
     num_cached_tokens: int = 0
-    num_dropped_tokens: int = 0  # of a prompt that was longer than the context window
+    num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
     error: str | None = None  # set only in calls with errors="return"
 
     @property
@@ -60,23 +60,23 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """The new part of one answer in a stream; all pieces joined are its CompletionOutput."""
+    """The new part of one answer in a stream. All pieces together are its CompletionOutput."""
 
     index: int  # which of the n answers
     text: str  # may be empty, for example within a character or a possible stop string
     token_ids: list[int]
-    logprobs: list[PlaceLogprobs] | None  # of these tokens, if they were asked for
+    logprobs: list[PlaceLogprobs] | None  # logprobs of these tokens, if they were requested
     finish_reason: str | None  # in the last piece of an answer
     stop_reason: str | int | None
     num_cached_tokens: int
     num_dropped_tokens: int
-    prompt_logprobs: list[PlaceLogprobs | None] | None = None  # once, with the first token
+    prompt_logprobs: list[PlaceLogprobs | None] | None = None  # sent once, with the first token
 
 
 def empty_result(
     request_id: str, prompt: str | None, prompt_ids: list[int], sampling: SamplingParams
 ) -> RequestOutput:
-    """A result without answers yet."""
+    """Make a result without answers."""
     wants_logprobs = sampling.logprobs is not None
     answers = [
         CompletionOutput(index, logprobs=[] if wants_logprobs else None)
@@ -86,7 +86,7 @@ def empty_result(
 
 
 def piece_of(output: TextOutput, tokenizer: Tokenizer) -> AnswerPiece:
-    """The news of an answer as a piece of a stream."""
+    """Make a piece of a stream from the news of an answer."""
     reason = output.finish_reason
     return AnswerPiece(
         index=output.index,

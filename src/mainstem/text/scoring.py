@@ -1,4 +1,5 @@
-"""How likely each of some choices is after a context: the prompts for the engine, and the results.
+"""Scores how likely choices are after a context: makes prompts for the engine, and collects the
+results.
 
     context  = c1 c2 c3        choices that differ only in their last token are one prompt,
     choices  = a b | a d | e   which leaves out that token:
@@ -30,8 +31,8 @@ class ChoiceScore:
     text: str | None  # None: given as ids
     token_ids: list[int]
     token_logprobs: list[float]  # of each token, given the context and the tokens before it
-    is_greedy: bool  # each of its tokens is the likeliest one at its place
-    probability: float  # among all choices of the call
+    is_greedy: bool  # whether each of its tokens is the likeliest at its place
+    probability: float  # relative to all choices of the call
 
     @property
     def logprob(self) -> float:
@@ -40,7 +41,7 @@ class ChoiceScore:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean per token, which does not favour short choices."""
+        """Mean log-probability per token, which does not favour short choices."""
         return self.logprob / len(self.token_logprobs)
 
 
@@ -50,7 +51,7 @@ class ScoreOutput:
 
     context_token_ids: list[int]
     choices: list[ChoiceScore] = field(default_factory=list)
-    num_cached_tokens: int = 0  # of the context, that were not computed for this call
+    num_cached_tokens: int = 0  # context tokens that were not computed for this call
     error: str | None = None  # only in calls with errors="return"
 
     @property
@@ -69,7 +70,7 @@ class Choice:
 
 
 def checked_choice(text: object) -> str:
-    """A choice must be a text; raises InvalidRequest."""
+    """Return the choice; raises InvalidRequest if it is not a text."""
     if not isinstance(text, str) or not text:
         raise InvalidRequest("choices", f"must be texts that are not empty, got {text!r:.80}")
     check_unicode("choices", text)
@@ -117,10 +118,10 @@ class ContextScoring:
             last_id = self.choices[member].token_ids[-1]
             self._found[member] = [*entries[: len(head)], following[last_id]]
         before = num_cached_tokens if self._num_cached is None else self._num_cached
-        self._num_cached = min(before, num_cached_tokens)  # of the prompt that computed the context
+        self._num_cached = min(before, num_cached_tokens)  # by the prompt that computed it
 
     def result(self) -> ScoreOutput:
-        """The scores; called when all prompts are answered."""
+        """Return the scores. Called after all prompts are answered."""
         sums = [sum(each.logprob for each in found) for found in self._found]
         weights = [exp(each - max(sums)) for each in sums]
         scores = [
@@ -144,12 +145,13 @@ def encode_scoring(
     salt: bytes = b"",
     max_tokens: int = sys.maxsize,
 ) -> "ContextScoring":
-    """A context and its choices as tokens; `app`, `salt` and `max_tokens` as in `begin_prompt`.
+    """Return a context and its choices as tokens; `app`, `salt` and `max_tokens` are as in
+    `begin_prompt`.
 
-    Spaces at the end of a context's text are moved to the choices, as tokenizers expect. A choice's
-    tokens are those that follow the context's in the encoding of both together. If that encoding
-    does not begin with the context's ids, and after contexts given as ids or conversations, the
-    choice is encoded by itself. Raises InvalidRequest.
+    Spaces at the end of a context's text are moved to the choices, as tokenizers expect. Context
+    and choice are encoded together, and the choice's tokens are those after the context's ids. The
+    choice is encoded alone if that encoding does not begin with the context's ids, or if the
+    context is a conversation or was given as ids. Raises InvalidRequest.
     """
     for text in texts:
         checked_choice(text)

@@ -1,4 +1,4 @@
-"""Sessions on disk: an SQLite file with atomic changes."""
+"""Stores sessions on disk, in an SQLite file with atomic changes."""
 
 import sqlite3
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ class SessionFile:
         self._identity = identity
 
     def load(self) -> dict[Key, Session]:
-        """The saved sessions, least recently used first; none if they belong to another tokenizer.
-        Raises ConfigError if it is not such a file.
+        """Return the saved sessions, least recently used first; none if they belong to another
+        tokenizer. Raises ConfigError if the file is not a file of sessions.
         """
         if not self._path.exists():
             return {}
@@ -67,11 +67,11 @@ class SessionFile:
             database.execute("COMMIT")
 
     def _is_ours(self, database: sqlite3.Connection) -> bool:
-        """Whether its sessions belong to this tokenizer; False for an empty file."""
+        """Whether the file's sessions belong to this tokenizer; False for an empty file."""
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == num_tables == 0:
-            return False  # killed before the first save
+            return False  # its process was killed before the first save
         if version != FORMAT:
             raise ConfigError(f"{self._path} has format {version}, this version reads {FORMAT}")
         found = database.execute("SELECT value FROM identity").fetchone()

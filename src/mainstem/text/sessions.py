@@ -35,7 +35,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """How much is kept; above it, the least recently used sessions are dropped."""
+    """How much is kept. Above these limits, the least recently used sessions are dropped."""
 
     ttl_s: float = 86_400.0
     max_sessions: int = 10_000
@@ -57,7 +57,7 @@ class Sessions:
         self._clock = clock
         self._sessions: dict[Key, Session] = {}  # least recently used first
         self._num_tokens = 0
-        self._changed: set[Key] = set()  # since `take_changes`
+        self._changed: set[Key] = set()  # changed since the last `take_changes`
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -77,7 +77,7 @@ class Sessions:
         return own[::-1]
 
     def keep(self, owner: str, session_id: str, token_ids: Int32s, text: str) -> None:
-        """A turn has ended: this is the whole conversation now."""
+        """Keep the whole conversation after a turn has ended."""
         before = self.remove(owner, session_id)
         if len(token_ids) > MAX_SESSION_TOKENS:
             return
@@ -139,27 +139,28 @@ class Sessions:
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """Equal for tokenizers that give the same ids."""
+    """Return a hash that is equal for tokenizers that give the same ids."""
     return sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def said_before(session: Session | None, text: str, tokenizer: Tokenizer) -> Int32s | None:
-    """The session's ids if `text` begins with `session.text`; None: it does not."""
+    """Return the session's ids if `text` begins with `session.text`; otherwise None."""
     if session is None or not tokenizer.can_continue or not text.startswith(session.text):
         return None
     return session.token_ids
 
 
 def spoken_text(prompt_text: str, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of a turn: its prompt and the whole answer, with special tokens written out."""
+    """Return the text of a turn: its prompt and the whole answer, with special tokens written
+    out."""
     decoder = tokenizer.incremental_decoder(())
     pieces = [decoder.push(token_id) for token_id in output_ids]
     return "".join([prompt_text, *pieces, decoder.finish()])
 
 
 def spoken_chat(prompt_text: str, output_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The same for a chat: special tokens that the model spelled out are marked in the same way as
-    when the client sends the answer back."""
+    """Like `spoken_text`, for a chat. Special tokens that the model spelled out are marked in the
+    same way as when the client sends the answer back."""
     ends = [place for place, token in enumerate(output_ids) if tokenizer.is_control(token)]
     said = [prompt_text]
     start = 0

@@ -1,4 +1,4 @@
-"""Stop strings: where an answer ends, found as its text arrives."""
+"""Finds stop strings, which end an answer, as its text arrives."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class _State:
 
 
 class StopChecker:
-    """Lets text through up to the first stop string (Aho-Corasick, one step per character).
+    """Passes on text up to the first stop string (Aho-Corasick, one step per character).
 
     Text that may be the beginning of a stop string is held back. The stop string that ends first
     wins, on a tie the longest. So the result does not depend on how the text was cut into pieces.
@@ -30,7 +30,7 @@ class StopChecker:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Add text; returns text that is now certain; nothing after a stop."""
+        """Add text; returns the text that is now certain. After a stop it returns nothing."""
         if self.found is not None:
             return ""
         if not self._root.children:

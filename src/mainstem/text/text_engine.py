@@ -1,4 +1,5 @@
-"""Text on top of the engine: prompts in, pieces of answers out, stop strings obeyed."""
+"""Adds text to the engine: takes prompts, returns pieces of answers, and ends answers at stop
+strings."""
 
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,7 @@ class TextOutput:
     finish_reason: FinishReason | None
     stop_reason: str | int | None  # the stop string or token that ended it
     num_cached_tokens: int
-    num_dropped_tokens: int = 0  # of the prompt, because it was longer than the context window
+    num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
     fault: str | None = None  # the error that ended it (FinishReason.ERROR) ...
     is_form_fault: bool = False  # ... and whether the parser of its form failed, rather than a step
 
@@ -58,8 +59,8 @@ class AnswerReader:
         return not self._streams
 
     def read(self, output: Output) -> TextOutput | None:
-        """The news of an answer; None if a stop string has ended it already. If the text ends
-        before the engine knows (`finish_reason` is set in the result but not in `output`), the
+        """Return the news of an answer; None if a stop string has ended it already. If the text
+        ends before the engine knows (`finish_reason` is set in the result but not in `output`), the
         caller must stop the request in the engine.
         """
         stream = self._streams.get(output.index)
@@ -121,8 +122,8 @@ class TextEngine:
     def submit(self, request: Request) -> None:
         """Queue a prompt; raises InvalidRequest if it can never run.
 
-        The model's end tokens are filled in, and the form that `request.sampling` names is compiled
-        unless the request brings it.
+        The model's end tokens are filled in. The form that `request.sampling` names is compiled,
+        unless the request has it compiled already.
         """
         sampling, grammar, delivery = request.sampling, request.grammar, request.delivery
         if grammar is None and sampling.grammar is not None:
@@ -146,7 +147,7 @@ class TextEngine:
         reader = self._open.get(output.request_id)
         news = None if reader is None else reader.read(output)
         if reader is None or news is None:
-            return None  # a stop string ended it before the engine knew
+            return None  # a stop string ended the answer before the engine knew
         if news.finish_reason is not None and output.finish_reason is None:
             self.engine.stop(output.request_id, output.index)
         if reader.is_finished:

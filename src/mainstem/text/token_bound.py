@@ -1,5 +1,5 @@
-"""A lower bound for the number of a text's tokens, to refuse too long prompts without encoding
-them."""
+"""Computes a lower bound for a text's number of tokens, to refuse prompts that are too long without
+encoding them."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ import tokenizers
 from mainstem.text.incremental import byte_level_characters
 from mainstem.text.parts import steps
 
-# canonical composition shortens a text at most by a factor of 3 (Hangul); 4 to be safe
+# canonical composition shortens a text by a factor of at most 3 (Hangul); 4 to be safe
 COMPOSED = 4
-SLICE_CHARS = 1 << 17  # processed in one call; other threads run in between
-# steps that drop nothing
+SLICE_CHARS = 1 << 17  # characters processed in one call; other threads run in between
+# steps of a normalizer that drop no characters
 _KEEPS = ("ByteLevel", "Digits", "Metaspace", "Split", "UnicodeScripts")
 
 
@@ -20,10 +20,10 @@ class TokenBound:
     """The most bytes that one token can stand for."""
 
     max_bytes: int
-    dropped: bytes = b""  # bytes that the vocabulary lacks, and that give no token at all
+    dropped: bytes = b""  # bytes that are not in the vocabulary and give no token at all
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least."""
+        """Return a lower bound for the number of tokens in `text`."""
         num_bytes = 0
         for start in range(0, len(text), SLICE_CHARS):
             data = text[start : start + SLICE_CHARS].encode("utf-8", "replace")
@@ -32,9 +32,9 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> "TokenBound | None":
-        """The bound of a tokenizer; None if a long text may have few tokens. Byte-level BPE and BPE
-        with byte tokens have a bound, unless an earlier step can drop characters. Takes a moment,
-        since it reads the whole vocabulary.
+        """Return the bound of a tokenizer; None if a long text may have few tokens. Byte-level BPE
+        and BPE with byte tokens have a bound, unless an earlier step can drop characters. Takes a
+        moment, since it reads the whole vocabulary.
         """
         shrinks = _shrinks(backend)
         added = backend.get_added_tokens_decoder().values()
@@ -63,7 +63,7 @@ class TokenBound:
 
 
 def _shrinks(backend: tokenizers.Tokenizer) -> int | None:
-    """The largest factor by which normalizing can shorten a text; None: unknown."""
+    """Return the largest factor by which normalizing can shorten a text; None if it is unknown."""
     shrinks = 1
     for step in steps(backend.normalizer, "normalizers"):
         if step["type"] in ("NFC", "NFD"):

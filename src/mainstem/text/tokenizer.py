@@ -1,4 +1,4 @@
-"""Text <-> token ids, with the tokenizer and templates of the model's folder.
+"""Converts between text and token ids, with the tokenizer and templates of the model's folder.
 
 messages --chat_template--> text --parts--> ids ... ids --text_stream--> text
 """
@@ -26,10 +26,10 @@ from mainstem.text.parts import PartEncoder, Pending, encode_whole
 from mainstem.text.token_bound import TokenBound
 
 GENERATION_FILE = "generation_config.json"
-# fields of generation_config.json that are used; others are set by the request, or are only for
-# Hugging Face
+# fields of generation_config.json that are used; requests set the others, or only Hugging Face uses
+# them
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-MANY_IDS = 1 << 10  # decoding this many takes longer than a change of threads
+MANY_IDS = 1 << 10  # decoding this many ids takes longer than a change of threads
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -49,8 +49,8 @@ class Tokenizer:
         sampling_defaults: Json | None = None,
         allow_special_tokens: bool = False,
     ) -> None:
-        """`special_tokens`: role ("bos_token") -> text; `templates`: name -> chat template;
-        `sampling_defaults`: the model makers' advice for sampling, unchecked.
+        """`special_tokens`: role ("bos_token") -> text. `templates`: name -> chat template.
+        `sampling_defaults`: sampling settings that the model's authors recommend, unchecked.
         `allow_special_tokens`: special tokens written in messages are control tokens, and any role
         is allowed."""
         self._backend = backend
@@ -105,7 +105,7 @@ class Tokenizer:
         )
 
     def prepare(self) -> None:
-        """Prepare what the first prompts would otherwise wait for."""
+        """Do work for which the first prompts would otherwise wait."""
         self._parts.prepare()
         _ = self._bound, self.can_continue
 
@@ -116,7 +116,8 @@ class Tokenizer:
     # --- encoding -------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the begin and end tokens that tokenizer.json puts around one.
+        """Return the ids of a prompt, with the begin and end tokens that tokenizer.json puts around
+        a prompt.
 
         add_bos_token in tokenizer_config.json is ignored, as in Hugging Face's loader.
         """
@@ -124,18 +125,19 @@ class Tokenizer:
         return encode_whole(self._backend, text, add_special_tokens=True)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of the text alone; special tokens written out in it still become their ids."""
+        """Return the ids of the text only. Special tokens written out in the text still become
+        their ids."""
         check_unicode("prompt", text)
         return encode_whole(self._backend, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many prompts, on all cores."""
+        """Like `encode`, for many prompts, on all cores."""
         for text in texts:
             check_unicode("prompt", text)
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least; quick, whatever its length."""
+        """Return a lower bound for the number of tokens in `text`; quick for any length."""
         return 0 if self._bound is None else self._bound.least_tokens(text)
 
     @cached_property
@@ -151,18 +153,18 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_args: Json | None = None,
     ) -> list[int]:
-        """Ids of a conversation; see `render_chat`. Special tokens that the messages spell out are
-        text."""
+        """Return the ids of a conversation; see `render_chat`. Special tokens that the messages
+        spell out are text."""
         text = self.chat_text(messages, tools, add_generation_prompt, template_args)
         return self.encode_chat_text(text)
 
     def encode_chat_text(self, text: str) -> list[int]:
-        """Ids of the result of `chat_text`."""
+        """Return the ids of the result of `chat_text`."""
         return self.look_up_chat_text(text).finish()
 
     def look_up_chat_text(self, text: str, salt: bytes = b"") -> Pending:
-        """The same in two steps: parts that were encoded before with this salt are found at
-        once."""
+        """Like `encode_chat_text`, in two steps: parts that were encoded before with this salt are
+        found at once."""
         check_unicode("messages", text)
         return self._parts.look_up(text, salt)
 
@@ -173,7 +175,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_args: Json | None = None,
     ) -> str:
-        """The conversation as the model was trained to read it.
+        """Return the conversation as the model was trained to read it.
 
         `template_args` are further variables of the template (Qwen3: enable_thinking). Raises
         InvalidRequest("messages") when the template refuses them or there is no template.
@@ -187,7 +189,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_args: Json | None = None,
     ) -> str:
-        """`render_chat` with marks in the special tokens that are text (text/control_tokens.py)."""
+        """Like `render_chat`, with marks in the special tokens that are text
+        (text/control_tokens.py)."""
         if not self._templates:
             reason = "this model has no chat template; send a prompt, or set --chat-template"
             raise InvalidRequest("messages", reason)
@@ -205,7 +208,8 @@ class Tokenizer:
     def _as_text(
         self, messages: Sequence[Message], tools: Sequence[Json] | None, template_args: Json
     ) -> tuple[Sequence[Message], Sequence[Json] | None, Json]:
-        """The messages of a request, marked so that nothing in them becomes a special token."""
+        """Return the messages of a request, with marks, so that nothing in them becomes a special
+        token."""
         change = self._control.mark if self._parts.can_split else self._control.refuse
         try:
             changed = [
@@ -226,14 +230,14 @@ class Tokenizer:
         return self._control.mark(text) if self._parts.can_split else self._control.fence(text)
 
     def _normal(self, text: str) -> str:
-        """A text as the tokenizer normalizes it before it looks for special tokens."""
+        """Return a text as the tokenizer normalizes it before it looks for special tokens."""
         check_unicode("messages", text)
         assert self._backend.normalizer is not None
         normalized: str = self._backend.normalizer.normalize_str(text)
         return normalized
 
     def is_control(self, token_id: int) -> bool:
-        """Whether a token is control, not text."""
+        """Whether a token is a control token, not text."""
         return token_id in self._control_ids
 
     def token_id(self, token: str) -> int | None:
@@ -241,7 +245,8 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def special_id(self, token: str) -> int | None:
-        """The same, if it is a special token."""
+        """The id of a special token by its name; None if the vocabulary has no such special
+        token."""
         token_id = self.token_id(token)
         return token_id if token_id in self.special_ids else None
 
@@ -252,20 +257,21 @@ class Tokenizer:
 
     @property
     def tool_template(self) -> str | None:
-        """The source of the template for chats with tools; None: it does not support tools."""
+        """The source of the template for chats with tools; None if the template does not support
+        tools."""
         template = self._template("tool_use") if self._templates else None
         return template.source if template is not None and template.reads_tools else None
 
     def _template(self, name: str) -> ChatTemplate:
-        """The template of this name, else the default one, else the first."""
+        """Return the template of this name, or else the default one, or else the first."""
         templates = self._templates
         return templates.get(name) or templates.get("default") or next(iter(templates.values()))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids that are not in the vocabulary are skipped."""
+        """Return the text of ids; ids that are not in the vocabulary are skipped."""
         if len(ids) < MANY_IDS:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        # `decode` would hold the interpreter lock all the time: 0.3 s for a million
+        # `decode` would hold the interpreter lock all the time: 0.3 s for a million ids
         return self._backend.decode_batch([list(ids)], skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -273,14 +279,14 @@ class Tokenizer:
         return self._alphabet.token_bytes(token_id)
 
     def incremental_decoder(self, context: Sequence[int]) -> IncrementalDecoder:
-        """A fresh incremental decoder for ids that follow `context`."""
+        """Make an incremental decoder for ids that follow `context`."""
         if self._alphabet.is_byte_level:
             return ByteDecoder(self._alphabet.token_bytes)
         return WindowDecoder(self.decode_all, self._alphabet.is_byte, context)
 
     @cached_property
     def can_continue(self) -> bool:
-        """Whether a text and what follows it may be encoded separately, with the same ids."""
+        """Whether a text and the text after it may be encoded separately, with the same ids."""
         return self._alphabet.is_byte_level and self.decode_all(self.encode_plain("x")) == "x"
 
     def to_json(self) -> str:
@@ -288,7 +294,7 @@ class Tokenizer:
         return self._backend.to_str()
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
+        """Return the text of ids, including special tokens."""
         return self.decode(ids, skip_special_tokens=False)
 
 
@@ -306,7 +312,7 @@ def check_unicode(field: str, text: str) -> None:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    """A JSON object, or an empty one when the file is absent."""
+    """Read a JSON object; an empty one if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -319,7 +325,8 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _special_tokens(settings: Json, special_map: Json) -> dict[str, str]:
-    """Role ("eos_token") -> text; the value is a string or an object with its content."""
+    """Return role ("eos_token") -> text. In the file a value is a string, or an object with a
+    `content`."""
     special = {}
     for role in (f"{short}_token" for short in SPECIAL_ROLES):
         value = settings.get(role, special_map.get(role))
@@ -333,8 +340,8 @@ def _special_tokens(settings: Json, special_map: Json) -> dict[str, str]:
 def _eos_ids(
     folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]
 ) -> frozenset[int]:
-    """The end tokens of generation_config (or else config), one id or a list, together with the
-    tokenizer's own, because fine-tuned chat models often set only one of the two.
+    """Return the end tokens of generation_config (or else config), one id or a list, together with
+    the tokenizer's own end token. Fine-tuned chat models often set only one of the two.
     """
     ids: set[int] = set()
     for name in (GENERATION_FILE, "config.json"):
@@ -350,13 +357,13 @@ def _eos_ids(
 
 
 def _advice(folder: Path) -> dict[str, object]:
-    """Fields of SamplingParams that generation_config.json names."""
+    """Return the fields of SamplingParams that generation_config.json sets."""
     advice = _read_json(folder / GENERATION_FILE)
     return {name: advice[name] for name in ADVISED if advice.get(name) is not None}
 
 
 def _own_template(path: Path) -> dict[str, str]:
-    """A file that holds one template, for all chats."""
+    """Read a file with one template for all chats."""
     try:
         return {"default": path.read_text(encoding="utf-8")}
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The parts of an answer besides plain text: reasoning and tool calls."""
+"""The parts of an answer that are not plain text: reasoning and tool calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thinks aloud before its answer."""
+    """The text in which the model reasons before its answer."""
 
     text: str
 

@@ -81,7 +81,7 @@ class Function(Struct, frozen=True):
 
 
 class Tool(Struct, frozen=True):
-    """What a request offers to the model."""
+    """A tool that a request offers to the model."""
 
     type: Literal["function"]
     function: Function
@@ -161,7 +161,7 @@ class AnswerBody(Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
-    # what it looks like
+    # what the answer looks like
     response_format: ResponseFormat | None = None
     guided_json: Anything = None  # a JSON schema, as object or text
     guided_regex: str | None = None
@@ -171,7 +171,7 @@ class AnswerBody(Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     # how many of a prompt's last tokens are read; -1: as many as leave room for the answer
     truncate_prompt_tokens: int | None = None
-    # which pages it shares, and when it runs
+    # which pages the request shares, and when it runs
     cache_salt: str | None = None
     priority: Annotated[int, Meta(description="lower goes first")] | None = None
     session_id: Annotated[str, Meta(pattern=SESSION_ID)] | None = None
@@ -206,7 +206,7 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
 
 
 class TokenizeOptions(Struct, frozen=True):
-    """What `POST /tokenize` takes besides the fields of a chat or completion."""
+    """Fields of `POST /tokenize` in addition to those of a chat or completion."""
 
     # whether to add the tokens that tokenizer.json puts around a prompt
     add_special_tokens: bool | None = None
@@ -322,7 +322,8 @@ _WORDS = {
 
 
 def read_fields(fields: Json, kind: type[T]) -> T:
-    """A JSON object as a record; raises WireError that names the unknown or invalid field."""
+    """Convert a JSON object to a record; raises WireError that names the unknown or invalid
+    field."""
     given = {name: value for name, value in fields.items() if value is not None}
     known = kind.__struct_fields__
     for name, value in given.items():
@@ -346,7 +347,7 @@ def tokenize_options(body: Json) -> tuple[TokenizeOptions, dict[str, object]]:
 
 
 def without_harmless(fields: Json, kind: type[Struct]) -> dict[str, object]:
-    """A body without the fields that have no effect."""
+    """Return a body without the fields that have no effect."""
     rules = NEUTRAL[kind]
     left = {
         name: value
@@ -364,8 +365,8 @@ def without_harmless(fields: Json, kind: type[Struct]) -> dict[str, object]:
 
 
 def _explained(text: str, kind: type[Struct]) -> WireError:
-    """msgspec's message as an error that names the field, for example n in "Expected ... - at
-    `$.n`"."""
+    """Convert msgspec's message to an error that names the field, for example n in "Expected ... -
+    at `$.n`"."""
     found = _PLACE.match(text)
     reason, place = (found["reason"], found["path"].lstrip(".")) if found else (text, "")
     if not place and (missing := _MISSING.search(reason)):
@@ -384,13 +385,13 @@ def _explained(text: str, kind: type[Struct]) -> WireError:
 
 
 def _in_words(types: re.Match[str]) -> str:
-    """`int | null` -> a whole number."""
+    """Convert a type to words: `int | null` becomes "a whole number"."""
     names = [name for name in types[1].split(" | ") if name != "null"]
     return " or ".join(_WORDS.get(name, name) for name in names) or "null"
 
 
 def _choices(kind: type[Struct], name: str) -> list[object]:
-    """The values that a field of literals can have."""
+    """Return the values that a field of literals can have."""
     hint = get_type_hints(kind)[name]
     return [
         value

@@ -1,4 +1,4 @@
-"""A chat or completion body -> a Call and its prompts: the parser for server, batch and plan.
+"""Turns the body of a chat or completion into a Call and its prompts, for server, batch and plan.
 
     body (JSON object) -- bodies.py: names and types -->  AnswerBody
                        -- here: OpenAI's meanings    -->  Call, [Prompt, ...]
@@ -57,14 +57,14 @@ MAX_TOKEN_ID = 2**31 - 1
 SAMPLINGS_KEPT = 1024  # distinct settings; calls with equal settings share an object
 CALLS_KEPT = 1024  # distinct bodies without their prompts; equal ones are read once
 MAX_KEPT_CHARS = 4096  # larger settings and bodies are not kept
-END_TOKENS = 16  # the template may begin the reasoning within this many last tokens of a prompt ...
-CONTINUED_TOKENS = 4096  # ... and a message that is continued, within this many
+END_TOKENS = 16  # reasoning may begin within this many last tokens of a prompt ...
+CONTINUED_TOKENS = 4096  # ... or within this many, if the prompt ends with a message to continue
 
 T = TypeVar("T")
 Messages = Annotated[list[bodies.Message], msgspec.Meta(min_length=1)]
 TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 
-REASONING_NAMES = ("reasoning_content", "reasoning")  # of a message: DeepSeek's, and vLLM's
+REASONING_NAMES = ("reasoning_content", "reasoning")  # in messages: DeepSeek's name, vLLM's name
 
 # SamplingParams has these fields under the same names and checks their values
 SAMPLING_FIELDS = (
@@ -108,7 +108,7 @@ class BodyLimits:
 
     max_prompts: int = 128
     max_answers: int = 128  # prompts times n
-    max_stop_chars: int = 4096  # of all stop strings; each becomes a state of an automaton
+    max_stop_chars: int = 4096  # in all stop strings; each is a state of an automaton
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Call:
     kept_prompt_tokens: int | None = None
     has_echo: bool = False
     is_scoring: bool = False  # echo with max_tokens 0: the prompt's logprobs and no answer
-    wants_prompt_logprobs: bool = False  # in vLLM's form, not OpenAI's echo
+    wants_prompt_logprobs: bool = False  # in vLLM's format, not as OpenAI's echo
     tools: ToolUse | None = None
     has_one_tool_call: bool = False  # further calls are not returned
     # the format of reasoning in the answer; None: it is part of the text
@@ -139,7 +139,7 @@ class Call:
     continues_message: bool = False  # the prompt ends within an answer
     session_id: str | None = None
     overflow: Overflow = Overflow.ERROR
-    choices: tuple[str, ...] = ()  # scored after the prompt instead of an answer
+    choices: tuple[str, ...] = ()  # texts that are scored after the prompt; there is no answer
 
     @property
     def num_answers(self) -> int:
@@ -147,11 +147,11 @@ class Call:
 
     @property
     def url(self) -> str:
-        """The path to which it would be sent on a server."""
+        """The path to which the call would be sent on a server."""
         return SCORE_URL if self.choices else self.kind.value
 
     def kept_prompt(self, token_ids: list[int], context_tokens: int) -> list[int]:
-        """A prompt cut to the number of last tokens that the call asks for."""
+        """Return a prompt cut to its last tokens, as many as the call asks for."""
         count = self.kept_prompt_tokens
         if count is None:
             return token_ids
@@ -165,11 +165,11 @@ class Call:
         return self.tools is not None or self.reasoning is not None
 
     def parser(self) -> AnswerParser | None:
-        """The parser of one answer of a chat; None: the answer is plain text."""
+        """Return the parser of one answer of a chat; None if the answer is plain text."""
         return make_parser(self.tools, self.reasoning)
 
     def rendering(self, prompt_ids: Sequence[int] | Int32s, tokenizer: Tokenizer) -> Rendering:
-        """How answers to a prompt become the text that `parser` reads.
+        """Return how answers to a prompt become the text that `parser` reads.
 
         A form applies from the first token on, so an answer with a form never begins inside
         reasoning.
@@ -192,7 +192,7 @@ _PLAIN = Rendering()
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A body that was read before, apart from its prompt."""
+    """A body that was read before, without its prompt."""
 
     call: Call
     chat: Chat | None  # without its messages; None: a completion
@@ -202,21 +202,21 @@ class _Known:
 class CallParser:
     """Reads bodies; `defaults` are used for sampling fields that a body leaves out.
 
-    They are fields of SamplingParams; raises InvalidRequest if they are not valid. `find_formats`
-    returns how the model writes tool calls and reasoning; it is called for chats.
+    `defaults` are fields of SamplingParams; raises InvalidRequest if they are not valid.
+    `find_formats` returns how the model writes tool calls and reasoning; it is called for chats.
     """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
     limits: BodyLimits = field(default_factory=BodyLimits)
     find_formats: Callable[[], AnswerFormats] = AnswerFormats
     _samplings: dict[str, SamplingParams] = field(default_factory=dict)
-    _known: dict[str, _Known] = field(default_factory=dict)  # by the rest of the body
+    _known: dict[str, _Known] = field(default_factory=dict)  # by the body without its prompt
 
     def __post_init__(self) -> None:
         self._sampling(self.defaults)
 
     def parse(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
-        """Raises WireError that names the field.
+        """Return the call and the prompts of a body; raises WireError that names the field.
 
         Bodies that differ only in their prompt, as in a batch, are checked once.
         """
@@ -239,7 +239,7 @@ class CallParser:
         return call, prompts
 
     def _read(self, body: Json, kind: Kind) -> tuple[Call, tuple[Prompt, ...]]:
-        """Read a body completely, without what is known from earlier bodies."""
+        """Read a body completely, without the results of earlier bodies."""
         record = ChatBody if kind is Kind.CHAT else CompletionBody
         fields = without_harmless(body, record)
         read: AnswerBody = read_fields(fields, record)
@@ -295,7 +295,7 @@ class CallParser:
     # --- sampling -------------------------------------------------------------------------------
 
     def _sampling_fields(self, body: AnswerBody, tools: ToolUse | None) -> dict[str, object]:
-        """Arguments of SamplingParams."""
+        """Return the arguments of SamplingParams."""
         _check_stop(body.stop, self.limits)
         is_chat = isinstance(body, ChatBody)
         values: dict[str, object] = {
@@ -306,7 +306,7 @@ class CallParser:
             if (value := getattr(body, name)) is not None:
                 values[name] = value
         if (limit := _max_tokens(body)) is not None:
-            # 1 is the smallest that SamplingParams allows
+            # 1 is the smallest value that SamplingParams allows
             values["max_tokens"] = 1 if _is_scoring(body) else limit
         if body.logit_bias is not None:
             values["logit_bias"] = _logit_bias(body.logit_bias)
@@ -344,7 +344,7 @@ class CallParser:
 
 
 def _required_tools(choice: str | ChosenTool | None, names: Sequence[str]) -> Sequence[str] | None:
-    """Tools of which one must be called; None: the model decides."""
+    """Return the tools of which one must be called; None if the model decides."""
     if choice in (None, "auto", "none"):
         return None
     if not names:
@@ -458,7 +458,7 @@ def _is_scoring(body: AnswerBody) -> bool:
 
 
 def _logprobs(body: AnswerBody) -> int | None:
-    """How many top tokens to return. The chat API has a boolean and a separate number."""
+    """Return how many top tokens to return. The chat API has a boolean and a separate number."""
     if isinstance(body, CompletionBody):
         return body.logprobs
     assert isinstance(body, ChatBody)
@@ -491,7 +491,8 @@ def _in_session(call: Call, body: AnswerBody) -> Call:
 
 
 def _key_of(body: Json, prompt_field: str) -> str:
-    """Equal for bodies that differ only in their prompt; empty: nested too deeply to compare."""
+    """Return a key that is equal for bodies that differ only in their prompt; empty if they are
+    nested too deeply."""
     rest = {
         name: value for name, value in body.items() if name != prompt_field and name not in HARMLESS
     }
@@ -503,7 +504,8 @@ def _key_of(body: Json, prompt_field: str) -> str:
 
 
 def _room_left(value: object, room: int) -> int:
-    """`room` minus the approximate size of a value; stops at 0, since clients choose the size."""
+    """Return `room` minus the approximate size of a value. Stops at 0, since clients choose the
+    size."""
     if isinstance(value, str):
         return room - len(value)
     if not isinstance(value, dict | list):
@@ -518,8 +520,8 @@ def _room_left(value: object, room: int) -> int:
 
 
 def _known_prompt(given: object, known: _Known) -> "Prompt | None":
-    """The prompt of a body whose other fields were checked before; None: the prompt is not a plain
-    one, and the body must be read completely."""
+    """Return the prompt of a body whose other fields were checked before; None if the prompt is not
+    plain, and the body must be read completely."""
     if known.chat is None and isinstance(given, str):
         return given
     try:
@@ -533,7 +535,7 @@ def _known_prompt(given: object, known: _Known) -> "Prompt | None":
 
 
 def _prompts(given: str | list[int | str | list[int]], limits: BodyLimits) -> Iterator[Prompt]:
-    """One text, one list of ids, or a list of these."""
+    """Read prompts: one text, one list of ids, or a list of these."""
     if isinstance(given, str) or not given or isinstance(given[0], int):
         yield _prompt(given)
         return
@@ -581,8 +583,8 @@ def _messages(given: object, checked: Sequence[bodies.Message]) -> list[Message]
 
 
 def _message(index: int, message: Message, checked: bodies.Message) -> Message:
-    """Parts of a content are joined; the arguments of past tool calls become objects. Reasoning
-    gets the name that templates read."""
+    """Return a message for templates: parts of a content are joined, the arguments of past tool
+    calls become objects, and reasoning gets the name that templates read."""
     if checked.reasoning is not None and checked.reasoning_content is None:
         message = message | {"reasoning_content": checked.reasoning}
     if checked.tool_calls is not None:
@@ -596,7 +598,8 @@ def _message(index: int, message: Message, checked: bodies.Message) -> Message:
 
 
 def _called(index: int, raw: dict[str, Message], call: PastCall) -> Message:
-    """The function of a past call with its arguments as an object: what chat templates expect."""
+    """Return the function of a past call with its arguments as an object, as chat templates
+    expect."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:

@@ -1,4 +1,4 @@
-"""What is wrong with a client's request, in the format of OpenAI's API."""
+"""Errors in a client's request, in the format of OpenAI's API."""
 
 from mainstem.core.errors import InvalidRequest
 

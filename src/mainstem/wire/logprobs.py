@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mainstem.core.request import TokenLogprobs
 from mainstem.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
+LEAST_LOGPROB = -9999.0  # used for minus infinity, which JSON does not have
 
 Json = dict[str, object]
 Place = tuple[int, TokenLogprobs | None]  # a token and its logprobs, if known
@@ -50,7 +50,7 @@ class Offsets:
         self._end = 0
 
     def next(self, token_id: int) -> int:
-        """The start of the next token."""
+        """Return where the next token begins."""
         start = self._end
         if token_id not in self._skipped:
             self._end += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))

@@ -51,7 +51,7 @@ class MessageReply:
         return message | self.ending(answer, reader.num_calls)
 
     def message(self, blocks: list[Json], usage: Json) -> Json:
-        """An answer that has not ended."""
+        """Return the reply while the answer has not ended."""
         return {
             "id": self.heading.reply_id,
             "type": "message",
@@ -64,7 +64,7 @@ class MessageReply:
         }
 
     def ending(self, answer: AnswerSoFar, num_calls: int) -> Json:
-        """Why the answer has ended."""
+        """Return why the answer has ended."""
         stop = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         if answer.finish_reason is FinishReason.LENGTH:
             reason = "max_tokens"
@@ -75,8 +75,8 @@ class MessageReply:
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def usage(self, answers: PromptAnswers) -> Json:
-        """Tokens so far. Each prompt token is counted in one of three ways: read from the cache,
-        computed and pinned, or just computed."""
+        """Return the tokens so far. Each prompt token is counted in one of three ways: read from
+        the cache, computed and pinned, or only computed."""
         num_read, kept = answers.cached_tokens, self.kept
         num_created = max(0, kept.num_tokens - num_read)
         num_hour = max(0, kept.num_hour_tokens - num_read)
@@ -93,7 +93,7 @@ class MessageReply:
         }
 
     def block(self, part: Part) -> Json:
-        """A part of an answer as a content block."""
+        """Return a part of an answer as a content block."""
         if isinstance(part, ToolCall):
             tool_id = f"toolu_{part.call_id.removeprefix('call_')}"
             return {
@@ -114,12 +114,12 @@ class MessageReply:
 
 
 class AnswerParts:
-    """Parses an answer as its text arrives: pieces in, parts out."""
+    """Parses an answer as its text arrives: turns pieces of text into parts."""
 
     def __init__(self, call: Call) -> None:
         self._parser = call.parser()
         self._has_one_call = call.has_one_tool_call
-        self.num_calls = 0  # returned so far
+        self.num_calls = 0  # number of calls returned so far
 
     def push(self, text: str) -> list[Part]:
         """Add text; returns the parts that are now certain."""
@@ -225,7 +225,7 @@ def error_body(status: int, message: str, code: str | None, request_id: str) -> 
     """The error object for an HTTP status."""
     kind = _ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if code == "context_length_exceeded":
-        # clients look for these words to shorten the prompt
+        # if clients find these words, they shorten the prompt
         message = f"prompt is too long: {message}"
     return {
         "type": "error",
@@ -241,7 +241,7 @@ def _field(part: Part) -> str:
 
 
 def _input(call: ToolCall) -> str:
-    """The arguments of a call as JSON; this API wants an object."""
+    """Return the arguments of a call as JSON; this API requires an object."""
     try:
         value = json.loads(call.arguments, parse_constant=lambda _: None)  # JSON has no NaN
     except (ValueError, RecursionError):

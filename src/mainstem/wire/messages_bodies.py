@@ -18,7 +18,7 @@ from mainstem.text.encoding import Message
 from mainstem.wire.bodies import Anything, Json, read_fields
 from mainstem.wire.errors import WireError
 
-MAX_MARKS = 4  # `cache_control` in one body, as in Anthropic's API
+MAX_MARKS = 4  # maximum number of `cache_control` in one body, as in Anthropic's API
 TTL_S = {"5m": 300, "1h": 3600}
 # a line that Claude Code puts before its system prompt; it changes each time and is not needed
 BILLING = "x-anthropic-billing-header:"
@@ -106,7 +106,7 @@ class InputToolChoice(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether tools are used; with `any` and `tool` one is called."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None  # of the tool
+    name: str | None = None  # name of the tool
     disable_parallel_tool_use: bool | None = None
 
 
@@ -129,7 +129,7 @@ class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = (
-        None  # a hint, if the template accepts one
+        None  # passed to the template, if it accepts one
     )
     format: OutputFormat | None = None
 
@@ -194,8 +194,8 @@ class Mark:
 
     ttl_s: int
     messages: list[Message] = field(default_factory=list)
-    num_tools: int | None = None  # only the first ones; None: all of them
-    is_whole: bool = False  # it is the whole prompt
+    num_tools: int | None = None  # number of first tools in it; None: all
+    is_whole: bool = False  # whether it is the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,8 @@ class MessagesAsked:
 
 
 def read_messages(body: Json, kind: type[CountBody], template: str) -> MessagesAsked:
-    """Raises WireError that names the field. `template` is the model's chat template."""
+    """Read a body; raises WireError that names the field. `template` is the model's chat
+    template."""
     left = {
         name: value
         for name, value in body.items()
@@ -255,7 +256,7 @@ _NAMES = {
 
 
 def in_messages_terms(error: WireError) -> WireError:
-    """An error in a chat's fields, with the field names of this API."""
+    """Return an error in a chat's fields with the field names of this API."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error
@@ -267,7 +268,7 @@ def in_messages_terms(error: WireError) -> WireError:
 
 
 def _chat_fields(body: CountBody, template: str) -> dict[str, object]:
-    """The fields of a ChatBody that asks for the same."""
+    """Return the fields of a ChatBody that asks for the same."""
     choice = body.tool_choice
     continues = body.messages[-1].role == "assistant"
     fields: dict[str, object] = {
@@ -339,7 +340,7 @@ def _turns(messages: Sequence[InputMessage]) -> list[Message]:
 
 
 def _assistant(blocks: Sequence[Block], index: int) -> Message:
-    """An earlier answer: its reasoning, text and calls."""
+    """Return an earlier answer as a message: its reasoning, text and calls."""
     _check_kinds(blocks, ToolResultBlock, "assistant", index)
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [
@@ -361,7 +362,7 @@ def _assistant(blocks: Sequence[Block], index: int) -> Message:
 
 
 def _said(role: str, blocks: Sequence[Block], index: int) -> Iterator[Message]:
-    """Tool results and text in their order, each result as a separate message."""
+    """Return tool results and text in their order; each result is a separate message."""
     _check_kinds(blocks, ToolUseBlock | ThinkingBlock, role, index)
     texts: list[TextBlock] = []
     for block in blocks:
@@ -400,7 +401,7 @@ def _joined(blocks: Sequence[TextBlock]) -> str:
 
 
 def _marks(body: CountBody) -> list[Mark]:
-    """One mark for each `cache_control`, in the order tools, system, messages."""
+    """Return one mark for each `cache_control`, in the order tools, system, messages."""
     marks: list[Mark] = []
     system = [] if body.system is None else _system(body.system)
     for index, tool in enumerate(body.tools or ()):

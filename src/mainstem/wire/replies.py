@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format, whole and as chunks of a stream; for server and batch."""
+"""Renders answers in OpenAI's format, whole or as chunks of a stream, for server and batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ _encode = msgspec.json.Encoder().encode
 class AnswerSoFar:
     """One answer so far."""
 
-    pieces: list[str] = field(default_factory=list)  # of its text
+    pieces: list[str] = field(default_factory=list)  # pieces of its text
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -49,7 +49,7 @@ class PromptAnswers:
     answers: list[AnswerSoFar] = field(init=False)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = (None,)  # None for the first token
     cached_tokens: int = 0
-    dropped_tokens: int = 0  # of a prompt that was longer than the context window
+    dropped_tokens: int = 0  # tokens dropped from a prompt that was longer than the context window
 
     def __post_init__(self) -> None:
         self.answers = [AnswerSoFar() for _ in range(self.sampling.n)]
@@ -80,7 +80,7 @@ class Heading:
     reply_id: str
     model: str
     created: int  # seconds since 1970
-    fingerprint: str | None = None  # of version, model and settings
+    fingerprint: str | None = None  # fingerprint of version, model and settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Echo:
 class Reply:
     """Renders the answers to one call. Answer i of prompt p is choice p * n + i.
 
-    `echoes` has an entry for each prompt if the call has echo, `prompt_ids` if it returns token
-    ids.
+    If the call has echo, `echoes` has an entry for each prompt; if it returns token ids,
+    `prompt_ids` has one.
     """
 
     call: Call
@@ -125,7 +125,7 @@ class Reply:
         return whole
 
     def usage(self, answers: Sequence[PromptAnswers]) -> Json:
-        """Tokens so far, of all prompts and answers."""
+        """Return the tokens so far, of all prompts and answers."""
         num_prompt = sum(prompt.prompt_tokens for prompt in answers)
         num_output = sum(len(one.token_ids) for prompt in answers for one in prompt.answers)
         if self.call.is_scoring:
@@ -145,8 +145,8 @@ class Reply:
         return usage
 
     def _reasoning_tokens(self, answers: Sequence[PromptAnswers]) -> int | None:
-        """Tokens of reasoning; None: the model does not reason, or its tokens do not show where
-        reasoning ends."""
+        """Return the number of reasoning tokens; None if the model does not reason, or its tokens
+        do not show where reasoning ends."""
         reasoning = self.call.reasoning
         if reasoning is None:
             return None
@@ -205,7 +205,7 @@ class Reply:
         return choice
 
     def _message(self, text: str) -> tuple[Json, bool]:
-        """A chat's answer, and whether it calls tools."""
+        """Return a chat's answer, and whether it calls tools."""
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         parser = self.call.parser()
         if parser is None:
@@ -241,7 +241,7 @@ class _StreamedChoice:
 
     offsets: Offsets
     parser: AnswerParser | None
-    has_begun: bool = False  # for a completion: its echo was sent
+    has_begun: bool = False  # a completion has begun when its echo was sent
     num_chars: int = 0
     plain: list[bytes] | None = None  # the bytes of a plain event around its text and usage
 
@@ -341,7 +341,7 @@ class ReplyStream:
     def _text_part(
         self, text: str, logprobs: Json | None, token_ids: Sequence[int] | None = None
     ) -> Json:
-        """A choice that has more text and has not ended."""
+        """Return a choice that has more text and has not ended."""
         part: Json = {"delta": {"content": text}} if self._reply.is_chat else {"text": text}
         part |= {"logprobs": logprobs, "finish_reason": None}
         if not self._reply.is_chat:
@@ -387,7 +387,8 @@ class ReplyStream:
             yield {"delta": {}, "logprobs": None, **ending}
 
     def _deltas(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
-        """The parts that are now certain; logprobs and ids are in the first chunk."""
+        """Return chunks with the parts that are now certain. Logprobs and ids are in the first
+        chunk."""
         tokenizer = self._reply.tokenizer
         ids = self._told_ids(output)
         logprobs = chat_logprobs(output.logprobs, tokenizer) if output.logprobs else None
@@ -428,7 +429,8 @@ def event(value: Json) -> bytes:
 
 
 def _with_one_call(parts: Sequence[Part], num_before: int) -> list[Part]:
-    """Parts of an answer with only the first call; `num_before` is the number of earlier calls."""
+    """Return the parts of an answer with only the first call; `num_before` is the number of earlier
+    calls."""
     calls = [part for part in parts if isinstance(part, ToolCall)]
     told = calls[: max(0, 1 - num_before)]
     return [part for part in parts if not isinstance(part, ToolCall) or part in told]

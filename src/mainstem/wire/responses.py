@@ -1,4 +1,5 @@
-"""Answers in the format of OpenAI's Responses API: output items, whole and as events of a stream.
+"""Renders answers in the format of OpenAI's Responses API: output items, whole or as events of a
+stream.
 
 response.created, response.in_progress
 for each item:  response.output_item.added
@@ -182,7 +183,7 @@ class ResponseStream:
         return f"{prefix}_{self._item_ids}{len(self._output):03x}"
 
     def _in_text(self, item: _TextItem) -> Json:
-        """The fields that locate an event about text."""
+        """Return the fields that say to which text an event belongs."""
         return {"item_id": item.item_id, "output_index": len(self._output), "content_index": 0}
 
     # --- events ---------------------------------------------------------------------------------

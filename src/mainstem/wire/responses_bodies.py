@@ -162,7 +162,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     max_output_tokens: int | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # what it looks like
+    # what the answer looks like
     text: TextConfig | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: (

@@ -43,7 +43,7 @@ _GRADED = ("low", "medium", "high")  # efforts that templates know
 
 
 def read_body(fields: Json) -> ResponsesBody:
-    """Raises WireError that names the unsupported or invalid field."""
+    """Read a body; raises WireError that names the unsupported or invalid field."""
     left = {}
     for name, value in fields.items():
         rule = NEUTRAL.get(name)
@@ -86,20 +86,20 @@ def input_items(body: ResponsesBody) -> list[Item]:
 
 
 class Conversation:
-    """Items as the messages of a chat, in order.
+    """Turns items into the messages of a chat, in order.
 
     Instructions and the system and developer messages at the beginning become one system message,
-    because many chat templates take no second one. A later developer message becomes a system
-    message if the template has no developer role.
+    because many chat templates do not accept a second one. A later developer message becomes a
+    system message if the template has no developer role.
     """
 
     def __init__(self, instructions: str | None, template: str | None) -> None:
         self._system = [] if instructions is None else [instructions]
         self._knows_developers = template is not None and "developer" in template
         self._messages: list[Message] = []
-        self._functions: dict[str, str] = {}  # names, by call id
-        self._reasoning = ""  # of the assistant's next message
-        self._is_kept = False  # whether the items being added are stored ones
+        self._functions: dict[str, str] = {}  # name of the function by call id
+        self._reasoning = ""  # reasoning of the assistant's next message
+        self._is_kept = False  # whether the items being added come from stored responses
 
     @property
     def messages(self) -> list[Message]:
@@ -108,7 +108,8 @@ class Conversation:
         return [{"role": "system", "content": "\n\n".join(self._system)}, *self._messages]
 
     def add(self, items: Sequence[Item], is_kept: bool = False) -> None:
-        """Raises WireError that names the place in the input. `is_kept`: stored items."""
+        """Add items; raises WireError that names the place in the input. `is_kept`: they come from
+        stored responses."""
         self._is_kept = is_kept
         adders: dict[object, Callable[[str, Item], None]] = {
             "message": self._add_message,
@@ -142,7 +143,8 @@ class Conversation:
         self._messages.append(message)
 
     def _add_call(self, place: str, item: Item) -> None:
-        """Calls of one answer are one message, together with the text before them."""
+        """Add a call. The calls of one answer are one message, together with the text before
+        them."""
         read = _read(item, FunctionCallItem, place)
         try:
             arguments = json.loads(read.arguments)
@@ -188,7 +190,7 @@ class Conversation:
 
 
 def _text(content: str | Sequence[Item], place: str) -> str:
-    """The text of a content, parts joined as in a chat."""
+    """Return the text of a content, with parts joined as in a chat."""
     if isinstance(content, str):
         return content
     texts = []
@@ -202,7 +204,7 @@ def _text(content: str | Sequence[Item], place: str) -> str:
 
 
 def _read(item: Item, kind: type[T], place: str) -> T:
-    """An item as a record; its errors name its place."""
+    """Read an item as a record; errors name its place."""
     try:
         return read_fields(item, kind)
     except WireError as error:
@@ -217,7 +219,7 @@ def _wrong(place: str, reason: str) -> WireError:
 
 
 def chat_fields(body: ResponsesBody, messages: list[Message], template: str | None) -> Json:
-    """The fields of a ChatBody that asks for the same."""
+    """Return the fields of a ChatBody that asks for the same."""
     fields: dict[str, object] = {name: getattr(body, name) for name in SAME_IN_CHATS}
     args = _template_args(body.reasoning, template or "")
     fields |= {

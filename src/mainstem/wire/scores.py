@@ -22,7 +22,7 @@ from mainstem.wire.replies import Heading
 
 MAX_LABEL_PAIRS = 1024
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
-# fields of vLLM's models that compare texts; they are refused with what to send instead
+# fields of vLLM's API for models that compare texts; the error says what to send instead
 _OTHERS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
 
 
@@ -54,7 +54,7 @@ class LabelScoreBody(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AskedScores:
-    """What a body asks for: choices (of the call) after one prompt, or labels after each of several
+    """What a body asks for: the call's choices after one prompt, or labels after each of several
     prompts."""
 
     call: Call
@@ -64,7 +64,7 @@ class AskedScores:
 
 
 def read_scores(parser: CallParser, body: Json) -> AskedScores:
-    """Raises WireError that names the field."""
+    """Read a body; raises WireError that names the field."""
     given = {name: value for name, value in body.items() if name not in HARMLESS}
     for name in _OTHERS:
         if given.get(name) is not None:
@@ -98,7 +98,7 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
     _check_number("items", len(items), parser.limits)
     _check_number("label_token_ids", len(body.label_token_ids), parser.limits)
     num_pairs = len(items) * len(body.label_token_ids)
-    # each needs a row of logits in a step, which delays other requests
+    # each pair needs a row of logits in a step, which delays other requests
     if num_pairs > MAX_LABEL_PAIRS:
         reason = f"items times labels may be {MAX_LABEL_PAIRS:,}, are {num_pairs:,}"
         raise WireError("invalid_value", f"label_token_ids: {reason}", "label_token_ids")
@@ -119,8 +119,7 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
 def _parse(
     parser: CallParser, body: ScoreBody | LabelScoreBody, prompt: Json
 ) -> tuple[Call, tuple[Prompt, ...]]:
-    """The prompts and the fields that all routes have, parsed like those of a completion or
-    chat."""
+    """Parse the prompts and the fields that all routes have, as in a completion or chat."""
     fields = {
         name: value
         for name in ("model", "app", "cache_salt", "priority")
@@ -201,7 +200,7 @@ def _label_scores(result: ScoreOutput, has_softmax: bool) -> list[float]:
 
 
 def _usage(results: Sequence[ScoreOutput]) -> dict[str, object]:
-    """Tokens of contexts and choices; none are generated."""
+    """Return the number of tokens in contexts and choices; none are generated."""
     texts = [each for result in results for each in result.choices if each.text is not None]
     num_tokens = sum(len(result.context_token_ids) for result in results)
     num_tokens += sum(len(each.token_ids) for each in texts)

@@ -18,7 +18,7 @@ SIMULATED = (
 
 
 def _compared(number: int, title: str, claim: str, compared: drawn.Compared) -> Item:
-    """One of the figures that a single simulation answers."""
+    """Make an item for one of the figures that a single simulation answers."""
     return Item(
         name=f"store-fig{number}",
         title=f"AttentionStore Fig. {number}: {title}",

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 LLAMA_8B = Size("llama31-8b", 450_000)
 QWEN_14B = Size("qwen25-14b", 300_000)
 LLAMA_70B = Size("llama31-70b", 250_000, weights="gptq")
-QWEN_7B = Size("qwen25-7b", 135_000)  # as much for 600 requests as 450,000 are for 2,000
+QWEN_7B = Size("qwen25-7b", 135_000)  # for 600 requests as much as 450,000 for 2,000
 ANSWER = 100
-# prefix, own tokens, degree -> requests of a run of a few seconds on an H200
+# (prefix, own tokens, degree) -> number of requests for a run of a few seconds on an H200
 MIXES = {
     (2000, 200, 4): 240,
     (2000, 200, 16): 640,
@@ -40,7 +40,7 @@ GRID = {  # prefix, degree -> requests
     (8000, 2): 32, (8000, 4): 64, (8000, 8): 96, (8000, 16): 160,
     (16000, 2): 16, (16000, 4): 32, (16000, 8): 64, (16000, 16): 96,
 }  # fmt: skip
-WAYS = {  # what is compared: sharing, planned, the engine that does about this
+WAYS = {  # what is compared: (sharing, whether it is planned, the engine that works in this way)
     "planned": (Share.READS, True, "BatchLLM"),
     "LRU, as given": (Share.STORAGE, False, "vLLM + p + c"),
     "nothing shared": (Share.NONE, False, "vLLM + c"),
@@ -51,7 +51,7 @@ VLLM_NAMES = {(2000, 200, 16): "b2000-sd16", (2000, 1000, 4): "b2000-1000-sd4"}
 
 
 def documents(num_requests: int, degree: int, prefix: int, own: int, answer: int) -> Job:
-    """Shuffled questions about documents, `degree` to each."""
+    """Make shuffled questions about documents, `degree` questions for each."""
     groups = [at // degree for at in range(num_requests)]
     Random(1).shuffle(groups)
     answers = np.full(num_requests, answer)
@@ -61,7 +61,7 @@ def documents(num_requests: int, degree: int, prefix: int, own: int, answer: int
 def _line(
     settings: Settings, size: Size, way: str, mix: tuple[int, int, int], count: int, repeats: int
 ) -> Line:
-    """One mix, one way."""
+    """Measure one mix in one way."""
     prefix, own, degree = mix
     share, is_planned, like = WAYS[way]
     if settings.is_quick:
@@ -78,7 +78,8 @@ def _line(
 
 
 def run_mixes(settings: Settings) -> Iterator[Line]:
-    """Fig. 5: all mixes on 8B, planned and not; on 14B, and two on 70B in 4 bits."""
+    """Fig. 5: all mixes on 8B, planned and not planned; also on 14B, and two mixes on 70B in 4
+    bits."""
     for size, mixes in MODELS.items():
         for mix, count in mixes.items():
             for way in ("planned", "LRU, as given"):

@@ -1,4 +1,5 @@
-"""BatchLLM's Fig. 10: attention over shared prefixes in one launch, decoding and mixed steps."""
+"""BatchLLM's Fig. 10: attention over shared prefixes in one launch, for decode steps and mixed
+steps."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BATCH = 256
-# prefix, own tokens, sequences to a prefix -> the name that rivals were measured by
+# (prefix, own tokens, sequences per prefix) -> the case's name in the measurements of rivals
 DECODES = {
     (2048, 256, 256): "gqa32/8 B256 1x2048+256",
     (2000, 250, 16): "gqa32/8 B256 16x2000+250",
@@ -31,7 +32,7 @@ RIVALS = {
 
 
 def _cases(prefix: int, own: int, degree: int) -> dict[str, tuple[Run, ...]]:
-    """A decoding step with shared and with plain spans, and a mixed step with shared ones."""
+    """Return a decode step with shared and with plain spans, and a mixed step with shared spans."""
     shared = grouped(BATCH, BATCH // degree, prefix, own)
     return {
         "decode, read once": shared,
@@ -41,7 +42,7 @@ def _cases(prefix: int, own: int, degree: int) -> dict[str, tuple[Run, ...]]:
 
 
 def run_cases(settings: Settings) -> Iterator[Line]:
-    """Every case, checked before it is timed."""
+    """Check every case, then time it."""
     if settings.is_quick:
         yield {"case": "decode, read once", "degree": 8, **cpu_point(8, 64, 256)}
         return

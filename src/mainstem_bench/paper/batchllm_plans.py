@@ -1,4 +1,5 @@
-"""What BatchLLM's planner saves and costs, without a device: Fig. 7, 8, levels, overhead."""
+"""Measures what BatchLLM's planner saves and costs, without a device: Fig. 7, 8, levels,
+overhead."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,16 +31,17 @@ VOCAB = 30_000
 
 @dataclass(frozen=True, slots=True)
 class Industry:
-    """Prompts of the industry mix, shuffled, and what they were drawn with."""
+    """Shuffled prompts of the industry mix, and the numbers with which they were drawn."""
 
     prompts: Prompts
     prefixes: Int64s  # tokens before the query, by prompt
-    documents: Int64s  # by prompt: the document that it asks about
+    documents: Int64s  # for each prompt, the document that it asks about
 
 
 def industry(num_prompts: int, seed: int = 0) -> Industry:
-    """The paper's mix: one short instruction, documents of 1,570 tokens with 3 queries of 30 each,
-    all on average; documents as lognormal, queries as Poisson, degrees as geometric numbers."""
+    """Draw the paper's mix: one short instruction, and documents of 1,570 tokens with 3 queries of
+    30 tokens each. These are means: lengths of documents are lognormal, of queries Poisson, and
+    degrees geometric."""
     rng = np.random.default_rng(seed)
     instruction = rng.integers(10, VOCAB, INSTRUCTION)
     rows: list[tuple[np.ndarray, int, int]] = []
@@ -62,7 +64,8 @@ def industry(num_prompts: int, seed: int = 0) -> Industry:
 
 
 def run_lengths(settings: Settings) -> Iterator[Line]:
-    """Fig. 7: what is shared and what is not, as drawn; and how much of it the planner finds."""
+    """Fig. 7: the shared and own tokens as they were drawn, and how much of the sharing the planner
+    finds."""
     mix = industry(400 if settings.is_quick else 8000)
     own = mix.prompts.num_tokens - mix.prefixes
     degrees = np.bincount(mix.documents)
@@ -108,7 +111,7 @@ def judge_lengths(lines: Sequence[Line]) -> Verdict:
 
 
 def run_saving(settings: Settings) -> Iterator[Line]:
-    """Fig. 8: prompt tokens saved by the plan and by an LRU cache, shuffled."""
+    """Fig. 8: prompt tokens saved by the plan and by an LRU cache, with shuffled prompts."""
     num_prompts = 160 if settings.is_quick else 6400
     for prefix in PREFIXES[:2] if settings.is_quick else PREFIXES:
         for degree in DEGREES:
@@ -161,7 +164,7 @@ def judge_saving(lines: Sequence[Line]) -> Verdict:
 
 
 def run_levels(settings: Settings) -> Iterator[Line]:
-    """What one level of prefixes saves, plain and enlarged, and what many levels save."""
+    """Compare what one level of prefixes saves, plain and enlarged, with what many levels save."""
     prompts = industry(400 if settings.is_quick else 8000).prompts
     tree = build_tree(prompts)
     saved = compare(tree, plan_tree(tree), LruCache(KV_TOKENS, output_tokens=OUTPUT))
@@ -199,7 +202,7 @@ def judge_levels(lines: Sequence[Line]) -> Verdict:
 
 
 def run_overhead(settings: Settings) -> Iterator[Line]:
-    """Seconds from token ids to groups."""
+    """Measure the seconds from token ids to groups."""
     for num_prompts in (200, 400) if settings.is_quick else (1000, 2000, 4000, 8000, 16000):
         prompts = industry(num_prompts).prompts
         times = []

@@ -1,8 +1,8 @@
 """BatchLLM's token batching, step by step: Fig. 2 and 9, Table 2.
 
-Off: at most 256 answers in progress, in the order in which prompts come; prompts with equal
-prefixes are still brought together where prefixes are shared. On: memory is the limit, and groups
-with much to generate go first.
+Off: at most 256 answers are in progress, in the order in which prompts come. If prefixes are
+shared, prompts with equal prefixes are still brought together. On: memory is the limit, and groups
+with long answers go first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +25,10 @@ from mainstem_bench.step_trace import StepTrace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-QWEN_7B = Size("qwen25-7b", 700_000)  # more than 256 answers need, as on the paper's card
+QWEN_7B = Size("qwen25-7b", 700_000)  # more KV than 256 answers need, as on the paper's card
 VLLM_SEQS = 256  # vLLM's default for requests in a step
 MOST_ANSWER = 256
-POINTS = 300  # of a picture
+POINTS = 300  # points in a plot
 SHARES = {"nothing shared": Share.NONE, "prefixes shared": Share.READS}
 PAPER = {  # requests/s on an A100: token batching off, on
     "nothing shared": (5.79, 5.94),
@@ -37,7 +37,8 @@ PAPER = {  # requests/s on an A100: token batching off, on
 
 
 def a_job(settings: Settings) -> Job:
-    """Prompts of the industry mix; answers as long as ShareGPT's first ones, up to 256 tokens."""
+    """Make prompts of the industry mix. Answers are as long as ShareGPT's first answers, up to 256
+    tokens."""
     count = 24 if settings.is_quick else 600
     drawn = industry(count).prompts
     rows = [(drawn[at] % (VOCAB - 10) + 10).tolist() for at in range(count)]
@@ -48,7 +49,7 @@ def a_job(settings: Settings) -> Job:
 
 
 def measure(settings: Settings) -> Iterator[Line]:
-    """Sharing and token batching, off and on: measured steps."""
+    """Measure steps with sharing and token batching off and on."""
     job, size = a_job(settings), settings.sized(QWEN_7B)
     for shared, share in SHARES.items():
         for batching in ("off", "on"):
@@ -81,7 +82,7 @@ def measure(settings: Settings) -> Iterator[Line]:
 
 
 def _measured(settings: Settings) -> list[Line]:
-    """All four, measured once for the items that show them."""
+    """Return all four results, which are measured once for all items that show them."""
     return settings.once("batch-steps", lambda: measure(settings))
 
 

@@ -1,4 +1,4 @@
-"""The evaluation of three papers, redone: every figure and table by its name.
+"""Repeats the evaluation of three papers: every figure and table by its name.
 
     mainstem bench paper --list
     mainstem bench paper relay-fig7            on a GPU, or on this CPU if the item needs no GPU
@@ -105,7 +105,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _do(item: Item, settings: Settings, args: argparse.Namespace) -> int:
-    """Measure an item, or read its lines; then draw and judge it. The exit status."""
+    """Measure an item, or read its lines; then draw and judge it. Returns the exit status."""
     try:
         if args.draw:
             lines = read_lines(args.results, item)
@@ -131,7 +131,8 @@ def can_run(item: Item, settings: Settings) -> bool:
 
 
 def _measure(item: Item, settings: Settings) -> list[Line]:
-    """The item's lines, each with where and how it was measured; printed as they come."""
+    """Return the item's lines, and print them as they come. Each line says where and how it was
+    measured."""
     assert item.run is not None
     if not can_run(item, settings):
         raise ConfigError(f"{item.name} needs a CUDA device; --quick runs it small on a CPU")
@@ -150,7 +151,7 @@ def _measure(item: Item, settings: Settings) -> list[Line]:
 
 
 def judged(item: Item, lines: list[Line]) -> Verdict:
-    """The item's verdict; OPEN if it was never measured in full."""
+    """Return the item's verdict; OPEN if it was never measured in full."""
     if item.run is None:
         return item.verdict(lines)
     if not lines:

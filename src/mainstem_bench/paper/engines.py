@@ -61,7 +61,7 @@ class _Loaded:
     config: EngineConfig
     runner: Runner
     facts: RunnerFacts
-    shares: set[Share] = field(default_factory=set)  # of the engines made so far
+    shares: set[Share] = field(default_factory=set)  # kinds of sharing of the engines made so far
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Engines:
     def engine(
         self, size: Size, share: Share = Share.READS, max_seqs: int | None = None
     ) -> Iterator[Engine]:
-        """An engine around random weights, nothing cached."""
+        """Return an engine around random weights, with an empty cache."""
         loaded = self._load(size)
         sched = replace(loaded.config.sched, share=share, max_seqs=max_seqs)
         config = replace(loaded.config, sched=sched)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Line = dict[str, Any]
-"""A measured point. Its keys are chosen by the item's `run` and known only to its `plot` and
-`verdict`."""
+"""A measured point. The item's `run` chooses its keys, and only its `plot` and `verdict` know
+them."""
 
 
 class Outcome(Enum):
@@ -51,11 +51,11 @@ class Settings:
     _measured: dict[str, list[Line]] = field(default_factory=dict)
 
     def sized(self, size: Size) -> Size:
-        """`size`; a tiny model for a quick run."""
+        """Return `size`, or a tiny model for a quick run."""
         return Size("tiny", 16_384) if self.is_quick else size
 
     def once(self, name: str, measure: Callable[[], Iterator[Line]]) -> list[Line]:
-        """The lines of `measure`, which runs once for all items that use the same `name`."""
+        """Return the lines of `measure`, which runs once for all items that use the same `name`."""
         if name not in self._measured:
             self._measured[name] = list(measure())
         return [dict(line) for line in self._measured[name]]
@@ -63,7 +63,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A figure or table. `run` None: there is no command, and `verdict` says why."""
+    """A figure or table. If `run` is None, there is no command, and `verdict` says why."""
 
     name: str  # relay-fig7
     title: str

@@ -1,4 +1,4 @@
-"""Whole jobs on random weights: one engine per setting, with the model loaded once."""
+"""Runs whole jobs on random weights: one engine per setting, with the model loaded once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ SYSTEMS = {  # the paper's names for what is shared
     Share.READS: "vLLM-RA",
 }
 WARM_SEQS = 256
-VOCAB = 500  # ids of random prompts stay below: every shape has that many
+VOCAB = 500  # ids of random prompts are below this: every shape's vocabulary has at least this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Job:
     def after_prefixes(
         cls, prefixes: Sequence[int], owns: Sequence[int], answers: Int64s, groups: Sequence[int]
     ) -> "Job":
-        """Prompt i has the prefix of group `groups[i]`, of `prefixes[group]` random tokens, then
-        `owns[i]` of its own."""
+        """Make prompts. Prompt i has the prefix of group `groups[i]`, which has `prefixes[group]`
+        random tokens, and then `owns[i]` tokens of its own."""
         rng = Random(0)
         heads = [[rng.randrange(10, VOCAB) for _ in range(tokens)] for tokens in prefixes]
         prompts = [
@@ -58,7 +58,7 @@ class Job:
 def engine_of(
     settings: Settings, size: Size, share: Share, max_seqs: int | None = None
 ) -> Iterator[Engine]:
-    """An engine that has run steps of every kind before, with nothing cached."""
+    """Return an engine that has run steps of every kind before, with an empty cache."""
     with settings.engines.engine(size, share, max_seqs) as engine:
         if settings.engines.is_new(share) and torch.cuda.is_available():
             about = OfflineJob("warm", size.shape, size.kv_tokens, 2, 64, 256, 64, 16)
@@ -75,7 +75,7 @@ def run(
     is_planned: bool = False,
     repeats: int = 1,
 ) -> Line:
-    """Speed of a job; of several runs the median, with the others in `spread`."""
+    """Measure the speed of a job: the median of several runs; `spread` has the others."""
     runs = []
     for _ in range(repeats):
         with engine_of(settings, size, share) as engine:
@@ -111,8 +111,8 @@ def limit_per_s(
     lengths: tuple[float, float, float],
     card: Card = H200,
 ) -> float:
-    """The most requests per second that a card could answer, for mean prefix, own and answer
-    tokens."""
+    """Return the maximum requests per second that a card could answer, for mean prefix, own and
+    answer tokens."""
     prefix, own, answer = (round(tokens) for tokens in lengths)
     job = OfflineJob("limit", size.shape, size.kv_tokens, groups, degree, prefix, own, answer)
     cost = ModelCost.of(size.spec, element_bytes=2)

@@ -21,19 +21,19 @@ import numpy as np
 from mainstem.core.plan import Int64s
 
 SHOTS = (1, 3, 5)
-LEAST, MOST_USER, MOST_ALL = 4, 1024, 2048  # what the paper and vLLM's benchmark keep
+LEAST, MOST_USER, MOST_ALL = 4, 1024, 2048  # limits of the paper and of vLLM's benchmark
 
 
 @contextmanager
 def shipped(name: str) -> Iterator[Path]:
-    """A data file of this package, as a path."""
+    """Return the path of a data file of this package."""
     with as_file(files("mainstem_bench") / "paper" / "data" / name) as path:
         yield path
 
 
 @cache
 def sharegpt_turns() -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Conversations, as (user tokens, answer tokens) of each turn."""
+    """Return conversations, as (user tokens, answer tokens) of each turn."""
     rows = _rows("sharegpt_session_lengths.jsonl.gz")
     return tuple(tuple((user, answer) for user, answer in row["turns"]) for row in rows)
 
@@ -50,7 +50,8 @@ class Requests:
 
 
 def sharegpt_requests(count: int, most_answer: int, seed: int = 0) -> Requests:
-    """First turns of conversations drawn at random; answers are cut at `most_answer` tokens."""
+    """Return the first turns of conversations drawn at random; answers are cut at `most_answer`
+    tokens."""
     kept = [
         (user, answer)
         for (user, answer), *_ in (turns for turns in sharegpt_turns() if turns)
@@ -65,7 +66,7 @@ class Subject:
     """A subject of MMLU."""
 
     task: str
-    prefix: dict[int, int]  # tokens by number of examples
+    prefix: dict[int, int]  # tokens of the prefix, by number of examples
     questions: tuple[int, ...]  # tokens
 
 

@@ -1,4 +1,4 @@
-"""Projected throughput of cards that we do not have.
+"""Projects the throughput of cards that we do not have.
 
 The limit follows from 9/10 of the data sheet's bandwidth and 2/3 of its FLOP/s, which are the
 shares that an H200 sustains. A job reaches about 9/10 of that limit (`mainstem bench offline`).

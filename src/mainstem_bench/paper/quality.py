@@ -1,4 +1,4 @@
-"""What sharing and truncation do to answers, on real weights (SmolLM2-135M) and a CPU.
+"""Measures what sharing and truncation do to answers, on real weights (SmolLM2-135M) and a CPU.
 
 RelayAttention's Table 3 (few-shot MMLU, the accuracy), AttentionStore's Tables 1 and 2.
 """
@@ -28,7 +28,7 @@ WINDOW, TEXT_TOKENS, TURN_TOKENS = 512, 3072, 64
 QUICK_WINDOW, QUICK_TEXT, QUICK_TURN = 64, 140, 16
 QUESTIONS = 100
 CUT_WAYS = {"recompute": "TT", "kv": "AS", "important": "AS, by attention", "naive": "NKVT"}
-CLOSE = 1.05  # kv over recompute, in perplexity
+CLOSE = 1.05  # limit for perplexity with kv / perplexity with recompute
 
 
 def a_config(window: int | None = None) -> EngineConfig:
@@ -41,7 +41,7 @@ def a_config(window: int | None = None) -> EngineConfig:
 
 
 def run_answers(settings: Settings) -> Iterator[Line]:
-    """Few-shot questions with and without sharing."""
+    """Ask few-shot questions with and without sharing."""
     shots = (1,) if settings.is_quick else SHOTS
     count = 4 if settings.is_quick else QUESTIONS
     shares = (Share.NONE, Share.READS) if settings.is_quick else (*Share,)
@@ -100,7 +100,7 @@ def judge_answers(lines: Sequence[Line]) -> Verdict:
 
 
 def run_perplexity(settings: Settings) -> Iterator[Line]:
-    """One long text, during which the window is cut many times."""
+    """Measure one long text, during which the window is cut many times."""
     window, num_tokens, turn = WINDOW, TEXT_TOKENS, TURN_TOKENS
     ways = list(CUT_WAYS)
     if settings.is_quick:
@@ -147,7 +147,8 @@ def judge_perplexity(lines: Sequence[Line]) -> Verdict:
 
 
 def run_questions(settings: Settings) -> Iterator[Line]:
-    """Questions about documents after a cut that dropped older text, or the documents."""
+    """Ask questions about documents after a cut that dropped older text, or the documents
+    themselves."""
     ways = ["kv"] if settings.is_quick else ["recompute", "kv", "important"]
     config, folder = a_config(WINDOW), resolve_model(MODEL)
     with shipped("xquad_few.jsonl.gz") as path:

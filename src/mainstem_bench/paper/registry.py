@@ -14,7 +14,8 @@ ITEMS: dict[str, Item] = {item.name: item for items in PAPERS.values() for item 
 
 
 def find_items(names: list[str]) -> list[Item]:
-    """The items of these names; `all` stands for every one, `relay` for those of a paper."""
+    """Return the items of these names; `all` stands for every item, `relay` for the items of that
+    paper."""
     found: dict[str, Item] = {}
     for name in names:
         chosen = [

@@ -1,4 +1,4 @@
-"""RelayAttention's kernel, alone: Fig. 1 (time) and Fig. 6 (speed-up against Eq. 10)."""
+"""RelayAttention's kernel alone: Fig. 1 (time) and Fig. 6 (speed-up compared with Eq. 10)."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ CONTEXTS = (128, 256)
 
 
 def _points(settings: Settings, points: Sequence[tuple[int, int, int]]) -> Iterator[Line]:
-    """(batch, context, system) each: read once, and read by every sequence."""
+    """Measure each (batch, context, system): read once, and read by every sequence."""
     if settings.is_quick:
         yield from (cpu_point(*point) for point in points)
         return
@@ -42,7 +42,7 @@ def _points(settings: Settings, points: Sequence[tuple[int, int, int]]) -> Itera
 
 
 def cpu_point(batch: int, context: int, system: int) -> Line:
-    """The CPU's kernel beside torch's attention over each sequence's whole context."""
+    """Compare the CPU's kernel with torch's attention over each sequence's whole context."""
     flags = ["--seqs", batch, "--prefix", system, "--own", context, "--rounds", 3]
     args: argparse.Namespace = cpu_parser().parse_args([str(flag) for flag in flags])
     found = measure_on_cpu(args)

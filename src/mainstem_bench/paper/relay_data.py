@@ -1,4 +1,4 @@
-"""What RelayAttention measured with: lengths of the data (Fig. 9, Table 1) and cards (Table 2)."""
+"""RelayAttention's data and cards: lengths (Fig. 9, Table 1) and rates of cards (Table 2)."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ PAPER_CARDS = {"A40": 696, "A100-PCIE-40GB": 1555, "A100-SXM4-80GB": 2039}  # GB
 
 
 def _numbers() -> dict[tuple[str, str], np.ndarray]:
-    """Lengths by data set and part."""
+    """Return lengths by data set and part."""
     first = np.array([turns[0] for turns in sharegpt_turns() if turns])
     is_kept = (first >= LEAST).all(1) & (first[:, 0] <= MOST_USER) & (first.sum(1) <= MOST_ALL)
     first = first[is_kept]
@@ -90,7 +90,7 @@ def judge_lengths(lines: Sequence[Line]) -> Verdict:
 
 
 def run_card(settings: Settings) -> Iterator[Line]:
-    """Table 2: this device beside the paper's and others."""
+    """Table 2: this device, the paper's cards and others."""
     has_gpu = torch.cuda.is_available() and not settings.is_quick
     name = torch.cuda.get_device_name() if has_gpu else "NVIDIA H200"
     card = card_for(name)

@@ -33,12 +33,12 @@ NAMES = {
 
 
 def _after_system(system: int, users: Int64s, answers: Int64s) -> Job:
-    """Requests that all begin with one system prompt."""
+    """Make requests that all begin with one system prompt."""
     return Job.after_prefixes([system], users.tolist(), answers, [0] * len(users))
 
 
 def _count(settings: Settings, share: Share, system: int, most: int) -> int:
-    """Requests of a run: fewer where each computes its system prompt itself."""
+    """Return the number of requests of a run: fewer if each computes its system prompt itself."""
     if settings.is_quick:
         return 8
     return min(most, max(100, 300_000 // (system + 200))) if share is Share.NONE else most
@@ -47,7 +47,7 @@ def _count(settings: Settings, share: Share, system: int, most: int) -> int:
 def sharegpt_line(
     settings: Settings, size: Size, system: int, share: Share, most: int, repeats: int = 1
 ) -> Line:
-    """One point: `most` requests of ShareGPT's lengths after a system prompt."""
+    """Measure one point: `most` requests of ShareGPT's lengths after a system prompt."""
     count = _count(settings, share, system, most)
     drawn = sharegpt_requests(count, 8 if settings.is_quick else MOST_ANSWER)
     users = np.minimum(drawn.users, 64) if settings.is_quick else drawn.users

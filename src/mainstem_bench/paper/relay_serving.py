@@ -67,8 +67,8 @@ def run_rates(settings: Settings) -> Iterator[Line]:
 
 
 def sustained(lines: Sequence[Line], share: str, most_ms: float) -> float:
-    """The rate at which a token takes `most_ms` on average, interpolated between measured rates. If
-    all were faster, the highest measured rate."""
+    """Return the rate at which a token takes `most_ms` on average, interpolated between measured
+    rates. If tokens were faster at all rates, return the highest measured rate."""
     found = sorted(only(lines, share=share), key=lambda line: line["rate"])
     x, y = [line["rate"] for line in found], [line["norm_ms_mean"] for line in found]
     return float(np.interp(most_ms, np.maximum.accumulate(y), x))

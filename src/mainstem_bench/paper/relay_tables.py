@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MMLU_ANSWER = 32
-MODELS = {  # KV tokens: what an 80 GB card has left, two of them for 30B
+MODELS = {  # KV tokens: as many as fit on an 80 GB card beside the weights, for 30B on two cards
     "llama2-13b": Size("llama2-13b", 60_000),
     "llama-30b": Size("llama-30b", 36_000),
     "phi-2": Size("phi-2", 160_000),
@@ -72,7 +72,7 @@ def judge_models(lines: Sequence[Line]) -> Verdict:
 
 
 def run_mmlu(settings: Settings) -> Iterator[Line]:
-    """Table 3, the times: each subject has its own examples."""
+    """Table 3, times only: each subject has its own examples."""
     rng, subjects = Random(0), mmlu_subjects()
     all_questions = [(at, q) for at, subject in enumerate(subjects) for q in subject.questions]
     drawn = rng.sample(all_questions, 12 if settings.is_quick else 500)

@@ -1,4 +1,4 @@
-"""Where lines are kept: a file for each item, replaced by its next run."""
+"""Stores lines: one file for each item, which its next run replaces."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -35,12 +35,12 @@ def write_lines(folder: Path, item: Item, lines: Iterable[Line]) -> None:
 
 
 def only(lines: Sequence[Line], **wanted: object) -> list[Line]:
-    """The lines that have these values."""
+    """Return the lines that have these values."""
     return [line for line in lines if all(line.get(name) == v for name, v in wanted.items())]
 
 
 def one(lines: Sequence[Line], **wanted: object) -> Line:
-    """The one line that has these values; KeyError where there is none."""
+    """Return the only line that has these values; raises KeyError if there is none."""
     found = only(lines, **wanted)
     if not found:
         raise KeyError(f"no line with {wanted}")

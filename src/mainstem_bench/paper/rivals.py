@@ -13,7 +13,7 @@ def rivals() -> dict[str, Any]:
 
 
 def rival(*names: str) -> float:
-    """One number: `rival("offline", "relay-2048", "cascade")`."""
+    """Return one number, for example `rival("offline", "relay-2048", "cascade")`."""
     found: Any = rivals()
     for name in names:
         found = found[name]

@@ -1,4 +1,4 @@
-"""ShareGPT's conversations: how many turns, how long (AttentionStore Fig. 2)."""
+"""Numbers of turns and lengths of ShareGPT's conversations (AttentionStore Fig. 2)."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from mainstem_bench.paper.results import one
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_TURNS, MOST_TOKENS = 40, 32_768  # what the paper draws
+MOST_TURNS, MOST_TOKENS = 40, 32_768  # limits of the paper's plots
 
 
 def run_sessions(_: Settings) -> Iterator[Line]:

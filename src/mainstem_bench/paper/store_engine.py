@@ -108,7 +108,8 @@ def turn_lengths(turn: int) -> tuple[float, float, int]:
 
 
 def run_turns(settings: Settings) -> Iterator[Line]:
-    """Fig. 4: a turn's whole prompt computed, and only its new tokens; prompts of mean lengths."""
+    """Fig. 4: times to compute a turn's whole prompt, and only its new tokens; prompts have mean
+    lengths."""
     with bench_with_store(settings, MISTRAL, 48_000, 0.0, 512) as bench:
         rng = Random(0)
         for turn in TURNS[:3] if settings.is_quick else TURNS:
@@ -132,7 +133,7 @@ def run_turns(settings: Settings) -> Iterator[Line]:
 
 
 def run_loading(settings: Settings) -> Iterator[Line]:
-    """Fig. 18: 1,000 tokens of 16 sequences, computed or loaded in part."""
+    """Fig. 18: 1,000 tokens of each of 16 sequences are computed, or a part of them is loaded."""
     batch, total = (2, 100) if settings.is_quick else (16, 1000)
     with bench_with_store(settings, LLAMA_13B, 24_000, 24.0, 500) as bench:
         rng = Random(0)
@@ -157,7 +158,7 @@ def run_loading(settings: Settings) -> Iterator[Line]:
 
 
 def run_buffers(settings: Settings) -> Iterator[Line]:
-    """Fig. 19: 1,000 tokens of 16 sequences are loaded, 100 are new."""
+    """Fig. 19: 16 sequences load 1,000 tokens each, and have 100 new tokens each."""
     batch, past, new = (2, 64, 8) if settings.is_quick else (16, 1000, 100)
     with bench_with_store(settings, LLAMA_13B, 24_000, 24.0, 500) as bench:
         rng = Random(0)
@@ -166,7 +167,7 @@ def run_buffers(settings: Settings) -> Iterator[Line]:
         for layers in LAYERS:
             _load_by(bench, layers)
             times = []
-            for _ in range(REPEATS + 1):  # the first is warm-up
+            for _ in range(REPEATS + 1):  # the first run is the warm-up
                 bench.push_out()
                 prompts = [[*ids, *bench.random_ids(rng, new)] for ids in histories]
                 times.append(_first_token_s(bench, prompts, past))
@@ -199,7 +200,7 @@ def run_saving(settings: Settings) -> Iterator[Line]:
 
 
 def _load_by(bench: Bench, layers: str) -> None:
-    """Always load what is stored, with a read buffer of `layers`."""
+    """Make an engine always load what is stored, with a read buffer of `layers`."""
     bench.engine.change_store(replace(bench.config.store, preload=layers, fetch=Fetch.ALWAYS))
 
 

@@ -1,5 +1,4 @@
-"""AttentionStore's workload through the store's own policy, in virtual time: Fig. 13 to 17, 21
-to 24.
+"""Runs AttentionStore's workload with our store's policy, in virtual time: Fig. 13 to 17, 21 to 24.
 
 Speeds of the paper's A100s follow from their data sheet: 60 % of the 16-bit rate for prompts (its
 360 ms for 2,000 tokens of LLaMA-65B on four cards agree), 80 % of the bandwidth for decoding.
@@ -21,12 +20,13 @@ from mainstem_bench.paper.lengths import shipped
 
 BATCH = 24
 MEAN_CONTEXT = 1500  # tokens that a decoding sequence reads
-PCIE_GB_PER_S, DISK_GB_PER_S = 26.0, 5.0  # the paper's
-# copies from host memory run while the requests before are answered; `link_busy` is what they take
+PCIE_GB_PER_S, DISK_GB_PER_S = 26.0, 5.0  # as in the paper
+# copies from host memory run while earlier requests are answered; `link_busy` is their share of
+# time
 HIDDEN_GB_PER_S = 1e6
 DEVICE_GB, HOST_GB, DISK_GB = 10.0, 128.0, 10_000.0
 MEDIA = {"HBM": (0.0, 0.0), "HBM+DRAM": (HOST_GB, 0.0), "HBM+DRAM+SSD": (HOST_GB, DISK_GB)}
-WARM_SHARE = 10 / 52  # of the turns, as in the paper
+WARM_SHARE = 10 / 52  # share of the turns that warm the store up, as in the paper
 SMALL = ((16.0, 48.0), (32.0, 128.0), (64.0, 256.0), (128.0, 2000.0), (128.0, 10_000.0))
 POLICIES = (PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO)
 
@@ -61,8 +61,8 @@ MODELS = {
 def sharegpt_trace(
     context_tokens: int, is_quick: bool, outgrown: Outgrown = Outgrown.KEPT
 ) -> Trace:
-    """ShareGPT's conversations, one starts each second; what outgrows the window loses its first
-    half."""
+    """Return ShareGPT's conversations. One starts each second; a conversation that outgrows the
+    window loses its first half."""
     options = ReadOptions(
         context_tokens=context_tokens,
         outgrown=outgrown,
@@ -81,7 +81,7 @@ def simulated(
     policy: PolicyKind = PolicyKind.LOOKAHEAD,
     device_gb: float = 0.0,
 ) -> Report:
-    """One simulation with the paper's prices and speeds."""
+    """Run one simulation with the paper's prices and speeds."""
     config = SimulationConfig(
         kv_bytes_per_token=served.kv_mb_per_token * 1e6,
         host_gb=host_gb,
@@ -137,7 +137,7 @@ def run_policies(settings: Settings) -> Iterator[Line]:
 
 
 def run_overflow(settings: Settings) -> Iterator[Line]:
-    """Fig. 22: after a cut the KV of what is left stays valid (AS), or is computed again (OF)."""
+    """Fig. 22: after a cut, the KV of the rest stays valid (AS) or is computed again (OF)."""
     for name, served in MODELS.items():
         for way, outgrown in (("AS", Outgrown.KEPT), ("OF", Outgrown.INVALID)):
             trace = sharegpt_trace(served.context_tokens, settings.is_quick, outgrown)
@@ -146,7 +146,7 @@ def run_overflow(settings: Settings) -> Iterator[Line]:
 
 
 def run_media(settings: Settings) -> Iterator[Line]:
-    """Fig. 24: pages on the device alone, with host memory, with a disk."""
+    """Fig. 24: pages only on the device, also in host memory, also on disk."""
     for name, served in MODELS.items():
         trace = sharegpt_trace(served.context_tokens, settings.is_quick)
         for way, (host_gb, disk_gb) in MEDIA.items():
@@ -155,7 +155,7 @@ def run_media(settings: Settings) -> Iterator[Line]:
 
 
 def run_capacity(settings: Settings) -> Iterator[Line]:
-    """Fig. 23: hit rate and throughput by capacity, a TTL of an hour."""
+    """Fig. 23: hit rate and throughput by capacity, with a TTL of one hour."""
     served = MODELS["LLaMA-13B"]
     trace = sharegpt_trace(served.context_tokens, settings.is_quick)
     question = CapacityQuestion(
@@ -179,6 +179,6 @@ def _rounded(values: dict[str, object]) -> Line:
 
 
 def ratio(lines: Sequence[Line], model: str, name: str) -> float:
-    """RE over AS."""
+    """Return the ratio of RE (recompute) to AS (the store)."""
     found = {line["way"]: line[name] for line in lines if line["model"] == model}
     return float(found["RE"] / found["AS"])

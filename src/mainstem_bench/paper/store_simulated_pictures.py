@@ -17,15 +17,15 @@ POLICY_LOOKS = {"lookahead": style.OURS, "lru": style.STORED, "fifo": style.NOTH
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One number of each model, ours beside the paper's."""
+    """One number of each model: ours and the paper's."""
 
     what: str
     of: Callable[[Sequence[Line], str], float]
     paper: tuple[float, float, float, float]  # in the order of MODELS
-    form: str  # for one number
-    tolerance: float  # relative to the paper's; below it the claim does not hold here
-    why: Callable[[Sequence[Line]], str] = lambda _: ""  # said where it does not
-    note: Callable[[Sequence[Line]], str] = lambda _: ""  # said always
+    form: str  # format of one number
+    tolerance: float  # share of the paper's number; below it the claim does not hold here
+    why: Callable[[Sequence[Line]], str] = lambda _: ""  # added if the claim does not hold
+    note: Callable[[Sequence[Line]], str] = lambda _: ""  # always added
 
     def plot(self, lines: Sequence[Line], figure: "Figure") -> None:
         axes = figure.subplots()
@@ -137,7 +137,7 @@ def judge_policies(lines: Sequence[Line]) -> Verdict:
     )
 
 
-OVERFLOW_LOST = (17.6, 41.5, 18.1, 18.4)  # points of hit rate, in the order of MODELS
+OVERFLOW_LOST = (17.6, 41.5, 18.1, 18.4)  # paper: points of hit rate, in the order of MODELS
 PAPER_MEDIA = {
     "HBM": (0.0, 0.0, 0.0, 0.0),
     "HBM+DRAM": (3.4, 1.7, 7.7, 19.1),

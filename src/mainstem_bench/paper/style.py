@@ -1,4 +1,4 @@
-"""How plots look: few colours of different darkness, each with a marker or a hatch of its own."""
+"""The style of plots: few colours of different darkness, each with its own marker or hatch."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ SERIES = (OURS, PAPER, RIVAL, STORED, NOTHING)
 
 
 def finish(axes: "Axes", title: str, x: str, y: str, *, legend: bool = True) -> None:
-    """Labels, a light grid, and the legend where it covers least: above bars, which leave room."""
+    """Add labels, a light grid, and the legend where it covers least; with bars, above them."""
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
@@ -53,7 +53,7 @@ def bars(
     series: Mapping[str, tuple[Sequence[float | None], Mapping[str, Any]]],
     form: str = "{:.2g}",
 ) -> None:
-    """Bars side by side, their values above them; None leaves a bar out."""
+    """Draw bars side by side, with their values above them; None leaves a bar out."""
     width = 0.84 / len(series)
     for index, (name, (values, look)) in enumerate(series.items()):
         places = [at + (index - (len(series) - 1) / 2) * width for at in range(len(groups))]
@@ -72,7 +72,7 @@ def bars(
 
 
 def log_y(axes: "Axes") -> None:
-    """A logarithmic y axis with ticks at 1, 2 and 5, as plain numbers."""
+    """Make the y axis logarithmic, with ticks at 1, 2 and 5, as plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter  # noqa: PLC0415 (an extra)
 
     axes.set_yscale("log")
@@ -82,7 +82,7 @@ def log_y(axes: "Axes") -> None:
 
 
 def log2_ticks(axes: "Axes", values: Sequence[float]) -> None:
-    """A logarithmic x axis whose ticks are the measured points."""
+    """Make the x axis logarithmic, with ticks at the measured points."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(values), [f"{value:g}" for value in values])
     axes.minorticks_off()

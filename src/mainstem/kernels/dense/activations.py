@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The activation of an MLP between its products, in one pass over memory (`rows.py` says what all
-of these kernels share).
+"""The activation of an MLP between its two products, in one pass over memory (`rows.py` says what
+these kernels have in common).
 
-fp32 inside. A gated one rounds act(gate) to the model's dtype before it multiplies it by up, as
-Hugging Face's models do; CLAMPED_SILU rounds once.
+Computed in fp32. With gates, act(gate) is rounded to the model's dtype before it is multiplied by
+up, as Hugging Face's models do; CLAMPED_SILU rounds once.
 """
 
 from enum import StrEnum
@@ -99,7 +99,7 @@ def _activation_kernel(
 
 
 def activate(x: Tensor, act: Act, out: Tensor | None = None) -> Tensor:
-    """act(x); [tokens, size] -> the same. `out` may be x."""
+    """Return act(x), [tokens, size] like x. `out` may be x."""
     out = x.new_empty(x.shape) if out is None else out
     _launch(x, act, x.shape[1], out, None)
     return out
@@ -108,7 +108,7 @@ def activate(x: Tensor, act: Act, out: Tensor | None = None) -> Tensor:
 def activate_fp8(
     x: Tensor, act: Act, out: Fp8Rows | None = None, per: Fp8Per = Fp8Per.ROW
 ) -> Fp8Rows:
-    """activate, quantized."""
+    """Like `activate`, but the result is quantized."""
     size = x.shape[1]
     return quantized(size, x, out, per, lambda v, s: _launch(x, act, size, v, s))
 
@@ -124,15 +124,15 @@ def activate_gated(gate_up: Tensor, act: Act, out: Tensor | None = None) -> Tens
 def activate_gated_fp8(
     gate_up: Tensor, act: Act, out: Fp8Rows | None = None, per: Fp8Per = Fp8Per.ROW
 ) -> Fp8Rows:
-    """activate_gated, quantized."""
+    """Like `activate_gated`, but the result is quantized."""
     size = gate_up.shape[1] // 2
     return quantized(size, gate_up, out, per, lambda v, s: _launch(gate_up, act, size, v, s))
 
 
 def _launch(x: Tensor, act: Act, size: int, out: Tensor, scales: Tensor | None) -> None:
-    """`size` is that of the output: the size of x, or half of it if x has gates."""
+    """`size` is the output's size: the size of x, or half of it if x has gates."""
     is_gated = size != x.shape[1]
-    # a row with one scale is one block, because its peak is needed; others are cut
+    # a row with one scale is one block, because its peak is needed; other rows are cut into blocks
     is_cut = scales is None or scales.shape[1] > 1
     most = x.shape[1] if is_cut else MAX_MLP * (2 if is_gated else 1)
     if is_gated:

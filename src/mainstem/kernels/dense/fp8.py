@@ -18,7 +18,7 @@ _ALIGN = 16  # the product needs both sides of the weight to be multiples of thi
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] -> values, as float8_e4m3fn, and scales [out] fp32."""
+    """Quantize [out, in]; returns the values as float8_e4m3fn, and scales [out] in fp32."""
     values, scales = _quantize_rows(weight)
     return values, scales[:, 0].contiguous()
 
@@ -72,7 +72,7 @@ class Fp8Linear:
         bias: Tensor | None = None,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> "Fp8Linear":
-        """Make one from weights of any float dtype."""
+        """Make a Fp8Linear from weights of any float dtype."""
         require_fp8(weight.device)
         return cls(*quantize_weight(weight), bias, out_dtype)
 

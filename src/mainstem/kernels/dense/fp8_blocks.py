@@ -23,8 +23,8 @@ from mainstem.kernels.dense.fp8_rows import (
 )
 from mainstem.kernels.errors import LayoutError
 
-BLOCK = GROUP  # rows, and columns
-_ALIGN_BLOCKS = 4  # blocks of columns: a row of scales must be a multiple of 16 bytes
+BLOCK = GROUP  # rows and columns of a block
+_ALIGN_BLOCKS = 4  # columns are a multiple of 4 blocks: a row of scales has 16 bytes or a multiple
 _HOPPER = 9
 _CHECKED_ROWS = 16
 _MOST_OFF = 0.01  # largest relative error of a product; rounding to bf16 alone gives 0.002
@@ -98,12 +98,12 @@ class Fp8BlockLinear:
         return y[: len(values)]
 
     def dense(self) -> Tensor:
-        """The weight dequantized, fp32 [out, in]."""
+        """Return the weight dequantized, [out, in] in fp32."""
         return _spread(self._values, self._scales.repeat_interleave(BLOCK, dim=0))
 
 
 def quantize_groups(x: Tensor) -> Fp8Rows:
-    """Per token and 128 columns, on any device."""
+    """Quantize per token and 128 columns, on any device."""
     if x.is_cuda:
         from mainstem.kernels.dense import rows  # noqa: PLC0415  a CPU needs no Triton
 

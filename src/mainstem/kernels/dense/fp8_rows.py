@@ -1,4 +1,4 @@
-"""Rows in fp8: what the kernels that write them and the linears that read them agree on."""
+"""Rows in fp8: the format that kernels write and linears read."""
 
 from enum import Enum
 
@@ -7,22 +7,22 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 MAX = 448.0  # the largest fp8 number; the largest magnitude under a scale becomes this
-MIN_PEAK = 1e-12  # zeros must not divide by zero
-GROUP = 128  # columns
+MIN_PEAK = 1e-12  # so that a row of zeros is not divided by zero
+GROUP = 128  # columns that share a scale
 _ALIGN_ROWS = 16  # with a scale per group, the library refuses some other numbers of rows
 
 Fp8Rows = tuple[Tensor, Tensor]  # values [tokens, in], scales fp32 [tokens, 1 or in / 128]
 
 
 class Fp8Per(Enum):
-    """What shares a scale."""
+    """Which numbers share a scale."""
 
     ROW = "row"  # all columns of a token
     GROUP = "group"  # 128 columns of a token
 
 
 def empty_rows(tokens: int, size: int, per: Fp8Per, device: torch.device) -> Fp8Rows:
-    """Room for rows. Scales of groups lie column by column."""
+    """Allocate rows. The scales of groups are stored column by column."""
     if per is Fp8Per.ROW:
         values = torch.empty(tokens, size, dtype=FP8, device=device)
         return values, torch.empty(tokens, 1, dtype=torch.float32, device=device)
@@ -33,7 +33,8 @@ def empty_rows(tokens: int, size: int, per: Fp8Per, device: torch.device) -> Fp8
 
 
 def with_padding(rows: Fp8Rows) -> Fp8Rows:
-    """Rows from `empty_rows` for groups, with undefined rows added up to a multiple of 16."""
+    """Return rows made by `empty_rows` for groups, with undefined rows added up to a multiple of
+    16."""
     values, scales = rows
     count = _padded(len(values))
     return (
@@ -43,8 +44,8 @@ def with_padding(rows: Fp8Rows) -> Fp8Rows:
 
 
 def rounded(x: Tensor, peaks: Tensor) -> Fp8Rows:
-    """x (fp32) rounded to fp8, and its scales: a magnitude of `peaks` becomes MAX. The same bits as
-    from the kernels."""
+    """Return x (fp32) rounded to fp8, and its scales: a magnitude of `peaks` becomes MAX. The bits
+    are the same as in the kernels."""
     peaks = peaks.clamp(min=MIN_PEAK)
     factors = torch.full_like(peaks, MAX) / peaks  # MAX / peaks would multiply by a reciprocal
     return (x * factors).clamp_(-MAX, MAX).to(FP8), peaks / MAX

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Norms of queries and keys before they are rotated, in place in the QKV product's output. They
-round like the norms of `norms.py`. Norms of single heads are a part of `rope_append`."""
+"""Norms of queries and keys before rotation, in place in the QKV product's output. They round like
+the norms of `norms.py`. `rope_append` computes norms of single heads."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class HeadNorms:
     k: Norm
 
     def check(self, dim: int) -> float:
-        """eps of both norms, or LayoutError."""
+        """Return the eps of both norms; raises LayoutError if they are not supported."""
         check_constant("q_gain", self.q.gain, (dim,))
         check_constant("k_gain", self.k.gain, (dim,))
         eps, is_layer = _kind_of(self.q, self.k)
@@ -39,7 +39,7 @@ def norm_heads(
     x_ptr, gain_ptr, stride_head, eps,
     HEADS: tl.constexpr, LANES: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The norm of each head of a token, in place."""
+    """Normalise each head of a token, in place."""
     heads, dims = tl.arange(0, LANES), tl.arange(0, DIM)
     is_cell = (heads < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     gain = tl.load(gain_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
@@ -74,7 +74,8 @@ def _joint_norm_kernel(
     Q_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
     IS_LAYER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Two programs per token: all of its queries, all of its keys. squares: [tokens, 2]."""
+    """Two programs per token: one for all its queries, one for all its keys. squares: [tokens,
+    2]."""
     token = tl.program_id(0).to(tl.int64)
     ptr = qkv_ptr + token * stride_token
     if squares_ptr is None:
@@ -92,7 +93,7 @@ def _joint_norm_kernel(
 
 @triton.jit
 def _square_in(ptr, share, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """share * the mean of squares."""
+    """Return share * the mean of squares."""
     lanes = tl.arange(0, BLOCK)
     row = tl.load(ptr + lanes, mask=lanes < SIZE, other=0.0).to(tl.float32)
     return tl.sum(row * row, 0) / SIZE * share
@@ -123,11 +124,11 @@ def joint_norm_(
     dim: int,
     squares: Tensor | None = None,
 ) -> None:
-    """The norm of all query heads of a token of qkv [tokens, (heads + 2 kv_heads) * dim] together,
-    and of all its key heads (OLMo 2), in place; value heads are not changed.
+    """Normalise, in place, all query heads of a token of qkv [tokens, (heads + 2 kv_heads) * dim]
+    together, and all its key heads together (OLMo 2). Value heads are not changed.
 
-    Gains are [heads * dim] and [kv_heads * dim]. If qkv has only some of the heads, `squares` are
-    the means over all heads (joint_squares).
+    Gains are [heads * dim] and [kv_heads * dim]. If qkv has only some of the heads, `squares` must
+    hold the means over all heads (joint_squares).
     """
     check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
     eps, is_layer = _kind_of(q_norm, k_norm)
@@ -149,8 +150,9 @@ def joint_norm_(
 def joint_squares(
     qkv: Tensor, heads: int, kv_heads: int, dim: int, num_parts: int, out: Tensor
 ) -> Tensor:
-    """out [tokens, 2] fp32: the mean square of a token's queries, and of its keys, divided by
-    `num_parts`, so that the sum over `num_parts` equal parts of the heads is the mean over all."""
+    """Write out [tokens, 2] in fp32: the mean squares of a token's queries and of its keys, divided
+    by `num_parts`. The sum over `num_parts` equal parts of the heads is then the mean over all
+    heads."""
     check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
     _check_squares(out, len(qkv))
     if len(qkv):
@@ -183,7 +185,7 @@ def _check_squares(squares: Tensor, tokens: int) -> None:
 
 
 def _kind_of(q_norm: Norm, k_norm: Norm) -> tuple[float, bool]:
-    """eps and is_layer of both norms; raises LayoutError if they differ."""
+    """Return eps and is_layer of both norms; raises LayoutError if they differ."""
     if q_norm.bias is not None or k_norm.bias is not None:
         raise LayoutError("norms of queries and keys take no bias")
     if q_norm.gain.dtype != k_norm.gain.dtype:

@@ -48,13 +48,13 @@ class Int4Tile:
     tokens: int
     warps: int
     stages: int
-    programs: int  # that run on a multiprocessor at once; columns are split to reach this number
+    programs: int  # number that run on a multiprocessor at once; columns are split to reach it
     # blocks of columns per iteration, if that divides the weight's number of blocks
     blocks: int = 1
 
 
-# By tokens of a step, the largest last; as measured on an H200 (docs/log/gpu.md). With 8 tokens
-# each warp multiplies by itself, which is faster for few tokens; from 16 on, four warps multiply
+# By number of tokens in a step, ascending; as measured on an H200 (docs/log/gpu.md). With 8 tokens
+# each warp multiplies alone, which is faster for few tokens; from 16 tokens on, four warps multiply
 # together.
 TILES = (
     Int4Tile(outs=64, tokens=8, warps=4, stages=3, programs=6, blocks=2),
@@ -100,7 +100,7 @@ def multiply(
 
 
 def dequantize(weight: Nibbles, out: Tensor) -> Tensor:
-    """out [out, in], contiguous, in the dtype of x."""
+    """Write the weight to out [out, in], contiguous, in the dtype of x."""
     if out.shape != (weight.num_out, weight.num_in) or not out.is_contiguous():
         raise LayoutError(f"out must be contiguous [{weight.num_out}, {weight.num_in}], "
                           f"got {tuple(out.shape)}")  # fmt: skip
@@ -161,8 +161,8 @@ def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
 
 
 def most_split_tokens(num_out: int, tile: Int4Tile) -> int:
-    """The most tokens of one launch with split columns: there is one counter per tile, and their
-    number is limited."""
+    """Return the maximum number of tokens in one launch with split columns: each tile needs a
+    counter, and the number of counters is limited."""
     return MOST_TILES // -(-num_out // tile.outs) * tile.tokens
 
 

@@ -87,8 +87,8 @@ def _matmul_kernel(
 def matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x [tokens, in] @ weight [out, in].T + bias, summed in fp32; a row's bits depend on the row
-    and the weights alone."""
+    """Return x [tokens, in] @ weight [out, in].T + bias, summed in fp32. A row's bits depend only
+    on the row and the weights."""
     tokens, num_in = x.shape
     num_out = len(weight)
     if weight.shape != (num_out, num_in) or x.stride(1) != 1 or weight.stride(1) != 1:
@@ -113,7 +113,7 @@ def matmul(
 
 
 def multiply(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """matmul with a given tile, to compare speed and bits."""
+    """Like `matmul`, with a given tile, to compare speed and bits."""
     return _launch(x, weight, None, x.new_empty(len(x), len(weight)), tile)
 
 
@@ -148,7 +148,7 @@ def _tile(x: Tensor, num_out: int) -> Tile:
 
 @cache
 def _num_units(device: torch.device) -> int:
-    """Multiprocessors; 1 in the interpreter."""
+    """The number of multiprocessors; 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Scaling and soft-capping of logits, which some models do after the last product."""
+"""Scales and soft-caps logits, which some models do after the last product."""
 
 import triton
 import triton.language as tl
@@ -32,8 +32,8 @@ def _scale_logits_kernel(
 
 
 def scale_logits_(logits: Tensor, scale: float = 1.0, softcap: float | None = None) -> None:
-    """logits [rows, vocab] * scale, then softcap * tanh(logits / softcap), in place; fp32 inside,
-    within 2^-23 of the cap."""
+    """Compute logits [rows, vocab] * scale, then softcap * tanh(logits / softcap), in place.
+    Computed in fp32; the error is within 2^-23 of the cap."""
     if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in DTYPES:
         raise LayoutError(f"logits must be [rows, vocab] of floats with a contiguous last axis, "
                           f"got {logits.dtype} {tuple(logits.shape)}")  # fmt: skip

@@ -9,10 +9,10 @@
                     is added to a value before it is scaled
              MXFP4  int32 [.., blocks, out]: the exponents of a block's four groups of 32
 
-A program reads contiguous memory of each block. A block has four quarters, tiles [out, 32] with
-columns in order; a word holds one number of each. Two words are in a register, and masking one
-quarter leaves a pair of 16-bit numbers there. Factors are 32 bits because such loads can be issued
-ahead of the loop. Columns of padding hold arbitrary numbers; x has zeros there.
+A program reads contiguous memory of each block. A block has four quarters: tiles [out, 32] with
+columns in order; a word holds one number of each quarter. A register holds two words, and masking
+out one quarter gives a pair of 16-bit numbers. Factors have 32 bits, because loads of 32 bits can
+be issued ahead of the loop. Columns of padding hold arbitrary numbers; x has zeros there.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ from mainstem.kernels.errors import LayoutError
 BLOCK = 128  # columns
 WORDS = BLOCK // 4  # words of a row in a block
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # added by the bit masks
-SMALL_GROUPS = (32, 64)  # smaller than a block
-MOST_TILES = 1 << 14  # most tiles of a product whose columns are split
+SMALL_GROUPS = (32, 64)  # group sizes smaller than a block
+MOST_TILES = 1 << 14  # maximum tiles of a product whose columns are split
 _MOST_EXPONENT = 128  # so that 2^(exponent - 1) is finite
 _ROWS_AT_ONCE = 4096  # rows packed at once, so that intermediate tensors are small
 
@@ -85,16 +85,16 @@ class Nibbles:
     factors: Tensor
     group: int  # columns that share factors
     num_in: int
-    dtype: torch.dtype  # of the numbers, and of x
-    # int32: by tile, how many programs have stored their part; zeros between products
+    dtype: torch.dtype  # dtype of the unpacked numbers and of x
+    # int32, per tile: how many programs have stored their part; zeros between products
     arrived: Tensor
     is_mxfp4: bool = False
 
     @classmethod
     def int4(cls, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> "Nibbles":
-        """(value - zero) * scale in the dtype of the scales; values uint8 [.., out, in / 2] with
-        the even column in the low half, scales and zeros [.., out, groups]; zeros None: 8
-        everywhere.
+        """Pack weights that are (value - zero) * scale in the dtype of the scales. values: uint8
+        [.., out, in / 2], with the even column in the low half; scales and zeros: [.., out,
+        groups]. If zeros is None, every zero is 8.
         """
         num_in = 2 * values.shape[-1]
         blocks = -(-num_in // BLOCK)
@@ -110,7 +110,8 @@ class Nibbles:
 
     @classmethod
     def mxfp4(cls, values: Tensor, exponents: Tensor, dtype: torch.dtype) -> "Nibbles":
-        """values as in `int4`, but e2m1; exponents uint8 [.., out, in / 32], e8m0."""
+        """Pack MXFP4 weights. values: as in `int4`, but e2m1; exponents: uint8 [.., out, in / 32],
+        e8m0."""
         if not can_pack_mxfp4(exponents, dtype):
             raise LayoutError(f"MXFP4 weights need bfloat16 or float32 and scales of at most 2, "
                               f"got {dtype} and 2^{int(exponents.max()) - 127}")  # fmt: skip
@@ -132,7 +133,7 @@ class Nibbles:
         return self.words.nbytes + self.factors.nbytes
 
     def options(self) -> dict[str, int | bool]:
-        """Constants for the kernels that read it."""
+        """Constants for the kernels that read this weight."""
         return {
             "GROUP": self.group,
             "IS_MXFP4": self.is_mxfp4,
@@ -154,8 +155,8 @@ def can_pack_int4(group: int, num_in: int) -> bool:
 
 
 def can_pack_mxfp4(exponents: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels support this dtype and these exponents: fp16 has too few exponents, and
-    2^(exponent - 1) must be finite. Waits for the device."""
+    """Whether the kernels support this dtype and these exponents: the range of fp16 is too small,
+    and 2^(exponent - 1) must be finite. Waits for the device."""
     return dtype in (torch.bfloat16, torch.float32) and int(exponents.max()) <= _MOST_EXPONENT
 
 
@@ -211,7 +212,7 @@ def load_block(
     words_ptrs, factors_ptr, block, outs, num_out,
     GROUP: tl.constexpr, IS_MXFP4: tl.constexpr, DTYPE: tl.constexpr, IS_PTX: tl.constexpr,
 ):  # fmt: skip
-    """The rows `outs` of a block, [outs, 128] numbers."""
+    """Load the rows `outs` of a block, [outs, 128] numbers."""
     words = tl.load(words_ptrs)
     if IS_MXFP4:
         factors = tl.load(factors_ptr + block * num_out + outs)
@@ -238,7 +239,7 @@ def load_block(
 
 @triton.jit
 def load_columns(x_ptrs, columns, num_in, is_row, IS_EVEN: tl.constexpr):
-    """x [columns, rows], with zeros past the last column or row."""
+    """Load x as [columns, rows], with zeros past the last column or row."""
     if IS_EVEN:
         x = tl.load(x_ptrs, mask=is_row, other=0.0)
     else:
@@ -291,7 +292,7 @@ def _scaled(part, factor, DTYPE: tl.constexpr):
 
 @triton.jit
 def _plain(words, INDEX: tl.constexpr, factor, DTYPE: tl.constexpr):
-    """The same with plain arithmetic, for every target."""
+    """Like `_int4_quarters`, with plain arithmetic, for every target."""
     part = ((words >> (4 * INDEX)) & 15).to(tl.float32)
     if tl.float32 == DTYPE:
         scale = factor.to(tl.int32).to(tl.float32, bitcast=True)

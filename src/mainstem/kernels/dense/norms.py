@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The norms around attention and MLP, and the addition to the residual before them, in one pass
-over memory (`rows.py` says what all of these kernels share):
+"""The norms around attention and MLP, and the addition to the residual that precedes them, in one
+pass over memory (`rows.py` says what these kernels have in common):
 
     x += scale * after(rows + more)        each part is optional; x is the residual
     out = norm(x)                          optional too
@@ -38,7 +38,7 @@ from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """x / sqrt(mean(x^2) + eps) * gain, or LayerNorm: the same of x - mean(x), plus bias."""
+    """x / sqrt(mean(x^2) + eps) * gain. LayerNorm does this with x - mean(x), and adds a bias."""
 
     gain: Tensor  # in the rows' dtype or fp32, which decides how RMS rounds
     eps: float
@@ -62,7 +62,7 @@ class Delta(NamedTuple):
 class _Output(NamedTuple):
     norm: Norm
     rows: Tensor
-    scales: Tensor | None = None  # of the output, if it is in fp8
+    scales: Tensor | None = None  # the output's scales, if it is in fp8
 
 
 @triton.jit
@@ -70,8 +70,8 @@ def normed(
     rows, is_cell, gain, bias, eps, SIZE: tl.constexpr, IS_LAYER: tl.constexpr, AXIS: tl.constexpr,
     element: tl.constexpr, known_square=None,
 ):  # fmt: skip
-    """rows fp32, [BLOCK] with AXIS 0 or [TILE, BLOCK] with AXIS 1, zero past SIZE; rounded to
-    `element`. `known_square` replaces the mean of squares of these rows."""
+    """Normalise fp32 rows, [BLOCK] with AXIS 0 or [TILE, BLOCK] with AXIS 1, zero past SIZE. The
+    result is rounded to `element`. `known_square` replaces the mean of squares of these rows."""
     is_rounded_twice: tl.constexpr = not IS_LAYER and gain.dtype != tl.float32
     gain = gain.to(tl.float32)
     if IS_LAYER:
@@ -152,7 +152,7 @@ def add_(x: Tensor, delta: Delta) -> None:
 def norm_rows(
     x: Tensor, norm: Norm, delta: Delta | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """The norm of x [tokens, hidden], after `delta` is added to x in place. Without a delta `out`
+    """Add `delta` to x [tokens, hidden] in place, and return the norm of x. Without a delta `out`
     may be x."""
     target = torch.empty_like(x) if out is None else out
     _launch(x, delta, _Output(norm, target))
@@ -166,7 +166,7 @@ def norm_rows_fp8(
     out: Fp8Rows | None = None,
     per: Fp8Per = Fp8Per.ROW,
 ) -> Fp8Rows:
-    """norm_rows, quantized; x keeps its dtype."""
+    """Like `norm_rows`, but the result is quantized; x keeps its dtype."""
     return quantized(x.shape[1], x, out, per, lambda v, s: _launch(x, delta, _Output(norm, v, s)))
 
 
@@ -206,7 +206,7 @@ def _stride(x: Tensor | None) -> int:
 
 
 def kind_of(norms: Sequence[Norm]) -> tuple[float, bool]:
-    """eps and is_layer of the norms of one call; raises LayoutError if they differ."""
+    """Return eps and is_layer of the norms of one call; raises LayoutError if they differ."""
     if not norms:
         return 0.0, False
     eps, is_layer = norms[0].eps, norms[0].is_layer

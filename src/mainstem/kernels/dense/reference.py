@@ -1,4 +1,4 @@
-"""Norms and activations in plain PyTorch, fp32 inside: the oracle of the kernels.
+"""Norms and activations in plain PyTorch, computed in fp32: the kernels are tested against them.
 
 Nothing here changes its arguments or shares code with a fast kernel. Rounding is the same as in the
 kernels.
@@ -20,8 +20,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * gain over the last axis; also rounded before the gain is applied,
-    unless the gain is fp32."""
+    """Return x / sqrt(mean(x^2) + eps) * gain over the last axis. Rounds also before the gain is
+    applied, unless the gain is fp32."""
     wide = x.float()
     normed = wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     if gain.dtype != torch.float32:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""What the kernels between the products have in common: which rows they support, and how they write
-them, in the model's dtype or in fp8.
+"""Code that the kernels between the products have in common: it checks rows, and writes them in the
+model's dtype or in fp8.
 
 In every kernel a program computes one token, or a part of it, in blocks that depend only on the
 row's length. So a row's bits do not depend on other rows. Code for a pointer that is None is not
@@ -9,7 +9,7 @@ compiled.
 
 The `_fp8` variants of all kernels return (values, scales) with values * scales = the row: the
 largest magnitude that shares a scale becomes 448, the largest float8_e4m3fn. A row has one scale,
-or one for each group of 128 columns. Their values are those of the plain variant, quantized.
+or one for each group of 128 columns. The values are the result of the plain variant, quantized.
 
 If outputs are given, nothing is allocated and the host never waits for the device: safe in a CUDA
 graph.
@@ -74,7 +74,7 @@ def _quantize_kernel(
 
 
 def quantize_rows(x: Tensor, out: Fp8Rows | None = None, per: Fp8Per = Fp8Per.ROW) -> Fp8Rows:
-    """x [tokens, size]"""
+    """Quantize x [tokens, size]."""
 
     def launch(values: Tensor, scales: Tensor) -> None:
         check_rows("x", x, x.shape[1], MAX_MLP)
@@ -96,7 +96,7 @@ def quantized(
     per: Fp8Per,
     launch: Callable[[Tensor, Tensor], None],
 ) -> Fp8Rows:
-    """Run a kernel over outputs that are given or made here."""
+    """Run a kernel. Its outputs are `out`, or are allocated here."""
     if per is Fp8Per.GROUP and size % GROUP:
         raise LayoutError(f"rows in groups must have a multiple of {GROUP} columns, got {size}")
     out = empty_rows(len(x), size, per, x.device) if out is None else out

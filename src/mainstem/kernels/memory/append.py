@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Rope and append in one pass: norm (where a model does) and rotate new queries and keys, write new
-K and V into their pages."""
+"""Rope and append in one pass: norms (if the model has them) and rotates new queries and keys, and
+writes new K and V into their pages."""
 
 import torch
 import triton
@@ -16,7 +16,8 @@ from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 @triton.jit
 def _rotated(x_ptr, offset, is_head, cos, sin, HALF: tl.constexpr, LANES: tl.constexpr):
-    """Both halves of the rotated part of some heads, fp32; dims i and i + HALF are a pair."""
+    """Return both halves of the rotated part of some heads, in fp32; dims i and i + HALF are a
+    pair."""
     lanes = tl.arange(0, LANES)
     mask = is_head[:, None] & (lanes < HALF)[None, :]
     ptrs = x_ptr + offset[:, None] + lanes[None, :]

@@ -32,8 +32,9 @@ def _copy_slots_kernel(
 
 
 def copy_slots(pages: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
-    """pages [2, pages, kv_heads, page_size, head_dim] of one layer, or [2 * layers, ...] of many;
-    slots are page_id * page_size + offset, int64. No slot may be both a source and a target."""
+    """Copy slots within pages: [2, pages, kv_heads, page_size, head_dim] of one layer, or [2 *
+    layers, ...] of many. Slots are page_id * page_size + offset, int64. No slot may be both a
+    source and a target."""
     if pages.ndim != 5 or pages.shape[0] % 2 or not pages.is_contiguous():
         raise LayoutError(
             f"pages must be contiguous [2 * layers, pages, kv_heads, page_size, head_dim], "

@@ -1,4 +1,4 @@
-"""Moves of pages on a CPU: the counterpart of `rotate.py`."""
+"""Moves pages on a CPU; `rotate.py` does it on a GPU."""
 
 import torch
 from torch import Tensor

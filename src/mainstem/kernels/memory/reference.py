@@ -1,4 +1,4 @@
-"""Rope and append in plain PyTorch, fp32 inside: the oracle of the kernels.
+"""Rope and append in plain PyTorch, computed in fp32: the kernels are tested against them.
 
 Nothing here changes its arguments or shares code with a fast kernel.
 """
@@ -23,7 +23,8 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 def append(
     k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Copies of the pages with k, v [tokens, kv_heads, dim] at slots page * page_size + offset."""
+    """Return copies of the pages, with k, v [tokens, kv_heads, dim] at slots page * page_size +
+    offset."""
     page_size = k_pages.shape[2]
     new_k, new_v = k_pages.clone(), v_pages.clone()
     for token, slot in enumerate(slots.tolist()):

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Move cached keys to other positions: rotate them by the difference of positions."""
+"""Moves cached keys to other positions: rotates them by the difference of the positions."""
 
 import torch
 import triton

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_WORDS = 1024
-MOST_BLOCKS = 32  # most programs per row
+MOST_BLOCKS = 32  # maximum programs per row
 
 
 @triton.jit(do_not_specialize=["num_words", "target_stride", "source_stride"])  # one binary

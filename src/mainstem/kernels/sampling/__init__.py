@@ -1,1 +1,1 @@
-"""Token ids from logits."""
+"""Kernels that choose token ids from logits."""

@@ -25,8 +25,8 @@ def halves_of(keys_ptr, row):
 
 @triton.jit
 def bits_of(low, high, ids):
-    """The noise of these tokens, uniform over 32 bits: one round of mixing for the id, then a
-    second round; half of the key is mixed in before the second round, the other half inside it."""
+    """Return the noise of these tokens, uniform over 32 bits. The first round mixes the id. Half of
+    the key is added before the second round, the other half within it."""
     x = ids.to(tl.uint32)
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2
@@ -38,10 +38,10 @@ def bits_of(low, high, ids):
 
 @triton.jit
 def gumbel_of(bits):
-    """-log2(E) for E = -log(1 - v), where v in (0, 1) is the middle of the bits' step.
+    """Return -log2(E) for E = -log(1 - v). The bits select a step of (0, 1), and v is its middle.
 
-    The smallest E wins, so small v must be exact: there the logarithm is computed as a series. 1 -
-    v is computed from the inverted bits, which is never 0.
+    The smallest E wins, so E must be exact for small v: for these the logarithm is computed as a
+    series. 1 - v is computed from the inverted bits, so it is never 0.
     """
     v = (bits.to(tl.float32) + 0.5) * STEP
     rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * STEP
@@ -56,8 +56,8 @@ def gumbel_of(bits):
 
 @triton.jit
 def noisy_score(x, ids, is_kept, low, high, top, scale, min_bits):
-    """The value that a draw maximises: log2 of the probability relative to the likeliest token,
-    plus noise; -inf for tokens that are not kept or are below `min_bits`.
+    """Return the value that a draw maximises: log2 of the probability relative to the likeliest
+    token, plus noise; -inf for tokens that are not kept or are below `min_bits`.
 
     `top` is the row's largest logit, `scale` is log2(e) / temperature.
     """
@@ -68,5 +68,5 @@ def noisy_score(x, ids, is_kept, low, high, top, scale, min_bits):
 
 @triton.jit
 def min_bits_of(min_p):
-    """log2 of min_p, -inf for 0."""
+    """Return log2 of min_p; -inf if it is 0."""
     return tl.where(min_p > 0.0, tl.log2(tl.maximum(min_p, 1e-38)), float("-inf"))

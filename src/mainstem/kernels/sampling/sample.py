@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Token ids from logits on the device: argmax, and a draw under temperature, top_k, top_p, min_p.
+"""Chooses token ids from logits on the device: argmax, or a draw with temperature, top_k, top_p,
+min_p.
 
-The draw is the one of `runner/sampler.py`: the likeliest token after noise is added (`noise.py`),
-among those that the limits keep. A row without top_k and top_p takes two launches:
+The draw is the same as in `runner/sampler.py`: among the tokens that the limits keep, it takes the
+one with the largest score after noise is added (`noise.py`). A row without top_k and top_p takes
+two launches:
 
     tops     the largest logit of each part of a row
     draw     the best of each part, with noise; the last part to arrive writes the row's token
@@ -14,8 +16,8 @@ the first token at which a running sum passes a target (`search.py`):
     top_k   the sum counts tokens,          target k - 1
     top_p   the sum is probability mass,    target just below top_p of the whole
 
-A batch with such rows takes four launches; sums are of whole numbers, so a token does not depend on
-how many parts a row has:
+A batch with limited rows takes four launches. Sums are of whole numbers, so the token drawn does
+not depend on how many parts a row has:
 
     tops     as above
     survey   mass of each part, and how many of its tokens lie within 1, 2, 4, 7, 10, 15 bits of
@@ -56,7 +58,7 @@ EMPTY = tl.constexpr(-(2**63))
 _MAX_VOCAB = 300_000  # search.py: sums of mass fit in 63 bits up to 2^19
 _ARGMAX_BLOCK = 4096
 _SPLIT_ROWS = 1024  # more rows fill the card without being split
-_ARGMAX_PROGRAMS = 1024  # enough to fill a large card with loads ...
+_ARGMAX_PROGRAMS = 1024  # enough to keep a large card busy with loads ...
 _PROGRAMS = 2048  # ... and with arithmetic
 _PART_BLOCK = 2048
 _FEW = 4096
@@ -72,7 +74,7 @@ def _part(vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _likeliest(x_ptr, begin, end, BLOCK: tl.constexpr):
-    """Largest value of x[begin:end] and its first place."""
+    """Return the largest value of x[begin:end] and its first place."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     place = begin + lanes
@@ -125,7 +127,7 @@ def _tops_kernel(
     here = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(tops_ptr + here, top)
     tl.store(top_ids_ptr + here, place)
-    if tl.program_id(1) == 0:  # reset the entry in which parts of this row meet in the next launch
+    if tl.program_id(1) == 0:  # reset the entry of this row that its parts use in the next launch
         tl.store(best_ptr + row, EMPTY)
         tl.store(arrived_ptr + row, 0)
 
@@ -146,7 +148,8 @@ def _draw_part(
     logits_ptr, tops_ptr, top_ids_ptr, best_ptr, arrived_ptr, temperature_ptr, min_p_ptr, keys_ptr,
     out_ptr, stride_row, vocab, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part) of a row without top_k and top_p; temperature 0 takes the likeliest."""
+    """Draw in program (row, part), for a row without top_k and top_p. Temperature 0 takes the
+    likeliest."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top, place = _top_of(tops_ptr, top_ids_ptr, row, tl.num_programs(1))
@@ -254,8 +257,8 @@ def _lower(survey_ptr, parts, part, index, key, cut, few, before, FEW: tl.conste
 
 @triton.jit
 def _cut(survey_ptr, parts, part, FEW: tl.constexpr):
-    """The lowest cut that at most FEW tokens reach, how many reach it, and how many of these are in
-    earlier parts."""
+    """Return the lowest cut that at most FEW tokens reach, how many tokens reach it, and how many
+    of them are in earlier parts."""
     cut = tl.full([], NO_KEY, tl.int32)
     few = tl.zeros([], tl.int64)
     before = tl.zeros([], tl.int64)
@@ -301,9 +304,9 @@ def _draw_kept(
     x_ptr, ids_ptr, size, low, high, top, scale, min_bits, threshold, num_ties,
     HAS_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best token, with noise, among those above the key `threshold` and the first `num_ties` at
-    it; -1 if there is none. Tokens are in the order of their ids, which are in `ids_ptr`, or are
-    the tokens' places.
+    """Return the best token, with noise, among the tokens above the key `threshold` and the first
+    `num_ties` tokens at it; -1 if there is none. Tokens are in the order of their ids. The ids are
+    in `ids_ptr`, or are the tokens' places.
     """
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -336,7 +339,7 @@ def _finish_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, out_ptr, stride_row, vocab, parts,
     FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; those without limits have their token already."""
+    """One program per row. Rows without limits have their token already."""
     row = tl.program_id(0).to(tl.int64)
     if _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
         x_ptr = logits_ptr + row * stride_row
@@ -348,7 +351,7 @@ def _finish_kernel(
         top_p = tl.load(top_p_ptr + row).to(tl.float64)
         min_p = tl.load(min_p_ptr + row)
         cut, few, _ = _cut(survey_ptr, parts, 0, FEW)
-        # kept: all tokens above a key, and the first ones at it
+        # kept: all tokens above a key, and the first tokens at this key
         threshold = tl.full([], LOWEST_KEY, tl.int32)
         num_ties = tl.full([], NO_KEY, tl.int64)
         lanes = tl.arange(0, MAX_PARTS)
@@ -378,7 +381,7 @@ def _finish_kernel(
         num_ties = tl.minimum(num_ties, vocab).to(tl.int32)
         low, high = halves_of(keys_ptr, row)
         min_bits = min_bits_of(min_p)
-        if threshold >= cut:  # all that are kept were collected
+        if threshold >= cut:  # all kept tokens were collected
             token_id = _draw_kept(
                 few_ptr, few_ids_ptr + row * FEW, few, low, high, top, scale, min_bits,
                 threshold, num_ties, True, BLOCK,
@@ -393,11 +396,12 @@ def _finish_kernel(
 
 
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
-    """The likeliest id of each row, on a tie the lowest; logits [rows, vocab] -> int64 [rows].
+    """Return the likeliest id of each row, on a tie the lowest; logits [rows, vocab] -> int64
+    [rows].
 
-    Few rows are split over the whole card. The parts of a row meet in a small buffer of the device,
-    which must exist before a CUDA graph is captured: call `argmax` once before. Two streams must
-    not run it at once.
+    If there are few rows, each is split over the whole card. The parts of a row meet in a small
+    buffer of the device, which must exist before a CUDA graph is captured: call `argmax` once
+    before. Two streams must not run `argmax` at once.
     """
     rows, vocab = _check_logits(logits)
     out = _check_ids(logits, out)
@@ -437,7 +441,7 @@ def sample(
     keys: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One token per row of logits [rows, vocab]; int64 [rows].
+    """Draw one token per row of logits [rows, vocab]; returns int64 [rows].
 
     Settings are [rows] in fp32, except top_k (int32, at least 1) and keys (int64 noise keys).
     Temperature 0 takes the likeliest token. A row's token does not depend on other rows.
@@ -452,7 +456,7 @@ def sample(
     parts = _start_parts(logits)
     num_parts, device = parts.grid[1], logits.device
     survey = torch.empty(rows, num_parts, SURVEY.value, dtype=torch.int64, device=device)
-    few = logits.new_empty(rows, 2, _FEW)  # collected, and gathered around one target
+    few = logits.new_empty(rows, 2, _FEW)  # collected tokens, and those near a target
     few_ids = torch.empty(rows, _FEW, dtype=torch.int32, device=device)
     _survey_kernel[parts.grid](
         logits, parts.tops, parts.top_ids, survey, parts.best, parts.arrived,

@@ -1,17 +1,18 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Where a running sum over tokens, likeliest first, passes a target: found without sorting.
+"""Finds, without sorting, where a running sum over tokens, likeliest first, passes a target.
 
-The sum over all tokens above a threshold needs no order, so the threshold is searched: each pass
-over the tokens reduces the interval around it to a quarter.
+The sum over all tokens above a threshold does not depend on their order, so the threshold is
+searched: each pass over the tokens reduces the interval around it to a quarter.
 
 Keys and masses are whole numbers, so a sum has the same bits in any order:
 
     key   log2 of the probability relative to the likeliest token, in steps of 2^-25, 0 at most
     mass  the probability relative to the likeliest token, in steps of 2^-44
 
-`top` is the row's largest logit, `scale` is log2(e) / temperature, and tokens below `min_p` of the
-likeliest have no mass. Called from kernels of `sample.py`, by all threads of one program.
+`top` is the row's largest logit, `scale` is log2(e) / temperature. Tokens less likely than `min_p`
+times the likeliest have no mass. Kernels of `sample.py` call these functions with all threads of
+one program.
 """
 
 import triton
@@ -22,7 +23,7 @@ LOWEST = tl.constexpr(-46.0)  # below 2^-44 a token has no mass
 LOWEST_KEY = tl.constexpr(-46 * 2**25)
 MASS_STEPS = tl.constexpr(17592186044416.0)  # 2^44: nearly 2^19 tokens fit in 63 bits
 NO_KEY = tl.constexpr(2147483647)
-MAX_ROUNDS = tl.constexpr(32)  # half are enough; the limit ends the search in a row of NaN
+MAX_ROUNDS = tl.constexpr(32)  # 16 are enough; the limit ends the search in a row of NaN
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def mass_of(key, min_p):
 
 @triton.jit
 def mass_above(x_ptr, size, top, scale, min_p, key, BLOCK: tl.constexpr):
-    """Mass of all tokens with larger keys."""
+    """Return the mass of all tokens with larger keys."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
@@ -61,8 +62,8 @@ def _search(
     """Narrow [low, high) around the key at which the sum over tokens, likeliest first, passes
     `target`, to one key or until at most `enough` tokens are left in it.
 
-    The sum over keys >= low exceeds the target; the sum over keys >= high is `above`, which does
-    not. Returns low, high, above and the number of tokens in between.
+    The sum over keys >= low exceeds the target; the sum over keys >= high, `above`, does not.
+    Returns low, high, above and the number of tokens in between.
     """
     lanes = tl.arange(0, BLOCK)
     num_in = tl.full([], NO_KEY, tl.int32)
@@ -144,11 +145,11 @@ def find(
     x_ptr, vocab, few_ptr, few, cut, known, top, scale, min_p, target,
     BY_COUNT: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The key at which the sum passes `target`, and the sum over larger keys.
+    """Return the key at which the sum passes `target`, and the sum over larger keys.
 
-    `known` is the sum over the collected tokens, which are all that reach `cut`. If the target is
-    beyond them, the search narrows the row to at most as many other tokens, which are stored after
-    them in the buffers.
+    `known` is the sum over the collected tokens: all tokens that reach `cut`. If the target is
+    beyond this sum, the search narrows the row to at most FEW other tokens, which are stored after
+    the collected ones in the buffers.
     """
     source, size = few_ptr, few
     low, high = tl.full([], LOWEST_KEY, tl.int32), tl.full([], 1, tl.int32)
@@ -159,7 +160,7 @@ def find(
             BY_COUNT, BLOCK,
         )  # fmt: skip
         source, size = x_ptr, vocab
-        if num_in <= FEW:  # else too many have the same key
+        if num_in <= FEW:  # otherwise too many tokens have the same key
             source, size = few_ptr + FEW, num_in
             _gather(x_ptr, source, vocab, top, scale, low, high, BLOCK)
     low, high, above, _ = _search(

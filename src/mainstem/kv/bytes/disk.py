@@ -103,10 +103,10 @@ class DiskTier:
     ) -> None:
         """Open the store of one model in `folder`, which is created if it does not exist.
 
-        `model` is a name to show to people. `ledger` keeps the number of pages, so that an emptied
-        store is noticed. Raises StoreError if the store is in use, has another format or cannot be
-        opened. A damaged or missing index means an empty store: `found` says why, and `lost` how
-        many pages were lost, if known.
+        `model` is a name to show to people. `ledger` remembers the number of pages, which shows if
+        the store was emptied. Raises StoreError if the store is in use, has another format or
+        cannot be opened. A damaged or missing index means an empty store: `found` says why, and
+        `lost` how many pages were lost, if known.
         """
         self.folder = folder
         self.found: str | None = None
@@ -125,7 +125,7 @@ class DiskTier:
         except BaseException:
             self._lock.close()
             raise
-        self._num_rows = len(self._rows)  # of the index, for the writer thread
+        self._num_rows = len(self._rows)  # rows of the index, for the writer thread
         self._ledger.open(folder)
         self._ledger.note(self._num_rows)
         self._records = {row.key: row.record for row in self._rows}
@@ -137,7 +137,7 @@ class DiskTier:
         self._full_until_s = 0.0
         self._num_pending = 0
         self._orders: SimpleQueue[_Order] = SimpleQueue()
-        self._reads: SimpleQueue[list[_RecordRead] | None] = SimpleQueue()  # []: only read `_again`
+        self._reads: SimpleQueue[list[_RecordRead] | None] = SimpleQueue()  # []: read `_again`
         self._again: SimpleQueue[_RecordRead] = SimpleQueue()  # pages of failed runs: read first
         self._done: SimpleQueue[_Committed | Written | Read] = SimpleQueue()
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")
@@ -159,8 +159,8 @@ class DiskTier:
 
     @property
     def num_places(self) -> int:
-        """Pages that may be stored: fewer than the records, since an evicted page frees its record
-        a moment later."""
+        """The number of pages that may be stored. It is less than the number of records, since the
+        record of an evicted page becomes free only a moment later."""
         return max(1, self.num_records - 1 - self.num_records // 64)
 
     def recover(self) -> Sequence[StoredPage]:
@@ -169,7 +169,7 @@ class DiskTier:
         return [StoredPage(row.key, row.token_ids, row.used_at) for row in rows]
 
     def opened(self, num_pages: int) -> StoreOpened:
-        """The event for the start, after which the store holds `num_pages`."""
+        """The event that the store was opened with `num_pages`."""
         return StoreOpened(str(self.folder), num_pages, self.found, dict(+self.lost))
 
     def take(self, key: PageKey) -> bool:
@@ -210,7 +210,7 @@ class DiskTier:
         self._give_back(key)
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Do nothing: only a shared tier must be asked; the pages of this one are known."""
+        """Do nothing: only a shared tier must be asked. The pages of this tier are known."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Record when pages were last used (seconds since 1970), for the next start."""
@@ -220,7 +220,7 @@ class DiskTier:
         """Do nothing: everything given to `write` is written, however long it takes."""
 
     def poll(self) -> Iterator[Written | Read]:
-        """What was done since the last call."""
+        """Return what was done since the last call."""
         while True:
             try:
                 done = self._done.get_nowait()
@@ -264,8 +264,8 @@ class DiskTier:
     # --- opening --------------------------------------------------------------------------------
 
     def _open_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """The index and its pages. Pages beyond the size limit, which may have been larger before,
-        are deleted."""
+        """Return the index and its pages. Pages beyond the size limit are deleted (the limit may
+        have been larger before)."""
         try:
             index, rows = self._sound_index()
             self._note_fewer(len(rows))
@@ -284,7 +284,7 @@ class DiskTier:
         return index, kept
 
     def _note_fewer(self, num_rows: int) -> None:
-        """Compare with the number of pages when the store was last used. A killed process may have
+        """Compare the number of pages with the number at the last use. A killed process may have
         changed the index once more after its last note."""
         before = self._ledger.read() or 0
         if self.found is not None and num_rows == 0:
@@ -313,8 +313,8 @@ class DiskTier:
         return index, rows
 
     def _read_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """SQLite needs disk space even to read an index; on a full disk, pages are deleted to make
-        room."""
+        """Read the index. SQLite needs disk space even for reading: on a full disk, pages are
+        deleted to make room."""
         try:
             index = PageIndex(self.folder, self._about)
         except sqlite3.Error as error:
@@ -330,8 +330,8 @@ class DiskTier:
             raise
 
     def _is_full(self, error: sqlite3.Error) -> bool:
-        """An I/O error counts if little space is left: SQLite reports one if its shared memory does
-        not fit."""
+        """Whether an error means that the disk is full. An I/O error does if little space is left:
+        SQLite reports one if its shared memory does not fit."""
         if _code(error) == sqlite3.SQLITE_IOERR:
             disk = os.statvfs(self.folder)
             return disk.f_bavail * disk.f_frsize < LITTLE_ROOM
@@ -385,7 +385,8 @@ class DiskTier:
         self._ledger.note(self._num_rows)
 
     def _write_batch(self, writes: list[_RecordWrite]) -> None:
-        """Records first, then fsync, then their rows: a row never points at an incomplete page."""
+        """Write records first, then fsync, then write their rows: a row never points at an
+        incomplete page."""
         rows = [row for row in self._writers.map(self._write_page, writes) if row is not None]
         with self._reporting([row.key for row in rows]):
             self._files.sync([row.record for row in rows])
@@ -396,8 +397,8 @@ class DiskTier:
                 self._done.put(_Committed(row.key, row.crc32))
 
     def _let_reads_pass(self) -> None:
-        """Wait until reads are done: requests wait for them, and the disk is slow if it reads and
-        writes at once."""
+        """Wait until reads are done: requests wait for reads, and a disk that reads and writes at
+        once is slow."""
         until_s = monotonic() + READS_FIRST_S
         while (
             (any(self._is_reading) or not self._reads.empty())
@@ -407,7 +408,7 @@ class DiskTier:
             sleep(0.005)
 
     def _write_page(self, write: _RecordWrite) -> PageRow | None:
-        """The row of a page that was written; None: the write failed, which was reported."""
+        """Write a page and return its row; None if the write failed, which was reported."""
         row: PageRow | None = None
         job = write.job
         with self._reporting([job.key]):
@@ -439,8 +440,8 @@ class DiskTier:
         problem = None
         try:
             self._files.read(jobs[0].record, *(job.buffer for job in jobs))
-        except Exception as error:  # any error: a request waits for the pages
-            if len(jobs) > 1:  # most of them may be readable
+        except Exception as error:  # any error must be reported: a request waits for the pages
+            if len(jobs) > 1:  # most of the pages may be readable
                 self._read_alone(jobs)
                 return
             problem = _words(error)
@@ -467,7 +468,7 @@ def _compare(job: _RecordRead) -> str | None:
 
 
 def _code(error: sqlite3.Error) -> int | None:
-    """The primary result code; None: the error is not SQLite's own."""
+    """SQLite's primary result code; None if the error does not come from SQLite."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
 

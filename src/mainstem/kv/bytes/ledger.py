@@ -1,4 +1,4 @@
-"""How many pages a store held when it was last used. A lower number shows that it was emptied.
+"""Remembers how many pages a store held at its last use. If it holds fewer now, it was emptied.
 
 The count is kept in the user's cache folder, because the store's own folder may be missing:
 deleted, or on a disk that is not mounted.
@@ -18,7 +18,7 @@ class Ledger:
     """The page count of one store. If the file cannot be written, the count is unknown."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` is the file of the count; None: no count is kept."""
+        """`path` is the file with the count; None: no count is kept."""
         self._path = path
         self._file: int | None = None
 
@@ -32,7 +32,8 @@ class Ledger:
             return None
 
     def note(self, count: int) -> None:
-        """Keep a count. Takes microseconds; survives a killed process but not a power cut."""
+        """Store a count. This takes microseconds. The count survives a kill but not a power
+        failure."""
         if self._file is not None:
             with suppress(OSError):
                 os.pwrite(self._file, f"{count:>{WIDTH}}".encode(), 0)

@@ -21,7 +21,7 @@ from mainstem.core.errors import ConfigError
 
 CONNECT_S = 1.0  # limit for connecting, once the host's address is known
 OPEN_S = 4.0  # limit for name lookup, connecting, TLS and login together
-STALL_S = 2.0  # most seconds between two bytes from the server
+STALL_S = 2.0  # limit for the time between two bytes from the server
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 CLIENTS = ("redis", "valkey")
@@ -191,13 +191,13 @@ class Line:
             if not self._is_open:
                 self._open()
                 self._is_open = True
-                if self._is_cut:  # `cut_if_overdue` came before there was a socket
+                if self._is_cut:  # `cut_if_overdue` was called before there was a socket
                     raise TimeoutError("connecting took too long")
             self._connection.send_packed_command(self._connection.pack_commands(commands))
             for _ in commands:
                 yield self._read()
         except GeneratorExit:
-            self.close()  # unread answers would be taken for those of the next call
+            self.close()  # otherwise the next call would read these answers
             raise
         except Exception as error:  # an error of the client, or the result of a cut
             self.close()

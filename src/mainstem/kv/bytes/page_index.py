@@ -14,7 +14,7 @@ from mainstem.core.ids import PageKey
 
 FORMAT = 1
 FILE = "index.sqlite"
-MODEL = "model"  # the user's name for it: reported, not compared
+MODEL = "model"  # the user's name for the model: reported, not compared
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -43,10 +43,10 @@ class PageIndex:
     """One connection; used by one thread at a time."""
 
     def __init__(self, folder: Path, about: dict[str, str]) -> None:
-        """Open or create. `about` says what the store is for: model identity, page bytes, and the
+        """Open or create an index. `about` describes the store: model identity, page bytes, and the
         model's name, which may change.
 
-        Raises StoreError if the index has another format or is for something else, and
+        Raises StoreError if the index has another format or belongs to another model, and
         sqlite3.DatabaseError if it cannot be read.
         """
         self._database = sqlite3.connect(folder / FILE, timeout=30.0, check_same_thread=False)
@@ -86,7 +86,7 @@ class PageIndex:
             )
 
     def delete(self, keys: Sequence[PageKey]) -> int:
-        """Forget pages; returns how many there were."""
+        """Forget pages; returns how many of them the index had."""
         with self._database:
             done = self._database.executemany(
                 "DELETE FROM pages WHERE key = ?", [(key,) for key in keys]
@@ -106,7 +106,7 @@ class PageIndex:
 
 
 def read_about(folder: Path) -> dict[str, str]:
-    """What a store says it is for; raises sqlite3.Error if it cannot be read."""
+    """Return the description of a store; raises sqlite3.Error if it cannot be read."""
     database = sqlite3.connect(f"file:{folder / FILE}?mode=ro", uri=True, timeout=30.0)
     try:
         found = dict(database.execute("SELECT name, value FROM about"))

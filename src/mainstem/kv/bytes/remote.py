@@ -12,9 +12,9 @@ sent. Commands are pipelined, so a hundred pages cost one round trip. A value is
     format | BLAKE2b(secret; name, what follows) | length | token ids | page, layer by layer
 
 and its name is BLAKE2b(secret; model identity, page's key): a page is accepted only if its writer
-knew the secret, the name is the one it was stored under, and the model is the same. After an error,
-pages are computed instead. A server that cannot be reached or hangs is not called for a while, a
-full one is not written to, and closing waits for a slow one for a limited time.
+knew the secret, its name is the one it was stored under, and the model is the same. After an error,
+pages are computed instead. A server that hangs or cannot be reached is not called for a while. A
+full server gets no writes. Closing waits a limited time for a slow server.
 """
 
 from collections import deque
@@ -73,7 +73,7 @@ T = TypeVar("T")
 class RemoteSettings:
     """The model and secret of the pages, how long they are kept, and the server's size."""
 
-    identity: bytes  # of the model
+    identity: bytes  # identity of the model
     secret: bytes = field(repr=False)
     ttl_s: float
     max_bytes: int
@@ -124,7 +124,7 @@ class _Worker(Generic[T]):
         fails_if_late: bool = True,
     ) -> None:
         self.line = line
-        self._fails_if_late = fails_if_late  # False: a late order is not a failed server
+        self._fails_if_late = fails_if_late  # whether a late order means that the server failed
         self._orders: SimpleQueue[T | Event | None] = SimpleQueue()
         self._work, self._give_up, self._report_down = work, give_up, tell_down
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -134,7 +134,7 @@ class _Worker(Generic[T]):
         self._orders.put(order)
 
     def take_more(self) -> T | None:
-        """The next order, if there is one, for work that takes several at once."""
+        """Return the next order if there is one. Used by work that takes several orders at once."""
         with suppress(Empty):
             order = self._orders.get_nowait()
             if not isinstance(order, Event) and order is not None:
@@ -163,7 +163,7 @@ class _Worker(Generic[T]):
                 continue
             try:
                 self._work(self.line, order)
-            except Exception as error:  # any error: a request may wait for the outcome
+            except Exception as error:  # report any error: a request may wait for the outcome
                 self.line.close()
                 is_late = isinstance(error, Overdue) and not self._fails_if_late
                 if not is_late and not isinstance(error, _NotOpen):
@@ -178,8 +178,8 @@ class RemoteTier:
     is_shared = True
 
     def __init__(self, address: Address, page_bytes: int, settings: RemoteSettings) -> None:
-        """If the server cannot be reached, the log says so and it is tried again later. Raises
-        StoreError if it refuses the credentials, ConfigError for an invalid address."""
+        """Connect. If the server cannot be reached, this is logged and tried again later. Raises
+        StoreError if the server refuses the credentials, ConfigError for an invalid address."""
         self._shown = address.shown
         self._page_bytes = page_bytes
         self._settings = settings
@@ -193,7 +193,7 @@ class RemoteTier:
         self._down_until_s = self._full_until_s = 0.0
         self._end_s = float("inf")  # nothing is sent after this time
         self._pause_s = PAUSE_S
-        self._is_down = False  # True: the log says so
+        self._is_down = False  # True: the server failed, and the log says so
         self._last_down_s = 0.0
         self._has_told_refusal = False
         self._check_s = 0.0  # when the writing thread next checks the server's memory
@@ -235,21 +235,20 @@ class RemoteTier:
         return self._num_pending
 
     def recover(self) -> Sequence[StoredPage]:
-        """Nothing is listed at the start: `ask` finds what the server has."""
+        """Return nothing: the server does not list its pages; `ask` finds them."""
         return []
 
     def opened(self, num_pages: int) -> None:
-        """No event: the log reports the server."""
+        """Return no event: the log reports about the server."""
 
     def take(self, key: PageKey) -> bool:
         return self.can_write
 
     def delete(self, key: PageKey) -> None:
-        """Nothing to do: the page stays on the server for other processes until it expires."""
+        """Do nothing: the page stays on the server, for other processes, until it expires."""
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask which leading pages of a chain the server has; if it cannot be asked, the answer is
-        none."""
+        """Ask which leading pages of a chain the server has. If it cannot be asked, it has none."""
         if self.is_open:
             self._asker.put(_Question(keys))
         else:
@@ -274,7 +273,7 @@ class RemoteTier:
             self._writer.put(used_at)
 
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
-        """What was done since the last call."""
+        """Return what was done since the last call."""
         if self._num_reads:
             for reader in self._readers:
                 if reader.line.cut_if_overdue():
@@ -339,7 +338,7 @@ class RemoteTier:
     def _greet(self, line: Line) -> None:
         """Check that the server is up and accepts the credentials, and measure the round trip."""
         try:
-            for _ in range(2):  # the first one connects
+            for _ in range(2):  # the first call connects, the second measures
                 began_s = perf_counter()
                 (reply,) = line.call([("PING",)], ASK_LIMIT_S)
                 seconds = perf_counter() - began_s
@@ -519,7 +518,7 @@ def _problem(reply: Reply) -> str | None:
 
 
 def _facts(reply: Reply) -> dict[str, str]:
-    """The answer of INFO; empty if the server gives none, so that no limits are known."""
+    """Return the answer of INFO. It is empty if the server gives none: then no limits are known."""
     if not isinstance(reply, bytes):
         return {}
     lines = reply.decode(errors="replace").splitlines()

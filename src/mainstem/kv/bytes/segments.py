@@ -1,4 +1,4 @@
-"""Segment files: equal records of one page each, in files of equal length.
+"""Segment files of equal length. A file consists of equal records, each with one page.
 
     0000.pages | record 0 | record 1 | ... | record n-1 |     0001.pages | record n | ...
 
@@ -52,7 +52,7 @@ class SegmentFiles:
                 left[0] = left[0][count:]
 
     def are_neighbours(self, record: int, other: int) -> bool:
-        """Whether one read can fill the buffers of both, in this order."""
+        """Whether one read can fill the buffers of both records, in this order."""
         has_gap = self._record_bytes != self._page_bytes
         return other == record + 1 and other % self.records_per_segment != 0 and not has_gap
 
@@ -80,7 +80,8 @@ class SegmentFiles:
                 os.truncate(path, end)
 
     def find_cut_off(self, records: Iterable[int]) -> dict[int, str]:
-        """Records that the files do not hold, with what is wrong: `missing` or `truncated`."""
+        """Return the records that the files do not hold, each with the reason: `missing` or
+        `truncated`."""
         sizes = {int(path.stem): path.stat().st_size for path in self._folder.glob("[0-9]*.pages")}
         found: dict[int, str] = {}
         for record in records:
@@ -134,5 +135,5 @@ class SegmentFiles:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
-            self._direct = 0  # the file system has no O_DIRECT
+            self._direct = 0  # the file system does not support O_DIRECT
             return os.open(path, flags, 0o600)

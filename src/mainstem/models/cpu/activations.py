@@ -1,7 +1,7 @@
 """Activations of MLPs on a CPU: gated ones halve the size of the last axis, plain ones keep it.
 
-At one token every torch call costs several microseconds, so each uses as few calls as possible.
-Only tensors made here are changed in place, never arguments.
+For a single token a torch call's overhead of several microseconds counts, so each function makes as
+few calls as possible. Only tensors made here are changed in place, never arguments.
 """
 
 from collections.abc import Callable

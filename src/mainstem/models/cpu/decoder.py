@@ -1,10 +1,10 @@
 """The decoder on a CPU: a recipe compiled into calls of torch.
 
-Every call costs time on a CPU. So gains are folded into the products after them if that is exact
+Every call costs time on a CPU. So gains are folded into the next product's weights if that is exact
 enough (fp32), and the two dims of a rotary pair are adjacent, so that a rotation is one complex
-product. Packed products are dequantized: the CPU's products are dense, or int8 (quantize.py). The
-pass has no hidden state: tokens, attention and gate are arguments, and the attention object owns K
-and V.
+product. Packed weights are dequantized: products on a CPU are dense, or int8 (quantize.py). The
+decoder keeps no state between passes: tokens, attention and gate are arguments, and the attention
+object owns K and V.
 
 With several ranks (models/shard.py), each has some heads and some columns of every MLP. Their
 outputs are summed over ranks before they are normed and added.
@@ -43,13 +43,13 @@ from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Produ
 from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import Checkpoint, WeightSource
 
-# that go through a layer's products together, so that a product's input is in the cache
+# rows that go through a layer's products together, so that a product's input is in the cache
 ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The pieces of a block, and `finish`, which runs those after attention."""
+    """The parts of a block. `finish` runs the parts after attention."""
 
     attention_norm: Norm
     qkv: Linear  # rows: query heads, key heads, value heads
@@ -58,7 +58,7 @@ class Layer:
     mlp_norm: Norm
     mlp: Mlp | CpuExperts
     finish: "Finish"
-    tails: tuple[Norm, Norm] = (Identity(), Identity())  # of the outputs of attention and MLP
+    tails: tuple[Norm, Norm] = (Identity(), Identity())  # for outputs of attention and MLP
 
 
 Finish = Callable[[Layer, Tensor, Tensor], None]  # (layer, x, attention's output): adds to x
@@ -116,7 +116,7 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[tokens, hidden]: what the first layer reads."""
+        """Return the input of the first layer, [tokens, hidden]."""
         if self._vocabulary is None:
             x = F.embedding(token_ids, self.embedding)
         else:
@@ -127,7 +127,8 @@ class Decoder:
     def forward(
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
     ) -> Tensor:
-        """Hidden states [rows, hidden], normed, of the packed tokens listed in `rows`; None: all.
+        """Return hidden states [rows, hidden], normed, of the packed tokens listed in `rows`; None:
+        all.
 
         The last layer's output is computed for these rows only.
         """
@@ -179,7 +180,7 @@ def load_decoder(folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
 
 
 def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives = ALONE) -> Decoder:
-    """A decoder from the tensors of `checkpoint`, or the rank's part of it."""
+    """Make a decoder, or the rank's part of it, from the tensors of `checkpoint`."""
     reader = TensorReader(checkpoint, spec, ranks.shard)
     part = reader.part
     embedding = reader.embedding()
@@ -254,8 +255,8 @@ def _mlp(
 
 
 def _folded(tensors: NormTensors | None, product: Product, spec: ModelSpec) -> tuple[Norm, Product]:
-    """The norm and the only product that reads it, with the norm's gain folded into the product's
-    weights. Only in fp32: 16 bits would be rounded."""
+    """Return the norm and the only product that reads it, with the norm's gain folded into the
+    product's weights. Only in fp32: weights of 16 bits would be rounded."""
     if tensors is None:
         return Identity(), product
     is_rms = spec.norm.kind is NormKind.RMS and tensors.bias is None
@@ -302,7 +303,8 @@ def _head_norm(
 
 
 def _qkv_order(spec: ModelSpec) -> Tensor:
-    """Row order of the fused QKV weight: rotary pairs adjacent in query and key heads."""
+    """Return the row order of the fused QKV weight in which rotary pairs of query and key heads are
+    adjacent."""
     pairs = adjacent_pairs(spec.head_dim, spec.rotary_dim)
     turned = spec.num_heads + spec.num_kv_heads
     starts = torch.arange(turned)[:, None] * spec.head_dim

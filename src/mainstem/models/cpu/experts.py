@@ -1,6 +1,6 @@
 """A mixture of experts on a CPU.
 
-Tokens are sorted by expert, so that each expert with tokens is two products over its own weights;
+Tokens are sorted by expert, so that each expert with tokens takes two products; the weights of
 experts without tokens are not read. Router and sums are in fp32, whatever the model's dtype.
 Quantized experts stay packed in memory and are dequantized whenever they have tokens: slow, but a
 mixture of experts in fp32 would not fit most machines.
@@ -45,8 +45,8 @@ class CpuExperts:
         return out.to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and their weights, [tokens, top_k] each; on a tie, the lowest numbers come
-        first."""
+        """Return each token's experts and their weights, [tokens, top_k]. On a tie, the expert with
+        the lowest number comes first."""
         logits = x.float() @ self._router
         if self._router_bias is not None:
             logits += self._router_bias
@@ -57,7 +57,7 @@ class CpuExperts:
         return ids, (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp()
 
     def _run_sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[tokens, hidden] fp32."""
+        """Return [tokens, hidden] in fp32."""
         by_expert = ids.reshape(-1).argsort(stable=True)
         tokens = by_expert // self._top_k
         sorted_weights = weights.reshape(-1)[by_expert, None]
@@ -74,7 +74,7 @@ class CpuExperts:
         return out
 
     def _run_expert(self, expert: int, x: Tensor) -> Tensor:
-        """[rows, hidden] in fp32."""
+        """Return [rows, hidden] in fp32."""
         tensors = self._tensors
         gate_up_bias = None if tensors.gate_up_bias is None else tensors.gate_up_bias[expert]
         down_bias = None if tensors.down_bias is None else tensors.down_bias[expert]

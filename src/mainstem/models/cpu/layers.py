@@ -1,6 +1,7 @@
 """Linears and norms of the decoder on CPUs.
 
-At batch 1 every torch call costs several microseconds, so a piece uses as few calls as it can.
+At batch 1 the overhead of a torch call, several microseconds, counts, so each class makes as few
+calls as possible.
 """
 
 import math
@@ -25,9 +26,9 @@ def has_onednn() -> bool:
 class DenseLinear:
     """x @ weight.T + bias.
 
-    `weight` is [out, in], which a single token's product reads at memory speed. Products of several
-    tokens are faster with a second copy in oneDNN's layout (`pack`), which takes as much memory
-    again.
+    `weight` is [out, in], which the product of a single token reads at memory speed. Products of
+    several tokens are faster with a second copy in oneDNN's layout (`pack`), which doubles the
+    memory.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -53,10 +54,10 @@ class DenseLinear:
 
 
 class RmsNorm:
-    """x / sqrt(sum(x^2) + size * eps) * scale over the last axis, in fp32 inside.
+    """x / sqrt(sum(x^2) + size * eps) * scale over the last axis, computed in fp32.
 
-    The usual definition divides by the root of the mean and multiplies by a gain: its scale is
-    `norm_scale(gain)`. None: the scale was folded into the weights that follow.
+    The usual definition divides by the root of the mean and multiplies by a gain; the scale for it
+    is `norm_scale(gain)`. If the scale is None, it was folded into the weights of the next product.
     """
 
     def __init__(self, scale: Tensor | None, size: int, eps: float) -> None:
@@ -66,7 +67,7 @@ class RmsNorm:
 
     @property
     def has_scale(self) -> bool:
-        """Whether the norm applies a gain; otherwise it is part of the next product."""
+        """Whether the norm applies a gain; otherwise the gain is part of the next product."""
         return self._scale is not None
 
     def scaled(self, scale: Tensor) -> "RmsNorm":
@@ -85,7 +86,7 @@ class RmsNorm:
 
 
 def norm_scale(gain: Tensor) -> Tensor:
-    """The scale of an RmsNorm with this gain, or of the columns it is folded into."""
+    """The scale of an RmsNorm with this gain, or of the columns that the gain is folded into."""
     return gain.float() * math.sqrt(len(gain))
 
 
@@ -100,7 +101,7 @@ class LayerNorm:
 
 
 class Identity:
-    """In place of a norm that a family does not have."""
+    """Stands for a norm that a family does not have."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x

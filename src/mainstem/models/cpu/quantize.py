@@ -4,21 +4,20 @@ time.
     y = (q(x / peak) @ q(w / scale).T) * scale * peak      peak [tokens, 1], scale [out]
 
 oneDNN's dynamic int8 linear quantizes activations with one scale for the whole tensor. Rows are
-divided by their own peak first, so that a token with huge activations does not make the others less
+divided by their own peak first. So a token with huge activations does not make the others less
 exact, and a token's output hardly depends on other tokens. Channel scales are applied to the
 output: the kernel is given one weight scale of 1, because with per-channel scales torch 2.13 on
 aarch64 takes a path that is 30 times slower and wrong for more than one row.
 
 The library rearranges the weights for each new number of rows and remembers only the last two, so
 rows are padded to a short ladder of sizes: if a batch shrinks by one request, nothing is
-rearranged. A batch larger than the ladder's last size goes piece by piece, so that a piece stays in
-the cache.
+rearranged. A batch larger than the ladder's last size is computed in pieces that fit the cache.
 
-A norm's output has a few loud channels that would leave few of the 8 bits to all others. They are
-scaled down in the norm and up in the weights after it (SmoothQuant; loudness is the root mean
-square over random tokens). This costs nothing at run time, and the error of the QKV and gate/up
-products falls to a third (docs/log/cpu.md). A product whose error on those tokens is still above 5
-% stays in fp32.
+A norm's output has a few loud channels; with one scale, few of the 8 bits would be left for the
+others. Loud channels are scaled down in the norm and up in the weights after it (SmoothQuant;
+loudness is the root mean square over random tokens). This costs nothing at run time, and the error
+of the QKV and gate/up products falls to a third (docs/log/cpu.md). A product whose error on those
+tokens is still above 5 % stays in fp32.
 """
 
 import platform
@@ -45,7 +44,7 @@ _LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # x86 without VNNI adds pairs of products in 16 bits, which overflow with 8-bit numbers: there
 # activations get 7 bits, and more products stay in fp32
 SATURATES = platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_vnni_supported()
-# mean relative error of a token's product; typical is 0.01 to 0.03
+# limit for the mean relative error of a token's product; typical is 0.01 to 0.03
 _MAX_ERROR = 0.03 if SATURATES else 0.05
 
 
@@ -83,8 +82,8 @@ class Int8Linear:
         return y if self._bias is None else y.add_(self._bias)
 
     def _multiply_levels(self, x: Tensor) -> Tensor:
-        """The product of rows whose peak is 1, before channel scales; padded to the ladder's next
-        size."""
+        """Multiply rows whose peak is 1, without channel scales. Rows are padded to the ladder's
+        next size."""
         count = len(x)
         padded = _LADDER[bisect_left(_LADDER, count)]
         if padded > count:
@@ -112,8 +111,8 @@ def check_quantizable(spec: ModelSpec) -> None:
 
 @torch.inference_mode()
 def quantize_decoder(decoder: Decoder) -> Decoder:
-    """A copy with int8 linears, the LM head included; embedding and norms stay as they are. Not for
-    mixtures of experts: see `check_quantizable`."""
+    """Return a copy with int8 linears, including the LM head; embedding and norms are unchanged.
+    Not for mixtures of experts: see `check_quantizable`."""
     heard, hidden = _listen(decoder)
     layers = [
         _quantize_layer(layer, inputs) for layer, inputs in zip(decoder.layers, heard, strict=True)
@@ -147,7 +146,7 @@ def _dense_mlp(layer: Layer) -> Mlp:
 
 
 def _quantize(linear: Linear, x: Tensor) -> Linear:
-    """The linear in int8, unless its error on these inputs is too large."""
+    """Return the linear in int8, or unchanged if its error on these inputs would be too large."""
     assert isinstance(linear, DenseLinear)
     quantized = Int8Linear(linear.weight, linear.bias)
     exact = linear(x)
@@ -159,9 +158,11 @@ def _quantize(linear: Linear, x: Tensor) -> Linear:
 
 
 def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
-    """Divide the norm's channels by sqrt(loudness / largest weight), multiply the columns.
+    """Divide the norm's channels by sqrt(loudness / largest weight), and multiply the weights'
+    columns.
 
-    Not if other products read the norm as well, which is the case if its gain was not folded."""
+    Does nothing if other products read the norm as well, which is the case if its gain was not
+    folded."""
     assert isinstance(linear, DenseLinear)
     if not isinstance(norm, RmsNorm) or norm.has_scale:
         return norm, _quantize(linear, x)
@@ -234,7 +235,7 @@ class _OneSequence:
 
 @torch.inference_mode()
 def _listen(decoder: Decoder) -> tuple[list[_Heard], Tensor]:
-    """The inputs of each layer's linears when the decoder reads random tokens, and the hidden
+    """Run the decoder on random tokens; returns the inputs of each layer's linears, and the hidden
     states before the head."""
     spec = decoder.spec
     ears = [_ListeningLayer(layer) for layer in decoder.layers]

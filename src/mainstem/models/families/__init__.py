@@ -87,9 +87,10 @@ _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.archi
 
 
 def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
-    """The recipe of the checkpoint in `folder`; UnsupportedModel names the field that prevents it.
+    """Return the recipe of the checkpoint in `folder`; if it cannot run, UnsupportedModel names the
+    field.
 
-    Unknown fields in `ignored` are skipped, and the recipe names them. Chat models often name more
+    Unknown fields in `ignored` are skipped, and the recipe lists them. Chat models often have more
     end tokens in generation_config.json; these are added.
     """
     spec = spec_from_config(read_object(folder / CONFIG_FILE), ignored)

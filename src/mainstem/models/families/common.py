@@ -1,4 +1,4 @@
-"""What most families read from a config.json in the same way."""
+"""Reads the parts of a config.json that most families have in common."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -41,8 +41,8 @@ class Family:
     name: str  # to show to users
     architectures: tuple[str, ...]  # in config.json
     read: Callable[[Config], ModelSpec]
-    notes: str = ""  # one line on what is special about it
-    is_part: bool = False  # of a multimodal checkpoint (families/multimodal.py)
+    notes: str = ""  # one line about what is special in this family
+    is_part: bool = False  # of a multimodal checkpoint, whose text is read (families/multimodal.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Sizes:
 
 
 def read_sizes(config: Config, positions: str = "max_position_embeddings") -> Sizes:
-    """`positions` is the name of the field that counts them."""
+    """Read a model's sizes. `positions` is the name of the field with the number of positions."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     return Sizes(
         vocab=config.whole("vocab_size"),
@@ -147,16 +147,16 @@ def full_attention(head_dim: int, rope: RopeSpec | None) -> AttentionSpec:
 
 
 def default_scale(head_dim: int, rope: RopeSpec | None) -> float:
-    """1 / sqrt(head_dim), times the square of the rope's score factor, which applies to queries and
-    to keys."""
+    """Return 1 / sqrt(head_dim), times the square of the rope's score factor: the factor applies to
+    queries and to keys."""
     return float(head_dim**-0.5 * (1.0 if rope is None else rope.score_factor**2))
 
 
 def with_window(
     config: Config, attention: AttentionSpec, default: int | None = None
 ) -> AttentionSpec:
-    """The attention with a window of `sliding_window` tokens. If the file has no such field:
-    `default`, or no window."""
+    """Return the attention with a window of `sliding_window` tokens. If the file has no such field,
+    the window is `default`, or there is none."""
     if config.is_null("sliding_window"):
         default = None
     if config.get("sliding_window") is None and default is None:
@@ -216,7 +216,8 @@ _ROPE_SETTINGS: dict[RopeScaling, frozenset[str]] = {
 def read_rope(
     config: Config, sizes: Sizes, *, theta: float = 10000.0, rotary_share: float | None = None
 ) -> RopeSpec:
-    """transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
+    """Read the rope. transformers 5 writes `rope_parameters`; older versions write `rope_theta` and
+    `rope_scaling`.
 
     `theta` and `rotary_share` (the part of each head that is rotated) are defaults. If
     `rotary_share` is None, a file that asks for partial rotation is refused.
@@ -293,9 +294,10 @@ def _yarn(table: Config, theta: float, rotary_dim: int, max_positions: int) -> R
 def _longrope(
     table: Config, config: Config, theta: float, rotary_dim: int, max_positions: int
 ) -> RopeSpec:
-    """Two sets of divisors: for contexts within the original length, and for longer ones."""
+    """Return two sets of divisors: for contexts up to the original length, and for longer
+    contexts."""
     outside = config.get("original_max_position_embeddings")
-    if outside is not None:  # of the table
+    if outside is not None:  # a field outside of the table
         original = config.whole("original_max_position_embeddings")
     else:
         original = table.whole("original_max_position_embeddings", max_positions)

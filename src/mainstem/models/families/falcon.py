@@ -1,4 +1,4 @@
-"""Falcon: 7B (one KV head, one norm for attention and MLP), 40B and 180B (a norm each), 11B."""
+"""Falcon: 7B (one KV head; attention and MLP share a norm), 40B and 180B (separate norms), 11B."""
 
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
@@ -39,7 +39,7 @@ def _sizes(config: Config, is_new: bool) -> Sizes:
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     kv_heads = config.whole("num_kv_heads", heads)
     has_one = config.flag("multi_query", True)
-    if not is_new:  # num_kv_heads is not used then
+    if not is_new:  # the older models do not use num_kv_heads
         kv_heads = 1 if has_one else heads
     return Sizes(
         vocab=config.whole("vocab_size"),

@@ -1,5 +1,6 @@
-"""Gemma 2 and 3: norms before and after, gains stored as gain - 1, windows in most layers. Gemma 2
-has softcaps; Gemma 3 has norms of queries and keys, and two ropes."""
+"""Gemma 2 and 3: norms before and after attention and MLP, gains stored as gain - 1, windows in
+half or most of the layers. Gemma 2 has softcaps; Gemma 3 has norms of queries and keys, and two
+ropes."""
 
 import math
 from collections.abc import Mapping
@@ -45,7 +46,8 @@ def _read_gemma3(config: Config) -> ModelSpec:
 
 
 def _read_sizes(config: Config, vocab: int, positions: int) -> Sizes:
-    """Files leave out fields with transformers' defaults, which are those of Gemma 2 2B."""
+    """Read sizes. Files leave out fields with transformers' defaults, which are the values of Gemma
+    2 2B."""
     return Sizes(
         vocab=config.whole("vocab_size", vocab),
         hidden=config.whole("hidden_size", 2304),
@@ -58,8 +60,8 @@ def _read_sizes(config: Config, vocab: int, positions: int) -> Sizes:
 
 
 def _read_two_ropes(config: Config, sizes: Sizes) -> dict[str, RopeSpec]:
-    """Only layers without a window have a scaled rope; newer files have a table for each kind of
-    layer."""
+    """Read both ropes: only layers without a window have a scaled rope. Newer files have a table
+    for each kind of layer."""
     tables = config.table("rope_parameters")
     full, sliding = tables.table("full_attention"), tables.table("sliding_attention")
     if unknown := tables.unread():
@@ -80,8 +82,8 @@ def _read_two_ropes(config: Config, sizes: Sizes) -> dict[str, RopeSpec]:
 def _attention(
     config: Config, count: int, ropes: Mapping[str, RopeSpec], pattern: int, cap: float | None
 ) -> list[AttentionSpec]:
-    """The attention of each layer: every `pattern`-th sees everything and the others have windows,
-    unless the file lists the kinds."""
+    """Return the attention of each layer. Unless the file lists the kinds, every `pattern`-th layer
+    sees all tokens, and the others have windows."""
     types = read_layer_types(config, count)
     if types is None:
         types = [

@@ -29,8 +29,8 @@ def _read(config: Config) -> ModelSpec:
 
 
 def _positions(config: Config) -> str:
-    """The name of the field for the context length: LLaMA-1 has another one, alone or next to the
-    usual one."""
+    """Return the name of the field for the context length. LLaMA-1 has a different field, sometimes
+    in addition to the usual one."""
     usual, older = "max_position_embeddings", "max_sequence_length"
     return older if config.has(older) and not config.has(usual) else usual
 

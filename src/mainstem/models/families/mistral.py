@@ -17,7 +17,7 @@ from mainstem.models.spec import ModelSpec, same_layers
 def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
     plain = full_attention(sizes.head_dim, read_rope(config, sizes))
-    attention = with_window(config, plain, default=4096)  # as transformers has it
+    attention = with_window(config, plain, default=4096)  # as in transformers
     layers = same_layers(attention, gated_mlp(config), sizes.layers)
     return make_spec(config, sizes, layers, rms_norm(config))
 

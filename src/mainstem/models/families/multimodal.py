@@ -9,7 +9,7 @@ from dataclasses import replace
 from mainstem.models.config_file import Config
 from mainstem.models.spec import ModelSpec
 
-# fields that say nothing of the decoder
+# fields that do not concern the decoder
 _BESIDE = (
     "architectures",
     "text_config",

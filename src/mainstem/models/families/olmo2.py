@@ -1,4 +1,5 @@
-"""OLMo 2: norms after attention and MLP; norms over all heads of a query or key together."""
+"""OLMo 2: norms after attention and MLP; one norm over all query heads, and one over all key
+heads."""
 
 from dataclasses import replace
 

@@ -19,8 +19,8 @@ _NAMES = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
-    config.get("original_max_position_embeddings")  # matters to LongRoPE only
-    for field in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's file
+    config.get("original_max_position_embeddings")  # only LongRoPE uses it
+    for field in ("full_attn_mod", "interpolate_factor"):  # in Phi-4-mini's file
         config.only(field, 1)
     rope = read_rope(config, sizes, rotary_share=1.0)
     attention = with_window(config, full_attention(sizes.head_dim, rope))

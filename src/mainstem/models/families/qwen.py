@@ -40,8 +40,8 @@ def _read_qwen3(config: Config) -> ModelSpec:
 
 
 def windowed_above(config: Config, attention: AttentionSpec, count: int) -> list[AttentionSpec]:
-    """The attention of each layer: with `use_sliding_window`, layers above `max_window_layers` have
-    a window. Newer files list the kind of each layer."""
+    """Return the attention of each layer: with `use_sliding_window`, layers from number
+    `max_window_layers` on have a window. Newer files list the kind of each layer."""
     types = read_layer_types(config, count)
     first = config.get("max_window_layers")
     windowed = with_window(config, attention, default=4096)  # as transformers has it

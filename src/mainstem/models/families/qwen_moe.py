@@ -1,4 +1,4 @@
-"""Qwen 2 and 3 with experts in some layers or all; Qwen 2 also has a shared expert."""
+"""Qwen 2 and 3 with experts in some or all layers; Qwen 2 also has a shared expert."""
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
@@ -39,7 +39,8 @@ def _read_qwen3(config: Config) -> ModelSpec:
 
 
 def _read_layers(config: Config, sizes: Sizes, shared_size: int | None) -> list[LayerSpec]:
-    """Experts in each `decoder_sparse_step`-th layer that is not named in `mlp_only_layers`."""
+    """Return the layers. Each `decoder_sparse_step`-th one that is not in `mlp_only_layers` has
+    experts."""
     config.get("sliding_window")  # used only with use_sliding_window, which is refused
     attention = full_attention(sizes.head_dim, read_rope(config, sizes))
     mlp = gated_mlp(config)

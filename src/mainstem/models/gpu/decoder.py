@@ -62,11 +62,11 @@ class GpuDecoder:
         sinks: Sequence[Tensor | None],
         ranks: Collectives,
     ) -> None:
-        self.spec = spec  # of the rank's part
+        self.spec = spec  # the recipe of the rank's part
         self.ranks = ranks
         self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
-        self.head_norms = tuple(layer.head_norms for layer in layers)  # which attention applies
+        self.head_norms = tuple(layer.head_norms for layer in layers)  # attention applies them
         self.sinks = tuple(sinks)  # [heads] of each layer that has them
         self._embedding = embedding
         self._first = first
@@ -138,7 +138,7 @@ class GpuDecoder:
         return hidden
 
     def hidden(self, tokens: int) -> Tensor:
-        """The rows of the last layer's output, all in order."""
+        """All rows of the last layer's output, in order."""
         return self._space.normed[:tokens]
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -199,7 +199,8 @@ def load_gpu_decoder(
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A layer before it is joined to the next one, which decides how its last norm writes."""
+    """A layer before it is joined to the next layer. The next layer decides what its last norm
+    writes."""
 
     attention: Reader
     qkv: Linear
@@ -265,7 +266,8 @@ class _Compiler:
         )
 
     def _query_norms(self, tensors: LayerTensors) -> tuple[HeadNorms | None, JointNorm | None]:
-        """Attention norms single heads; all heads together are normed before it."""
+        """Return the norms of single heads, which attention applies, and the norm of all heads
+        together, which is applied before attention."""
         if tensors.q_norm is None or tensors.k_norm is None:
             return None, None
         spec, ranks = self.spec, self.ranks

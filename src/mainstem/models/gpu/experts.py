@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mainstem.kernels.experts.hopper import HopperProducts
 
 Linear = Callable[[Tensor, Tensor], Tensor]  # (x [tokens, in], room for the output) -> output
-MakeLinear = Callable[[Weight, Tensor | None], Linear]  # of a weight [out, in] and a bias
+MakeLinear = Callable[[Weight, Tensor | None], Linear]  # (weight [out, in], bias) -> Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ExpertSpace:
     """Buffers for the experts of a step, made once for all layers of a model."""
 
     routing: Routing
-    rows: Tensor  # [tokens * top_k, hidden]: gathered, then the experts' output
+    rows: Tensor  # [tokens * top_k, hidden]: the experts' inputs, and later their outputs
     act: Tensor  # [tokens * top_k, size]
     shared: SharedSpace | None
 
@@ -97,7 +97,7 @@ class SharedExpert:
         self._space = space
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden], in the space."""
+        """Return [tokens, hidden], in a buffer of the space."""
         space, tokens = self._space, len(x)
         both = self._gate_up(x, space.both[:tokens])
         act = gated_rows(both, self._activation, space.act[:tokens])
@@ -189,7 +189,7 @@ class GpuExperts:
 def _packed_or_dense(
     tensors: ExpertTensors, dtype: torch.dtype
 ) -> tuple[Nibbles, Nibbles] | tuple[Tensor, Tensor]:
-    """Both products in the form that the kernels read: 4-bit weights stay packed, others are
+    """Return both products in the form that the kernels read: 4-bit weights stay packed, others are
     dequantized."""
     gate_up, down = tensors.gate_up, tensors.down
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
@@ -219,7 +219,7 @@ def _unpacked(
 def _hopper_of(
     gate_up: Nibbles | Tensor, down: Nibbles | Tensor, act: Tensor
 ) -> "HopperProducts | None":
-    """The products of hopper.py, where it runs."""
+    """Return the products of hopper.py; None if it cannot run here."""
     kernels = hopper_kernels(act.device)
     if isinstance(gate_up, Nibbles) or isinstance(down, Nibbles) or kernels is None:
         return None

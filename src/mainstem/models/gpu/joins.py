@@ -1,5 +1,5 @@
-"""What a GPU computes between the products of a block: residual, norms and scales, in one pass over
-memory.
+"""Joins: what a GPU computes between the products of a block (residual, norms and scales), in one
+pass over memory.
 
     serial      between: x += attention's output, norm     after: x += the MLP's output, norm
     parallel    between: norm of x                         after: x += both outputs, norm
@@ -32,7 +32,7 @@ class Reader(NamedTuple):
     """The input of a product: the norm of x, or x itself."""
 
     norm: Norm | None
-    fp8_per: Fp8Per | None  # how the product takes its rows quantized
+    fp8_per: Fp8Per | None  # how the product's rows are quantized
     room: Tensor
 
     def read(self, x: Tensor, delta: Delta | None = None) -> Rows:
@@ -59,8 +59,8 @@ def make_joins(
     tails: tuple[Norm | None, Norm | None],
     ranks: Collectives,
 ) -> Joins:
-    """`mlp` is what the MLP reads, `following` what the next layer reads; `tails` are the norms of
-    the outputs of attention and MLP."""
+    """Make the joins of a layer. `mlp` is the input of the MLP, `following` the input of the next
+    layer; `tails` are the norms of the outputs of attention and MLP."""
     scale = spec.residual_scale
     if spec.residual is not Residual.SERIAL:
         kind = _Parallel if ranks.shard.is_whole else _ParallelSummed

@@ -1,5 +1,5 @@
-"""Products on a GPU. All take rows and a buffer for the output (`room`). Those in fp8 also take
-rows that a fused kernel has already quantized, and may return new memory instead of the buffer."""
+"""Products on a GPU. They take rows and a buffer for the output (`room`). Products in fp8 also take
+rows that a fused kernel has quantized, and may return new memory instead of the buffer."""
 
 import logging
 from typing import Protocol
@@ -32,7 +32,7 @@ class Linear(Protocol):
 
     @property
     def fp8_per(self) -> Fp8Per | None:
-        """How rows may be quantized already; None if they may not."""
+        """The form of quantized rows that the product takes; None if it takes plain rows only."""
         ...
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """Through the vendor's library."""
+    """A product by the vendor's library."""
 
     fp8_per = None
 
@@ -85,7 +85,7 @@ class LinearMaker:
 
     @property
     def room_bytes(self) -> int:
-        """Memory that the products share; known after `finish`."""
+        """The size of the memory that the products share; known after `finish`."""
         return self._room.nbytes
 
     def layer(self, product: Product) -> Linear:
@@ -93,7 +93,7 @@ class LinearMaker:
         weight, bias = product.weight, product.bias
         if isinstance(weight, PackedWeight) and not self._is_deterministic:
             made = fp8_linear(weight, bias, self._dtype)
-            # with --quantize fp8: some checkpoints are in fp8 per channel already
+            # for --quantize fp8: some checkpoints are in fp8 per channel already
             is_asked = self._quantize is not Quantize.FP8 or isinstance(made, ChannelsLinear)
             if made is not None and is_asked:
                 return made

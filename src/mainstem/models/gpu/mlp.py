@@ -23,7 +23,8 @@ class Mlp(Protocol):
 
     @property
     def fp8_per(self) -> Fp8Per | None:
-        """How rows may be quantized already; None if they may not."""
+        """The form of quantized rows that the first product takes; None if it takes plain rows
+        only."""
         ...
 
     def __call__(self, x: Rows) -> Tensor:

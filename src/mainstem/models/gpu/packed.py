@@ -19,8 +19,8 @@ from mainstem.models.packed import PackedKind, PackedWeight
 
 
 class DenseRoom:
-    """Memory for one dequantized weight, as large as the largest: large steps dequantize 4-bit
-    weights here. All products of a model share it, so they must run one after another."""
+    """Memory for one dequantized weight, the size of the largest weight. Large steps dequantize
+    4-bit weights here. All products of a model share it, so they must run one after another."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
@@ -83,7 +83,7 @@ class NibbleLinear:
 
 
 class BlocksLinear:
-    """fp8 in blocks; rows may come quantized."""
+    """fp8 weights with a scale for each block. Takes plain or quantized rows."""
 
     fp8_per = Fp8Per.GROUP
 
@@ -95,7 +95,7 @@ class BlocksLinear:
 
 
 class ChannelsLinear:
-    """fp8 with a scale for each output; rows may come quantized."""
+    """fp8 weights with a scale for each output. Takes plain or quantized rows."""
 
     fp8_per = Fp8Per.ROW
 
@@ -129,12 +129,12 @@ def pack_nibbles(weight: PackedWeight, dtype: torch.dtype) -> Nibbles | None:
 def fp8_linear(
     weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> ChannelsLinear | BlocksLinear | None:
-    """An fp8 product; None for other kinds, and for fp8 weights that the card has no product
-    for."""
+    """Return an fp8 product; None for other kinds of weights, and for fp8 weights that this card
+    cannot multiply."""
     if weight.kind is not PackedKind.FP8 or weight.order is not None:
         return None
     (out, width), device = weight.shape, weight.device
-    # some cards and versions of the library refuse outputs of other dtypes
+    # some cards, and some versions of the library, refuse outputs of other dtypes
     is_answered = device.type != "cuda" or dtype == torch.bfloat16
     if weight.group >= width and is_answered and has_fp8(device):
         scales = weight.scales.repeat_interleave(weight.block_rows, dim=0)[:out, 0].contiguous()

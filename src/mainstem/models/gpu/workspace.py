@@ -12,7 +12,7 @@ from mainstem.models.spec import ExpertsSpec, MlpSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """[tokens, width] each."""
+    """The buffers of a step, each [tokens, width]."""
 
     residual: Tensor
     normed: Tensor
@@ -49,7 +49,7 @@ class Workspace:
 def _expert_space(
     spec: ModelSpec, max_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> ExpertSpace | None:
-    """One for all layers."""
+    """Make the buffers for experts, which all layers share."""
     kinds = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)}
     if len(kinds) > 1:
         raise UnsupportedModel("layers with different numbers or sizes of experts are unsupported")

@@ -1,6 +1,6 @@
 """Act-order (desc_act): columns that share a scale are not neighbours.
 
-The files name the group of each column (g_idx). A PackedWeight has the columns of a group next to
+The files give the group of each column (g_idx). A PackedWeight has the columns of a group next to
 each other; `order` holds their original places.
 """
 
@@ -11,7 +11,7 @@ from mainstem.core.errors import UnsupportedModel
 
 
 def column_order(name: str, groups: Tensor, group: int) -> Tensor | None:
-    """int32 [in]: columns sorted by their group; None if they are sorted already.
+    """Return int32 [in], the columns sorted by their group; None if they are sorted already.
 
     `groups` [in] is the group of each column."""
     usual = torch.arange(len(groups), device=groups.device) // group

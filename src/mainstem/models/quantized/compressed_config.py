@@ -1,4 +1,4 @@
-"""`quantization_config` as compressed-tensors writes it: groups of modules, a scheme each."""
+"""Reads the `quantization_config` of compressed-tensors: groups of modules, each with a scheme."""
 
 import re
 

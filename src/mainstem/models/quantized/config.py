@@ -1,4 +1,4 @@
-"""`quantization_config` of a config.json -> a QuantizedSpec.
+"""Makes a QuantizedSpec from the `quantization_config` of a config.json.
 
 Unsupported settings are refused; the error names the setting and the supported values.
 """
@@ -20,7 +20,7 @@ from mainstem.models.quantized.packing import (
     rules_for,
 )
 
-# how weights were quantized, and settings of other programs: not needed to read them
+# settings of quantization tools and other programs, which are not needed to read the weights
 _HARMLESS = words_of((
     "damp_percent damp_auto_increment static_groups true_sequential act_group_aware mse",
     "model_name_or_path model_file_base_name meta tokenizer dataset batch_size model_seqlen",
@@ -103,8 +103,8 @@ def _has_order(found: object) -> bool:
 
 
 def _dynamic_rules(found: object, packing: Packing) -> Iterable[Rule]:
-    """GPTQModel's `dynamic`: patterns of modules, each with the settings that differ for them; "-:"
-    means not quantized."""
+    """Read GPTQModel's `dynamic`: patterns of modules, each with the settings that differ for these
+    modules. "-:" means not quantized."""
     if found is None or found is False:
         return
     if not isinstance(found, dict):

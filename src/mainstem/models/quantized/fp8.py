@@ -36,8 +36,9 @@ class Fp8Reader:
 
 
 def read_scales(files: Stored, name: str, packing: Packing, part: Part) -> tuple[Tensor, int, int]:
-    """Scales of blocks, groups or rows, and the number of columns and rows that share one. A single
-    scale is repeated for each row, so that weights with different scales can be joined."""
+    """Return the scales of blocks, groups or rows, and the number of columns and rows that share a
+    scale. A single scale is repeated for each row, so that weights with different scales can be
+    joined."""
     count = part.rows.stop - part.rows.start
     width = part.columns.stop - part.columns.start
     full = f"{name}.weight_scale_inv"

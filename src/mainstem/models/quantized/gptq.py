@@ -5,9 +5,9 @@
     scales   [groups, out]
     g_idx    int32 [in]               the group of each column, with desc_act
 
-Tools write version 1 by subtracting one number from each whole word of version 2, a 1 in the place
-of every zero point. A zero point of 0 then borrows from its neighbour. Adding the same number to
-the word restores all zero points.
+Tools write version 1 by subtracting, from each whole word of version 2, a number with a 1 in the
+place of every zero point. A zero point of 0 then borrows from its neighbour. Adding the same number
+to the word restores all zero points.
 """
 
 import torch
@@ -57,8 +57,8 @@ class GptqReader:
 def _zeros(
     files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
 ) -> Tensor | None:
-    """uint8 [out, groups]; None if the file says that weights are symmetric and the zero points
-    agree."""
+    """Return uint8 [out, groups]; None if the config says that weights are symmetric, and the zero
+    points agree with that."""
     bits, group = bits_of(packing.kind), packing.group or part.width
     words = files.stored(
         f"{name}.qzeros",

@@ -39,7 +39,7 @@ class PackedKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the weight of one product is packed."""
+    """How one product's weight is packed."""
 
     kind: PackedKind
     group: int | None  # columns that share a scale; None: all
@@ -48,7 +48,7 @@ class Packing:
 
     @property
     def bytes_per_param(self) -> float:
-        """Mean bytes of a weight, with its scales."""
+        """The mean bytes of one number of a weight, including scales."""
         scale_bytes = {PackedKind.FP8: 4, PackedKind.MXFP4: 1}.get(self.kind, 2) + self.has_zeros
         found = 1 / self.kind.columns_per_value
         if self.group is not None and self.block_rows is not None:
@@ -85,7 +85,8 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The packing of products whose name `pattern` matches; the first rule that matches counts."""
+    """The packing of the products whose names match `pattern`. The first rule that matches
+    counts."""
 
     pattern: str  # a regular expression, from the beginning of the name
     packing: Packing | None  # None: not quantized
@@ -96,11 +97,11 @@ class QuantizedSpec:
     """How a checkpoint's weights are quantized."""
 
     layout: Layout
-    packing: Packing | None  # of products that match no rule
+    packing: Packing | None  # the packing of products that match no rule
     rules: tuple[Rule, ...] = ()
     is_zero_less_one: bool = False  # GPTQ: zero points are stored minus 1
     has_order: bool = False  # columns may be grouped in another order (act-order)
-    ignored_endings: tuple[str, ...] = ()  # of tensors that are not needed
+    ignored_endings: tuple[str, ...] = ()  # endings of names of tensors that are not needed
 
     def packing_of(self, name: str) -> Packing | None:
         """The packing of a product by its name, without ".weight"; None if the config says that it
@@ -124,8 +125,8 @@ class QuantizedSpec:
 
 
 def rules_for(names: Iterable[str], packing: Packing | None = None) -> tuple[Rule, ...]:
-    """Rules for modules with these names, with any prefix, and for all modules inside them; `*`
-    matches anything."""
+    """Make rules for modules with these names, with any prefix, and for all modules inside them.
+    `*` matches anything."""
     found = (re.escape(name).replace(r"\*", ".*") for name in names)
     return tuple(Rule(rf"(.*\.)?{name}(\..*)?$", packing) for name in found)
 

@@ -1,4 +1,4 @@
-"""A product's tensors in the files -> a PackedWeight, whole or a part of it.
+"""Makes a PackedWeight, whole or in part, from a product's tensors in the files.
 
 Formats pack rows and columns by words, groups and blocks. To read a part, its ends are moved
 outwards to whole words, groups and blocks, and the result is cut to size.
@@ -33,8 +33,8 @@ def read_packed(
     shape: tuple[int, ...],
     at: tuple[slice, ...] = (),
 ) -> PackedWeight | None:
-    """The weight of the product `name`, of `shape` [.., out, in]; None if the files hold a plain
-    tensor. `at` is the wanted part: a slice for each of the first axes."""
+    """Return the weight of the product `name`, of `shape` [.., out, in]; None if the files hold a
+    plain tensor. `at` is the wanted part: a slice for each of the first axes."""
     # a product that the config leaves out may still be packed: the files decide
     packing, reader = spec.packing_of(name) or spec.packing, _READERS[spec.layout]
     if packing is None or not reader.has(files, name):

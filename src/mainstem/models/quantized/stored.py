@@ -1,4 +1,4 @@
-"""What the readers of formats are given, and functions that they share."""
+"""The input of the readers of formats, and functions that they share."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,7 +52,7 @@ class Part:
         return self.shape[-1]
 
     def row_words(self, size: int) -> slice:
-        """The rows in units of `size` rows."""
+        """The wanted rows, counted in words of `size` rows."""
         return slice(self.rows.start // size, -(-self.rows.stop // size))
 
     def column_words(self, size: int) -> slice:
@@ -91,8 +91,8 @@ def pack_values(values: Tensor, kind: PackedKind) -> Tensor:
 
 
 def reorder_columns(values: Tensor, order: Tensor, kind: PackedKind) -> Tensor:
-    """Packed values with column order[c] at c; done for some rows at a time, since they are
-    unpacked."""
+    """Return packed values with column order[c] at c. They must be unpacked, so this is done for
+    some rows at a time."""
     out = torch.empty_like(values)
     for start in range(0, len(values), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)

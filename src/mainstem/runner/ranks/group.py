@@ -1,4 +1,5 @@
-"""The engine process's view of the ranks of one model: what it sends them and what they report.
+"""The engine process's side of the ranks of one model: it sends them messages and collects their
+reports.
 
 A thread reads all reports. If a rank ends or reports an error, all ranks are killed, since the
 others may be waiting for it in the middle of a layer. From then on every call raises.
@@ -79,15 +80,15 @@ class RankGroup:
 
     def __init__(self, processes: Sequence[RankProcess]) -> None:
         self._processes = processes
-        self._changed = Condition()  # guards what follows
+        self._changed = Condition()  # guards the fields below
         self._lost: Exception | None = None
         self._failures: list[tuple[int, Failed]] = []
         self._loaded: dict[int, Loaded] = {}
         self._num_opened = 0
         self._num_launched = 0
         self._num_ended = [0] * len(processes)
-        self._results: deque[StepResult] = deque()  # of rank 0, not taken yet
-        self._copies: dict[int, Copy] = {}  # under way
+        self._results: deque[StepResult] = deque()  # results of rank 0 that were not taken yet
+        self._copies: dict[int, Copy] = {}  # copies in progress, by number
         self._num_copies = 0
         self._is_closing = False
         self._reader = Thread(target=self._read, name="rank-reports", daemon=True)
@@ -103,7 +104,7 @@ class RankGroup:
 
     @property
     def num_ended(self) -> int:
-        """Steps whose result is known."""
+        """The number of steps whose result is known."""
         return self._num_ended[0]
 
     def check(self) -> None:
@@ -142,10 +143,10 @@ class RankGroup:
     # --- steps ----------------------------------------------------------------------------------
 
     def launch(self, step: Step) -> int:
-        """Have every rank run a step; returns its number. No rank gets far behind rank 0."""
+        """Let every rank run a step; returns its number. No rank falls far behind rank 0."""
         number = self._num_launched
         self.wait_until(lambda: min(self._num_ended) > number - MAX_AHEAD)
-        with held_interrupts():  # all ranks get the step or none does, and it is counted
+        with held_interrupts():  # either all ranks get the step and it is counted, or none does
             self.send(step)
             self._num_launched += 1
         return number
@@ -187,7 +188,7 @@ class RankGroup:
     def _read(self) -> None:
         try:
             self._read_all()
-        except BaseException as error:  # this thread ends: callers must not wait for reports
+        except BaseException as error:  # since this thread ends, callers must not wait for reports
             self._end_all(EngineLost(f"a report of a rank cannot be read: {error!r}"))
 
     def _read_all(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights -> a runner, in this process or on ranks."""
+"""Makes a runner from weights, in this process or on ranks."""
 
 import hashlib
 import logging
@@ -38,7 +38,7 @@ def load_ranks(
     machine or a model does not have, EngineLost if a rank ends."""
     num_ranks = config.model.tensor_parallel
     _check_devices(config)
-    # raises a ConfigError that names the possible numbers
+    # raises a ConfigError that names the possible numbers of ranks
     part_of(origin.spec, Shard(0, num_ranks))
     with ExitStack() as opened:
         memory = opened.enter_context(closing(SharedMemory()))
@@ -87,7 +87,7 @@ def _check_devices(config: EngineConfig) -> None:
 
 
 def _per_rank(config: EngineConfig) -> EngineConfig:
-    """On a CPU the ranks share its cores."""
+    """Return the config for one rank. On a CPU the ranks share its cores."""
     model = config.model
     threads = model.threads
     if choose_device(model).type == "cpu":
@@ -96,9 +96,9 @@ def _per_rank(config: EngineConfig) -> EngineConfig:
 
 
 def _facts(origin: Origin, loaded: list[Loaded]) -> RunnerFacts:
-    """What the control plane must know of all ranks together. They agree, except for the size of
-    their parts (the largest counts) and perhaps for their cards. The hash of the weights, which is
-    part of the identity, is computed by this process, not by the ranks."""
+    """Return the facts about all ranks together. Ranks agree, except for the size of their parts
+    (the largest counts) and perhaps for their cards. This process, not a rank, computes the hash of
+    the weights, which is part of the identity."""
     num_params = max(each.facts.num_params for each in loaded)
     num_idle_params = max(each.facts.num_idle_params for each in loaded)
     bytes_per_param = max(each.facts.bytes_per_param for each in loaded)

@@ -1,11 +1,11 @@
-"""What the engine's process and its ranks send each other, over a pair of sockets each.
+"""The messages between the engine's process and its ranks. Each rank has a pair of sockets.
 
     to a rank      Begin, then Open, Step, Save, Load, Forget in any order; Close
     from a rank    Loaded; Opened; Ended for each step; Copied as a copy progresses; Failed
 
 Messages are pickled: both ends are the same version of this program, and no other process has the
-sockets. A Step, which is sent every few milliseconds, is sent as its arrays one after the other,
-which takes half the time.
+sockets. A Step, which is sent every few milliseconds, is sent as its arrays, one after the other:
+that takes half the time of pickling.
 """
 
 import pickle
@@ -24,7 +24,7 @@ from mainstem.kv.transfer import LoadId
 from mainstem.models.shard import Shard
 from mainstem.runner.facts import RunnerFacts
 
-if TYPE_CHECKING:  # it brings torch
+if TYPE_CHECKING:  # it imports torch
     from mainstem.runner.origin import Origin
 
 
@@ -48,7 +48,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    number: int  # of the copy
+    number: int  # number of the copy
     pages: Int32s
     slots: Int32s
     after_steps: int  # wait until this many steps have ended: they wrote these pages
@@ -124,7 +124,7 @@ _REST = [each.name for each in fields(Step) if each.name not in ("spans", "sampl
 _VALUES = attrgetter(
     *(f"spans.{name}" for name in _SPANS), *(f"sampling.{name}" for name in _SAMPLING), *_REST
 )
-_ALIGNMENT = 16  # of an array in a message
+_ALIGNMENT = 16  # alignment of an array in a message
 _STEP, _OTHER = b"s", b"o"
 
 
@@ -182,7 +182,7 @@ class Line:
     """One end of a connection; any thread may send, one receives."""
 
     def __init__(self, fd: int) -> None:
-        """Owns the descriptor."""
+        """Take over the descriptor."""
         self.connection = Connection(fd)
         self._sending = Lock()
 

@@ -1,4 +1,4 @@
-"""The engine process's view of a rank's process: starting it, ending it, and how it ended."""
+"""The engine process's side of a rank's process: starts it, ends it, and finds out how it ended."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ class RankProcess:
                 start_new_session=True,
             )
         line = Line(ours.detach())
-        # if it has ended already, the thread that reads reports finds that out
+        # if the process has ended already, the thread that reads reports finds out
         with suppress(OSError):
             line.send(begin)
         return cls(begin.shard.rank, line, process)
@@ -61,8 +61,8 @@ class RankProcess:
 
 
 def end_all(processes: Sequence[RankProcess], within_s: float) -> None:
-    """Wait until they end; after `within_s` they are killed. Does not wait without limit for killed
-    ones: a device can block them for long."""
+    """Wait until the processes end; after `within_s` they are killed. The wait for killed processes
+    is limited, since a device can block them for long."""
     _wait_all(processes, within_s)
     for process in processes:
         process.process.kill()

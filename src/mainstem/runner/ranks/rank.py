@@ -1,7 +1,7 @@
 """A rank: a process that has one part of a model, and runs every Step on it.
 
     main thread      reads messages: launches steps, starts copies
-    ended            waits for launched steps in order and reports them (where steps overlap)
+    ended            waits for launched steps in order and reports them (if steps overlap)
     copies           reports how far copies are
     watch            ends the process as soon as the engine's process has ended
 
@@ -50,7 +50,7 @@ PARENT_S = 1.0  # between two checks of whether the parent process is alive
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of a model, loaded."""
+    """A rank's part of a model, after loading."""
 
     runner: Runner
     loaded: Loaded
@@ -78,7 +78,7 @@ class Rank:
             self._on_thread("ended", self._report_steps)
 
     def run(self) -> None:
-        """Raises what a step or a copy raises."""
+        """Handle messages until Close. Raises the errors of steps and copies."""
         while True:
             message = receive(self._line)
             match message:
@@ -130,8 +130,8 @@ class Rank:
         self._line.send(Ended(result if self._number == 0 else None))
 
     def _await_steps(self, count: int) -> None:
-        """Wait until this rank has ended `count` steps. Rank 0 has ended them, so this takes no
-        longer than their last products."""
+        """Wait until this rank has ended `count` steps. Rank 0 has ended them already, so this
+        takes no longer than their last products."""
         with self._ended:
             self._ended.wait_for(lambda: self._num_ended >= count)
 
@@ -139,7 +139,7 @@ class Rank:
 
     def _report_copies(self) -> None:
         num_layers = self._open_copier.num_layers
-        # by number: the copy, and its layers reported so far
+        # number of a copy -> the copy, and how many of its layers were reported
         under_way: dict[int, tuple[Transfer, int]] = {}
         while True:
             while not under_way or not self._copies.empty():
@@ -187,8 +187,8 @@ def fail(line: Line, error: BaseException) -> None:
 
 
 def watch(fd: int, parent: int) -> None:
-    """End this process when its parent has ended. The socket does not show that if a fork of the
-    parent keeps it open."""
+    """End this process when its parent has ended. (The socket does not show this if a fork of the
+    parent keeps it open.)"""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)
     while not poll.poll(PARENT_S * 1e3) and os.getppid() == parent:

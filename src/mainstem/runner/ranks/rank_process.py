@@ -17,7 +17,7 @@ from mainstem.runner.ranks.rank import Part, main
 from mainstem.runner.slab import SlabPart
 from mainstem.runner.transfer import attach_copier, pages_of
 
-# long, since a rank's disk may be slow; a rank that ends is noticed at once
+# long, since a rank's disk may be slow; if a rank ends, this is noticed at once
 MEET_LIMIT = timedelta(hours=1)
 
 

@@ -1,4 +1,4 @@
-"""RankedRunner: a Step in, a StepResult out, on ranks that each have a part of the model."""
+"""RankedRunner: runs Steps on ranks that each have a part of the model."""
 
 from contextlib import ExitStack
 from os import getpid
@@ -11,14 +11,14 @@ from mainstem.runner.ranks.shared_memory import SharedMemory
 
 
 class RankedStep:
-    """A step that every rank has been sent."""
+    """A step that was sent to every rank."""
 
     def __init__(self, ranks: RankGroup, number: int) -> None:
         self._ranks = ranks
         self._number = number
 
     def wait(self) -> StepResult:
-        """The result of rank 0; the others have the same."""
+        """Return the result of rank 0; the other ranks have the same result."""
         return self._ranks.take_result(self._number)
 
     def has_ended(self) -> bool:
@@ -39,7 +39,7 @@ class RankedRunner:
         ranks."""
         self.ranks = ranks
         self.memory = memory
-        self.page_bytes = loaded.page_bytes  # of a rank's part
+        self.page_bytes = loaded.page_bytes  # bytes of a rank's part of a page
         self.num_layers = loaded.num_layers
         self._can_overlap = loaded.can_overlap
         self._opened = opened
@@ -69,6 +69,6 @@ class RankedRunner:
 
 
 def _end_dropped(ranks: RankGroup, opened: ExitStack, owner: int) -> None:
-    if getpid() == owner:  # not in a fork of the process that started them
+    if getpid() == owner:  # not in a fork of the process that started the ranks
         ranks.kill()
         opened.close()

@@ -1,7 +1,7 @@
-"""Memory that the engine's process and its ranks share. It has no name, and is freed with the last
-process that has it open.
+"""Memory that the engine's process and its ranks share. It has no name, and is freed when the last
+process closes it or ends.
 
-One such memory holds the saved pages, the parts of all ranks side by side. Another one holds the
+One such memory holds the saved pages, with the parts of all ranks side by side. Another holds the
 ranks' addresses.
 """
 

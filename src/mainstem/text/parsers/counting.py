@@ -1,4 +1,4 @@
-"""How many tokens of an answer are reasoning, including its marks."""
+"""Counts the tokens of reasoning in an answer, including its marks."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,8 @@ from mainstem.text.tokenizer import Tokenizer
 def count_reasoning(
     reasoning: ReasoningFormat, text: str, token_ids: Sequence[int], tokenizer: Tokenizer
 ) -> int | None:
-    """Tokens of reasoning in an answer; None if the vocabulary has no tokens for its marks."""
+    """Return the number of reasoning tokens in an answer; None if the vocabulary has no tokens for
+    the marks."""
     if reasoning not in THINK_MARKS:
         return _count_analysis(token_ids, tokenizer)
     begin, end = THINK_MARKS[reasoning]
@@ -27,7 +28,7 @@ def _count_analysis(token_ids: Sequence[int], tokenizer: Tokenizer) -> int | Non
     if None in found.values():
         return None
     ends = {found[mark] for mark in (harmony.START, harmony.END, harmony.CALL, harmony.RETURN)}
-    count = begin = 0  # of a message, including its header
+    count = begin = 0  # `begin`: where a message begins, with its header
     is_analysis = False
     for place, token_id in enumerate(token_ids):
         if token_id == found[harmony.MESSAGE]:

@@ -1,4 +1,5 @@
-"""How a model writes reasoning and tool calls: named by a flag, or found in its chat template.
+"""Finds the formats in which a model writes reasoning and tool calls: by a flag, or in its chat
+template.
 
 template or flag --find_formats--> AnswerFormats --make_parser--> AnswerParser, one per answer
 """
@@ -71,12 +72,12 @@ REASONING_PARSERS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """The formats of what a model writes besides plain text; None: no such text, or an unknown
+    """The formats of tool calls and reasoning. None: the model writes none, or in an unknown
     format."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
-    special: Mapping[str, int] = field(default_factory=dict)  # marks that are special tokens -> ids
+    special: Mapping[str, int] = field(default_factory=dict)  # special tokens among the marks
 
     def shown_ids(self, *formats: Enum | None) -> frozenset[int]:
         """The special tokens that parsers of some formats must see."""
@@ -87,7 +88,8 @@ class AnswerFormats:
 def find_formats(
     tokenizer: Tokenizer, tool_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> AnswerFormats:
-    """The formats by name or, with `auto`, as found in the chat template; raises ConfigError."""
+    """Return the formats by name or, with `auto`, as found in the chat template; raises
+    ConfigError."""
     tools = TOOL_PARSERS.get(tool_parser)
     if tool_parser == AUTO:
         tools = _tools_of(tokenizer.tool_template)
@@ -183,7 +185,7 @@ def _function(tool: Json) -> Json:
 
 
 def make_parser(use: ToolUse | None, reasoning: ReasoningFormat | None) -> AnswerParser | None:
-    """The parser of one answer; None: the answer is plain text."""
+    """Return the parser of one answer; None if the answer is plain text."""
     if use is None and reasoning is None:
         return None
     is_harmony = reasoning is ReasoningFormat.HARMONY
@@ -205,10 +207,10 @@ def _tool_parser(use: ToolUse) -> AnswerParser:
 
 
 def opening_of(reasoning: ReasoningFormat, prompt_end: str, is_continued: bool) -> str:
-    """The mark that begins reasoning, if the prompt ends with it, so that the answer begins inside
-    reasoning.
+    """Return the mark that begins reasoning if the prompt ends with it: then the answer begins
+    inside reasoning.
 
-    `is_continued`: the prompt ends within an answer, where more may follow the mark.
+    With `is_continued` the prompt ends within an answer, where text may follow the mark.
     """
     if reasoning not in THINK_MARKS:
         return ""

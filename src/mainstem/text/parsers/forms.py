@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from mainstem.text.grammar import JSON_SPACING
 
 Json = Mapping[str, object]
-Spell = Callable[[str], str]  # a mark -> how a form names it: a special token by its id, or a text
+Spell = Callable[[str], str]  # mark -> its name in a form: the id of a special token, or a text
 
 
 def spelled(special: Mapping[str, int]) -> Spell:
-    """`special` has the marks that are special tokens, and their ids."""
+    """Return a Spell; `special` has the marks that are special tokens, and their ids."""
     return lambda mark: f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
 
 
@@ -20,8 +20,8 @@ def json_rule(schema: Json) -> str:
 
 
 def arguments_rules(functions: Sequence[Json]) -> list[str]:
-    """The rules `arguments_0`, `arguments_1` ...: JSON that the functions' schemas describe. Each
-    schema gets its own rule, since "#/$defs/..." refers to its own definitions."""
+    """Return the rules `arguments_0`, `arguments_1` ...: JSON that the functions' schemas describe.
+    Each schema has its own rule, since "#/$defs/..." refers to the schema's own definitions."""
     schemas = [function.get("parameters") or {"type": "object"} for function in functions]
     return [
         f"arguments_{number}: {json_rule(schema)}"
@@ -31,7 +31,7 @@ def arguments_rules(functions: Sequence[Json]) -> list[str]:
 
 
 def json_call_rules(functions: Sequence[Json], arguments: str) -> list[str]:
-    """The rule `call`: {"name": ..., `arguments`: ...} of one of the functions."""
+    """Return the rule `call`: {"name": ..., `arguments`: ...} of one of the functions."""
     calls = []
     for number, function in enumerate(functions):
         opening = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
@@ -40,7 +40,7 @@ def json_call_rules(functions: Sequence[Json], arguments: str) -> list[str]:
 
 
 def either(calls: Sequence[str]) -> list[str]:
-    """The rule `call`: one of some calls."""
+    """Return the rule `call`: one of some calls."""
     names = [f"call_{number}" for number in range(len(calls))]
     rules = [f"{name}: {call}" for name, call in zip(names, calls, strict=True)]
     return [f"call: {' | '.join(names)}", *rules]

@@ -47,10 +47,10 @@ class HarmonyParser:
     def __init__(self, has_reasoning: bool, has_calls: bool) -> None:
         self._has_reasoning, self._has_calls = has_reasoning, has_calls
         self._held = ""
-        self._header: str | None = ""  # of the next message, so far; None: within a message
+        self._header: str | None = ""  # header of the next message so far; None: within a message
         self._has_mark = False  # a mark of the header was seen
         self._kind = _Kind.TEXT
-        self._name = ""  # of the function that is called ...
+        self._name = ""  # the function that is called ...
         self._arguments: list[str] = []
         self._spoken: set[_Kind] = set()  # kinds of messages seen
         self._is_first = True  # no text of this message was returned yet
@@ -113,7 +113,7 @@ class HarmonyParser:
             self._header += text
             if self._has_mark or "to=".startswith(self._header.lstrip()[:3]):
                 return
-            text, self._kind = self._header, _Kind.TEXT  # no header: an answer of a given form
+            text, self._kind = self._header, _Kind.TEXT  # no header: it has a given form
             self._header, self._is_first = None, True
         if self._kind is _Kind.CALL:
             self._arguments.append(text)
@@ -139,7 +139,7 @@ class HarmonyParser:
 
 
 def harmony_form(functions: Sequence[Json], spell: Spell) -> str:
-    """One call, as Lark."""
+    """Return a Lark grammar for one call."""
     calls = []
     for number, function in enumerate(functions):
         opening = json.dumps(f"commentary to=functions.{function['name']} ")

@@ -19,7 +19,7 @@ class LlamaParser:
     def __init__(self) -> None:
         self._held = ""
         self._is_text = False  # the answer did not begin like a call
-        self._is_call = False  # it may be a call; all of it is held back
+        self._is_call = False  # the answer may be a call, so all of it is held back
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
@@ -52,5 +52,5 @@ class LlamaParser:
 
 
 def llama_form(functions: Sequence[Json], _spell: Spell) -> str:
-    """One call, as Lark."""
+    """Return a Lark grammar for one call."""
     return "\n".join(["start: call", *json_call_rules(functions, "parameters")])

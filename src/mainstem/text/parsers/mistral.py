@@ -16,7 +16,7 @@ from mainstem.text.tools import Part, ToolCall
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAMED = re.compile(r"([\w.-]{1,256})\s?(?:\[CALL_ID\]\s?(\w{1,64})\s?)?(?:\[ARGS\])?", re.ASCII)
-ID_CHARS = 9  # of a call's id: templates refuse other lengths
+ID_CHARS = 9  # length of a call's id: templates refuse other lengths
 
 
 class MistralParser:
@@ -79,7 +79,7 @@ def _read(body: str) -> list[ToolCall]:
 
 
 def _call_id(value: object) -> str:
-    """The id that the model wrote, if its template accepts it."""
+    """Return the id that the model wrote, if its template accepts it."""
     given = value.get("id") if isinstance(value, dict) else None
     if isinstance(given, str) and re.fullmatch(rf"[A-Za-z0-9]{{{ID_CHARS}}}", given):
         return given

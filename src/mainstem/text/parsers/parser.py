@@ -6,13 +6,13 @@ from typing import Protocol
 
 from mainstem.text.tools import Part, ToolCall, new_call_id
 
-# lone surrogates, from JSON escapes; a reply cannot contain them
+# lone surrogates, which JSON escapes can give; a reply cannot contain them
 _HALF = re.compile("[\ud800-\udfff]")
 _BETWEEN_CALLS = re.compile(r"[\s;,]*")
 
 
 class AnswerParser(Protocol):
-    """Reads one answer as it arrives: pieces of text in, parts out.
+    """Reads one answer as it arrives, and turns pieces of text into parts.
 
     Text that may become something else is held back. Joined, the parts do not depend on how the
     text was cut.
@@ -51,7 +51,7 @@ class PlainParser:
 
 
 def overlap(text: str, *marks: str) -> int:
-    """How many characters at the end of `text` are the beginning of a mark.
+    """Return how many characters at the end of `text` are the beginning of a mark.
 
     All marks must begin with the same character, and must not contain it again.
     """
@@ -65,8 +65,8 @@ def without_halves(text: str) -> str:
 
 
 def call_of(value: object, call_id: str | None = None) -> ToolCall | None:
-    """The call that a JSON value describes, {"name": ..., "arguments": ...}; None: it is not a
-    call."""
+    """Return the call that a JSON value describes, {"name": ..., "arguments": ...}; None if it is
+    not a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -77,7 +77,8 @@ def call_of(value: object, call_id: str | None = None) -> ToolCall | None:
 
 
 def read_calls(text: str) -> list[ToolCall]:
-    """The calls of a text that is one JSON object or several; none if it is anything else."""
+    """Return the calls in a text that is one JSON object or several; none if it is anything
+    else."""
     calls: list[ToolCall] = []
     decoder = json.JSONDecoder()
     place = len(text) - len(text.lstrip())

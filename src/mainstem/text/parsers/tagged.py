@@ -24,7 +24,7 @@ from mainstem.text.parsers.parser import overlap, read_calls
 from mainstem.text.tools import Part, ToolCall, new_call_id
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-FUNCTION = "<function="  # begins a call, too: Qwen3-Coder sometimes leaves <tool_call> out
+FUNCTION = "<function="  # also begins a call: Qwen3-Coder sometimes leaves out <tool_call>
 _NAME = re.compile(r"<function=([^>\n]{1,256})>")
 _PARAMETER = re.compile(
     r"<parameter=([^>\n]{1,256})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.S
@@ -41,7 +41,8 @@ class TaggedParser:
     is_plain = False
 
     def __init__(self, begins: Sequence[str], read: Callable[[str], list[ToolCall]]) -> None:
-        """`read` gets the text between the tags; a beginning other than BEGIN is part of it."""
+        """`read` gets the text between the tags. If a call begins with another tag than BEGIN,
+        `read` gets this tag, too."""
         self._begins = begins
         self._any_begin = re.compile("|".join(map(re.escape, begins)))
         self._read = read
@@ -91,7 +92,7 @@ def hermes_parser() -> TaggedParser:
 
 
 def hermes_form(functions: Sequence[Json], spell: Spell) -> str:
-    """One call, as Lark."""
+    """Return a Lark grammar for one call."""
     start = f'start: {spell(BEGIN)} "\\n" call "\\n" {spell(END)}'
     return "\n".join([start, *json_call_rules(functions, "arguments")])
 
@@ -100,7 +101,8 @@ def hermes_form(functions: Sequence[Json], spell: Spell) -> str:
 
 
 def coder_parser(functions: Sequence[Json]) -> TaggedParser:
-    """`functions` are those offered; their schemas say which values are texts."""
+    """Return a parser. `functions` are those that were offered; their schemas say which values are
+    texts."""
     known = {function["name"]: _properties(function) for function in functions}
 
     def read(body: str) -> list[ToolCall]:
@@ -153,7 +155,8 @@ def _properties(function: Json) -> Json:
 
 
 def coder_form(functions: Sequence[Json], spell: Spell) -> str:
-    """One call, as Lark: required and optional parameters in the schema's order."""
+    """Return a Lark grammar for one call, with required and optional parameters in the schema's
+    order."""
     calls, values = [], []
     for number, function in enumerate(functions):
         parameters = function.get("parameters")
@@ -175,7 +178,7 @@ _CLOSING = "\n</parameter>\n"
 
 
 def _value_rule(rule: str, schema: object, parameters: Json) -> str:
-    """A value and the end of its parameter."""
+    """Return the rule for a value and the end of its parameter."""
     closing = json.dumps(_CLOSING)
     if _is_text(schema):
         options = schema.get("enum") if isinstance(schema, Mapping) else None

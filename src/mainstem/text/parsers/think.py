@@ -16,7 +16,8 @@ class _State(Enum):
 
 
 class ThinkParser:
-    """Reasoning first; another parser reads the rest. White space around the marks is dropped."""
+    """Reads reasoning first; another parser reads the rest. White space around the marks is
+    dropped."""
 
     def __init__(self, begin: str, end: str, rest: AnswerParser) -> None:
         self._begin, self._end = begin, end

@@ -14,15 +14,15 @@ Pages lie head by head, so that neighbouring pages are one run of slots:
 
     kv       [2, kv_heads, pages * page_size, dim]      K, then V
 
-A bucket whose parts are evenly spaced runs of equal length reads them where they are (Windows);
-queries likewise (queries.py). Others are copied together (Gather), by whole pages, triangles by
-slot. Slots after a part's last key are masked and set to zero: a slot that was never written may
-hold NaN, and 0 * NaN is NaN.
+If the parts of a bucket are evenly spaced runs of equal length, their keys are read in place
+(Windows); queries likewise (queries.py). Otherwise keys are copied together (Gather), by whole
+pages, or by slot for triangles. Slots after a part's last key are masked and set to zero: a slot
+that was never written may hold NaN, and 0 * NaN is NaN.
 
-torch's fused CPU attention returns the log-sum-exp with the output. A token that lies in
-several parts gets their outputs weighted by softmax over these, in fp32 (RelayAttention Eq. 11). A
-sink takes part in this softmax. That kernel has no softcap; scores with one are computed in
-softcap.py.
+torch's fused CPU attention returns the log-sum-exp with the output. The outputs of a token that
+lies in several parts are summed, weighted by the softmax of their log-sum-exps, in fp32
+(RelayAttention Eq. 11). A sink takes part in this softmax. torch's kernel has no softcap; scores
+with a softcap are computed in softcap.py.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.de
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What is applied to the products of queries and keys."""
+    """How products of queries and keys become scores."""
 
     scale: float
     softcap: float | None
@@ -75,7 +75,7 @@ class _Bucket:
         )
 
     def _whole_mask(self, q: Tensor) -> Tensor | None:
-        """The mask; that of a triangle is written out."""
+        """Return the mask. The mask of a triangle is written out in full."""
         if not self.is_triangle:
             return self.mask
         count = q.shape[1]
@@ -103,16 +103,16 @@ class SpanPlan:
         self._buckets = buckets
         self._merge = merge
         self._scores = scores
-        self._scratch: Tensor | None = None  # for gathered K and V, bucket after bucket
+        self._scratch: Tensor | None = None  # memory for gathered K and V, reused by each bucket
 
     @property
     def num_gathered_slots(self) -> int:
-        """K and V rows, of all heads, that are copied before they are read."""
+        """The number of rows of K and V, of all heads, that are copied before they are read."""
         return sum(bucket.keys.room for bucket in self._buckets)
 
     def run(self, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q [tokens, heads, dim] -> [tokens, heads, dim]; kv as drawn above, contiguous; `sinks`
-        [heads] are scores that take weight and give no value."""
+        """q [tokens, heads, dim] -> [tokens, heads, dim]. kv is contiguous, as drawn above; `sinks`
+        [heads] are scores that get weight in the softmax and have a value of 0."""
         scratch = self._room(kv)
         partials = [
             bucket.attend(q, *bucket.keys.read(kv, scratch), self._scores)
@@ -121,7 +121,8 @@ class SpanPlan:
         return self._merge.run(partials, sinks)
 
     def _room(self, kv: Tensor) -> Tensor:
-        """Kept between layers: fresh memory would cost more in page faults than the copy."""
+        """Return scratch memory. It is kept between layers: page faults of new memory cost more
+        than the copy."""
         if self._scratch is None:
             largest = max(bucket.keys.room for bucket in self._buckets)
             self._scratch = kv.new_empty(largest * kv.shape[3])
@@ -136,7 +137,7 @@ def plan(
     softcap: float | None = None,
 ) -> SpanPlan:
     """Prepare a step's attention. Every token must lie in a span that has keys, and see at least
-    one key of each of its spans. Scores become softcap * tanh(score / softcap)."""
+    one key of each of its spans. With a softcap, scores become softcap * tanh(score / softcap)."""
     parts = list(cut_parts(spans, shape.page_size))
     buckets = []
     owners = []
@@ -148,7 +149,7 @@ def plan(
 
 
 def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[_Bucket, Longs]:
-    """The bucket, and the token of each of its output rows [parts, queries] (num_tokens for
+    """Return the bucket, and [parts, queries] the token of each of its output rows (num_tokens for
     padding)."""
     is_triangle = parts[0].is_triangle
     num_queries = max(len(part.rows) for part in parts)
@@ -174,8 +175,8 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
 
 
 def _hidden_keys(parts: list[Part], lengths: Longs) -> NDArray[np.bool_] | None:
-    """Which keys the rows of each part do not see, [parts, rows or 1, keys]. None: rows see all
-    keys, or those of a triangle."""
+    """Return [parts, rows or 1, keys]: whether a key is hidden from a row. None if rows see all
+    keys, or the keys of a triangle."""
     num_keys = int(lengths.max())
     keys = np.arange(num_keys)
     seen = [part.seen for part in parts if part.seen is not None]

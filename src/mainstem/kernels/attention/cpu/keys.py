@@ -13,7 +13,7 @@ Longs = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """What the plan must know of q and the pages."""
+    """The sizes of q and of the pages that a plan depends on."""
 
     num_heads: int
     num_kv_heads: int
@@ -38,7 +38,8 @@ class Keys(Protocol):
 
     @property
     def room(self) -> int:
-        """Rows of scratch memory that `read` needs: slots to copy, K and V of every head."""
+        """The rows of scratch memory that `read` needs: one for each slot to copy, head, and K or
+        V."""
         ...
 
     def read(self, kv: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,9 +72,9 @@ class Gather:
 
     num_parts: int
     num_keys: int
-    rows: Tensor  # of kv seen as [..., unit * dim]: [2, parts, kv_heads, units]
+    rows: Tensor  # [2, parts, kv_heads, units] rows of kv, which is seen as [..., unit * dim]
     unit: int  # slots in one row: a whole page, or 1
-    unused: Tensor | None  # copied slots after a part's last key: they may hold anything
+    unused: Tensor | None  # copied slots after a part's last key, which may hold anything
 
     @property
     def room(self) -> int:
@@ -93,10 +94,11 @@ class Gather:
 
 
 def find_windows(parts: list[Part], shape: PageShape) -> Windows | None:
-    """The parts in place, if they are runs of neighbouring pages, equally long and evenly spaced.
+    """Return the parts in place if they are evenly spaced runs of neighbouring pages of equal
+    length.
 
-    Runs of unequal length are not read in place: slots after a last key may belong to another
-    sequence.
+    Runs of unequal length are not read in place, since slots after a run's last key may belong to
+    another sequence.
     """
     size = shape.page_size
     num_keys = parts[0].num_keys
@@ -130,7 +132,7 @@ def gather(parts: list[Part], lengths: Longs, shape: PageShape) -> Gather:
         unit, per_head = page_size, shape.num_pages
         count = -(-num_keys // page_size)
         units = np.stack([np.resize(part.pages[:count], count) for part in parts])
-    heads = np.arange(2 * shape.num_kv_heads).reshape(2, 1, -1, 1)  # of K, then of V
+    heads = np.arange(2 * shape.num_kv_heads).reshape(2, 1, -1, 1)  # heads of K, then of V
     unused = None
     if lengths.min() < num_keys and not parts[0].is_triangle:
         behind = np.arange(units.shape[1] * unit) >= lengths[:, None, None]

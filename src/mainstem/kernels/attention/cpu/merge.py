@@ -1,4 +1,4 @@
-"""Joining the outputs of several kernel calls for the same token (see attention.py)."""
+"""Joins the outputs that several kernel calls give for the same token (see attention.py)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class Partial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where some of a bucket's output rows go; no token twice."""
+    """Where some of a bucket's output rows go. No token occurs twice."""
 
     bucket: int
     rows: slice
-    kept: Tensor | None  # which of these rows; None: all
+    kept: Tensor | None  # which of the bucket's rows; None: all
     tokens: slice | Tensor
 
 
@@ -47,7 +47,8 @@ class Merge:
         self._plan_weights(np.concatenate([rows.reshape(-1) for rows in owners]))
 
     def _plan_weights(self, rows: Longs) -> None:
-        """A table of each token's output rows, and where each output row is in it."""
+        """Make a table of each token's output rows, and note where each output row is in the
+        table."""
         num_tokens = self._num_tokens
         order = np.argsort(rows, kind="stable")
         order = order[: np.searchsorted(rows[order], num_tokens)]
@@ -70,7 +71,8 @@ class Merge:
         self._entry = torch.from_numpy(entry)
 
     def run(self, parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
-        """[tokens, heads, dim]. A head's sink is one more output row of each token, of zeros."""
+        """Return [tokens, heads, dim]. A head's sink counts as one more output row of each token,
+        all zeros."""
         heads, dim = parts[0].out.shape[1], parts[0].out.shape[3]
         # the kernel lays its output out as [parts, queries, heads, dim]
         outs = [part.out.transpose(1, 2).reshape(-1, heads, dim).float() for part in parts]
@@ -95,7 +97,8 @@ class Merge:
         return result.to(parts[0].out.dtype)
 
     def _weights(self, lses: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
-        """Of each output row and head, in fp32: softmax over the rows of a token."""
+        """Return the weight of each output row and head, in fp32: the softmax over the rows of a
+        token."""
         lse = lses[0] if len(lses) == 1 else torch.cat(lses)
         heads = lse.shape[1]
         lse = lse.index_select(0, self._table).view(-1, self._width, heads)
@@ -115,7 +118,8 @@ def _is_run(place: _Place, tokens: slice) -> bool:
 
 
 def _find_places(bucket: int, owners: Longs, num_tokens: int) -> Iterator[_Place]:
-    """The whole bucket, or each part when they are pieces over the same tokens."""
+    """Return the whole bucket as one place, or each part if the parts are pieces for the same
+    tokens."""
     flat = owners.reshape(-1)
     real = flat[flat < num_tokens]
     if len(np.unique(real)) == len(real):

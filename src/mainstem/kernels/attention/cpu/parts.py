@@ -8,11 +8,11 @@ import torch
 from mainstem.core.step import Spans
 from mainstem.kernels.attention.cpu.keys import Longs, PageShape, Part, find_windows
 
-_MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys: 16 MB in fp32
+_MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys at once: 16 MB in fp32
 _MAX_PADDED_QUERIES = 16  # parts with more queries are batched only at equal length
-_CALL_SLOTS = 256  # what can be gathered in the time of one more kernel call
+_CALL_SLOTS = 256  # gathering this many slots takes as long as one more kernel call
 _TRIANGLE = 128  # queries in a piece of a long causal part
-_MAX_PIECED_PAST = 2048  # with more past keys, pieces lose there what they gain at the triangle
+_MAX_PIECED_PAST = 2048  # with more past keys, cutting a part costs more than it saves
 _MIN_SPLIT_KEYS = 256  # a shorter piece costs more in the merge than the other core saves
 _MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitting
 
@@ -55,15 +55,16 @@ def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
 
 
 def _pieces(rows: Longs, past: int) -> list[Longs]:
-    """Numbers of queries in the pieces of a part: the kernel computes a triangle of up to 512 as a
-    square, at twice the cost."""
+    """Return the number of queries in each piece of a part. It is cut because the kernel computes a
+    triangle of up to 512 queries as a square, at twice the cost."""
     if len(rows) < 2 * _TRIANGLE or past > _MAX_PIECED_PAST:
         return [rows]
     return [rows[i : i + _TRIANGLE] for i in range(0, len(rows), _TRIANGLE)]
 
 
 def group_parts(parts: list[Part], shape: PageShape) -> Iterator[list[Part]]:
-    """Group parts that run well together: same kind, same queries, keys of like number."""
+    """Group parts that run well together: of the same kind and number of queries, with similar
+    numbers of keys."""
     groups: dict[tuple[bool, bool, int, int], list[Part]] = {}
     for part in parts:
         num_queries = len(part.rows)
@@ -84,15 +85,15 @@ def group_parts(parts: list[Part], shape: PageShape) -> Iterator[list[Part]]:
 
 
 def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
-    """As many parts at once as keep the size of their mask bounded."""
-    cells = len(bucket[0].rows) * bucket[0].num_keys  # of the longest
+    """Split a bucket so that the mask of each piece has a bounded size."""
+    cells = len(bucket[0].rows) * bucket[0].num_keys  # mask cells of the longest part
     count = max(1, _MAX_BUCKET_ELEMENTS // cells)
     for first in range(0, len(bucket), count):
         yield bucket[first : first + count]
 
 
 def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:
-    """Parts grouped by length, if all can be read in place and that is worth the extra calls."""
+    """Group parts by length, if all can be read in place and that is worth the extra calls."""
     by_length: dict[int, list[Part]] = {}
     for part in group:
         by_length.setdefault(part.num_keys, []).append(part)
@@ -102,7 +103,7 @@ def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:
 
 
 def _of_like_length(group: list[Part], shape: PageShape) -> Iterator[list[Part]]:
-    """Parts whose lengths differ by a quarter at most, as many as may be gathered at once."""
+    """Group parts whose lengths differ by at most a quarter, as many as may be gathered at once."""
     bucket: list[Part] = []
     for part in sorted(group, key=lambda part: -part.num_keys):
         if bucket:
@@ -117,7 +118,7 @@ def _of_like_length(group: list[Part], shape: PageShape) -> Iterator[list[Part]]
 
 
 def _split(bucket: list[Part], shape: PageShape) -> Iterator[list[Part]]:
-    """Cut a lone long part into equal runs of pages where that evens out the cores' load."""
+    """Cut a single long part into equal runs of pages if that balances the load of the cores."""
     part = bucket[0]
     num_queries, page_size = len(part.rows), shape.page_size
     if (
@@ -155,9 +156,10 @@ def _split(bucket: list[Part], shape: PageShape) -> Iterator[list[Part]]:
 
 
 def folds(num_queries: int, group: int) -> bool:
-    """Whether laying `group` heads' queries end to end lets the kernel take larger blocks.
+    """Whether the kernel takes larger blocks if the queries of `group` heads lie end to end.
 
-    It takes 32 rows at a time below 192, 64 from 192 on, which is 6 % faster, and 256 from 768 on.
+    The kernel takes 32 rows at a time if there are fewer than 192, 64 from 192 rows on (6 %
+    faster), and 256 from 768 rows on.
     """
     return group > 1 and num_queries * group >= 192
 

@@ -14,7 +14,7 @@ class Queries(Protocol):
     """Where a bucket's queries are."""
 
     def read(self, q: Tensor) -> Tensor:
-        """[parts, queries, heads, dim] out of q [tokens, heads, dim]."""
+        """Return [parts, queries, heads, dim], taken from q [tokens, heads, dim]."""
         ...
 
 
@@ -47,7 +47,7 @@ class _Listed:
 
 
 def find_queries(rows: Longs) -> Queries:
-    """Rows [parts, queries], in place where they are evenly spaced."""
+    """Return how to read these rows [parts, queries]: in place if they are evenly spaced."""
     parts, queries = rows.shape
     first = int(rows[0, 0])
     part_step = int(rows[1, 0]) - first if parts > 1 else 0

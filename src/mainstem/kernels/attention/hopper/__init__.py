@@ -1,1 +1,1 @@
-"""Attention kernels in Gluon, Triton's lower level, for Hopper alone."""
+"""Attention kernels for Hopper only, in Gluon, the lower level of Triton."""

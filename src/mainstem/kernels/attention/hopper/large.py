@@ -1,27 +1,28 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 # ruff: noqa: PLR0917
-"""Large units on Hopper, which are shared prefixes and prompts: a warp that copies pages, and two
-groups of four warps that compute.
+"""Attention on Hopper: large units, which are shared prefixes and prompts. One warp copies pages,
+and two groups of four warps compute.
 
-The same units as the large ones of `triton/span.py`, with instructions that only this card has,
-written in Gluon since Triton proper does not expose them:
+The units are the large ones of `triton/span.py`. The kernel uses instructions that only Hopper has.
+It is written in Gluon, because Triton itself does not expose them:
 
     producer   | one warp; copies the pages of tiles of keys to shared memory by TMA, ahead of need
     consumers  | two groups, 64 rows of the unit each; both read the same tile, so that L2 is read
                | once for 128 rows
 
-A consumer starts the scores of a tile together with the products with V of the previous tile. It
+A consumer starts the scores of one tile together with the V products of the tile before. It
 computes the softmax while the tensor cores work for the other group. Barriers in shared memory say
 which tile has arrived (`full`) and which may be overwritten (`empty`).
 
-Instructions also come from memory, and most of them run for the first time, so code is not
-duplicated.
+Code is not duplicated: most instructions run for the first time, so they must be fetched from
+memory.
 
-Queries are in registers, since K and V keep shared memory busy; queries of the next unit are copied
-meanwhile. Queries of heads of 256 do not fit in registers and stay in shared memory.
+Queries are in registers, since K and V keep shared memory busy. The queries of the next unit are
+copied at the same time. With a head_dim of 256, queries do not fit in registers and stay in shared
+memory.
 
-This kernel runs before that of the small units, which takes over multiprocessors as they become
-free and waits for this kernel before it ends.
+This kernel runs before the kernel of the small units. That one takes over multiprocessors as they
+become free, and does not end before this one.
 """
 
 from triton.experimental import gluon
@@ -73,12 +74,13 @@ NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
 MAX_REGISTERS = 168  # a third of what a multiprocessor has, for each of three groups of warps
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
-MOST_DIMS_IN_REGISTERS = gl.constexpr(128)  # of queries
+MOST_DIMS_IN_REGISTERS = gl.constexpr(128)  # largest head_dim whose queries are in registers
 
 
 @gluon.jit
 def _share(plan_ptr):
-    """This program's part of the order: begin, end, and the piece and KV head of its first unit."""
+    """Return this program's part of the order: begin, end, and the piece and KV head of its first
+    unit."""
     share_ptr = share_of(plan_ptr)
     return (
         gl.load(share_ptr + SHARE_LARGE_BEGIN), gl.load(share_ptr + SHARE_LARGE_END),
@@ -91,7 +93,8 @@ def _bring(
     rows_desc, tail_desc, tiles, tails, stage, pages_ptr, first_page, last_page, kv_head, barrier,
     KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile's pages into shared memory; past the span's last page, that one again."""
+    """Copy a tile's pages into shared memory. Past the span's last page, the last page is copied
+    again."""
     PAGES: gl.constexpr = TILE_K // PAGE_SIZE
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
     TAIL: gl.constexpr = HEAD_DIM % PANEL
@@ -125,8 +128,8 @@ def _clear_panels(
 
 @gluon.jit
 def _clear(tiles, tails, stage, num_keys, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Zero the rows of a tile from `num_keys` on. Slots past the end hold anything, and zero weight
-    times NaN would still be NaN."""
+    """Set the rows of a tile from `num_keys` on to zero. Slots past the end may hold anything, and
+    zero weight times NaN would still be NaN."""
     TAIL: gl.constexpr = HEAD_DIM % PANEL
     _clear_panels(tiles, stage, num_keys, TILE_K, HEAD_DIM // PANEL, PANEL)
     if TAIL > 0:
@@ -141,7 +144,7 @@ def _produce(
     KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Bring the tiles of all units of this program, one after the other."""
+    """Copy the tiles of all units of this program, one after the other."""
     tile = 0
     num_cleared = 0
     for index in range(begin, end):
@@ -201,7 +204,7 @@ def _mask(
 ):  # fmt: skip
     lanes = gl.arange(0, TILE_K, gl.SliceLayout(0, LAYOUT))
     if start + TILE_K > seen_by_all:
-        # A thread's lanes are 8 apart, so they are constants but for the last bits.
+        # A thread's lanes are 8 apart, so they are constants except for the last bits.
         is_seen = (lanes & -8)[None, :] <= (limit - start)[:, None] - (lanes & 7)[None, :]
         scores = gl.where(is_seen, scores, float("-inf"))
     if HAS_WINDOW:  # noqa: SIM102  # known when compiled, and what follows is not
@@ -213,8 +216,8 @@ def _mask(
 
 @gluon.jit
 def _weigh(scores, top, scale):
-    """Weights of scores relative to the new maximum, the larger of theirs and `top`; new maximum;
-    base.
+    """Return the weights of scores relative to the new maximum (the larger of `top` and the largest
+    score), the new maximum, and the base.
     """
     top = gl.maximum(top, gl.max(scores, 1) * scale)
     # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
@@ -230,12 +233,13 @@ def _attend(
     SOFTCAP: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles of a unit: acc, acc of the tail, weights, top and total of
-    its 64 rows. The caller must wait for the last products, which still read the weights.
+    """Run the online softmax over the tiles of a unit. Returns acc, acc of the tail, weights, top
+    and total of its 64 rows. The caller must wait for the last products, which still read the
+    weights.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
-    PRODUCTS: gl.constexpr = 2 if TAIL > 0 else 1  # with V, in flight beside the scores
+    PRODUCTS: gl.constexpr = 2 if TAIL > 0 else 1  # V products that run beside the scores
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     top = gl.full([64], float("-inf"), gl.float32, S_ROWS)
@@ -249,8 +253,9 @@ def _attend(
         stage = i % STAGES
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
         pending = _start_scores(q, q_tail, k_tiles, k_tails, stage, S_LAYOUT, TILE_K, TAIL > 0)
-        # The first tile has no previous one, and a special case for it would double the
-        # instructions. It multiplies whatever V is there, and the second tile discards the result.
+        # No tile comes before the first one, and a special case for it would double the
+        # instructions. It is multiplied with whatever V is there, and the second tile discards the
+        # result.
         v_stage = (i + STAGES - 1) % STAGES
         mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile_begin)
         summing = warpgroup_mma(
@@ -316,8 +321,8 @@ def _consume(
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Half of the rows of every unit of this program. The next unit's fields and queries are
-    fetched while this one is computed; the first turn only fetches.
+    """Compute half of the rows of every unit of this program. The next unit's fields and queries
+    are fetched while this unit is computed; the first iteration only fetches.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -355,7 +360,7 @@ def _consume(
         first_row = next_row_begin + WHICH * 64
         await_queries()
         if IS_WIDE:
-            fence_async_shared()  # before tensor cores read them
+            fence_async_shared()  # before tensor cores read the queries
             barrier()
             q = q_rows
             q_tail = q_rows
@@ -482,7 +487,7 @@ def _large_units_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     mbarrier.init(v_full.index(STAGES), count=1)
     if begin == end:
-        return  # soon, since small units wait for the multiprocessor
+        return  # early, since small units wait for the multiprocessor
     gl.warp_specialize(
         [
             (_consume, (

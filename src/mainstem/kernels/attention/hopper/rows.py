@@ -1,16 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 # ruff: noqa: PLR0917
-"""Attention on Hopper: what units of both kinds do with their rows, and helpers for Gluon.
+"""Attention on Hopper: code for rows that large and small units share, and helpers for Gluon.
 
-A group of four warps has 64 rows. In a large unit they are rows of one KV head. In a small unit
-they are those of FOLD KV heads side by side, each SPLITS times: a head's keys are split into SPLITS
-parts, which have sums of their own until the unit ends (`small.py`). With N = 64 / (FOLD * SPLITS):
+A group of four warps has 64 rows. In a large unit they belong to one KV head. In a small unit they
+belong to FOLD KV heads, and each row occurs SPLITS times: a head's keys are split into SPLITS
+parts, which have separate sums until the unit ends (`small.py`). With N = 64 / (FOLD * SPLITS):
 
     row r of a group  ->  row row_begin + r % N of the span,  KV head kv_head + r // (64 / FOLD)
 
-A head_dim is MAIN dims, in panels of 64, and a TAIL of 16 or 32 where 64 does not divide it: 80 is
-64 + 16. The tail has memory, descriptors and sums of its own, so that no padding is read or
-computed.
+A head_dim is MAIN dims, in panels of 64, plus a TAIL of 16 or 32 if 64 does not divide it: 80 is 64
++ 16. The tail has separate memory, descriptors and sums, so that no padding is read or computed.
 """
 
 from torch import Tensor
@@ -37,17 +36,17 @@ from mainstem.kernels.hopper import barrier, finished, load_rows, tiles_of
 
 PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
 QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are copied
-LEAST_PEAK = gl.constexpr(1e-30)  # of a row, so that one of zeros can be divided by it
+LEAST_PEAK = gl.constexpr(1e-30)  # least peak of a row: zeros must not be divided by 0
 
 
 def tail_of(head_dim: int) -> int:
-    """Dims that fill no panel."""
+    """The number of dims after the last whole panel."""
     return head_dim % int(PANEL.value)
 
 
 def boxes_of(rows: Tensor, num_rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """K or V of a layer, [keys, head_dim], as what is copied at once: 64 dims of some rows, and
-    their tail.
+    """Describe K or V of a layer, [keys, head_dim], as the boxes that one copy moves: 64 dims of
+    some rows, and their tail.
     """
     panel, tail = int(PANEL.value), tail_of(rows.shape[1])
     return (
@@ -64,13 +63,14 @@ def share_of(plan_ptr):
 
 @gluon.jit
 def num_tiles_of(key_begin, key_end, KEYS: gl.constexpr):
-    """A unit without keys has a tile as well, all masked: its rows are written like others."""
+    """The number of tiles of a unit. A unit without keys has one masked tile, so that its rows are
+    written like others."""
     return gl.maximum((key_end - key_begin + KEYS - 1) // KEYS, 1)
 
 
 @gluon.jit
 def read_piece(piece_ptr):
-    """Entry, rows, keys, limit and stretch."""
+    """Return a piece's entry, rows, keys, limit and stretch."""
     return (
         gl.load(piece_ptr + PIECE_ENTRY),
         gl.load(piece_ptr + PIECE_ROW_BEGIN), gl.load(piece_ptr + PIECE_ROW_END),
@@ -84,7 +84,7 @@ def rows_of(
     row_begin, kv_head, COUNT: gl.constexpr,
     GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Rows of the span that a group has, and their heads."""
+    """Return the rows of the span that a group has, and their heads."""
     lanes = gl.arange(0, COUNT, LAYOUT)
     rows = row_begin + lanes % (COUNT // (FOLD * SPLITS))
     return rows, (kv_head + lanes // (COUNT // FOLD)) * GROUP + rows % GROUP
@@ -95,8 +95,8 @@ def find_tokens(
     first_token, entries_ptr, row_begin, row_end,
     GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Tokens of a group's rows. If those of the span are neighbours, the piece holds the first, and
-    they need not be looked up; otherwise it holds -1.
+    """Return the tokens of a group's rows. If the span's tokens are neighbours, the piece holds the
+    first of them, and no lookup is needed; otherwise it holds -1.
     """
     rows, _ = rows_of(row_begin, 0, 64, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
     tokens = first_token + rows // GROUP
@@ -125,7 +125,7 @@ def start_queries(
 
 @gluon.jit
 def await_queries():
-    """Wait for the queries. No fence, since they are read by plain loads: a fence would wait for
+    """Wait for the queries. There is no fence, since plain loads read them: a fence would wait for
     everything else that this group has requested.
     """
     async_copy.wait_group(0)
@@ -134,7 +134,7 @@ def await_queries():
 
 @gluon.jit
 def shares_of(top, total, LAYOUT: gl.constexpr):
-    """What to multiply rows by, and their base-2 lse; no keys give zeros and -inf."""
+    """Return the factors for rows, and their base-2 lse; without keys, zeros and -inf."""
     has_keys = total > 0
     total = gl.where(has_keys, total, 1.0)
     lse = gl.where(has_keys, top + gl.log2(total), float("-inf"))
@@ -146,8 +146,8 @@ def find_rows(
     entries_ptr, num_entries, row_begin, row_end, kv_head, COUNT: gl.constexpr,
     GROUP: gl.constexpr, FOLD: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Token, slot and head of a group's rows, which of them exist, and whether they are whole; a
-    unit's rows are all of one kind. COUNT is 64, or fewer once splits are merged.
+    """Return token, slot and head of a group's rows, which of them exist, and whether they are
+    whole (all rows of a unit are whole, or none). COUNT is 64, or less after splits are merged.
     """
     rows, head = rows_of(row_begin, kv_head, COUNT, GROUP, FOLD, 1, LAYOUT)
     is_row = rows < row_end
@@ -167,7 +167,8 @@ def find_first_keys(entries_ptr, num_entries, rows, row_end, GROUP: gl.constexpr
 
 @gluon.jit
 def capped(scores, scale, SOFTCAP: gl.constexpr):
-    """SOFTCAP * tanh(score / SOFTCAP), in base-2 units, and what is left to scale them by."""
+    """Return SOFTCAP * tanh(score / SOFTCAP) in base-2 units, and the scale that must still be
+    applied."""
     if SOFTCAP > 0:
         doubled = gl.exp2(scores * (scale * (2.0 / SOFTCAP)))
         return (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0)), 1.0
@@ -179,7 +180,7 @@ def capped(scores, scale, SOFTCAP: gl.constexpr):
 def _store_whole(
     rows, share, first_dim: gl.constexpr, offset, is_row, out_ptr, LAYOUT: gl.constexpr
 ):
-    """Some dims of finished rows."""
+    """Store some dims of finished rows."""
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     dims = first_dim + gl.arange(0, rows.shape[1], gl.SliceLayout(0, LAYOUT))
     rows = (rows * gl.convert_layout(share, ROWS)[:, None]).to(out_ptr.dtype.element_ty)
@@ -192,11 +193,11 @@ def _store_whole(
 def _store_packed(
     rows, peak, first_dim: gl.constexpr, offset, is_row, partial_ptr, LAYOUT: gl.constexpr
 ):
-    """Some dims of Partials in fp16, in the order in which threads have them."""
+    """Store some dims of Partials in fp16, in the order in which threads have them."""
     COUNT: gl.constexpr = rows.shape[0]
     DIMS: gl.constexpr = rows.shape[1]
     PACKED: gl.constexpr = finished(COUNT, DIMS, True)
-    RUN: gl.constexpr = min(DIMS, 32) // 4  # of a thread
+    RUN: gl.constexpr = min(DIMS, 32) // 4  # neighbouring dims of a thread
     ROWS: gl.constexpr = gl.SliceLayout(1, PACKED)
     factor = gl.convert_layout(1.0 / peak, gl.SliceLayout(1, LAYOUT))
     rows = (rows * factor[:, None]).to(gl.float16)
@@ -217,8 +218,8 @@ def write_rows(
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
     LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Rows, times their share, to `out` where they are whole; packed to their slots where they are
-    Partials.
+    """Multiply rows by their share and write them: to `out` if they are whole; packed, to their
+    slots, if they are Partials.
 
     A packed row is in fp16, divided by its largest magnitude: half of the bytes to write and read,
     and nothing overflows. If that magnitude is infinite, all dims of the row are NaN. The factor to

@@ -3,22 +3,21 @@
 """Attention on Hopper: small units, which are bound by memory.
 
 A program has a producer, one warp that copies tiles, and a consumer, four warps that compute. The
-producer runs ahead from unit to unit, so reading does not stop between two of them. A tile is 64
-(head, key) pairs: as many keys of each of FOLD heads. A page holds its KV heads one after the
-other, so where pages are as long as that a tile is one block of memory; else it has a block of each
-head, of a part of a page or of several. Each warp takes the rows of one head, or some of them, and
-that head's keys alone: tensor cores need not multiply heads with each other. Where there are fewer
-heads than warps, and these are not needed for rows, a head's keys are split into SPLITS parts, each
-with a softmax of its own, and these are merged when the unit ends.
+producer runs ahead from unit to unit, so reading does not stop between two units. A tile is 64
+(head, key) pairs: 64 / FOLD keys of each of FOLD heads. A page holds its KV heads one after the
+other. If a page has 64 / FOLD slots, a tile is one block of memory; otherwise it has one block per
+head, which is a part of a page or several pages. Each warp takes the rows of one head, or some of
+them, and only that head's keys: tensor cores need not multiply heads with each other. If there are
+fewer heads than warps, and the other warps are not needed for rows, a head's keys are split into
+SPLITS parts. Each part has its own softmax; they are merged when the unit ends.
 
-A program does its share of the units, then claims others from the work queue (`assign.py`) until it
-is empty. A program without a share claims at once. The
-producer claims a unit some tiles before it needs it, since a claim takes a microsecond. It leaves a
-note about every unit for the consumer, which requests the unit's queries while tiles of the
-previous unit are left.
+A program computes its share of the units, then claims others from the work queue (`assign.py`)
+until the queue is empty. A program without a share claims at once. The producer claims a unit some
+tiles before it needs it, since a claim takes a microsecond. It leaves a note about every unit for
+the consumer, which requests the unit's queries before the last tiles of the previous unit.
 
-In a step with large units this kernel runs after theirs, takes over multiprocessors as they become
-free, and waits for that kernel before it ends.
+In a step with large units this kernel runs after their kernel, takes over multiprocessors as they
+become free, and does not end before their kernel.
 """
 
 from triton.experimental import gluon
@@ -82,7 +81,7 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 def max_registers(programs_per_sm: int) -> int:
-    """Of a thread; a program has two groups of four warps."""
+    """Registers of a thread. A program has two groups of four warps."""
     return 256 // programs_per_sm - (programs_per_sm == 1)
 
 
@@ -134,8 +133,8 @@ def _clear_tile(tile, num_keys, FOLD: gl.constexpr):
 
 @gluon.jit
 def _clear(tiles, tails, stage, num_keys, FOLD: gl.constexpr, HAS_TAIL: gl.constexpr):
-    """Zero the rows of a tile of V past the last key. Slots there hold anything, and zero weight
-    times NaN would still be NaN."""
+    """Set the rows of a tile of V past the last key to zero. Slots there may hold anything, and
+    zero weight times NaN would still be NaN."""
     _clear_tile(tiles.index(stage), num_keys, FOLD)
     if HAS_TAIL:
         _clear_tile(tails.index(stage), num_keys, FOLD)
@@ -153,7 +152,7 @@ def _consume(
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """All units of this program: the online softmax over the tiles of each."""
+    """Compute all units of this program: the online softmax over the tiles of each."""
     NOTES: gl.constexpr = 2 * STAGES
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -168,7 +167,7 @@ def _consume(
     FIRST: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     SECOND: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     HEAD_ROWS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
-    # Finished rows: 64, a warp has 16 of one section, or fewer when splits are merged.
+    # Finished rows: 64, and a warp has 16 of one section; fewer after splits are merged.
     COUNT: gl.constexpr = 64 // SPLITS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     O_LAYOUT: gl.constexpr = MMA if SPLITS == 1 else finished(COUNT, MAIN, False)
@@ -229,8 +228,8 @@ def _consume(
         next_kv_head = 0
         next_first_key = first_key
         num_tiles = num_tiles_of(key_begin, key_end, KEYS)
-        # Once this tile is released, the producer has room for all others of the unit, so it notes
-        # the next unit without waiting for another release.
+        # Once this tile is released, the producer has room for all other tiles of the unit, so it
+        # notes the next unit without waiting for another release.
         ask_behind = gl.where(num_tiles > STAGES, num_tiles - STAGES, num_tiles) - 1
         await_queries()
         q = queries.load(FIRST)
@@ -333,9 +332,9 @@ def _small_units_kernel(
     """Attend to the small units of this program. `scale` includes log2(e). SOFTCAP is in natural
     units, 0 for none.
 
-    After the kernel of the large units (not IS_FIRST) it need not wait at its start: that kernel
-    launches it only after its own wait. A kernel that waits for this one must wait for that one
-    too, so one program of this kernel waits for it at its end.
+    After the kernel of the large units (not IS_FIRST) this kernel need not wait at its start: the
+    large kernel launches it only after its own wait. A kernel that waits for this one must wait for
+    the large kernel too, so one program of this kernel waits for the large kernel at its end.
     """
     if IS_FIRST:
         gdc_wait()  # the previous kernel may have written the plan, the queries or the pages
@@ -392,8 +391,8 @@ def _small_units_kernel(
         unit_ptr = queue_ptr + gl.maximum(claimed, 0) * PIECE_INTS
         kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
         page, page_at, key_begin, key_end = read_keys(unit_ptr)
-        # Claiming uses shared memory that copies may reuse, and that, unseen by the compiler, the
-        # producer's arguments reuse next: all warps must have read the claimed unit by then.
+        # Claiming uses shared memory that copies may reuse. The producer's arguments reuse it next,
+        # which the compiler does not see: all warps must have read the claimed unit by then.
         fence_async_shared()
         barrier()
     if not has_units:

@@ -28,14 +28,14 @@ from mainstem.kernels.attention.triton.layout import (
 from mainstem.kernels.hopper import as_tiles, claimed_unit, load_box, take_ticket
 
 LANES = gl.constexpr(64)  # keys x heads of a tile
-CLAIM_AHEAD = gl.constexpr(4)  # tiles left of a unit when the next one is claimed,
-READ_AHEAD = gl.constexpr(2)  # when its fields are read
-NOTE_AHEAD = gl.constexpr(1)  # and when the consumer gets the note
+CLAIM_AHEAD = gl.constexpr(4)  # how many tiles of a unit are left when the next unit is claimed,
+READ_AHEAD = gl.constexpr(2)  # when the next unit's fields are read,
+NOTE_AHEAD = gl.constexpr(1)  # and when the consumer gets the note about it
 
 
 def rows_of_box(fold: int, page_size: int) -> int:
-    """Rows of K or V that are copied at once: of all heads of a unit if a page of them fills a
-    tile, otherwise of one head.
+    """The rows of K or V that one copy moves: of all heads of a unit if one page of these heads
+    fills a tile, otherwise of one head.
     """
     lanes: int = LANES.value
     return lanes if fold * page_size == lanes else min(page_size, lanes // fold)
@@ -43,7 +43,8 @@ def rows_of_box(fold: int, page_size: int) -> int:
 
 @gluon.jit
 def read_keys(unit_ptr):
-    """What the producer needs of a unit: first page id, start of its page ids, key range."""
+    """Return what the producer must know about a unit: first page id, start of its page ids, key
+    range."""
     return (
         gl.load(unit_ptr + PIECE_FIRST_PAGE), gl.load(unit_ptr + PIECE_PAGES_AT),
         gl.load(unit_ptr + PIECE_KEY_BEGIN), gl.load(unit_ptr + PIECE_KEY_END),
@@ -74,12 +75,12 @@ def _bring(
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy some tiles of a unit, each into a stage that has been read. Past the span's last page,
-    that page is copied again. `at` counts blocks.
+    """Copy some tiles of a unit, each into a stage that has been read already. Past the span's last
+    page, the last page is copied again. `at` counts blocks.
     """
     KEYS: gl.constexpr = LANES // FOLD
-    PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)  # of a tile
-    PARTS: gl.constexpr = max(PAGE_SIZE // KEYS, 1)  # of a page, a tile each
+    PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)  # pages in a tile
+    PARTS: gl.constexpr = max(PAGE_SIZE // KEYS, 1)  # parts of a page, each in its own tile
     HEADS: gl.constexpr = 1 if KEYS == PAGE_SIZE else FOLD
     for _ in range(0, count):
         next_page = gl.load(pages_ptr + gl.minimum((at + PAGES) // PARTS, last_page))
@@ -117,7 +118,7 @@ def produce(
     """Copy K and V of all units of this program; claim units after its share, and leave a note
     about each for the consumer.
     """
-    UNITS: gl.constexpr = KV_HEADS // FOLD  # of a piece
+    UNITS: gl.constexpr = KV_HEADS // FOLD  # units in a piece
     KEYS: gl.constexpr = LANES // FOLD
     BLOCK: gl.constexpr = min(PAGE_SIZE, KEYS)  # keys of a head that are copied at once
     ROWS: gl.constexpr = LANES if KEYS == PAGE_SIZE else BLOCK

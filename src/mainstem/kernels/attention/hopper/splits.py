@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 # ruff: noqa: PLR0917
-"""Attention on Hopper: a small unit's sums as rows, the splits of its heads merged.
+"""Attention on Hopper: turns a small unit's sums into rows, and merges the splits of its heads.
 
-A head whose keys are split has SPLITS sections, [section, row, dim], each with a softmax of its
-own and in one or two warps of its own. They are merged through shared memory. (A sum over an axis
-that lies across warps does the same, but takes four microseconds.)
+A head whose keys are split has SPLITS sections, [section, row, dim]. Each section has its own
+softmax, and one or two warps compute it. Sections are merged through shared memory. (A sum over an
+axis that lies across warps does the same, but takes four microseconds.)
 """
 
 from triton.experimental import gluon
@@ -15,13 +15,14 @@ from mainstem.kernels.hopper import barrier, reshaped
 
 @gluon.constexpr_function
 def sums_of(dims: int) -> gl.SwizzledSharedLayout:
-    """fp32 sums in shared memory; a warp writes 8 rows at once, to different banks."""
+    """Allocate fp32 sums in shared memory. A warp writes 8 rows at once, to different banks."""
     return gl.SwizzledSharedLayout(8, 1, min(dims // 8, 8), [1, 0])
 
 
 @gluon.jit
 def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sum over the parts of each head's keys, through shared memory: [heads x rows, dims]."""
+    """Sum over the parts of each head's keys, through shared memory; returns [heads x rows,
+    dims]."""
     ROWS: gl.constexpr = acc.shape[1]
     DIMS: gl.constexpr = acc.shape[2]
     acc = acc.reshape([FOLD, SPLITS, ROWS, DIMS]).permute((1, 0, 2, 3)).reshape([64, DIMS])
@@ -35,8 +36,8 @@ def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: g
 
 @gluon.jit
 def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Factors for the sums of sections, [sections, rows], and top and total over the parts of each
-    head's keys, [heads x rows].
+    """Return factors for the sums of sections, [sections, rows], and top and total over the parts
+    of each head's keys, [heads x rows].
     """
     ROWS: gl.constexpr = top.shape[1]
     tops = top.reshape([FOLD, SPLITS, ROWS])
@@ -57,7 +58,7 @@ def finish_sums(
     FOLD: gl.constexpr, SPLITS: gl.constexpr, HAS_TAIL: gl.constexpr,
     LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A unit's sums as rows: [rows, dims], and those of the tail, [rows]."""
+    """Return a unit's sums as rows, [rows, dims], and the sums of the tail."""
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if SPLITS > 1:
         shrink, top, total = _weigh_splits(top, total, FOLD, SPLITS, ROWS)

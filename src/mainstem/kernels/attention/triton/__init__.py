@@ -1,1 +1,1 @@
-"""Attention kernels in Triton, for any card."""
+"""Attention kernels in Triton, for any GPU."""

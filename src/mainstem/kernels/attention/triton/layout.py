@@ -1,6 +1,7 @@
 """Fields of a plan (`attention/layout.py`) as constants, the only globals that kernels may read.
 
-Values are taken from there by name. They are part of the key of Triton's compile cache.
+Values are copied from `attention/layout.py` by name. They are part of the key of Triton's compile
+cache.
 """
 
 import triton.language as tl

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
 # ruff: noqa: PLR0917
-"""Merges the Partials that span attention left, in slot order, which is the order of the spans.
+"""Merges the Partials of span attention in slot order, which is the order of the spans.
 
-A separate launch, but a cheap one: on Hopper and later it begins while attention still runs. Its
-programs start as those of attention end, fetch their code and the list of merges, and wait for the
-last Partial.
+This is a separate launch, but a cheap one: on Hopper and later it begins while attention still
+runs. Its programs start as programs of attention end, fetch their code and the list of merges, and
+wait for the last Partial.
 
-Partials are rows of fp32 with an lse each, or packed (`hopper/rows.py`): rows of fp16 with an lse
-and a factor each. Packed rows have another order within every 32 dims:
+Partials are rows of fp32, each with an lse, or packed (`hopper/rows.py`): rows of fp16, each with
+an lse and a factor. Packed rows have another order within every 32 dims:
 
     place 8 b + 2 a + c  |  dim 8 a + 2 b + c, where a and b are 0 to 3, c is 0 or 1
 
@@ -31,7 +31,8 @@ FEW_PARTS = tl.constexpr(8)
 
 @triton.jit
 def _find_rows(merges_ptr, num_merges, first, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS rows of the merge list x heads: token, head, first slot, number of Partials."""
+    """Return token, head, first slot and number of Partials for ROWS rows of the merge list x
+    heads."""
     rows = first + tl.arange(0, ROWS)
     is_row = rows < num_merges * HEADS
     merge_ptr = merges_ptr + rows // HEADS
@@ -43,7 +44,7 @@ def _find_rows(merges_ptr, num_merges, first, HEADS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _load_lse(partial_lse_ptr, place, is_there, IS_PACKED: tl.constexpr):
-    """The lse of Partials, and the factors of their rows."""
+    """Load the lse of Partials, and the factors of their rows."""
     STEP: tl.constexpr = 2 if IS_PACKED else 1
     ptrs = partial_lse_ptr + place * STEP
     lse = tl.load(ptrs, mask=is_there, other=float("-inf"), cache_modifier=".cg")
@@ -55,7 +56,7 @@ def _load_lse(partial_lse_ptr, place, is_there, IS_PACKED: tl.constexpr):
 
 @triton.jit
 def _are_there(is_there, dims, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Which places of Partials, in groups of 32, hold dims of a head."""
+    """Return which places of Partials, in groups of 32, hold dims of a head."""
     if HEAD_DIM == DIM:
         return is_there
     else:
@@ -64,7 +65,7 @@ def _are_there(is_there, dims, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _base_of(top):
-    """What to subtract from exponents: their maximum, or 0 where that is -inf."""
+    """Return what to subtract from exponents: their maximum, or 0 if the maximum is -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -74,7 +75,7 @@ def _write(
     out_ptr, lse_ptr, stride_out_token, stride_out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Finished rows, dims in order."""
+    """Write finished rows, with dims in order."""
     if IS_PACKED:
         ROWS: tl.constexpr = merged.shape[0]
         WIDTH: tl.constexpr = merged.shape[1]
@@ -95,8 +96,8 @@ def _merge_rows(
     ROWS: tl.constexpr, PARTS: tl.constexpr,
     HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, PARTS Partials of each at a time. All loads are issued before one is used, and a
-    thread has the same dims of all Partials.
+    """Merge ROWS rows, PARTS Partials of each at a time. All loads are issued before the first
+    result is used. A thread has the same dims of all Partials.
     """
     token, head, slot, parts, is_row = _find_rows(merges_ptr, num_merges, tile * ROWS, HEADS, ROWS)
     most = tl.max(parts, 0)
@@ -144,7 +145,7 @@ def _merge_dims(
     WIDTH: tl.constexpr, PARTS: tl.constexpr,
     HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH dims of one row, its Partials spread over all threads."""
+    """Merge WIDTH dims of one row. Its Partials are spread over all threads."""
     ACROSS: tl.constexpr = DIM // WIDTH
     token, head, slot, parts, is_row = _find_rows(merges_ptr, num_merges, tile // ACROSS, HEADS, 1)
     most = tl.max(parts, 0)
@@ -185,8 +186,8 @@ def _merge_partials_kernel(
     IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles: of several rows with few Partials each (fewer rows if there are not
-    enough tiles for all programs), or of one row with many Partials.
+    """Merge this program's tiles. A tile is several rows with few Partials each (fewer rows if
+    there are not enough tiles for all programs), or one row with many Partials.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)

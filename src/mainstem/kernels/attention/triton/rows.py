@@ -11,7 +11,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def normalised(acc, top, total):
-    """Rows over their sum of weights, and their base-2 lse; no keys give zeros and -inf."""
+    """Return rows divided by their sum of weights, and their base-2 lse; without keys, zeros and
+    -inf."""
     has_keys = total > 0
     total = tl.where(has_keys, total, 1.0)
     lse = tl.where(has_keys, top + tl.log2(total), float("-inf"))

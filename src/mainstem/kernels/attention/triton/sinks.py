@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Sinks: learned scores, one a head, that take part in the softmax and have a value of 0.
+"""Sinks: learned scores, one per head, that take part in the softmax and have a value of 0.
 
-Each is one more Partial of every row: no value, and the sink for an lse. A pass over finished rows,
-so that it follows any of the attention kernels.
+A sink counts as one more Partial of every row, with values of 0 and the sink as its lse. This
+kernel is a pass over finished rows, so it can follow any attention kernel.
 """
 
 import triton

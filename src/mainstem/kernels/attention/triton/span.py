@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The span attention kernel: shared and own runs of keys in one launch (on Hopper see
-`hopper/large.py` and `hopper/small.py`, which do the same in two).
+"""The span attention kernel: one launch computes shared and own runs of keys. On Hopper,
+`hopper/large.py` and `hopper/small.py` do the same in two launches.
 
 A fixed grid of programs reads its work from a list in device memory, so the launch is the same for
 every step, and a CUDA graph can be replayed. One unit of work is
 
     (rows of one span that share a KV head) x (a stretch of the span's keys) x (that KV head)
 
-where the rows are the span's query tokens times the query heads of the KV head, packed:
+where the rows are (query tokens of the span) x (query heads of the KV head), packed:
 
     row r of a span  ->  token query_rows[r // GROUP],  head kv_head * GROUP + r % GROUP
 
@@ -16,8 +16,8 @@ Units with few rows (own tokens of a decoding sequence) are bound by memory and 
 tile takes the same keys of several KV heads at once, which are one block of a page. Units with many
 rows (shared prefixes, prompt chunks) use the large tile.
 
-A row that lies in one unit only is written to `out` at once. Every other row leaves a Partial (fp32
-output and base-2 lse) in its slot, for `merge_partials.py` to merge.
+A row that lies in only one unit is written to `out` at once. For any other row, each unit writes a
+Partial (fp32 output and base-2 lse) to a slot, and `merge_partials.py` merges them.
 
 The plan buffer is int32, made by `plan.py`; `layout.py` says what lies where in it.
 """
@@ -61,7 +61,7 @@ from mainstem.kernels.attention.triton.rows import LOG2_E, normalised, write_row
 
 @triton.jit
 def _capped(scores, scale, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(score / SOFTCAP) in base-2 units, as scores are once scaled.
+    """Return SOFTCAP * tanh(score / SOFTCAP) in base-2 units, the units of scaled scores.
 
     Computed by exp2, which every target has: if it overflows to inf, tanh is 1.
     """
@@ -85,7 +85,7 @@ def _key_offset(
     page, start, stride_page, head_offset,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys [start, start + TILE_K) begin in K and in V, in elements."""
+    """Return where the keys [start, start + TILE_K) begin in K and in V, in elements."""
     lanes = tl.arange(0, TILE_K)
     if TILE_K % PAGE_SIZE == 0:
         within = (lanes % PAGE_SIZE) * HEAD_DIM
@@ -118,7 +118,7 @@ def _finish_rows(
     acc, max_score, weight, is_row, head, stride_out_token, stride_out_head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """A unit's rows are whole and go to `out`, or are Partials and go to their slots."""
+    """Write a unit's rows: to `out` if they are whole, to their slots if they are Partials."""
     dims = tl.arange(0, DIM)
     acc, lse = normalised(acc, max_score, weight)
     if tl.max((is_row & (slot < 0)).to(tl.int32), 0) > 0:
@@ -139,8 +139,8 @@ def _small_queries(
     GROUP: tl.constexpr, FOLD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     TILE_Q: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a small unit, [FOLD KV heads, TILE_Q // FOLD]: their queries, where their output
-    goes and, with windows, the first key that each sees.
+    """Return, for the rows of a small unit, [FOLD KV heads, TILE_Q // FOLD], their queries, where
+    their output goes and, with windows, the first key that each row sees.
     """
     rows = tl.arange(0, TILE_Q)
     row = rows % (TILE_Q // FOLD)
@@ -162,7 +162,7 @@ def _small_queries(
 def _small_step(
     q, k, v, is_seen, max_score, weight, acc, scale, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """One step of the online softmax. The weights stay a tile: summing them is left to the end."""
+    """Do one step of the online softmax. Weights are kept as a tile, and summed only at the end."""
     if UPCAST:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -192,7 +192,8 @@ def _small_units(
     TILE_Q: tl.constexpr, STAGES: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The small units of a program, one after the other; queries are fetched a unit ahead.
+    """Compute the small units of a program, one after the other. Queries are fetched one unit
+    ahead.
 
     A unit has FOLD KV heads. A page holds its heads one after the other, so the keys of FOLD heads
     of one page are one block of memory and one tile, [FOLD, PAGE_SIZE] x DIM; the scores of a row
@@ -200,7 +201,7 @@ def _small_units(
     pointers.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    UNITS: tl.constexpr = KV_HEADS // FOLD  # of a piece
+    UNITS: tl.constexpr = KV_HEADS // FOLD  # units in a piece
     TILE_K: tl.constexpr = FOLD * PAGE_SIZE
     rows = tl.arange(0, TILE_Q)
     lanes = tl.arange(0, TILE_K)
@@ -225,7 +226,7 @@ def _small_units(
     )  # fmt: skip
     next_unit = tl.load(share_ptr + SHARE_SECOND_SMALL)
     for index in range(begin, end):
-        # The number of the unit after the next is fetched two units ahead, all else one ahead.
+        # The index of a unit is fetched two units ahead, everything else one unit ahead.
         after_next = tl.load(order_ptr + tl.minimum(index + 2, end - 1))
         next_ptr = pieces_ptr + (next_unit // UNITS) * PIECE_INTS
         next_kv_head = (next_unit % UNITS) * FOLD
@@ -236,7 +237,7 @@ def _small_units(
         next_key_end = tl.load(next_ptr + PIECE_KEY_END)
         next_first_limit = tl.load(next_ptr + PIECE_FIRST_LIMIT)
         next_stretch = tl.load(next_ptr + PIECE_STRETCH)
-        # Not loaded from the piece, which has it, too: Triton 3.6 loses `key_begin` if only the
+        # Not loaded from the piece, although it is there: Triton 3.6 loses `key_begin` if only the
         # start of an inner loop uses it.
         next_first_page = tl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
         next_q, next_token, next_slot, next_first_key = _small_queries(
@@ -253,7 +254,7 @@ def _small_units(
             q = q.to(tl.float32)
         full_end = key_end // PAGE_SIZE * PAGE_SIZE
         for start in tl.range(key_begin, full_end, PAGE_SIZE, num_stages=STAGES):
-            # One past the last page is still inside the plan.
+            # An index one past the last page is still inside the plan.
             next_page = tl.load(pages_ptr + start // PAGE_SIZE)
             place = (page * KV_HEADS + kv_head) * PAGE_SIZE
             k = k_rows.load([place, 0])
@@ -270,7 +271,7 @@ def _small_units(
             place = (page * KV_HEADS + kv_head) * PAGE_SIZE
             k = k_rows.load([place, 0])
             v = v_rows.load([place, 0])
-            # Slots past the end hold anything; zero weight times NaN would still be NaN.
+            # Slots past the end may hold anything; zero weight times NaN would still be NaN.
             v = tl.where((start + key_of_lane < key_end)[:, None], v, 0.0).to(v.dtype)
             is_seen = is_same_head & ((start + key_of_lane)[None, :] <= limit[:, None])
             if HAS_WINDOW:
@@ -308,7 +309,8 @@ def _large_step(
     IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the keys [start, start + TILE_K), on the given pages."""
+    """Do one step of the online softmax, over the keys [start, start + TILE_K) on the given
+    pages."""
     keys = start + tl.arange(0, TILE_K)
     is_key = keys < key_end
     offset = _key_offset(page, start, stride_page, head_offset, HEAD_DIM, PAGE_SIZE, TILE_K, WIDE)
@@ -349,7 +351,7 @@ def _large_unit(
     HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One unit of many rows. With windows the keys that none of them sees are left out."""
+    """Compute one unit of many rows. With windows, keys that no row sees are left out."""
     entry = tl.load(piece_ptr + PIECE_ENTRY)
     row_begin = tl.load(piece_ptr + PIECE_ROW_BEGIN)
     row_end = tl.load(piece_ptr + PIECE_ROW_END)
@@ -359,7 +361,7 @@ def _large_unit(
     first_limit = tl.load(piece_ptr + PIECE_FIRST_LIMIT)
     stretch = tl.load(piece_ptr + PIECE_STRETCH)
 
-    # Page ids are fetched one step ahead; two would keep the compiler from pipelining the loop.
+    # Page ids are fetched one step ahead; with two, the compiler would not pipeline the loop.
     if not HAS_WINDOW:
         page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
     rows = row_begin + tl.arange(0, TILE_Q)
@@ -447,8 +449,8 @@ def _span_kernel(
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if OVERLAPS:
-        # Wait for the previous kernel, which may have written the plan. Only then may the merge,
-        # which reads the plan as well, start on the places of programs that have ended.
+        # Wait for the previous kernel, which may have written the plan. The merge reads the plan,
+        # too, so its programs may take the place of ended programs only after this wait.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Neighbours in the list of shares run on one SM, so large units run beside small ones.
