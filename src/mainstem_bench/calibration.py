@@ -5,9 +5,6 @@ Two models run in parallel: the original and the one rounded so far. A product i
 its outputs in the rounded model are close to those in the original model. This corrects errors of
 earlier products as far as possible. What is added to the residual is weighted by one over the
 residual's size at that token, because the next norm divides by it.
-
-The first token of a sequence is an attention sink: most of every other token's attention goes to
-it, so an error of its values is an error of all tokens. It counts as many tokens.
 """
 
 from pathlib import Path
@@ -26,7 +23,6 @@ from mainstem.models.weights import Checkpoint
 from mainstem_bench.rounding import Grid, Rounded, damped, for_inputs
 
 _REPAIR_DAMPING = 0.5  # of the least squares that correct earlier errors
-_FIRST_COUNT = 128  # tokens that the first one of a sequence counts as (docs/log/cpu.md)
 
 
 class CalibratedLayers:
@@ -43,9 +39,6 @@ class CalibratedLayers:
         self._length = token_ids.shape[1]
         self._plain = F.embedding(token_ids.reshape(-1), embedding)
         self._rounded = self._plain.clone()
-        # of each token, as a factor of its inputs: the root of what it counts as
-        self._shares = torch.ones(token_ids.numel(), 1)
-        self._shares[:: self._length] = _FIRST_COUNT**0.5
 
     def weights(self, index: int) -> dict[str, Tensor]:
         """The weights of a layer's products, by name."""
@@ -67,11 +60,11 @@ class CalibratedLayers:
             kind: str, weight: Tensor, plain: Tensor, rounded: Tensor, is_added: bool = False
         ) -> tuple[Tensor, Tensor]:
             """The outputs of both models."""
-            shares = self._shares
             if is_added:
-                sizes = (x + plain @ weight.t()).square().mean(1, keepdim=True)
-                shares = shares * sizes.rsqrt()
-            made = _round(weight, plain * shares, rounded * shares, grid)
+                shares = (x + plain @ weight.t()).square().mean(1, keepdim=True).rsqrt_()
+                made = _round(weight, plain * shares, rounded * shares, grid)
+            else:
+                made = _round(weight, plain, rounded, grid)
             found.update(self._split(index, kind, made))
             return plain @ weight.t(), rounded @ made.weight.t()
 
