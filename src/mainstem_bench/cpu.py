@@ -112,8 +112,8 @@ def ours(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, objec
 
 
 def transformers_generate(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, object]:
-    """Measure Hugging Face's generate; returns the best of several batch sizes (prompts are equally
-    long)."""
+    """Measure Hugging Face's generate; returns the best of several batch sizes. Prompts must be
+    equally long, since they are not padded."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 

@@ -20,7 +20,7 @@ from tests.builders import a_request, run_all
 from tests.models.checkpoints import VOCAB, make_checkpoint
 
 NEW_TOKENS = 20
-MODELS = ("mistral window", "qwen2 windows above")  # windows in every layer, and in some
+MODELS = ("mistral window", "qwen2, some windows")  # windows in every layer, and in some
 Made = tuple[Path, PreTrainedModel]
 
 

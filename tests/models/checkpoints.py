@@ -70,7 +70,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 16}),
     "mistral window": (MistralConfig, {"sliding_window": 24, "head_dim": 16}),
     "qwen2": (Qwen2Config, {}),
-    "qwen2 windows above": (
+    "qwen2, some windows": (
         Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     ),

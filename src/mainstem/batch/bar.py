@@ -88,7 +88,7 @@ class JobBar:
         self._bar.update(max(0, work.tokens - self._bar.n))
 
     def show_row(self, prompt_tokens: int, num_answers: int, is_copy: bool) -> None:
-        """Count a row that was written; a failed row has no tokens to compute."""
+        """Count a row that was written. For a failed row, pass 0 tokens and 0 answers."""
         if self._bar is not None:
             self._work.finish(prompt_tokens, num_answers, is_copy)
 
@@ -106,7 +106,7 @@ class JobBar:
         trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
-            if self._began_s is not None:  # its last text may be about reading
+            if self._began_s is not None:  # the bar may still show that rows are read
                 self._bar.set_description_str("running", refresh=False)
             self._show(monotonic())
             if error is None and self._summary.is_complete:

@@ -109,7 +109,7 @@ class TensorReader:
         self.part = part_of(spec, shard)
 
     def embedding(self) -> Tensor:
-        """[vocab, hidden]; on a rank its tokens, padded with zeros to `vocab_rows`."""
+        """[vocab, hidden]. A rank has only its own tokens, padded with zeros to `vocab_rows`."""
         return self._vocabulary(f"{self._names.embedding}.weight", self._spec.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
@@ -159,8 +159,9 @@ class TensorReader:
         source.finish()
         if self._unpacked:
             log.warning(
-                "%d quantized products are dequantized, which takes more memory: the parts of each "
-                "differ in their groups or in the order of their columns (%s)",
+                "%d quantized products are dequantized, which takes more memory. Their tensors "
+                "(such as q, k and v) have different groups or column orders, or a rank needs "
+                "only some columns of a tensor in act-order (%s)",
                 len(self._unpacked),
                 ", ".join(self._unpacked[:3]) + (" ..." if len(self._unpacked) > 3 else ""),
             )
@@ -278,9 +279,9 @@ def _scaled(product: Product, factors: Tensor) -> Product:
 
 
 def _unrotated_factors(spec: ModelSpec, rope: RopeSpec) -> Tensor:
-    """Return factors for each row of queries, keys and values. A rope's score factor applies only
-    to the dims that it rotates, but the attention's scale includes it for all dims. So the other
-    dims of the queries are divided by it."""
+    """Return factors for each row of queries, keys and values. A rope multiplies queries and keys
+    by its score factor, but only in the dims that it rotates. The attention's scale includes the
+    factor's square for all dims. So the other dims of the queries are divided by the square."""
     heads = torch.ones(spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     heads[: spec.num_heads, rope.rotary_dim :] = rope.score_factor**-2
     return heads.reshape(-1)

@@ -60,8 +60,8 @@ class _TextItem:
 
 
 class ResponseStream:
-    """One response while it is made. News is turned into events; after the last news, `response` is
-    complete."""
+    """One response while it is made. Each output of the engine is turned into events; after the
+    last output, `response` is complete."""
 
     def __init__(self, call: Call, heading: Heading, body: ResponsesBody) -> None:
         self._call = call
@@ -87,7 +87,7 @@ class ResponseStream:
         )
 
     def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
-        """The events for news of the answer, which was already added to `answers`."""
+        """The events for an output that the caller has already added to `answers`."""
         is_last = output.finish_reason is not None
         events = [event for part in self._parts(output) for event in self._part(part)]
         if self._open is not None and self._open.is_reasoning:

@@ -15,14 +15,14 @@ from mainstem.kernels.hopper import barrier, reshaped
 
 @gluon.constexpr_function
 def sums_of(dims: int) -> gl.SwizzledSharedLayout:
-    """Allocate fp32 sums in shared memory. A warp writes 8 rows at once, to different banks."""
+    """Return the layout of fp32 sums in shared memory. A warp writes 8 rows at once, to different
+    banks."""
     return gl.SwizzledSharedLayout(8, 1, min(dims // 8, 8), [1, 0])
 
 
 @gluon.jit
 def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Sum over the parts of each head's keys, through shared memory; returns [heads x rows,
-    dims]."""
+    """Add up the sections of each head, through shared memory; returns [heads x rows, dims]."""
     ROWS: gl.constexpr = acc.shape[1]
     DIMS: gl.constexpr = acc.shape[2]
     acc = acc.reshape([FOLD, SPLITS, ROWS, DIMS]).permute((1, 0, 2, 3)).reshape([64, DIMS])
@@ -36,8 +36,8 @@ def _merge_splits(acc, sums, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: g
 
 @gluon.jit
 def _weigh_splits(top, total, FOLD: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return factors for the sums of sections, [sections, rows], and top and total over the parts
-    of each head's keys, [heads x rows].
+    """Return the factors by which to multiply the sums of each section, [sections, rows], and each
+    head's top and total over all its sections, [heads x rows].
     """
     ROWS: gl.constexpr = top.shape[1]
     tops = top.reshape([FOLD, SPLITS, ROWS])
@@ -58,7 +58,8 @@ def finish_sums(
     FOLD: gl.constexpr, SPLITS: gl.constexpr, HAS_TAIL: gl.constexpr,
     LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return a unit's sums as rows, [rows, dims], and the sums of the tail."""
+    """Return a unit's sums as rows, [rows, dims], those of the tail (the dims after the last whole
+    panel), and the rows' top and total."""
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if SPLITS > 1:
         shrink, top, total = _weigh_splits(top, total, FOLD, SPLITS, ROWS)

@@ -31,8 +31,8 @@ FEW_PARTS = tl.constexpr(8)
 
 @triton.jit
 def _find_rows(merges_ptr, num_merges, first, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Return token, head, first slot and number of Partials for ROWS rows of the merge list x
-    heads."""
+    """Return token, head, first slot and number of Partials of ROWS rows, and which of them exist.
+    Each entry of the merge list has one row per head."""
     rows = first + tl.arange(0, ROWS)
     is_row = rows < num_merges * HEADS
     merge_ptr = merges_ptr + rows // HEADS
@@ -56,7 +56,7 @@ def _load_lse(partial_lse_ptr, place, is_there, IS_PACKED: tl.constexpr):
 
 @triton.jit
 def _are_there(is_there, dims, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Return which places of Partials, in groups of 32, hold dims of a head."""
+    """Restrict a mask of places to the groups of 32 places that hold dims of a head."""
     if HEAD_DIM == DIM:
         return is_there
     else:
@@ -186,8 +186,9 @@ def _merge_partials_kernel(
     IS_ORDERED: tl.constexpr, HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Merge this program's tiles. A tile is several rows with few Partials each (fewer rows if
-    there are not enough tiles for all programs), or one row with many Partials.
+    """Merge this program's tiles. A tile is 16 rows; or 4 rows, if there are few rows or many
+    Partials; or 32 dims of one row, if there are very few rows. If IS_ORDERED, it is always 16
+    rows.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
