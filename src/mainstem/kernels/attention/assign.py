@@ -85,7 +85,7 @@ def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
 
 
 def _shares(order: Int64s, program: Int64s, shape: Shape) -> Shares:
-    """`program` holds the program of each unit in `order`; the last units have none: the queue."""
+    """`program` has the program of each unit of `order`, except the last ones: they are queued."""
     ends = np.zeros(shape.num_programs + 1, np.int64)
     ends[1:] = np.bincount(program, minlength=shape.num_programs).cumsum()
     by_program = program.astype(np.int16).argsort(kind="stable")  # 16 bits: a radix sort
