@@ -37,7 +37,7 @@ class Run:
 
     name: str
     seconds: float
-    cpu_seconds: float  # of all threads, including loading; other programs affect it less
+    cpu_seconds: float  # of all threads, with loading; other programs affect it less
     requests_per_s: float
     computed_prompt_tokens: int
     saving_ratio: float
@@ -118,7 +118,7 @@ def rows(prompts: list[str], output_tokens: int) -> list[dict[str, object]]:
 
 
 def engine_flags(args: argparse.Namespace, left_out: Collection[str] = ()) -> list[str]:
-    """The engine's flags for the runs, as they were given, without some that would have no
+    """The engine's flags as they were given, without those in `left_out`, which would have no
     effect."""
     if args.share is not None:
         raise InvalidRequest(

@@ -3,8 +3,8 @@ run.
 
 Two models run in parallel: the original and the one rounded so far. A product is rounded so that
 its outputs in the rounded model are close to those in the original model. This corrects errors of
-earlier products as far as possible. What is added to the residual is weighted by one over the
-residual's size at that token, because the next norm divides by it.
+earlier products as far as possible. For products that are added to the residual, each token is
+weighted by one over the residual's size there, because the next norm divides by it.
 """
 
 from pathlib import Path
@@ -135,7 +135,7 @@ class CalibratedLayers:
 def _round(weight: Tensor, plain: Tensor, rounded: Tensor, grid: Grid) -> Rounded:
     """Round a weight [out, in] for the inputs [tokens, in] of both models."""
     gram = rounded.t() @ rounded / len(rounded)
-    # the least squares solution of wanted @ rounded' = weight @ plain', as a change of the weight
+    # solve wanted @ rounded' = weight @ plain' by least squares; `repair` is wanted - weight
     missing = weight @ ((plain - rounded).t() @ rounded / len(rounded))
     repair = torch.linalg.solve(damped(gram, _REPAIR_DAMPING), missing.t()).t()
     return for_inputs(weight + repair, gram, grid)

@@ -2,8 +2,8 @@
 
 Weights of the layers' products are rounded in groups, with zero points or without, and written as a
 compressed-tensors checkpoint (W4A16), which is then loaded and scored like any other. Embedding,
-head and norms are not changed. The first tokens of each text are scored; the tokens after those of
-the first text, or those of another text, are used for calibration.
+head and norms are not changed. The first tokens of each text are scored. Calibration uses the
+tokens after them in the first text, or the tokens of another text.
 """
 
 import argparse
@@ -54,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--inputs-text", type=Path, metavar="FILE", help="take calibration tokens from this file"
     )
-    made.add_argument("--group", type=positive_count, default=32, help="columns of a scale (32)")
+    made.add_argument(
+        "--group", type=positive_count, default=32, help="columns that share a scale (32)"
+    )
     made.add_argument("--symmetric", action="store_true", help="without zero points")
     made.add_argument(
         "--out", type=Path, metavar="FOLDER", help="keep the checkpoint in this folder"
@@ -109,7 +111,7 @@ def main(argv: list[str]) -> int:
 
 
 def _read_ids(args: argparse.Namespace, folder: Path) -> tuple[list[Int32s], Int32s]:
-    """Tokens to score, and to round for."""
+    """Tokens to score, and tokens for calibration."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def read(file: Path, first: int, count: int) -> Int32s:
@@ -135,7 +137,7 @@ def round_products(
     folder: Path, ids: Int32s, num_inputs: int, grid: Grid, length: int = SEQUENCE
 ) -> dict[str, Rounded]:
     """The rounded products of all layers, by name without ".weight". They are calibrated on the
-    first `num_inputs` of `ids`, in sequences of `length`; 0: rounded to the nearest."""
+    first `num_inputs` of `ids`, in sequences of `length`; if that is 0, rounded to the nearest."""
     spec = read_spec(folder)
     inputs = torch.from_numpy(ids[:num_inputs].astype(np.int64))
     inputs = inputs[: len(inputs) // length * length].view(-1, length)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEVELS = 15  # the largest
+LEVELS = 15  # the largest level
 MIDDLE = 8
-# this part of the Gram matrix's mean diagonal is added to it, since there are few tokens. Less of
-# it fits the calibration text better and other text worse (docs/log/cpu.md)
+# this part of the mean of the Gram matrix's diagonal is added to the diagonal, since there are few
+# tokens. A smaller part fits the calibration text better and other text worse (docs/log/cpu.md)
 _DAMPING = 0.15
-# scales that are tried: levels cover this part of a group's range. More of them gain little
+# scales that are tried: levels cover this part of a group's range. More ratios gain little
 _RATIOS = tuple(0.8 + 0.4 * step / 19 for step in range(20))
 _BLOCK = 48  # columns whose effect on the rest is computed in one product
 _SWEEPS = 1
@@ -91,7 +91,7 @@ def _scales(numbers: Tensor, grid: Grid, ratios: tuple[float, ...]) -> tuple[Ten
 
 
 def _round_groups(columns: Tensor, gram: Tensor, grid: Grid) -> Rounded:
-    """Group by group, with the scales that leave least in each row."""
+    """Round group by group, with the scales that leave the least error in each row."""
     (size, out), group = columns.shape, grid.group
     loudness = gram.diagonal().view(-1, group)
     inside = loudness.argsort(dim=1, descending=True)
@@ -132,7 +132,8 @@ def _try_scales(
 
 
 def _fit_scales(columns: Tensor, gram: Tensor, rounded: Rounded) -> Tensor:
-    """Least squares over all groups of a row, the levels fixed; scales move by at most 1.6."""
+    """Least squares over all groups of a row, with fixed levels; a scale that would change by more
+    than a factor of 1.6 is kept."""
     groups, out = rounded.scales.shape
     size = len(columns) // groups
     steps = rounded.levels.view(groups, size, out) - rounded.zeros[:, None]
@@ -150,7 +151,7 @@ def _fit_scales(columns: Tensor, gram: Tensor, rounded: Rounded) -> Tensor:
 
 
 def _round_again(columns: Tensor, gram: Tensor, group: int, rounded: Rounded) -> None:
-    """Each column's best level with all others fixed, one after another, in place."""
+    """Give each column its best level with all others fixed, one after another, in place."""
     size, out = columns.shape
     levels, diagonal = rounded.levels, gram.diagonal().tolist()
     pull = gram @ (columns - rounded.weight.t())

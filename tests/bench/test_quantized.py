@@ -1,4 +1,4 @@
-"""A model that we quantize: what is written is what was rounded, and better than to the nearest."""
+"""Quantizing a model: the checkpoint has what was rounded, and it beats rounding to the nearest."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ GRIDS = [Grid(16, is_symmetric=False), Grid(16, is_symmetric=True)]
 
 
 def error(weight: torch.Tensor, rounded: Rounded, x: torch.Tensor) -> float:
-    """Of the answers, relative."""
+    """Relative error of the outputs."""
     answers = x @ weight.t()
     return float((x @ rounded.weight.t() - answers).norm() / answers.norm())
 
@@ -92,7 +92,7 @@ def test_several_texts_are_scored_and_inputs_may_come_from_another(
 def test_4_bits_cost_little_on_real_text(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other text costs 2 to 4 % (docs/log/cpu.md)."""
+    """On other text, 4 bits cost 2 to 4 % (docs/log/cpu.md)."""
     text = ["--text", str(TEXT), "--score-tokens", "2048", "--inputs", "4096"]
     assert main(["--model", str(smollm2_folder), *text, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -3,13 +3,16 @@
 `PYTHONPATH=src:. python -m tests.gpu.bench_experts [--checks-only | --sweep] [--seconds 60]
 [--methods ours,hopper,library] [--json FILE]`
 
-Prints one JSON line per number of tokens, in microseconds: both grouped products alone, by our
-kernels (`ours` and `hopper`, gate_up with its activation) and by torch._grouped_mm (`library`); the
-routing and the sum; and the whole layer, by the method of `choose` and by each method. `tflops`
-counts the products alone;
-`weights_us` is the time that reading the weights of the experts in use takes at the card's speed.
-`busiest` is the load of the busiest expert over the average. Inputs rotate so that the experts of
-small steps come from memory. --sweep times other tiles instead.
+Prints one JSON line per number of tokens, in microseconds:
+
+    products   both grouped products alone, by our kernels (`ours` and `hopper`, gate_up with its
+               activation) and by torch._grouped_mm (`library`); `tflops` counts only these
+    the rest   the routing, and the sum over experts
+    layer      the whole layer, by the method of `choose` and by each method
+
+`weights_us` is the time to read the weights of the experts in use at the card's speed. `busiest` is
+the load of the busiest expert divided by the average. Inputs rotate so that the experts of small
+steps come from memory. --sweep times other tiles instead.
 """
 
 import argparse
@@ -117,7 +120,7 @@ def a_space(shape: Shape, max_tokens: int) -> ExpertSpace:
 
 
 def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: Shape) -> Tensor:
-    """The exact output in fp32, by the experts that the kernel chose; check_routing checks the
+    """The exact output in fp32, of the experts that the kernel chose; check_routing checks the
     choice."""
     spec, routing = shape.spec, space.routing
     ids, weights = routing.ids[: len(x)], routing.weights[: len(x)]
@@ -180,7 +183,7 @@ def check_routing() -> None:
 
 
 def check_layer() -> None:
-    """Activations, rows and output are rounded to bf16, each with an error of 2^-9 in norm."""
+    """Activations, rows and output are rounded to bf16, each with a relative error of 2^-9."""
     for shape in (QWEN3, GPT_OSS, MIXTRAL, QWEN2):
         for is_skewed in (False, True):
             tensors, space = some_weights(shape, is_skewed), a_space(shape, 3000)
@@ -331,8 +334,8 @@ class Timing:
 
 
 def compare_bits(report: Report) -> None:
-    """Whether tiles give the same bits as the tiles of 64 rows that the deterministic setting
-    uses: then this setting could use them, too."""
+    """Whether tiles give the same bits as the tiles of 64 rows of the deterministic setting. If so,
+    that setting could use them too."""
     space, tensors = a_space(QWEN3, 2000), some_weights(QWEN3)
     x = some(2000, QWEN3.hidden)
 
@@ -414,7 +417,7 @@ def sweep(report: Report, deadline: float) -> None:
             name = f"tile {tile.rows}x{tile.columns}x{tile.k} w{tile.warps} s{tile.stages}"
             try:
                 report(name, tokens, **timing.parts_us(tokens, tiles, [Method.OURS]))
-            except Exception as error:  # too much shared memory, most likely
+            except Exception as error:  # probably too much shared memory
                 print(f"{name}: {type(error).__name__} {str(error)[:200]}", flush=True)
 
 

@@ -56,7 +56,7 @@ COPY_BYTES_PER_US = 4.3e6
 
 
 def some(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Gains that are complete on return: kernels read them before the previous kernel has ended."""
+    """Numbers that are complete on return: kernels read gains before the previous kernel ends."""
     generator = torch.Generator("cuda").manual_seed(seed)
     made = torch.randn(shape, generator=generator, device="cuda").to(dtype)
     torch.cuda.synchronize()
@@ -80,7 +80,7 @@ def off_by(found: Tensor, right: Tensor) -> float:
     return float((found.double() - right.double()).norm() / right.double().norm())
 
 
-# With another order of a sum, a few elements may be rounded differently: by 2^-9 in bf16.
+# If a sum has another order, a few elements are rounded differently, by 2^-9 in bf16.
 LIMITS = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 2e-6}
 SHAPES = ((1, 576), (37, 4096), (5, 2880), (300, 5120), (3, 16384))
 KINDS = ("rms", "rms, fp32 gain", "layer")
@@ -163,7 +163,7 @@ def check_logits() -> None:
 
 
 def check_rope_append() -> None:
-    """Check heads of other sizes, rotated partly or not at all; the CPU's sines differ by an
+    """Check heads of other sizes, rotated partly or not at all. The CPU's sines differ by an
     ulp."""
     cases = ((32, 32, 80, 16), (71, 1, 64, 32), (128, 8, 64, 32), (16, 8, 256, 128),
              (32, 32, 96, 48), (16, 4, 128, 0))  # fmt: skip
@@ -280,8 +280,8 @@ SETTINGS = [
 
 
 def check_sample() -> None:
-    """The sorted draw on the CPU and the search on the card round exponents differently; of 400
-    draws one may have two scores within rounding, or a token within rounding of a limit."""
+    """The CPU's sorted draw and the card's search round exponents differently. So one of 400 draws
+    may differ, where two scores, or a token and a limit, are equal within rounding."""
     for spread in (0.5, 3.0):
         settings = SETTINGS * 20
         logits = some(len(settings), VOCAB, dtype=torch.float32) * spread
@@ -507,7 +507,7 @@ TILES = [
 
 def check_tiles_agree() -> None:
     """A row has the same bits with every tile."""
-    for num_in in (HIDDEN, 2880):  # the second is no multiple of 128
+    for num_in in (HIDDEN, 2880):  # 2880 is no multiple of 128
         x, weight = some(300, num_in), some(6144, num_in, seed=1)
         right = invariant.matmul(x, weight)
         for tile in TILES:

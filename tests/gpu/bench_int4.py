@@ -43,7 +43,7 @@ TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
 GPT_OSS = ExpertsSpec(32, 4, 2880, Activation.CLAMPED_SILU, has_bias=True)
 GPT_OSS_HIDDEN = 2880
 CUDA = torch.device("cuda")
-_CACHE_BYTES = 150 << 20  # bytes that the copies of a weight exceed together
+_CACHE_BYTES = 150 << 20  # the copies of a weight together are larger than this
 _SWEPT = tuple(
     Int4Tile(*sizes)
     for sizes in (
@@ -56,7 +56,7 @@ _SWEPT = tuple(
         (128, 128, 8, 3, 1), (256, 128, 8, 3, 1), (128, 256, 8, 3, 1),
     )
 )  # fmt: skip
-# relative error: sums in fp32 of the same numbers, the output rounded once
+# relative error: both sides sum the same numbers in fp32 and round the output once
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 
 
@@ -106,8 +106,8 @@ def off_by(found: Tensor, right: Tensor) -> float:
 
 
 def check_int4() -> None:
-    """Check every tile, dtype and group size; twice, since split products must reset their
-    counters."""
+    """Check every tile, dtype and group size. Each runs twice, since split products must reset
+    their counters."""
     for num_out, num_in, group, dtype, all_tokens in (
         (1024, 4096, 128, torch.bfloat16, (1, 7, 16, 33, 100, 300)),
         (520, 2880, 32, torch.bfloat16, (5, 100)),
@@ -177,7 +177,7 @@ def check_experts() -> None:
 
 
 def check_fp8_blocks() -> None:
-    """Rounded rows have the bits of a CPU's. Products of rounded rows are compared with those in
+    """Rounded rows equal a CPU's bit for bit. Products of rounded rows are compared with those in
     fp64: rounding the output costs 0.17 %, and Hopper's sums of 128 columns in 14 bits cost 0.01 %.
     Rounding the rows costs 2.6 %, on both sides. Scales differ by 2^8 and more, so that one in the
     wrong place is seen."""

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.skipif(not EXPECTED.is_file(), reason=f"{EXPECTED} is not there"),
 ]
 
-TIE = 1e-3  # logits are about 20 and sum 600 products: another order changes them by up to 2e-4
+TIE = 1e-3  # a logit of 20 is a sum of 600 products: another order changes it by up to 2e-4
 # bf16 keeps 8 bits: 30 layers of rounding in a residual stream move a logit of 20 by some tenths
 BF16_MEAN, BF16_WORST = 0.1, 1.5
 KV_TOKENS = 131_072

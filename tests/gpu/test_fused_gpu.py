@@ -4,7 +4,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Before the kernels are imported: other tests want them under the interpreter.
+    # Skip before the kernels are imported: other tests need them in Triton's interpreter.
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from tests.gpu.bench_fused import CHECKS

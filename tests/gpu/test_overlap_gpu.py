@@ -2,9 +2,9 @@
 """Kernels that are launched while the previous one still runs read and write nothing too early;
 needs CUDA, run with `make test-gpu`.
 
-The previous kernel is the worst case: it lets the next one in at once, and does its work long
-after. An unrelated launch in between makes sure that waiting for the previous kernel also waits for
-the one before it.
+The previous kernel is the worst case: it lets the next one start at once, and does its own work
+much later. An unrelated launch in between makes sure that waiting for the previous kernel also
+waits for the one before it.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Before the kernels are imported: other tests want them under the interpreter.
+    # Skip before the kernels are imported: other tests need them in Triton's interpreter.
     pytest.skip("no CUDA device", allow_module_level=True)
 
 import triton

@@ -1,10 +1,10 @@
 """How long the host takes to launch a layer, without a card.
 
-`python -m tests.kernels.bench_launches [SHAPE] [TOKENS]`: microseconds of the host for a layer of a
-model's shape on Hopper, and of Triton for each of its launches. Nothing is computed: weights are
-zeros that are never read, products of the vendor's library return at once, and the driver's own
-part of a launch is left out (`no_launch.py`). Each number is the least of many, since other
-processes only make it larger; between processes it differs by a few per cent.
+`python -m tests.kernels.bench_launches [SHAPE] [TOKENS]`: microseconds that the host needs for a
+layer of a model's shape on Hopper, and that Triton needs for each of its launches. Nothing
+is computed: weights are zeros that are never read, products of the vendor's library return at once,
+and the driver's own part of a launch is left out (`no_launch.py`). Each number is the least of
+many, since other processes only make it larger; it differs by a few per cent between processes.
 """
 
 import os
@@ -59,7 +59,7 @@ class _Silent(NoLaunch):
 
 
 def _pretend_to_be_hopper(head_dim: int) -> None:
-    """Choose on a CPU what a card of this kind would be given."""
+    """Make a CPU choose the kernels and tiles that Hopper would use."""
     card: Any = SimpleNamespace(multi_processor_count=132)
     vars(torch.cuda)["get_device_properties"] = lambda _=None: card
     vars(torch)["mm"] = lambda x, columns, out: out

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 
 
 class Launch(NamedTuple):
-    """As a card's driver would get it."""
+    """A launch as a card's driver would get it."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -19,7 +19,7 @@ class Launch(NamedTuple):
 
 
 class _Utils:
-    """What Triton asks of a device; functions are numbers."""
+    """Answers what Triton asks a device; a function is represented by a number."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -41,7 +41,7 @@ class NoLaunch:
         self.launched: list[Launch] = []
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """Of one compiled kernel."""
+        """The launcher of one compiled kernel."""
 
         def launch(x: int, y: int, z: int, stream: int, function: int, *rest: object) -> None:
             arguments = tuple(

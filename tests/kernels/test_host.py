@@ -26,10 +26,10 @@ def test_sizes_are_those_of_triton() -> None:
     not isinstance(rows._quantize_kernel, JITFunction), reason="the interpreter compares nothing"
 )
 def test_launches_compare_no_constants_that_were_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Triton keeps them elsewhere, every launch becomes slower again."""
+    """If a new Triton keeps constants elsewhere, this fails: every launch would be slower again."""
     card = NoLaunch()
     monkeypatch.setattr(driver, "_active", card)
-    _ = rows.store_row.cache_key  # Triton 3.6 takes over what this one has found already
+    _ = rows.store_row.cache_key  # so that its callers take over its constants (Triton 3.6)
     kernel = rows._quantize_kernel
     x, values, scales = torch.zeros(2, 64), torch.zeros(2, 64), torch.zeros(2, 1)
 
@@ -40,7 +40,7 @@ def test_launches_compare_no_constants_that_were_forgotten(monkeypatch: pytest.M
 
     launch()
     key = kernel.cache_key
-    monkeypatch.setattr(rows, "FP8_MAX", tl.constexpr(1.0))  # as no program does
+    monkeypatch.setattr(rows, "FP8_MAX", tl.constexpr(1.0))  # no real program does this
     with pytest.raises(RuntimeError, match="FP8_MAX has changed"):
         launch()
     forget_constants()

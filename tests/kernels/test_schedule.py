@@ -46,7 +46,7 @@ CASES = {case.name: case for case in (*kernel_cases(), mixed_cases()[0])}
 
 
 def seeds(count: int, long: set[int]) -> list[object]:
-    """Seeds of random steps; the long ones wait for `make test-full`."""
+    """Seeds of random steps; those in `long` run only in `make test-full`."""
     return [pytest.param(n, marks=pytest.mark.slow) if n in long else n for n in range(count)]
 
 
@@ -97,7 +97,7 @@ def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
         per_piece = shape.kv_heads // heads
         units = ints[order_at:][: shares[kind][-1]]
         _check_first_units(ints, kind, table, units, pieces_at, per_piece, shape)
-        if kind == 1:  # programs claim the others
+        if kind == 1:  # the other small units are in the queue
             units = np.concatenate((units, _queued_units(ints, pieces_at, per_piece, shape)))
         assert len(np.unique(units)) == len(units)
         for unit in units.tolist():
@@ -113,7 +113,7 @@ def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
             head = unit % per_piece * heads
             pairs[head : head + heads, span] += int(np.maximum(seen, 0).sum())
             slots = entries[1, entry + np.unique(queries)]
-            assert (slots < 0).all() or (slots >= 0).all(), "a unit of whole rows and Partials"
+            assert (slots < 0).all() or (slots >= 0).all(), "a unit has both outputs and Partials"
             written += [(int(slot) + stretch, head) for slot in slots if slot >= 0]
     queries = np.diff(spans.query_starts).astype(np.int64)
     hidden = np.where(spans.is_causal, queries * (queries - 1) // 2, 0)
@@ -188,7 +188,7 @@ def test_a_small_unit_fits_its_tile(page_size: int, tiles: Tiles) -> None:
 
 
 def _loads(case: AttentionCase) -> tuple[np.ndarray, np.ndarray]:
-    """Keys x heads of the large units of each program, and those of the small ones, none queued."""
+    """The load of each program in keys x heads, by large and by small units; nothing is queued."""
     shape = shape_of(case, replace(HOPPER_SPLIT, queued_share=0.0))
     ints = plans.make_plan(case.spans(), shape).ints
     table = ints[layout.HEADER_INTS :][: shape.num_programs * layout.SHARE_INTS]
@@ -287,7 +287,7 @@ def test_large_units_are_on_as_few_multiprocessors_as_end_in_time() -> None:
 
 
 def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
-    """8,192 tokens: prompts over prefixes of three levels together with 1,600 decodes, in MB."""
+    """A step of 8,192 tokens: prompts over prefixes of three levels, and 1,600 decodes."""
     runs = [Run(tuple(range(8192)), 512), Run(tuple(range(4096)), 512)]
     runs += [Run(tuple(range(1600 * i // 4, 1600 * (i + 1) // 4)), 2000) for i in range(4)]
     runs += [Run((row,), 200) for row in range(1600)]
@@ -507,7 +507,7 @@ def test_wide_heads_have_their_own_tiles_without_hoppers_kernels(
 
 
 def test_a_way_with_room_for_the_last_units_is_one_round() -> None:
-    """Two long sequences: 270 units would be a round and a bit of 264 programs, 240 are one."""
+    """Two long sequences: 270 units on 264 programs would need a second round, 240 need one."""
     runs = Run((0,), 16828), Run((1,), 17422)
     _, small = _loads(AttentionCase("two", runs, 64, 8))
     assert small.max() < 1.25 * small.mean()

@@ -1,5 +1,6 @@
 """Weights that change in place: pages of the old weights are not read again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +19,17 @@ MIDDLE = "model.layers.2.mlp.down_proj.weight"
 Answer = list[tuple[int, float]]
 
 
-def ask(folder: Path, disk_dir: Path | None) -> tuple[Answer, Counters]:
+def ask(folder: Path, disk: Path | None) -> tuple[Answer, Counters]:
     """Tokens and their log-probabilities, from an engine that is opened and closed for it."""
     bus = EventBus()
     counters = Counters().attach(bus)
-    disk = None if disk_dir is None else str(disk_dir)
+    store = StoreConfig(host_gb=0.01, fetch=Fetch.ALWAYS)
+    if disk is not None:
+        store = replace(store, disk_dir=str(disk), disk_gb=0.1)
     config = EngineConfig(
         model=ModelConfig(model=str(folder)),
         cache=CacheConfig(kv_tokens=512),
-        store=StoreConfig(host_gb=0.01, disk_dir=disk, disk_gb=0.1, fetch=Fetch.ALWAYS),
+        store=store,
     )
     engine = build_engine(folder, config, bus)
     sampling = SamplingParams(temperature=0.0, max_tokens=4, logprobs=1, ignore_eos=True)

@@ -71,13 +71,13 @@ def test_a_step_replays_all_that_its_plan_needs(
     pieces = [call for call in order.calls if isinstance(call, tuple)]
     assert [call[2] for call in pieces] == list(range(NUM_PIECES))
     replayed = {call[:2] for call in pieces}
-    assert len(replayed) == 1, "pieces of several passes"
+    assert len(replayed) == 1, "pieces of several passes were mixed"
     found_size, found = replayed.pop()
     assert found_size == size
     assert found.large >= launches.large
     assert found.merge >= launches.merge
     if size <= MOST_TOKENS_OF_FEWER and not launches.large:
-        assert found == launches, "small steps without large units launch nothing in vain"
+        assert found == launches, "small steps launch only what they need"
 
 
 def test_each_piece_waits_for_its_first_layer(graphs: StepGraphs, order: Order) -> None:
@@ -107,7 +107,7 @@ def test_steps_have_graphs_while_they_take_longer_to_launch_than_to_compute(
 
 
 def test_products_of_large_graphs_are_tried_before() -> None:
-    """The warm-up runs the products of these sizes, and steps without graphs have no other."""
+    """The warm-up runs the products of these sizes, and steps without graphs use no other sizes."""
     assert {size for size in GRAPH_SIZES if size > FEW_TOKENS} <= set(all_sizes(GRAPH_SIZES[-1]))
 
 

@@ -19,7 +19,7 @@ Section = dict[str, object]
 
 HOPPER = "sm_90"
 FP8_SM = 89  # cards from sm_89 on multiply in fp8
-CONVERSION_BYTES = 1_000_000_000  # free disk that fetching and converting the default needs
+CONVERSION_BYTES = 1_000_000_000  # free disk space to download and convert the default model
 GPU_SHARE = 0.9  # of a card, for weights and pages, if --gpu-memory-utilization is not given
 GPU_RESERVE = 2 << 30  # about this much of it is for buffers of steps and graphs
 
@@ -48,7 +48,7 @@ def plan_use(devices: list[DeviceFacts], libraries: TorchFacts) -> Section:
         dtype, why_dtype = "the checkpoint's own", f"{device.name} has fast bf16"
     elif device.kind == "cuda":
         dtype = "the checkpoint's own"
-        why_dtype = f"{device.name} has no fast bf16; --dtype float16 for bf16 checkpoints"
+        why_dtype = f"{device.name} has no fast bf16; use --dtype float16 for bf16 checkpoints"
     else:
         dtype = "float32"
         why_dtype = (
@@ -72,7 +72,7 @@ def _attention_words(device: DeviceFacts, libraries: TorchFacts) -> str:
     if device.kind == "cpu":
         return f"spans through torch's CPU flash attention, {merged}"
     if not libraries.can_compile_triton:
-        return "none: the kernels need Triton, which is not installed; use --device cpu without it"
+        return "none: kernels need Triton, which is not installed; install it or use --device cpu"
     if HOPPER in device.features:
         return f"spans in Gluon kernels for Hopper, one for small and one for large units, {merged}"
     return f"spans in one Triton kernel, {merged}"
@@ -125,8 +125,8 @@ def main(argv: list[str]) -> int:
 
 
 def describe_model(name: str, device: DeviceFacts) -> Section:
-    """Sizes from a model's config.json, and what fits on such devices; raises UnsupportedModel for
-    a model that cannot be run."""
+    """Sizes from a model's config.json, and what fits on devices like this one; raises
+    UnsupportedModel for a model that cannot be run."""
     dtype, keeps = DType.AUTO, ON_CPU
     if device.kind == "cuda":
         has_fp8 = any(int(feature.removeprefix("sm_")) >= FP8_SM for feature in device.features)
@@ -141,8 +141,8 @@ def describe_model(name: str, device: DeviceFacts) -> Section:
 
 
 def fitting_tokens(size: RankSize, device: DeviceFacts) -> int | None:
-    """About how many tokens of KV fit on a card with a rank's weights; None: on a CPU, whose memory
-    all ranks share."""
+    """About how many tokens of KV fit on a card beside a rank's weights; None on a CPU, where all
+    ranks share the memory."""
     if device.kind == "cpu":
         return None
     room = int(device.memory_bytes * GPU_SHARE) - GPU_RESERVE - size.weight_bytes
@@ -173,7 +173,7 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
 
 
 def _rank_words(row: Section) -> str:
-    """A number of ranks that divides the model (--tensor-parallel)."""
+    """Describe what one number of ranks (--tensor-parallel) needs."""
     weights, kv, tokens = row["weight_bytes"], row["kv_bytes_per_token"], row["kv_tokens"]
     stored = row["stored_bytes"]
     assert isinstance(weights, int)

@@ -1,4 +1,4 @@
-"""What `mainstem calibrate` measured: files in the cache folder, each a record for every name.
+"""What `mainstem calibrate` measured: files in the cache folder, with a record per name.
 
 cards.json    {"NVIDIA L40S": {"name": "NVIDIA L40S", "bytes_per_s": 7.7e11, ...}}
 paces.json    {"NVIDIA L40S, head_dim 128": {"large_q": 64, ..., "pace": {"large_us": 11.2, ...}}}
@@ -15,7 +15,7 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.files import replacing
 
 T = TypeVar("T")  # a dataclass
-Values = Mapping[str, Any]  # as read from JSON: numbers, words, and such mappings
+Values = Mapping[str, Any]  # as read from JSON: numbers, strings and nested mappings
 
 
 class Calibrated(Generic[T]):
@@ -52,8 +52,8 @@ class Calibrated(Generic[T]):
 
 
 def complete(kind: type[T], values: Values) -> T:
-    """A record with all its fields. One of another version, which lacks a field, is refused: no
-    default would fit it.
+    """A record with all its fields. A record of another version that lacks a field is refused,
+    since no default would be right.
     """
     missing = {field.name for field in fields(kind)} - values.keys()  # type: ignore[arg-type]
     if missing:

@@ -34,8 +34,8 @@ from mainstem.core.settings import (
 )
 from mainstem.core.spelling import did_you_mean
 
-# A process that runs an engine releases Python's lock this often for threads that read pages; at
-# Python's own 5 ms a disk reaches a third of its rate.
+# A process that runs an engine releases Python's lock this often for threads that read pages. With
+# Python's default, 5 ms, a disk reaches a third of its rate.
 SWITCH_S = 0.0005
 
 
@@ -469,8 +469,8 @@ class EngineConfig:
     def check(self) -> None:
         """Raise ConfigError if a setting would be ignored because of another.
 
-        For complete configs, before the model is loaded: while a file and flags are being joined,
-        one of them may still bring what the other needs.
+        Call it for complete configs, before the model is loaded. While a file and flags are being
+        joined, one of them may still bring what the other needs.
         """
         store = self.store
         tiers = "host_gb, disk_dir or remote"
@@ -503,7 +503,7 @@ class EngineConfig:
                 )
 
     def sharing(self, share: Share) -> "EngineConfig":
-        """A copy with this `share`, without the settings that then have no effect: for runs that
+        """A copy with this `share`, without settings that have no effect then. Used by runs that
         compare ways of sharing."""
         sched = replace(self.sched, share=share)
         if share is not Share.READS:

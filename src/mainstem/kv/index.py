@@ -27,7 +27,7 @@ AWAITED = 1 << 61  # above the worth of every page that no request waits for: 5 
 class _LookedUp(NamedTuple):
     """The pages of an awaited chain at the last eviction."""
 
-    keys: Sequence[PageKey]  # kept, so that no other chain gets their id
+    keys: Sequence[PageKey]  # kept alive, so that no other list of keys gets the same id()
     pages: Int32s
     filed_as: NDArray[np.int64]
 
@@ -57,7 +57,7 @@ class PrefixIndex:
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
-        # the page before each page. Where a chain begins or branches, the parent key is another one
+        # the page before each page. Where a chain begins or branches, its key is not the parent key
         self._previous_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
@@ -68,10 +68,10 @@ class PrefixIndex:
         self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and never will be
         self._pins: dict[int, int] = {}  # how often a page is pinned; few pages are
         self._clock = 0
-        # a new number for each page that gets a name
+        # a new serial number for each page that gets a name
         self._filed_as = np.full(pool.num_pages, NOT_FILED, np.int64)
         self._num_filed = 0
-        self._looked_up: dict[int, _LookedUp] = {}  # by the id of its keys
+        self._looked_up: dict[int, _LookedUp] = {}  # by the id() of its keys
         self.logprobs = PageLogprobs(pool.num_pages, page_size)
 
     def __len__(self) -> int:
@@ -271,7 +271,7 @@ class PrefixIndex:
         self._is_ready[changed] = True
         keys = [key for page in changed.tolist() if (key := self._key_of[page]) is not None]
         if keys and self._bus.has_listeners(PagesStored):
-            full = changed[~self._is_tail[changed]]  # subscribers of events cannot use tails
+            full = changed[~self._is_tail[changed]]  # events name full pages only
             names = [key for page in full.tolist() if (key := self._key_of[page]) is not None]
             if names:
                 self._bus.publish(
@@ -301,7 +301,7 @@ class PrefixIndex:
     def evict(self, count: int, awaited: Sequence[Sequence[PageKey]] = ()) -> int:
         """Free up to `count` idle pages, the smallest rank first; returns how many.
 
-        On a tie the deepest page goes first. Look-ahead and LRU touch a chain as a whole, so they
+        The deepest page goes first on a tie. Look-ahead and LRU touch a chain as a whole, so they
         never evict a prefix before the pages after it; FIFO may do so. `awaited` are the chains
         that requests wait for, soonest first: their pages are evicted after all others, beginning
         with the last chain. Pinned pages are evicted last of all.
@@ -318,8 +318,8 @@ class PrefixIndex:
         """The `count` pages of `idle` to evict; `idle` has more."""
         worth = self._rank * MAX_DEPTH - self._depth
         looked_up = self._looked_up
-        self._looked_up = {}  # chains that are not awaited any more are forgotten
-        for place, keys in enumerate(reversed(awaited)):  # the soonest chain counts
+        self._looked_up = {}  # chains that no request waits for any more are forgotten
+        for place, keys in enumerate(reversed(awaited)):  # the soonest chain decides
             pages = self._pages_of(keys, looked_up.get(id(keys)))
             worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
         worth[list(self._pins)] += PINNED
@@ -327,8 +327,8 @@ class PrefixIndex:
 
     def _pages_of(self, keys: Sequence[PageKey], before: "_LookedUp | None") -> Int32s:
         """The pages of the longest indexed prefix, as `match` finds them. Pages that were found
-        `before` and are still indexed are not looked up again: requests wait for as many pages as
-        the device has, and a lookup costs more than the eviction of a page."""
+        `before` and are still indexed are not looked up again: requests may wait for as many pages
+        as the device has, and looking a page up costs more than evicting one."""
         pages = np.empty(0, np.int32)
         if before is not None:
             is_gone = self._filed_as[before.pages] != before.filed_as

@@ -3,7 +3,7 @@ move the bytes.
 
     saved --admit--> tier 0 --write--> tier 1 --write--> tier 2 ... --drop--> gone
                       |  ^--load--------'|
-                      |  ^--keep---------|   load: ahead of a request; keep: read for one and used
+                      |  ^--keep---------|   load: before a request; keep: after one has read it
                       `--release         `--forget     a page may be in several tiers
 
 Tiers are numbered, the fastest first; tier 0 is host memory, and all pages pass through it. The
@@ -12,7 +12,7 @@ needs neither bytes nor a clock. Every decision is returned as `Moves` and alrea
 recorded here. If a move fails, the caller reports the page with `drop`.
 
 A `Ranking` (kv/ranking.py) orders evictions, the same in all tiers. If the ranking sees the queue,
-pages that requests wait for are evicted after all others, those of the queue's tail first.
+pages that requests wait for are evicted after all others; those of the last requests go first.
 
 Pages of one chain leave from its tail, because a prefix without its tail is still useful. A page
 that is worth less than every page of a tier goes to the next tier, or is refused.
@@ -33,10 +33,10 @@ K = TypeVar("K", bound=Hashable)
 HOST = 0  # the number of the fastest tier
 NOWHERE = 1 << 10  # the tier of a page that is in none
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
-WAITED_FOR = 1 << 100  # worth of a queued page is this less its `when`: above every rank
+WAITED_FOR = 1 << 100  # a queued page is worth this minus its `when`: above every rank
 UNWAITED = 1 << 90  # above every rank, below pages that requests wait for
-RETURNS_KNOWN = 0.25  # returning pages that fill this share of the host replace the mean
-SPARE_ITEMS = 4096  # fewer outdated heap items are not cleaned up
+RETURNS_KNOWN = 0.25  # this many returning pages at once, as a share of the host, replace the mean
+SPARE_ITEMS = 4096  # heaps with fewer outdated items are not rebuilt
 
 
 @dataclass(slots=True)
@@ -51,14 +51,14 @@ class Moves(Generic[K]):
     write: list[K] = field(default_factory=list)  # write to a lower tier, then free the old place
     free: list[K] = field(default_factory=list)  # free in one tier; another one has it
     drop: list[K] = field(default_factory=list)  # evicted from every tier, or refused on arrival
-    # copies freed in this call, whose bytes still exist
+    # copies freed in this call; their bytes are still there
     forgotten: set[tuple[int, K]] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.load or self.write or self.free or self.drop)
 
     def settled(self) -> "Moves[K]":
-        """The same moves, reduced to one per page: to its final place."""
+        """The same moves, with only one per page: the one to its final place."""
         if self.free or self.drop or len(set(self.write)) < len(self.write):
             gone = set(self.drop)
             written = dict.fromkeys(key for key in self.write if key not in gone)
@@ -116,10 +116,10 @@ class _Entry:
 class TierPolicy(Generic[K]):
     """Decides which tiers hold each stored page, and when it is evicted.
 
-    Call order per request: `expect` when it is queued; `dismiss` when it is served, and only then
-    `admit` with all its pages, used and new ones (or `finish`, which is both): while a request
-    waits, its pages are worth more than all others. `make_headroom` and `choose_prefetch` at any
-    time. All cost O(log n) a page; nothing scans a tier.
+    Call order per request: `expect` when it is queued; `dismiss` when it is served; then `admit`
+    with all its pages, used and new ones (`finish` does both). `admit` comes last, since pages of a
+    waiting request are worth more than all others. `make_headroom` and `choose_prefetch` may be
+    called at any time. All calls cost O(log n) a page; nothing scans a tier.
 
     Invariant: a tier never holds more pages than its size, every entry is in a tier, and every page
     has an item of its present worth in the heap of the fastest tier that has it. In slower tiers it
@@ -144,7 +144,7 @@ class TierPolicy(Generic[K]):
         self._window: QueueWindow[K] = QueueWindow(config.host_pages - config.headroom_pages)
         self._next_use = self._window.next_use
         self._soon = 0.0  # recent share of pages that returned soon
-        self._wanted: list[tuple[int, K]] = []  # heap of (when, key): near, and not in host
+        self._wanted: list[tuple[int, K]] = []  # heap of (when, key): soon needed, not in host
 
     # -- what is where -------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class TierPolicy(Generic[K]):
     # -- pages come ----------------------------------------------------------------------------
 
     def note_use(self, keys: Sequence[K], now: float) -> None:
-        """A request uses `keys`, a chain from its head; those that are not stored are skipped."""
+        """A request uses `keys`, the beginning of a chain; pages not stored are skipped."""
         for key in reversed(keys):
             entry = self._entries.get(key)
             if entry is not None:
@@ -257,11 +257,11 @@ class TierPolicy(Generic[K]):
     def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
         """A request has loaded these stored pages: may those from lower tiers stay in the host?
 
-        If most conversations return soon, yes: they evict the least recently used. Otherwise they
-        evict only pages whose last use is older than their own previous use. A conversation that
-        returns later than all those in the host would be evicted again before its next turn. So if
-        more conversations return in turn than the host holds, some are found there instead of none
-        (as in LIRS, the distance between two uses decides). LRU and FIFO admit all pages.
+        If most conversations return soon, yes: they evict the least recently used. Otherwise a
+        page evicts only pages whose last use is older than its own previous use (as in LIRS, the
+        distance between two uses decides). If more conversations return in turn than the host
+        holds, LRU would evict each one before its next turn; this rule keeps some of them. The LRU
+        and FIFO policies admit all pages.
         """
         entries = [(key, entry) for key in keys if (entry := self._entries.get(key)) is not None]
         self._note_returns([entry for _, entry in entries])
@@ -271,7 +271,7 @@ class TierPolicy(Generic[K]):
         for key, entry in entries:
             if not entry.top or self._entries.get(key) is not entry:
                 continue
-            entry.is_exempt = True  # making room for a page must not evict the page itself
+            entry.is_exempt = True  # so that making room for the page does not evict the page
             is_welcome = self._make_room(HOST, entry.rank, moves, self._headroom_pages)
             entry.is_exempt = False
             if is_welcome:
@@ -290,14 +290,14 @@ class TierPolicy(Generic[K]):
 
     @property
     def _is_lively(self) -> bool:
-        """Whether LRU would find more pages in the host than leaving the host unchanged. The latter
-        finds the host's share of all stored pages."""
+        """Whether LRU would find more pages in the host than a host that never changes. The latter
+        would find the share of stored pages that fits into it."""
         return self._soon * len(self._entries) > self.config.host_pages
 
     def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
         """`dismiss` and `admit` for a request that was served; its pages are filed only once."""
         waited_for = self._window.leave(ticket)
-        if keys[: len(waited_for)] == waited_for:  # `admit` files the unwaited pages
+        if keys[: len(waited_for)] == waited_for:  # `admit` files these pages anyway
             waited_for = [key for key in waited_for if key in self._next_use]
         self._file_all(waited_for)
         return self.admit(keys, now)
@@ -339,10 +339,10 @@ class TierPolicy(Generic[K]):
         return moves.settled()
 
     def choose_prefetch(self, *limits: int) -> Moves[K]:
-        """Bring pages of near requests from lower tiers to host, soonest first; `limits` is the
-        maximum for each tier, from tier 1 on.
+        """Load pages of the next requests from lower tiers into the host, soonest first. `limits`
+        is the maximum number of pages for each tier, from tier 1 on.
 
-        Host pages that are wanted later are evicted for them; the headroom stays free.
+        Host pages that are needed later are evicted for them; the headroom stays free.
         """
         moves: Moves[K] = Moves()
         entries, wanted, left = self._entries, self._wanted, [0, *limits]
@@ -350,7 +350,7 @@ class TierPolicy(Generic[K]):
             entry = entries.get(key)
             if entry is not None and entry.top and self._window.is_near(key):
                 self._want(key)
-        put_off: list[tuple[int, K]] = []  # in tiers whose limit is reached
+        put_off: list[tuple[int, K]] = []  # pages in tiers whose limit is reached
         sources: list[tuple[int, K]] = []
         while wanted and any(left):
             when, key = wanted[0]
@@ -370,7 +370,7 @@ class TierPolicy(Generic[K]):
                 break
             heappop(wanted)
             self._enter(HOST, key, entry)
-            del self._copies[source][key]  # it is about to be read: not to be evicted yet
+            del self._copies[source][key]  # it is about to be read, so it must not be evicted yet
             sources.append((source, key))
             left[source] -= 1
             moves.load.append(key)
@@ -383,7 +383,7 @@ class TierPolicy(Generic[K]):
     # -- pages go ------------------------------------------------------------------------------
 
     def choose_victims(self, tier: int, count: int) -> Moves[K]:
-        """Free up to `count` pages of `tier`, least worth first."""
+        """Free up to `count` pages of `tier`, those of least worth first."""
         moves: Moves[K] = Moves()
         for _ in range(count):
             if self._copies[tier]:
@@ -393,7 +393,7 @@ class TierPolicy(Generic[K]):
         return moves.settled()
 
     def free_unwaited(self, count: int) -> Moves[K]:
-        """Free up to `count` host pages that no queued request waits for, least worth first."""
+        """Free up to `count` host pages that no queued request waits for, the least worth first."""
         moves: Moves[K] = Moves()
         for _ in range(count):
             if not self._push_out(HOST, UNWAITED, moves):
@@ -401,7 +401,7 @@ class TierPolicy(Generic[K]):
         return moves.settled()
 
     def make_headroom(self) -> Moves[K]:
-        """Free host pages until the headroom is there."""
+        """Free host pages until the headroom is free."""
         short = self._counts[HOST] + self._headroom_pages - self._pages[HOST]
         return self.choose_victims(HOST, max(0, short))
 
@@ -428,7 +428,7 @@ class TierPolicy(Generic[K]):
             if key in self._entries:
                 self._remove(key)
         if not self._entries:
-            self._soon = 0.0  # the store is empty: no page can return soon
+            self._soon = 0.0  # the store is empty, so no page can return soon
 
     def drop_from(self, tier: int, keys: Iterable[K]) -> None:
         """Remove pages from one tier; copies in other tiers stay."""

@@ -19,8 +19,8 @@ class Ranking(Protocol):
 
     @property
     def sees_queue(self) -> bool:
-        """Whether pages that queued requests wait for go after all others, the queue's tail
-        first."""
+        """Whether pages that queued requests wait for leave after all others. Among them, those of
+        the last requests leave first."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Lru:
     has_headroom = True
 
     def used(self, rank: R, clock: int) -> R:
-        return clock  # type: ignore[return-value]  # one for all of an array
+        return clock  # type: ignore[return-value]  # one number serves for a whole array
 
 
 class Fifo:
@@ -54,8 +54,8 @@ class Fifo:
 
 
 class Lookahead(Lru):
-    """Pages that no request waits for go first, least recently used first; then those that the
-    queue's tail waits for (AttentionStore 3.3)."""
+    """Pages that no request waits for leave first, the least recently used first; then pages of
+    queued requests, beginning with the last request (AttentionStore 3.3)."""
 
     sees_queue = True
 

@@ -27,7 +27,7 @@ class Card:
     bytes_per_s: float  # reading device memory
     flops_per_s: float  # sustained, in the model's dtype
     launch_s: float  # an empty launch, from begin to end
-    unit_s: float  # fixed cost of a unit of attention: one KV head of a row tile
+    unit_s: float  # fixed cost of an attention unit (a tile of rows, one KV head)
     parallel_units: int  # units that run in parallel
     tile_rows: int  # query heads x members that one unit takes
     merge_s: float  # added cost of a step in which a token has Partials
@@ -35,9 +35,8 @@ class Card:
 
 H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264, 64, 5e-6)
 GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 10e-6, 1, 1 << 30, 0.0)
-# Cards that were not calibrated here: bytes/s and dense 16-bit FLOP/s from the datasheet, and
-# number of SMs. Long copies reach about 9/10 of these bytes/s, long products about 2/3 of these
-# FLOP/s.
+# Cards that nobody calibrated: bytes/s and dense 16-bit FLOP/s from the datasheet, and the number
+# of SMs. Long copies reach about 9/10 of these bytes/s, long products about 2/3 of these FLOP/s.
 DATASHEETS = {
     "H200": (4.8e12, 989e12, 132),
     "H100": (3.35e12, 989e12, 132),
@@ -153,10 +152,10 @@ def span_flops(spans: Spans, *, heads: int, head_dim: int) -> float:
 def relay_speedup(system_tokens: float, context_tokens: float, batch: float) -> float:
     """RelayAttention Eq. 10: the speedup of decoding if the system prompt is read once.
 
-    Counts memory accesses per head in units of one key and value vector (K and V count as one, KV
-    heads are not shared). A plain kernel reads s + c and moves query and answer (2). Relay reads s
-    once for the batch (s / b) and c, and moves 7: query and answer twice, and two inputs and one
-    output of the fusion.
+    Counts memory accesses per head in units of one key and value vector (K and V count as one, each
+    head has its own KV). A plain kernel reads s + c and moves 2 more: query and answer. Relay reads
+    s once for the batch (s / b) and c, and moves 7 more: query and answer twice, and two inputs and
+    one output of the fusion.
     """
     plain = system_tokens + context_tokens + 2
     relay = system_tokens / batch + context_tokens + 7
@@ -173,7 +172,7 @@ class ModelSize:
     bytes_per_param: float = 2.0
     elementwise_bytes_per_token: float = 5.6e6  # norms, rope, activations: read and written
     pair_flops: float = 0.0  # of one query token with one key token, over all layers
-    # weights in experts that a token does not use; a step still reads them all
+    # weights of experts that a token does not use; a step reads them all the same
     num_idle_params: float = 0.0
 
 

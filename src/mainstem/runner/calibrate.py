@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NUM_TIMED = 15
 PAGE_SIZE = 16
-UNIT_KEYS = 64  # keys of the short spans whose number is varied
+UNIT_KEYS = 64  # keys of a span in steps with many short spans
 GPU_HEADS = Heads(heads=32, kv_heads=8, head_dim=128)
 CPU_HEADS = Heads(heads=9, kv_heads=3, head_dim=64, element_bytes=4)
 Seconds = Callable[[Callable[[], object]], float]
@@ -32,7 +32,7 @@ Seconds = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A device, with the way to time a call on it, and the size that a call must have."""
+    """A device, how to time a call on it, and how large calls must be."""
 
     device: torch.device
     name: str
@@ -84,8 +84,8 @@ def measure(probe: Probe) -> Card:
 
 
 def measure_tiles(probe: Probe) -> Iterator[tuple[str, Tiles]]:
-    """The tiles of each head_dim with the costs that the attention planner uses, fitted to times of
-    steps, and the name under which they are saved; none on a CPU, whose planner needs no costs.
+    """For each head_dim: the name under which its tiles are saved, and the tiles with the costs
+    that the attention planner uses, fitted to times of steps. None on a CPU, which needs no costs.
     """
     if probe.device.type == "cpu":
         return
@@ -132,7 +132,7 @@ def _groups(probe: Probe, count: int) -> Spans:
 
 
 def _spans_of(token_rows: Sequence[range], key_tokens: int = UNIT_KEYS) -> Spans:
-    """One span for each run of tokens, each over `key_tokens` other keys."""
+    """One span for each run of tokens, each over its own `key_tokens` keys."""
     num_spans, num_pages = len(token_rows), -(-key_tokens // PAGE_SIZE)
     sizes = [len(rows) for rows in token_rows]
     return Spans(

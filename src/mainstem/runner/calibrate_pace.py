@@ -5,8 +5,9 @@ Each step has equal units of one kind, uncut, so that its time is linear in the 
     time = launch + rounds * (unit_us + key_us * keys)
 
 Units over 1,024 to 8,192 keys on a few programs give key_us, since nothing else uses the memory.
-One to eight rounds of units on all programs, over the same few keys, give unit_us. Such steps do
-not show `yields`, `late_us`, `beside`, `least_speed` and `apart`, which keep their built-in values.
+One to eight rounds of units on all programs, over the same few keys, give unit_us. `yields`,
+`late_us`, `beside`, `least_speed` and `apart` do not affect such steps; they keep their built-in
+values.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ ROUNDS = (1, 2, 3, 4, 6, 8)
 READ_ROUNDS, READ_KEYS = 2, 1024  # rounds and keys of the step that reads at full bandwidth
 MERGED_TOKENS, MERGED_KEYS = 2048, 16
 LEAST_US = 1e-5  # lower limit, since noise could give a time below zero
-StepUs = Callable[[Spans], float]  # runs the step with no span cut; microseconds
+StepUs = Callable[[Spans], float]  # runs a step without cutting spans; returns microseconds
 
 
 class _Line(NamedTuple):
@@ -56,7 +57,7 @@ def fit_pace(step_us: StepUs, shape: Shape) -> Pace:
 
 
 def _fit_line(step_us: StepUs, kind: Kind, tokens: int) -> _Line:
-    """Least squares, of relative errors. Units have the rows of `tokens`."""
+    """Fit by least squares of relative errors. Each unit has the rows of `tokens` tokens."""
     steps = [(1, keys) for keys in LONG_KEYS]
     steps += [(max(rounds * kind.slots // kind.units, 1), kind.stretch) for rounds in ROUNDS]
     rows, times = [], []

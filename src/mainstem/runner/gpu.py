@@ -39,7 +39,7 @@ from mainstem.runner.weighing import WeighingAttention
 
 _LOGIT_ROWS = 1024  # rows of logits held at once by greedy steps
 _PROMPT_LOGPROB_ROWS = 64  # likewise for prompt logprobs, which need fp32
-_NUM_RESULTS = 3  # host buffers for sampled ids, used in turn: more than there are steps in flight
+_NUM_RESULTS = 3  # host buffers for sampled ids, used in turn; must exceed the steps in flight
 
 
 class GpuStep:
@@ -91,7 +91,7 @@ class GpuRunner:
         ]
         self._num_launched = 0
         self._graphs: StepGraphs | None = None
-        self._before_last: dict[int, Rows] = {}  # by size: where large graphs end
+        self._before_last: dict[int, Rows] = {}  # by size: output of large graphs
         self._loads: Loads | None = None
         self.sampler = Sampler(device)
 
@@ -109,7 +109,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warm_up(self, graph_sizes: tuple[int, ...]) -> None:
-        """Compile every kernel, touch the largest step's memory, capture the graphs."""
+        """Compile every kernel, allocate what the largest step needs, and capture the graphs."""
         if not self._is_cuda:
             return
         self._inputs.clear()
@@ -117,7 +117,7 @@ class GpuRunner:
         max_tokens = len(self._results[0])
         size = (len(self._logits), decoder.spec.hidden_size)
         hidden_rows = torch.zeros(size, dtype=decoder.dtype, device=self._device)
-        for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels specialise on 1 and 16
+        for tokens in {max_tokens, min(17, max_tokens), 1}:  # kernels specialise on 1 and 16*n
             inputs = self._inputs.views(tokens)
             attention.plan(_one_key_each(tokens), np.zeros(tokens, np.int32))
             for launches in attention.kinds_of_steps:
@@ -227,7 +227,7 @@ class GpuRunner:
             copy_slots(self._pages.all.flatten(0, 1), *inputs.copies)
         self._graphs.replay(size, launches, gate)
         if size > FEW_TOKENS:
-            self._attention.bind(replace(inputs, copies=None), launches)  # all layers were copied
+            self._attention.bind(replace(inputs, copies=None), launches)  # these are already copied
             normed, last = self._before_last[size], decoder.spec.num_layers - 1
             rows = inputs.hidden_rows
             return decoder.finish(normed, last, size, rows, self._attention, gate), []
@@ -235,8 +235,8 @@ class GpuRunner:
         return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows], []
 
     def _pieces(self, size: int, launches: Launches) -> list[Callable[[], None]]:
-        """What graphs of `size` tokens hold: everything from the ids to the last norm. Large ones
-        hold no last layer: it would compute all rows, of which most are not needed."""
+        """What graphs of `size` tokens hold: everything from the ids to the last norm. Large
+        graphs leave out the last layer: it would compute all rows there, and few are needed."""
         inputs, decoder = self._inputs.views(size), self._decoder
         end = decoder.spec.num_layers - (size > FEW_TOKENS)
         normed: list[Rows] = []  # passed from piece to piece, at a fixed address
@@ -280,8 +280,8 @@ class GpuRunner:
         wanted = np.flatnonzero(step.sampling.wants_logprobs)
         raw = None
         if len(wanted):
-            # copy the logits first: the sampler edits them in place, and logprobs are those before
-            # edits
+            # copy the logits first: the sampler edits them in place, and logprobs are of the
+            # unedited ones
             rows = self._uploads.send(wanted)
             raw = wide[rows]
         ids = self.sampler.sample(wide, step)

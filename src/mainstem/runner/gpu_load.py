@@ -1,4 +1,4 @@
-"""Weights -> a GpuRunner. Everything a step needs is allocated here; pages take the rest."""
+"""Weights -> a GpuRunner. Everything a step needs is allocated here; pages get the memory left."""
 
 import torch
 
@@ -23,8 +23,8 @@ DETERMINISTIC_KEYS = 512  # a span is cut at multiples of this many keys, in eve
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
 _RESERVE = 1 << 30  # graphs, library workspaces
 _SAMPLING_ROWS = 1024  # rows whose logits may be held in fp32, with copies
-# Each level costs one Partial per token, 8 or 16 KB with 32 heads of 128. There is room for all
-# levels of decodes, and for fewer levels of a step full of prompts, which gain less by sharing.
+# Each level of shared reads costs one Partial per token, 8 or 16 KB with 32 heads of 128. There is
+# room for all levels of decodes, but not of a step full of prompts, which gains less by sharing.
 _MAX_SPAN_LEVELS = 8
 _PROMPT_LEVELS = 4
 _DEEP_TOKENS = 2048
@@ -34,9 +34,9 @@ _SPAN_PAGES = 1 << 22  # page ids over all spans of a step
 def load_gpu_runner(
     origin: Origin, config: EngineConfig, device: torch.device, ranks: Collectives = ALONE
 ) -> tuple[GpuRunner, RunnerFacts]:
-    """Load weights and allocate pages; without `cache.kv_tokens` weights and pages together take
-    `cache.memory_share` of the card (0.9). All ranks have as many pages as the rank with the least
-    memory.
+    """Load weights and allocate pages. Without `cache.kv_tokens`, weights and pages together take
+    `cache.memory_share` of the card (default 0.9). All ranks have as many pages as the rank with
+    the least memory.
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
@@ -69,7 +69,7 @@ def load_gpu_runner(
     pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
     runner = GpuRunner(decoder, pages, attention, max_tokens, device)
-    # Of collectives in graphs nobody has measured the memory, so ranks capture few sizes.
+    # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
     facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)

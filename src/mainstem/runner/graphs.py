@@ -1,7 +1,8 @@
 """CUDA graphs of steps, several per padded size, in pieces of a few layers.
 
-A step with loads in progress waits between the pieces, as it would between the layers. Small steps
-also have graphs that leave out attention launches which decodes often do not need.
+A step that needs pages still being loaded waits for them between the pieces; without a graph it
+would wait between the layers. Small steps also have graphs without the attention launches that
+decodes often do not need.
 """
 
 from bisect import bisect_left
@@ -21,8 +22,9 @@ GRAPH_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 2049, 64), *range(2176, 4097, 128)
 )  # fmt: skip
 FEW_TOKENS = 1024  # every model has graphs up to this size
-# What a layer takes the host of an H200 to launch (32 dense layers 12.5 ms; 48 with experts 52 ms
-# before launches became a quarter cheaper), and the card's products (600 TFLOP/s).
+# The time that the host of an H200 needs to launch a layer (measured: 12.5 ms for 32 dense layers;
+# 52 ms for 48 with experts, before launches became a quarter cheaper), and the speed of the card's
+# products (600 TFLOP/s).
 _DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.4e-3, 0.8e-3
 _WEIGHTS_PER_S = 3e14  # times tokens
 # Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.
@@ -30,8 +32,8 @@ MOST_TOKENS_OF_FEWER = 256
 
 
 def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
-    """The sizes to capture, up to `max_tokens`: steps that take longer to launch than to compute.
-    A larger step keeps the device busy while the host launches.
+    """The sizes to capture, up to `max_tokens`: those of steps that take longer to launch than to
+    compute. A larger step keeps the device busy while the host launches.
 
     Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 1,920, Qwen3-30B-A3B: 4,096.
     """
@@ -43,7 +45,7 @@ def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
 
 
 class StepGraphs:
-    """Captures passes per size at the start; a step replays the smallest that holds it.
+    """Captures passes of each size at the start; a step replays the smallest that is large enough.
 
     A pass must read from fixed buffers: a graph remembers addresses.
     """
@@ -66,7 +68,7 @@ class StepGraphs:
                 self._graphs[size, launches] = self._capture(pieces_of(size, launches))
 
     def _capture(self, pieces: Sequence[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
-        # compiles kernels and chooses algorithms, which is not allowed during a capture
+        # the first run compiles kernels and chooses algorithms; a capture must not do so
         for piece in pieces:
             piece()
         torch.cuda.synchronize()
@@ -92,8 +94,8 @@ class StepGraphs:
         return self._sizes[bisect_left(self._sizes, step.num_tokens)]
 
     def replay(self, size: int, launches: Launches, gate: Gate) -> None:
-        """Queue the pass with at least these launches; each piece waits at the gate for its first
-        layer.
+        """Queue a pass that has at least these launches. Before each piece, the gate waits until
+        the first layer of the piece may run.
         """
         graphs = self._graphs.get((size, launches)) or self._graphs[size, self._all]
         for index, graph in enumerate(graphs):
@@ -102,5 +104,5 @@ class StepGraphs:
 
 
 def _reads_its_own(step: Step) -> bool:
-    """Whether a copy reads a slot that this step writes, or that is loaded while it runs."""
+    """Whether a copy reads a slot that this step writes, or that is loaded while the step runs."""
     return bool(len(step.load_ids)) or bool(np.isin(step.copy_from, step.write_slots).any())

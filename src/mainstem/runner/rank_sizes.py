@@ -1,5 +1,5 @@
-"""Computes what each rank of a tensor-parallel model holds from its config.json only, without
-weights and torch."""
+"""Computes what each rank of a tensor-parallel model holds. Reads only config.json: needs neither
+weights nor torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ class RankSize:
     """Sizes of the largest rank, without norms, biases and zero points, which are small."""
 
     num_ranks: int
-    weight_bytes: int  # in memory
+    weight_bytes: int  # in the rank's memory
     kv_bytes_per_token: int
     stored_bytes: int  # of the same weights in the checkpoint
     unpacked: tuple[str, ...] = ()  # quantized weights that are dequantized when they are loaded
@@ -37,7 +37,7 @@ class Keeps:
         return packing.kind in self.products and (not is_fp8 or packing.group in (None, FP8_BLOCK))
 
 
-FP8_BLOCK = 128  # the only size of blocks that GPUs have products for
+FP8_BLOCK = 128  # the only block size for which there are GPU kernels
 _FOUR_BITS = frozenset({PackedKind.INT4, PackedKind.MXFP4})
 ON_CPU = Keeps(products=frozenset(), experts=frozenset(PackedKind))
 ON_GPU = Keeps(products=_FOUR_BITS, experts=_FOUR_BITS)
@@ -47,8 +47,8 @@ ON_GPU_WITH_FP8 = Keeps(products=_FOUR_BITS | {PackedKind.FP8}, experts=_FOUR_BI
 def rank_sizes(
     folder: Path, dtype: DType = DType.AUTO, keeps: Keeps = ON_GPU_WITH_FP8
 ) -> tuple[RankSize, ...]:
-    """The sizes for each number of ranks that divides the model, starting with one; in the
-    checkpoint's dtype, or in the given one. Raises UnsupportedModel for a model that the engine
+    """The sizes for each number of ranks that divides the model, starting with one. Weights have
+    the checkpoint's dtype, or the given one. Raises UnsupportedModel for a model that the engine
     cannot run.
     """
     spec = read_spec(folder)
@@ -75,7 +75,7 @@ class _Products:
 
     spec: ModelSpec
     of_experts: Packing | None
-    of_others: Packing | None  # of a layer; embedding and head count as plain
+    of_others: Packing | None  # a layer's other products; embedding and head count as unpacked
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "_Products":

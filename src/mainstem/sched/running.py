@@ -31,11 +31,11 @@ class RunningSet:
         self.page_size = store.page_size
         self.table = SeqTable(vocab_size)
         self.tree = SharingTree()
-        self.slots: Int32s = np.empty(0, np.int32)  # in the order they started
+        self.slots: Int32s = np.empty(0, np.int32)  # in the order in which sequences started
         self._queue = queue
         self._order = order
-        self._leaving: list[SeqSlot] = []  # ended, but part of the step in flight
-        self._tried: Sequence | None = None  # the last to start as a suspect
+        self._leaving: list[SeqSlot] = []  # ended, but used by the step in flight
+        self._tried: Sequence | None = None  # the last sequence that started as a suspect
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -91,9 +91,9 @@ class RunningSet:
 
     def name_filled(self, slots: Int32s) -> None:
         """Tokens of these slots were read back: name the pages that answers have filled by now, so
-        that they are saved to lower tiers. If pages are saved only at the end, or there are no
-        lower tiers, they are named when the sequence leaves. The last token is not in a page yet:
-        its id is known, but its K and V are not computed."""
+        that they are saved to lower tiers. If there are no lower tiers, or pages are saved only at
+        the end, pages are named when the sequence leaves instead. The last token is not in a page
+        yet: its id is known, but its K and V are not computed."""
         if not self.store.saves_while_decoding:
             return
         table, page_size = self.table, self.page_size
@@ -103,7 +103,7 @@ class RunningSet:
             self._name(slots[is_due].tolist(), (num_filled[is_due] // page_size).tolist())
 
     def _name(self, slots: list[int], num_full: list[int]) -> None:
-        """Name the answers' pages up to this number that have no name yet."""
+        """Name the first `num_full` pages of each slot, except those that have names already."""
         table, page_size = self.table, self.page_size
         names: list[PageName] = []
         pages: list[Int32s] = []

@@ -36,7 +36,7 @@ async def read_json(request: Request, limits: ServerLimits) -> Json:
 
 
 async def _read(request: Request, limits: ServerLimits) -> bytes:
-    too_large = ApiError(413, f"the body may have {limits.body_bytes} bytes", code="too_large")
+    too_large = ApiError(413, f"the body is limited to {limits.body_bytes} bytes", code="too_large")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > limits.body_bytes:
         raise too_large

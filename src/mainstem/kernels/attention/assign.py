@@ -1,10 +1,10 @@
 """Units -> programs: longest-processing-time-first, so that all programs end together. Numpy only.
 
-Programs do not end together all the same: large units before them take longer on some
-multiprocessors, and memory is faster for some. So the shortest small units are not assigned but
-queued. A program that has finished its share claims the next one. Four programs, queued_share 0.25:
+In practice programs end at different times: large units delay some, and memory is faster for some
+multiprocessors. So the shortest small units are not assigned but queued. A program that has ended
+its share claims the next queued unit. An example with four programs and queued_share 0.25:
 
-    small units of 8, 7, 6, 5, 4, 3, 2 and 1 us: 36 us, so 27 us are assigned
+    small units of 8, 7, 6, 5, 4, 3, 2 and 1 us: 36 us, of which at most 27 are assigned
     programs    8 | 7 | 6 | 5     queue  4 3 2 1
 
 Programs that begin after large units have no share; they only claim.
@@ -24,16 +24,17 @@ LEAST_PLAYERS = 16  # at least 1/16 of the programs get a unit in a round, since
 
 
 class Shares(NamedTuple):
-    """Units of a kind. A unit is piece * (units of a piece) + (which of them)."""
+    """The units of one kind, by program. The number of a unit is piece * (units of a piece) + (its
+    place in the piece)."""
 
-    order: Int64s  # program p has those from ends[p] to ends[p + 1]
+    order: Int64s  # program p has order[ends[p] : ends[p + 1]]
     ends: Int64s  # [programs + 1]
     queued: Int64s
 
 
 def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[Shares, Shares]:
-    """Shares of large units, on `sms` multiprocessors, and of small units. `large` and `small` are
-    the microseconds of one unit of each piece.
+    """Assign large units to `sms` multiprocessors, and small units to programs. `large` and `small`
+    have for each piece the microseconds of one of its units.
     """
     order, us = _longest_first(large, shape.large.units)
     slots = large_slots(min(sms, len(order)), shape.large.slots, shape.tiles.is_split)
@@ -44,8 +45,8 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
     free, kept = _spread(shape.num_programs), len(order)
     if shape.tiles.queued_share and kept:
         free = free[before[free] == 0.0]
-        # The time at which all would end, if units could be divided. Tiles with a queue are split,
-        # so `before` ascends.
+        # The time at which all programs would end if units could be divided. It relies on `before`
+        # being sorted, which it is for split tiles; only these have a queue.
         end_us = ((before.cumsum() + us.sum()) / np.arange(1, len(before) + 1)).min()
         own_us = (1.0 - shape.tiles.queued_share) * end_us * len(free)
         kept = max(int(us.cumsum().searchsorted(own_us)), min(len(free), kept))
@@ -53,7 +54,7 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
 
 
 def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
-    """All units, and the time of each."""
+    """All units, the longest first, and the time of each."""
     if not np.count_nonzero(us[1:] != us[:-1]):
         return np.arange(len(us) * units), us.repeat(units)
     by_us = (-us).argsort(kind="stable")
@@ -63,9 +64,9 @@ def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
 
 def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
     """The slot of each unit; adds to `load`. In each round the longest units left go to the least
-    loaded slots; a slot that has more than the least loaded one will have sits out.
+    loaded slots. A slot skips the round if it has more than the least loaded slot will have.
     """
-    if len(us) and us[0] == us[-1] and not load.any():  # in turn: the same, but quicker
+    if len(us) and us[0] == us[-1] and not load.any():  # slots in turn: same result
         rounds, more = divmod(len(us), len(load))
         load += us[0] * rounds
         load[:more] += us[0]
@@ -84,7 +85,7 @@ def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
 
 
 def _shares(order: Int64s, program: Int64s, shape: Shape) -> Shares:
-    """`program` has that of each unit but the last ones, which are queued."""
+    """`program` has the program of each unit of `order`, except the last ones: they are queued."""
     ends = np.zeros(shape.num_programs + 1, np.int64)
     ends[1:] = np.bincount(program, minlength=shape.num_programs).cumsum()
     by_program = program.astype(np.int16).argsort(kind="stable")  # 16 bits: a radix sort
@@ -92,8 +93,8 @@ def _shares(order: Int64s, program: Int64s, shape: Shape) -> Shares:
 
 
 def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:
-    """How long each program waits for large units before its first small unit, in time of small
-    units. `slots` have the large units, `load` is their time.
+    """How long each program waits for large units before its first small unit, in the
+    time scale of small units. `slots` have the large units, `load` is their time.
 
     Where a large unit takes a whole multiprocessor, programs of small units start as large units
     end; the first programs start on multiprocessors without large units.
@@ -111,8 +112,9 @@ def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:
 @cache
 def large_slots(taken: int, count: int, is_split: bool) -> Int64s:
     """Which of `count` slots get large units. Neighbouring multiprocessors share a path to memory,
-    on which small units slow down large ones. If unavoidable, slow down as few as possible: slots
-    without large units are pairs of neighbours, far apart, since each part of the card has a path.
+    on which small units slow down large ones. If unavoidable, slow down as few as possible: the
+    slots without large units are pairs of neighbours. The pairs are far apart, since each part of
+    the card has its own path.
     """
     if not is_split or 2 * taken <= count:
         return _spread(count)[:taken]
@@ -124,5 +126,5 @@ def large_slots(taken: int, count: int, is_split: bool) -> Int64s:
 
 @cache
 def _spread(count: int) -> Int64s:
-    """Every second one, then the others: neighbours share a multiprocessor, or a path to memory."""
+    """Even numbers, then odd ones: neighbours share a multiprocessor, or a path to memory."""
     return np.concatenate((np.arange(0, count, 2), np.arange(1, count, 2)))

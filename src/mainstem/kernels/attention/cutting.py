@@ -5,7 +5,7 @@ share 2,048 keys, with 4 query heads for each of 8 KV heads, have 2 tiles of 128
 stretches of 512 keys, they are 2 x 4 x 8 = 64 units, for half of an H200's 132 multiprocessors.
 
 Large spans are cut for one unit on each of some number of multiprocessors, small ones for one unit
-on each program. All ways are estimated together, and the one that would end first is taken.
+on each program. All ways to cut are estimated together, and the fastest is taken.
 """
 
 import math
@@ -21,26 +21,26 @@ from mainstem.kernels.attention.shape import Floats, Kind, Shape
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Shares of the multiprocessors that large units are cut for; most models have 8 KV heads. The first
-# two mean several units on each.
+# Large units are cut for these shares of the multiprocessors. Most are multiples of 8, like the KV
+# heads of most models. The first two mean several units on each multiprocessor.
 LARGE_ON = tuple(n / 132 for n in (528, 264, 132, 120, 112, 96, 80, 64, 48, 32, 16))
-# Without large units, small ones on each program. Fewer than one leave room for short spans.
+# Small units per program in a step without large ones. Fewer than one leave room for short spans.
 SMALL_ON = (1.0, 0.9, 0.8, 2.0)
-ROUNDING = 0.97  # shares are smaller, or rounding could cut a span into one unit less
-EQUAL = 1.001  # of ways that are nearly equal, large units on most multiprocessors
+ROUNDING = 0.97  # shares are this much smaller: otherwise rounding could give one unit less
+EQUAL = 1.001  # within 0.1 %, prefer the way with large units on more multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
 NO_STRETCHES: Floats = np.empty(0)
 
 
 class Sorted(NamedTuple):
-    """The spans of a step, large ones first. Floats, since numpy is slower where floats meet
-    integers.
+    """The spans of a step, large ones first. All columns are floats, since numpy is slower if
+    types are mixed.
     """
 
     spans: Int64s  # indices
     num_large: int
     keys: Floats
-    seen: Floats  # keys that a row sees on average: of a prompt's own keys, half
+    seen: Floats  # keys that a row sees on average: half of a prompt's own keys
     rows: Floats
     row_tiles: Floats
 
@@ -49,13 +49,13 @@ class Work(NamedTuple):
     """Units of one kind, in one way to cut."""
 
     units: float
-    us: float  # of all units, one after the other, with memory to themselves
+    us: float  # of all units, one after the other, if no other unit used the memory
     longest_us: float
     rows: float  # x heads to be merged, at most
     keys: float  # x KV heads, read from memory
 
     def last_us(self, places: float) -> float:
-        """When the last unit ends on some number of places."""
+        """When the last unit ends if `places` units run at once."""
         rounds = math.ceil(self.units / places) * (self.us / max(self.units, 1.0))
         return max(rounds, self.longest_us)
 
@@ -82,7 +82,7 @@ class Way(NamedTuple):
 
 
 def cut_spans(spans: Spans, shape: Shape) -> Cut:
-    """Of the ways with few enough Partials the fastest; if there is none, one with the fewest."""
+    """The fastest way that leaves few enough Partials; if none does, one that leaves the fewest."""
     if shape.fixed_stretch is not None or not shape.can_cut or not len(spans.query_rows):
         return _cut_at_once(spans, shape)
     ways = ways_to_cut(spans, shape)
@@ -95,7 +95,7 @@ def cut_spans(spans: Spans, shape: Shape) -> Cut:
 
 
 def _cut_at_once(spans: Spans, shape: Shape) -> Cut:
-    """Nothing to choose: stretches are fixed, and all units large, or no span is cut."""
+    """The cut if there is no choice: stretches are fixed and all units large, or no span is cut."""
     columns, slots = _columns(spans, shape.group), shape.large.slots
     if shape.fixed_stretch is None:
         of = _sort(columns, columns[2] > shape.small_rows, shape)
@@ -109,7 +109,7 @@ def _cut(of: Sorted, stretches: Floats, sms: int) -> Cut:
 
 
 def ways_to_cut(spans: Spans, shape: Shape) -> list[Way]:
-    """All that are compared; some may leave too many Partials."""
+    """All ways that are compared; some may leave too many Partials."""
     columns = _columns(spans, shape.group)
     choices = (_sort(columns, is_large, shape) for is_large in _choices(columns, shape))
     return [way for of in choices for way in _ways(of, shape)]
@@ -127,8 +127,8 @@ def _columns(spans: Spans, group: int) -> Floats:
 
 
 def _choices(columns: Floats, shape: Shape) -> list[Bools]:
-    """Which spans are large: all that may be; only those that must be; or none, if their rows as
-    several small tiles cost less than a launch.
+    """The choices of which spans are large: all that may be; only those that must be; or none, if
+    small tiles for their rows cost less than the launch of the kernel for large units.
     """
     keys, _, rows = columns
     may_be, small = rows > shape.small_rows, shape.small
@@ -153,7 +153,8 @@ def _sort(columns: Floats, is_large: Bools, shape: Shape) -> Sorted:
 
 
 def _ways(of: Sorted, shape: Shape) -> list[Way]:
-    """With large units, small ones are cut in one way."""
+    """The ways to cut for one choice of large spans. If there are any, small spans are cut in one
+    way only."""
     slots, own = float(shape.large.slots), slice(of.num_large, None)
     if not of.num_large:
         places = [float(shape.num_programs) * share for share in SMALL_ON]
@@ -177,8 +178,8 @@ def _works(
     of: Sorted, part: slice, kind: Kind, places: list[float], shape: Shape
 ) -> list[tuple[Floats, Work]]:
     """Stretches of one kind of span, and the units that they give, for each number of places. Spans
-    are cut into equal parts, as if each place had one unit and all units equally many keys. One
-    entry for all places if no span is cut.
+    are cut into equal parts, as if each place had one unit and all units the same number of keys.
+    If no span is cut, there is one entry for all places.
     """
     keys, seen, rows, row_tiles = (column[part] for column in of[2:])
     all_keys = ROUNDING * kind.units * float(seen @ row_tiles)
@@ -207,7 +208,7 @@ def _large_places(slots: int) -> list[float]:
 
 
 def _small_us(small: Work, shape: Shape) -> float:
-    """When all is merged, in a step without large units, up to a constant."""
+    """When everything is merged, in a step without large units; a constant is left out."""
     pace, programs = shape.tiles.pace, float(shape.num_programs)
     busy = min(programs, small.units)
     speed = min(pace.reads / (busy * (small.keys / small.us)), 1.0)
@@ -216,9 +217,9 @@ def _small_us(small: Work, shape: Shape) -> float:
 
 
 def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
-    """When all is merged, up to a constant. Large units run first, on some multiprocessors. Small
-    units begin at once on all others, and a little after the large ones on these. While both run,
-    they compete for memory:
+    """When everything is merged; a constant is left out. Large units run first, on some
+    multiprocessors. Small units begin at once on all others; where large units ran, they begin a
+    little later. While both kinds run, they compete for memory:
 
         some multiprocessors | large units | late | small units |
         all others           | small units                      |
@@ -226,7 +227,7 @@ def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
     pace, programs = shape.tiles.pace, float(shape.num_programs)
     early = programs - programs / shape.large.slots * sms
     large_us = large.us / sms
-    # Keys a microsecond, if memory were as fast as they wish.
+    # Keys per microsecond that each kind would read if memory had no limit.
     large_wish, wish = large.keys / large_us, small.keys / max(small.us, TINY)
     small_wish = min(early, small.units) * wish
     lack = max((large_wish + small_wish) / pace.reads, 1.0)
@@ -235,12 +236,12 @@ def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
     left = (pace.reads - large_wish / slower) / max(small_wish, TINY)
     beside = min(max(left, pace.least_speed / lack), 1.0)
     large_us *= slower
-    done = beside * large_us  # by a program that began at once
+    done = beside * large_us  # by a program that begins at once
     wished = max(min(small.units, programs) * wish, TINY)
     rest = max(small.us - early * done, 0.0) / programs
     late_us = pace.late_us * (1.0 - early / programs)
     end = large_us + late_us + rest / min(pace.reads / wished, 1.0)
-    # Or all units on the programs that begin at once.
+    # The alternative: programs that begin at once take all small units.
     own_us = small.us / max(early, TINY)
     alone = min(pace.reads / max(small_wish, TINY), 1.0)
     own_end = own_us / beside if own_us <= done else large_us + (own_us - done) / alone

@@ -3,13 +3,13 @@
 A plan is one int32 array, so that it travels in one copy:
 
     header  | HEADER_INTS ints, the HEADER_ fields
-    shares  | [programs, SHARE_INTS]: a program's part of the orders, and what its first units are,
+    shares  | [programs, SHARE_INTS]: a program's part of the orders, and a copy of its first units,
             | which saves a chain of look-ups
     queue   | [units, PIECE_INTS]: small units that programs claim when they are free
-    orders  | [large units], [small units]: piece * (units of a piece) + (which of them)
+    orders  | [large units], [small units]: piece * (units of a piece) + (place in the piece)
     large   | [pieces, PIECE_INTS]; a piece is a unit of every KV head
     small   | [pieces, PIECE_INTS]
-    entries | [ENTRY_ROWS, entries]: a query token in a span; without windows PLAIN_ENTRY_ROWS
+    entries | [ENTRY_ROWS, entries]: a query token in a span; PLAIN_ENTRY_ROWS if no windows
     merges  | [MERGE_ROWS, merges]: a token that leaves several Partials
     pages   | page ids of all spans
 
@@ -31,17 +31,17 @@ HEADER_QUEUE = 10
 HEADER_NUM_QUEUED = 11
 HEADER_INTS = 32
 
-# A program's share, which is a line of the card's memory.
+# A program's share. It fills one line of the card's cache.
 SHARE_LARGE_BEGIN = 0  # places in the order of large units, [begin, end)
 SHARE_LARGE_END = 1
-SHARE_SMALL_BEGIN = 2  # the same of small ones
+SHARE_SMALL_BEGIN = 2  # the same for small units
 SHARE_SMALL_END = 3
-SHARE_SECOND_SMALL = 5  # its second small unit, as the order has it
-SHARE_FIRST_LARGE = 8  # its first large unit, and its first small one: PIECE_ fields from here on
+SHARE_SECOND_SMALL = 5  # its second small unit: a number as in the order
+SHARE_FIRST_LARGE = 8  # PIECE_ fields of its first large unit; then its first small one
 SHARE_FIRST_SMALL = 20
 SHARE_INTS = 32
 
-# A piece, or a unit that stands by itself.
+# A piece, or a single unit that is stored in full.
 PIECE_ENTRY = 0  # first entry of the span
 PIECE_ROW_BEGIN = 1  # packed rows of the span, [begin, end)
 PIECE_ROW_END = 2
@@ -50,15 +50,15 @@ PIECE_KEY_BEGIN = 4  # keys of the span, [begin, end)
 PIECE_KEY_END = 5
 PIECE_FIRST_LIMIT = 6  # query j sees keys up to and including this field + j
 PIECE_STRETCH = 7  # which stretch of the span this is
-PIECE_FIRST_TOKEN = 8  # of the span, or -1: not all that follow are neighbours
+PIECE_FIRST_TOKEN = 8  # of the span; -1: its tokens are not neighbours in the step
 PIECE_FIRST_PAGE = 9  # page id of its first key
-PIECE_KV_HEAD = 10  # the first one, of a unit that stands by itself
+PIECE_KV_HEAD = 10  # the first one, if this is a single unit
 PIECE_INTS = 12
 
 # Rows of the tables of tokens.
 ENTRY_TOKEN = 0
-ENTRY_SLOT = 1  # of the token's first Partial in this span, or -1: it is written at once
-ENTRY_FIRST_KEY = 2  # of the span, that the token sees: only with windows
+ENTRY_SLOT = 1  # of the token's first Partial in this span; -1: the output is written at once
+ENTRY_FIRST_KEY = 2  # first key of the span that the token sees; only with windows
 ENTRY_ROWS = 3
 PLAIN_ENTRY_ROWS = 2
 MERGE_TOKEN = 0

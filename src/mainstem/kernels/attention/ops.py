@@ -9,7 +9,7 @@
 
 The buffers are made once, at the size of the limits, and the launch does not depend on the plan: a
 CUDA graph that captured `run` may be replayed after another `plan`. A step that needs fewer kernels
-saves the others with `run(..., launches=attention.plan(spans))`.
+skips the others with `run(..., launches=attention.plan(spans))`.
 
 Windows (spans come from `window.py: clip_spans`) and softcaps are chosen at construction, and
 kernels are compiled for them. Each kind of layer has a SpanAttention of its own. They may share the
@@ -53,11 +53,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 NUM_STAGING = 3  # plans that may be on their way to the device
-PROMPT_QUERIES = 16  # of one sequence: more than a decode has
+PROMPT_QUERIES = 16  # at least this many of one sequence are a prompt, not a decode
 INTERPRETER_PROGRAMS = 3
 MERGES_PER_SM = 4
-SINK_ROWS = 16  # of a program
-MOST_WIDE_PAGE = 32  # of fp32 heads beyond 128: shared memory holds no more
+SINK_ROWS = 16  # rows of one program of the sink kernel
+MOST_WIDE_PAGE = 32  # largest page of fp32 heads beyond 128: shared memory holds no more
 
 log = logging.getLogger("mainstem.kernels")
 
@@ -69,7 +69,7 @@ class AttentionLimits:
     max_tokens: int  # packed tokens of a step
     max_pages: int  # page ids over all spans
     max_entries: int | None = None  # tokens x spans they lie in; None: 8 per token
-    max_partials: int | None = None  # of tokens in several units; None: 2 per token, at least 2,048
+    max_partials: int | None = None  # None: 2 per token, at least 2,048
 
     def entries(self) -> int:
         return self.max_entries if self.max_entries is not None else 8 * self.max_tokens
@@ -98,7 +98,8 @@ class _Staging:
         self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
 
     def send(self, plan: KernelPlan, target: Tensor) -> None:
-        """Copy to a row on the device, on the current stream; waits for its own last copy only."""
+        """Copy to a row on the device, on the current stream; waits only for the last copy from
+        here."""
         if self._copied is not None:
             self._copied.synchronize()
         count = plan.num_ints
@@ -112,7 +113,7 @@ class _Staging:
     def _make(self, count: int) -> None:
         is_pinned = self._is_pinned and count > 0
         self._ints = torch.empty((1, count), dtype=torch.int32, pin_memory=is_pinned)
-        self._host = self._ints.numpy()[0]  # the same memory, as plans are written
+        self._host = self._ints.numpy()[0]  # the same memory as a numpy array
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,8 @@ def _hopper() -> _Hopper | None:
 def _with_kernel(
     tiles: Tiles, device: torch.device, head_dim: int, page_size: int
 ) -> tuple[Tiles, _Hopper | None]:
-    """The tiles, with Hopper's kernels if they need these; other tiles if there are none."""
+    """The tiles and Hopper's kernels, if these tiles need them; other tiles if there are no such
+    kernels."""
     if not tiles.is_split:
         if tiles.queued_share or tiles.divides_pages:
             raise LayoutError(
@@ -149,7 +151,7 @@ def _with_kernel(
                 f"got {tiles.queued_share} and {tiles.divides_pages}"
             )
         return tiles, None
-    if device.type == "cpu":  # one kernel has both kinds, so there is no launch to save
+    if device.type == "cpu":  # one kernel computes both kinds, so no launch can be saved
         pace = replace(tiles.pace, launch_us=0.0)
         return replace(tiles, pace=pace, queued_share=0.0, divides_pages=False), None
     if tiles.large_q != 128 or tiles.large_k % page_size or tiles.small_q != 64:
@@ -168,8 +170,8 @@ class _Descriptors:
     """One layer's K or V as rows of head_dim, as units of either kind copy them."""
 
     shape: tuple[int, ...]
-    small: Any  # Triton's; on Hopper Gluon's, with one for the tail of heads
-    large: Any  # Gluon's, with one for the tail; None on other cards, which use pointers
+    small: Any  # Triton's; on Hopper Gluon's, and one for the rest of a head_dim
+    large: Any  # like `small` on Hopper; None on other cards, which use pointers
 
 
 class SpanAttention:
@@ -256,8 +258,8 @@ class SpanAttention:
             has_windows=has_window,
         )
         self._make_buffers(partials)
-        self._last: KernelPlan | None = None  # may hold for the next step
-        self._needed = Launches(large=False, merge=False)  # by the last plan
+        self._last: KernelPlan | None = None  # the next step may reuse it
+        self._needed = Launches(large=False, merge=False)  # what the last plan needs
         self._descriptors: dict[int, _Descriptors] = {}
 
     def _make_buffers(self, partials: Tensor | None) -> None:
@@ -330,9 +332,10 @@ class SpanAttention:
         return launches
 
     def _smaller_plan(self, spans: Spans) -> KernelPlan:
-        """The first plan that fits, of plans with ever fewer Partials; if none fits, the last.
+        """Try plans with ever fewer Partials; returns the first that fits, or the last.
 
-        Prompts gain least by sharing reads, decodes most. Uncut spans leave programs idle.
+        Prompts stop sharing first, since they gain least by it. Then spans are not cut, which
+        leaves programs idle. Decodes gain most by sharing, so they stop last.
         """
         for least_queries, can_cut in ((PROMPT_QUERIES, True), (PROMPT_QUERIES, False), (1, False)):
             fewer = unshare(spans, self._page_size, least_queries)
@@ -366,7 +369,7 @@ class SpanAttention:
         pages = spans.page_starts[1:] - spans.page_starts[:-1]
         if len(queries) != len(spans) or len(pages) != len(spans):
             raise LayoutError("query_starts, page_starts: must have one entry more than key_tokens")
-        if np.count_nonzero((queries | pages | spans.key_tokens) < 0):  # the sign of any
+        if np.count_nonzero((queries | pages | spans.key_tokens) < 0):  # if any of them is negative
             raise LayoutError("query_starts, page_starts, key_tokens: a span of negative length")
         if np.count_nonzero(spans.key_tokens > pages * self._page_size):
             raise LayoutError("a span has more key_tokens than slots in its pages")
@@ -378,8 +381,8 @@ class SpanAttention:
             raise LayoutError("first_keys must have one entry for each of query_rows")
 
     def send(self, plan: KernelPlan) -> Launches:
-        """Run this plan from now on; returns the launches that it needs. The next step is planned
-        anew.
+        """Run this plan from now on; returns the launches that it needs. The next `plan` does not
+        reuse it.
         """
         if plan.num_ints > self._plan_ints:
             raise PlanTooLarge(
@@ -413,8 +416,8 @@ class SpanAttention:
 
         `lse`, if given, is [tokens, heads] fp32 and receives the natural log of the sum of
         exponents. `sinks`, [heads] fp32, are scores that count in this sum and have no value; they
-        need an `lse`, and rows of tokens in no span then hold anything. `launches` must have those
-        that `plan` returned.
+        need an `lse`, and rows of tokens in no span then get arbitrary values. `launches` must
+        include those that `plan` returned.
         """
         if out is None:
             out = torch.empty_like(q)

@@ -5,7 +5,7 @@
     if plan.holds_for(later):
         plan = plan.of_step(later)
 
-Decodes of the next step have one key more, so most of the plan still holds.
+In the next step each decode has one key more, so most of the plan can be reused.
 """
 
 from itertools import accumulate
@@ -29,13 +29,13 @@ STARTS = [  # where the parts of `Arrays` after the shares begin, as the header 
     layout.HEADER_LARGE_PIECES, layout.HEADER_SMALL_PIECES, layout.HEADER_ENTRIES,
     layout.HEADER_MERGES, layout.HEADER_PAGE_IDS,
 ]  # fmt: skip
-KEPT_KEYS = 16  # a plan holds until a span has more than this many new keys
+KEPT_KEYS = 16  # a plan can be reused until a span has more new keys than this
 
 
 class Launches(NamedTuple):
-    """Kernels that a step needs besides that of small units, which every step needs."""
+    """Kernels that a step needs besides the kernel for small units, which every step runs."""
 
-    large: bool  # where large units have a kernel of their own
+    large: bool  # the kernel for large units, if they have their own
     merge: bool
 
 
@@ -59,23 +59,23 @@ class Arrays(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Large ones first, span by span: all row tiles of a stretch are neighbours and share its
-    reads.
+    """The pieces of a step: large ones first, then span by span. All row tiles of a stretch are
+    neighbours and share its reads.
     """
 
     table: Int32s  # [pieces, PIECE_INTS], with zeros in columns that change with the keys
     num_large: int
     keys: Floats  # [pieces]
     span: Int64s  # [pieces] index of the span
-    # [3, pieces]: pages of the span before the piece; end of its stretch, where the last one has no
-    # end, since spans grow; keys at the end of the span that no row of the piece sees. None if each
-    # span is a piece.
+    # [3, pieces]: pages of the span before the piece; end of its stretch (none for the last one,
+    # since spans grow); keys at the end of the span that no row of the piece sees. None if each
+    # span is one piece.
     within: Int32s | None
 
 
 class Stored(NamedTuple):
-    """Units that are stored in full, not as a number: first ones of programs, large and small, then
-    queued ones.
+    """Units that are stored in full, not as a number: each program's first large unit, each
+    program's first small unit, then all queued units.
     """
 
     pieces: Int64s
@@ -85,8 +85,8 @@ class Stored(NamedTuple):
 
 
 class KernelPlan(NamedTuple):
-    """The plan of a step. It holds for others as well, if their spans are the same but for a few
-    more keys, or for fewer where a window has moved past a page.
+    """The plan of a step. Later steps can reuse it if their spans differ only in the number of
+    keys: a few more, or fewer because a window has moved past a page.
     """
 
     arrays: Arrays
@@ -123,8 +123,8 @@ class KernelPlan(NamedTuple):
         )
 
     def of_step(self, spans: Spans) -> "KernelPlan":
-        """The plan of a step for which this one holds: only what depends on keys and pages is
-        written anew.
+        """This plan for a later step that can reuse it: only what depends on keys and pages is
+        computed again.
         """
         pieces, stored, entries = self.pieces, self.stored, self.arrays.entries
         table, shares = pieces.table.copy(), self.arrays.shares.copy()
@@ -171,7 +171,7 @@ def make_plan(spans: Spans, shape: Shape) -> KernelPlan:
 
 
 def plan_cut(spans: Spans, cut: Cut, shape: Shape) -> KernelPlan:
-    """The plan of spans that are cut."""
+    """The plan for spans that are cut in this way."""
     pieces = _pieces(spans, cut, shape)
     large_us = shape.large.unit_us(pieces.keys[: pieces.num_large])
     small_us = shape.small.unit_us(pieces.keys[pieces.num_large :])
@@ -226,7 +226,7 @@ def _pieces(spans: Spans, cut: Cut, shape: Shape) -> Pieces:
 
 
 def _piece_table(spans: Spans, span: Int64s, row_end: Floats) -> Int32s:
-    """Pieces that begin with the first row and the first key of their spans."""
+    """The table of pieces, as if each began with the first row and the first key of its span."""
     starts, rows = spans.query_starts.astype(np.int64), spans.query_rows
     table = np.zeros((len(span), layout.PIECE_INTS), np.int32)
     table[:, layout.PIECE_ENTRY] = entries = starts[span]
@@ -244,7 +244,7 @@ def _piece_table(spans: Spans, span: Int64s, row_end: Floats) -> Int32s:
 def _share_table(
     large: Shares, small: Shares, num_large: int, shape: Shape
 ) -> tuple[Int32s, Stored]:
-    """Shares of both kinds without their first units, and the units that are stored in full."""
+    """The table of shares, still without copies of first units, and the units stored in full."""
     table = np.zeros((shape.num_programs, layout.SHARE_INTS), np.int32)
     table[:, layout.SHARE_LARGE_BEGIN] = large_begin = large.ends[:-1]
     table[:, layout.SHARE_LARGE_END] = large.ends[1:]
@@ -255,7 +255,7 @@ def _share_table(
     table[of_small, layout.SHARE_SECOND_SMALL] = small.order[second]
     first, units = large.order[large_begin[of_large]], shape.small.units
     others = np.concatenate((small.order[begin[of_small]], small.queued))
-    pieces, other_pieces = first // shape.kv_heads, others // units  # divmod takes far longer
+    pieces, other_pieces = first // shape.kv_heads, others // units  # divmod is far slower
     heads = first - pieces * shape.kv_heads, (others - other_pieces * units) * shape.fold
     pieces = np.concatenate((pieces, other_pieces + num_large))
     return table, Stored(pieces, np.concatenate(heads), of_large, of_small)
@@ -266,7 +266,7 @@ def _place_partials(spans: Spans, cut: Cut, shape: Shape) -> tuple[Int32s, Int32
     spans.
 
     Tokens in several units leave Partials, and so do tokens that share a span with one of them,
-    since a unit's rows are all whole or all Partials.
+    since the rows of a unit are either all outputs or all Partials.
     """
     tokens, parts = spans.query_rows.astype(np.int64), np.empty(len(spans))
     queries = spans.query_starts[1:] - spans.query_starts[:-1]

@@ -67,8 +67,8 @@ def _gather(pages: Tensor, page_ids: Tensor, num_keys: int) -> Tensor:
 
 
 def _visible(spans: Spans, index: int) -> Tensor:
-    """[queries, keys] of a span. A query sees keys from its first key on; in a causal span the j-th
-    of n queries sees the keys up to number keys - n + j."""
+    """[queries, keys] of a span. A query sees keys from its first key on; in a causal span query j
+    of n sees the keys up to number keys - n + j."""
     begin, end = spans.query_starts[index], spans.query_starts[index + 1]
     num_queries, num_keys = int(end - begin), int(spans.key_tokens[index])
     keys = torch.arange(num_keys)

@@ -2,8 +2,8 @@
 
     Shape(group=4, kv_heads=8, page_size=16, num_programs=264, tiles=HOPPER_SPLIT)
 
-is Llama-8B on one H200: a small unit has 4 of the 8 KV heads (`fold`), with one token's 4 query
-heads and 16 keys of each in a step.
+is Llama-8B on one H200: a small unit has 4 of the 8 KV heads (`fold`). For each it has the 4 query
+heads of one token, and reads 16 keys in a step of its loop.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from mainstem.kernels.attention.tuning import Tiles
 Floats = NDArray[np.float64]
 
 STRETCH_KEYS = 32  # stretches of small spans are multiples of this, of pages and of a step's keys
-LEAST_ROWS = LEAST_KEYS = 16  # what a matrix instruction takes
+LEAST_ROWS = LEAST_KEYS = 16  # the fewest that a matrix instruction takes
 MOST_SMALL_ROWS = 32
 FOLDS = (1, 2, 4, 8)
 
@@ -26,16 +26,16 @@ FOLDS = (1, 2, 4, 8)
 class Kind(NamedTuple):
     """What all units of a kind have in common."""
 
-    rows: int  # most rows of a unit, of each of its KV heads
-    units: int  # of a tile of rows over one stretch, for all KV heads
+    rows: int  # maximum rows of a unit, for each of its KV heads
+    units: int  # that cover all KV heads for a tile of rows over one stretch
     slots: int  # units that run at once
     stretch: int  # stretches are multiples of this number of keys
     step: int  # keys in a step of the loop
-    us: float  # of a unit besides its keys
-    key_us: float  # of a key, in all KV heads of a unit
+    us: float  # fixed time of a unit
+    key_us: float  # time of a key, in all KV heads of a unit
 
     def unit_us(self, keys: Floats) -> Floats:
-        """How long units of `keys` take, with memory to themselves."""
+        """How long units of `keys` take if no other unit uses the memory."""
         us: Floats = np.ceil(keys / self.step)
         us *= self.step * self.key_us
         us += self.us
@@ -51,8 +51,8 @@ class Shape:
     tiles: Tiles
     fixed_stretch: int | None = None  # deterministic: cut at multiples of this
     can_cut: bool = True  # False: no span is cut, which leaves the fewest Partials
-    max_partials: int | None = None  # cuts with more are left out, if there is another cut
-    has_windows: bool = False  # plans say from which key on each query sees
+    max_partials: int | None = None  # cuts with more are taken only if there is no other
+    has_windows: bool = False  # plans have the first key of each query
 
     def __post_init__(self) -> None:
         if self.tiles.is_split and self.num_programs % self.tiles.programs_per_sm:
@@ -63,8 +63,8 @@ class Shape:
 
     @cached_property
     def fold(self) -> int:
-        """KV heads of a small unit: as many as fit in a tile of `small_k` keys x heads, with the
-        keys of a page, or with the fewest keys that a matrix instruction takes.
+        """KV heads of a small unit: as many as fit in a tile of `small_k` keys x heads, if each has
+        the keys of a page, or the fewest keys that a matrix instruction takes.
         """
         keys = LEAST_KEYS if self.tiles.divides_pages else self.page_size
         most = min(
@@ -90,8 +90,8 @@ class Shape:
 
     @cached_property
     def small_rows(self) -> int:
-        """Rows of each KV head up to which a span is always small: one token's, or more if the
-        least tile has room for them.
+        """A span with at most this many rows of each KV head is always small: those of one token,
+        or more if the smallest tile has room for them.
         """
         return min(max(self.group, LEAST_ROWS // self.fold), self.small.rows)
 
@@ -101,7 +101,7 @@ class Shape:
         return Kind(
             rows=tiles.large_q,
             units=self.kv_heads,
-            # A large unit takes a whole multiprocessor if its kernel is its own.
+            # A large unit takes a whole multiprocessor if large units have their own kernel.
             slots=self.num_programs // (tiles.programs_per_sm if tiles.is_split else 1),
             stretch=max(tiles.large_k, self.page_size),
             step=tiles.large_k,

@@ -21,20 +21,20 @@ log = logging.getLogger("mainstem.kernels")
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What the planner knows of a card: how long units take, in microseconds where they were
-    measured. Only ratios matter.
+    """What the planner knows of a card: how long units take. Measured values are in
+    microseconds; the defaults are not, since only ratios matter.
     """
 
-    large_us: float = 500.0  # of a large unit besides its keys
+    large_us: float = 500.0  # fixed time of a large unit
     large_key_us: float = 0.9
     small_us: float = 90.0
     small_key_us: float = 1.0  # of a key of one KV head
     reads: float = math.inf  # keys of one KV head that memory delivers in a microsecond
-    yields: float = 0.0  # share of the delay by lack of bandwidth that large units bear
+    yields: float = 0.0  # large units' share of the delay if bandwidth is short
     late_us: float = 0.0  # delay of small units that follow large ones
     beside: float = 1.0  # speed of small units while large ones run elsewhere, for the assignment
     least_speed: float = 0.15  # share of their fair speed that small units keep beside large ones
-    apart: float = 0.35  # programs end this share of the longest small unit apart
+    apart: float = 0.35  # end times of programs differ by this share of the longest small unit
     merge_us: float = 0.0  # of a Partial
     launch_us: float = 0.0  # of the kernel for large units, if they have their own
 
@@ -56,11 +56,11 @@ class Tiles:
     large_k: int  # keys per step of its loop
     large_stages: int
     num_warps: int
-    programs_per_sm: int  # as many as fit: all programs must run at once
+    programs_per_sm: int  # at most as many as fit, since all programs must run at once
     max_registers: int | None = None
     pace: Pace = Pace()
     small_q: int | None = None  # rows of the small tile; None: as many as a token needs
-    small_k: int = 64  # keys x KV heads per step of its loop, or those of one page if that has more
+    small_k: int = 64  # keys x KV heads per step of its loop; a page's keys, if more
     # Large units run first and take whole multiprocessors; small ones follow as these end.
     is_split: bool = False
     queued_share: float = 0.0  # of small units, for the work queue (`assign.py`)
@@ -92,9 +92,9 @@ def _split(head_dim: int, stages: int, large_key_us: float, small_key_us: float)
 
 
 def _wide(tiles: Tiles) -> Tiles:
-    """K and V of the same keys take twice the room, queries and sums twice the registers. A
-    multiprocessor has one program of small units, so it neither reads nor computes while this
-    program writes its rows.
+    """Tiles of head_dim 256: K and V of the same keys take twice the room, queries and sums twice
+    the registers. A multiprocessor has room for one program of small units, so it neither reads nor
+    computes while this program writes its rows.
     """
     pace = replace(tiles.pace, small_us=6.0, reads=3900.0)
     return replace(tiles, large_k=64, large_stages=2, programs_per_sm=1, pace=pace)
@@ -109,7 +109,7 @@ SPLIT_TILES = {  # by head_dim
 }
 TUNED_CARD = "NVIDIA H200"  # the paces of split tiles were measured on it
 MOST_TUNED_DIM = 128
-# Only has to fit: 99 KB of shared memory on consumer cards, one program per SM.
+# Not tuned: it fits into the 99 KB of shared memory of consumer cards, one program per SM.
 FALLBACK = Tiles(
     small_stages=2, large_q=64, large_k=32, large_stages=2, num_warps=4, programs_per_sm=1
 )
@@ -121,7 +121,7 @@ HOPPER_WIDE_HEADS = Tiles(
 FALLBACK_WIDE_HEADS = Tiles(
     small_stages=1, large_q=32, large_k=32, large_stages=1, num_warps=8, programs_per_sm=1
 )
-# fp32 is for checking: plain arithmetic units, so small tiles.
+# fp32 is for checking. It does not use tensor cores, so tiles are small.
 WIDE_ELEMENTS = Tiles(
     small_stages=1, large_q=16, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
 )
@@ -135,8 +135,8 @@ def choose_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
     """The tuned record of a card, or one that fits any card. `can_split` is false for deterministic
-    rows, which Hopper's own kernels do not support. Those rows have one tile shape. Decodes decide
-    it, since they would waste most of a tile of 128 rows.
+    rows, which Hopper's own kernels do not support. Those rows have one tile shape. It suits
+    decodes, since they would waste most of a tile of 128 rows.
     """
     if device.type == "cpu":
         return INTERPRETER
@@ -153,7 +153,7 @@ def _tiles_of(values: Values) -> Tiles:
     return complete(Tiles, {**values, "pace": complete(Pace, values["pace"])})
 
 
-# With the tiles for which a pace was fitted; by `fitted_name`.
+# Tiles with their fitted paces, by `fitted_name`.
 FITTED = Calibrated("paces.json", _tiles_of)
 
 

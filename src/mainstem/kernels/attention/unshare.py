@@ -8,8 +8,8 @@ the shared runs of a sequence are joined with its own run:
     causal rows 2 3        pages D             causal rows 2 3    pages A B D
 
 Runs are joined in the order of their positions, and each before the last must fill its pages. With
-windows the rows' first keys are those of the first run: a row that sees some of it sees all that
-follows.
+windows a row keeps its first key in the first run, since a row that sees some of that run sees all
+keys after it.
 """
 
 import numpy as np
@@ -19,10 +19,10 @@ from mainstem.core.step import Spans
 
 
 def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
-    """Join the runs above every span that is the last of its tokens and has at least
-    `least_queries` of them.
+    """Join each span that is the last of its tokens, and has at least `least_queries` tokens, with
+    the runs before it.
 
-    Tokens whose spans cannot be joined keep them. Slow, but rarely needed.
+    Spans that cannot be joined stay as they are. Slow, but rarely needed.
     """
     rows_of = [rows.tolist() for rows in np.split(spans.query_rows, spans.query_starts[1:-1])]
     runs_of: dict[int, list[int]] = {}  # the spans of a token, by position

@@ -9,8 +9,8 @@ A step has one list of spans. For each window that its layers have, the list is 
 
 Pages in front that no query of a span sees are left out, and so are queries that see none of its
 keys; spans without queries are dropped. Prompts are cut into runs of queries, so that each run
-reads its own window and not that of the whole prompt. What still has to be masked is less than a
-page plus the distance between the queries of a span.
+reads its own window and not that of the whole prompt. Kernels still mask keys in front, fewer
+than a page plus the distance between the queries of a span.
 
 Nothing here needs torch.
 """
@@ -75,13 +75,13 @@ def _cut_prompts(
 ) -> tuple[Int32s, Int32s, Int32s]:
     """Spans cut into runs of queries: which span, how many queries, how many of its keys.
 
-    Only causal spans are cut, and only where some of their queries do not see the first key: the
-    others share their reads.
+    Only causal spans are cut, and only if some of their queries do not see the first key. The
+    queries of other spans share their reads.
     """
     run = min(max(window // 4, LEAST_QUERIES), MOST_QUERIES)
     all_spans = np.arange(len(spans), dtype=np.int32)
     is_cut = spans.is_causal & (queries > run)
-    is_cut &= lows[spans.query_starts[1:] - 1] > 0  # of the last query; spans without one are short
+    is_cut &= lows[spans.query_starts[1:] - 1] > 0  # of the last query, if any
     if not is_cut.any():
         return all_spans, queries, spans.key_tokens
     runs = np.where(is_cut, -(-queries // run), 1).astype(np.int32)

@@ -68,8 +68,8 @@ def gated_rows(
     bias: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> Tensor:
-    """out [rows, size] = act(gate) * up of both [rows, 2 * size]: gate, then up. A bias [experts,
-    2 * size] is added first; `experts` [rows] int32 is the expert of each row."""
+    """out [rows, size] = act(gate) * up; `both` [rows, 2 * size] holds gate, then up. A bias
+    [experts, 2 * size] is added first; `experts` [rows] int32 is the expert of each row."""
     rows, size = out.shape
     if both.shape != (rows, 2 * size) or both.stride(1) != 1 or out.stride(1) != 1:
         raise LayoutError(
@@ -77,7 +77,7 @@ def gated_rows(
         )
     check_activation(activation)
     if bias is not None and (experts is None or bias.shape[1] != 2 * size):
-        raise LayoutError(f"a bias must be [experts, {2 * size}] and each row have its expert")
+        raise LayoutError(f"a bias must be [experts, {2 * size}] and needs the experts of rows")
     if rows == 0:
         return out
     block = min(next_power_of_2(size), _MOST_BLOCK)

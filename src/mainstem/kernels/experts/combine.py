@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The weighted sum of the outputs of a token's experts: in the order of its slots, in fp32."""
+"""The weighted sum of the outputs of a token's experts, added in the order of its slots in fp32."""
 
 import triton
 import triton.language as tl
@@ -56,8 +56,8 @@ def combine(
     has_shared_gate: bool,
     out: Tensor,
 ) -> Tensor:
-    """out [tokens, hidden] = for each token the sum over its slots of weight * (row + bias of the
-    slot's expert), plus the shared expert's output. Rows [tokens * top_k, hidden] are sorted by
+    """out [tokens, hidden]: for each token the sum of weight * (row + the expert's bias) over its
+    slots, plus the shared expert's output. Rows [tokens * top_k, hidden] are sorted by
     expert."""
     tokens, hidden = out.shape
     top_k = routing.ids.shape[1]

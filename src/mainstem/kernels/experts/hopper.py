@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 # ruff: noqa: PLR0917
-"""The products of products.py on Hopper, where an expert has many rows.
+"""The products of products.py on Hopper, for steps in which experts have many rows.
 
 A program takes tile after tile, of up to 128 rows of one expert and 256 columns:
 
-    producer   | copies rows and weights to shared memory, 64 of K in a step, up to STAGES steps
-               | ahead, also of the next tile while this one is written
+    producer   | copies rows and weights to shared memory, 64 columns of K in a step, up to STAGES
+               | steps ahead; it goes on with the next tile while this one is written
     consumers  | two groups of four warps, 64 rows each; both read the same weights. A tile of up to
                | 64 rows leaves the second group idle, and the first has the tensor cores alone
 
@@ -62,8 +62,8 @@ BOX = gl.constexpr(HOPPER.gate_up.columns)  # rows of weights that are copied at
 STAGES = HOPPER.gate_up.stages
 GROUP_ROWS = 4  # tiles of rows that pass over the same weights together, for the L2 cache
 OPTIONS = {"num_warps": HOPPER.gate_up.warps, "maxnreg": 168}
-CLAIM_AHEAD = gl.constexpr(4)  # steps left of a tile when the next one is claimed,
-READ_AHEAD = gl.constexpr(2)  # and when its fields are read
+CLAIM_AHEAD = gl.constexpr(4)  # the next tile is claimed when this one has this many steps left,
+READ_AHEAD = gl.constexpr(2)  # and its fields are read then
 NOTE_INTS = gl.constexpr(4)
 NOTE_EXPERT = gl.constexpr(0)  # -1: there is no tile
 NOTE_START = gl.constexpr(1)
@@ -97,8 +97,9 @@ def _bring(
     tokens, start, end, first, second, num_in, stride_x,
     IS_GATED: gl.constexpr, STAGES: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Copy some steps of a tile, each into a stage that has been read. step: of all tiles before;
-    tokens: of the rows, -1 past the end; first, second: rows of weights."""
+    """Copy some steps of a tile, each into a stage that has been read. step: how many steps of
+    all tiles came before; tokens: those of the rows, -1 past the end; first, second: rows of
+    weights."""
     x_boxes = as_tiles(x_tiles, 2 * STAGES, GROUP, STEP)
     w_boxes = as_tiles(w_tiles, 2 * STAGES, BOX, STEP)
     ks = gl.arange(0, STEP, gl.SliceLayout(0, COPY))
@@ -201,7 +202,7 @@ def _multiply(
         stage = (step + i) % STAGES
         mbarrier.wait(full.index(stage), ((step + i) // STAGES) & 1)
         if IS_GATED:
-            fence_async_shared()  # rows are not copied by TMA
+            fence_async_shared()  # needed, since rows are not copied by TMA
         acc = warpgroup_mma(
             x_boxes.index(2 * stage + WHICH), w_tiles.index(stage).permute((1, 0)), acc,
             use_acc=i > 0, is_async=True,
@@ -320,10 +321,10 @@ def _hopper_kernel(
 
 
 class HopperProducts:
-    """A layer's products, as those of products.py, with tiles of ROWS.
+    """A layer's products; the same as those of products.py, with tiles of ROWS rows.
 
     gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; act: [rows, size], room for
-    activated rows. How the copy engine reads them is described once: that takes as long as a
+    activated rows. Their TMA descriptors are made once, since making one takes as long as a
     launch.
     """
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The products of all experts at once with 4-bit weights, over rows that are sorted by expert.
+"""The products of all experts at once, with 4-bit weights, over rows sorted by expert.
 
 Like products.py, but the weights are the left operand of the matrix instruction and are unpacked in
 registers (dense/nibbles.py). So a program holds its tile of outputs as [columns, rows].
@@ -29,7 +29,7 @@ from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
 
-# by the mean number of rows per expert
+# tiles by the mean number of rows per expert
 FEW = Tiles(Tile(16, 64, BLOCK, warps=4, stages=4), Tile(16, 64, BLOCK, warps=4, stages=5))
 SOME = Tiles(Tile(64, 64, BLOCK, warps=4, stages=3), Tile(64, 128, BLOCK, warps=8, stages=4))
 MANY = Tiles(Tile(128, 128, BLOCK, warps=8, stages=3), Tile(128, 128, BLOCK, warps=8, stages=3))
@@ -151,7 +151,7 @@ def packed_gate_up(
     out: Tensor,
 ) -> Tensor:
     """out [rows, size], sorted; x [tokens, hidden] is gathered. weights: [experts, 2 * size,
-    hidden]. `routing` is of the same x and has tiles of tile.rows."""
+    hidden]. `routing` was made from the same x, with tiles of tile.rows."""
     experts, size = len(weights.words), weights.num_out // 2
     _check_rows("x", x, weights.num_in, weights.dtype)
     _check_rows("out", out, size, weights.dtype)

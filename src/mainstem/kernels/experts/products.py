@@ -2,16 +2,16 @@
 # ruff: noqa: PLR0917
 """The products of all experts at once, over rows that are sorted by expert (route.py).
 
-    gate_up   act[row] = gated(x[token of the row] @ gate_up[expert].T + bias)     gathers
-    down      out[row] = act[row] @ down[expert].T                                 sorted rows
+    gate_up   act[row] = gated(x[token of the row] @ gate_up[expert].T + bias)     gathers rows
+    down      out[row] = act[row] @ down[expert].T                                 reads sorted rows
 
 Here a program takes one tile of rows of one expert, and the same columns of gate and of up, so that
-only the activated rows are written. hopper.py does the same where experts have many rows.
+only the activated rows are written. hopper.py does the same, for experts with many rows.
 `choose.py` decides by the number of rows, which the host knows. LIBRARY, for comparison, is torch's
 grouped product over gathered rows, with the activation as a separate pass.
 
-Every output is one sum over K, in steps of tile.k from first to last, so with one kind of tile a
-row's bits do not depend on other rows. The deterministic setting uses one kind for all steps.
+Every output is one sum over K, in steps of tile.k from first to last, so if all steps use
+the same tile, a row's bits do not depend on other rows. The deterministic setting does so.
 
 From Hopper on, weights and sorted rows are read as boxes by TMA; on other cards by plain loads.
 """
@@ -44,7 +44,7 @@ class Method(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a step's products are computed; both products use tiles of the same rows."""
+    """How a step's products are computed. Tiles of both products have equally many rows."""
 
     gate_up: Tile  # its columns are those of gate; as many of up are computed with them
     down: Tile
@@ -55,7 +55,7 @@ class Tiles:
         return self.gate_up.rows
 
 
-# by the mean number of rows per expert
+# tiles by the mean number of rows per expert
 FEW = Tiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, stages=3))
 SOME = Tiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
 MANY = Tiles(Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4))
@@ -199,8 +199,8 @@ def gate_up(
     tile: Tile,
     out: Tensor,
 ) -> Tensor:
-    """out [rows, size], sorted; x [tokens, hidden] is gathered. `routing` is of the same x and
-    has tiles of tile.rows."""
+    """out [rows, size], sorted; x [tokens, hidden] is gathered. `routing` was made from the
+    same x, with tiles of tile.rows."""
     experts, both, hidden = weights.shape
     size = both // 2
     check_rows("x", x, hidden)
@@ -283,7 +283,7 @@ def check_weights(name: str, weights: Tensor, dtype: torch.dtype) -> None:
     if weights.dtype != dtype or not weights.is_contiguous():
         raise LayoutError(f"{name} must be contiguous {dtype}, got {weights.dtype}")
     if weights.shape[2] % 8 or weights.shape[1] % 8:
-        raise LayoutError(f"{name} must have sizes of multiples of 8, got {tuple(weights.shape)}")
+        raise LayoutError(f"sizes of {name} must be multiples of 8, got {tuple(weights.shape)}")
 
 
 def check_bias(name: str, bias: Tensor | None, experts: int, width: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def route(logits: Tensor, top_k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
-    """Experts [tokens, top_k], best first, on a tie the lowest; and their weights, fp32."""
+    """Experts [tokens, top_k], best first and the lowest on a tie, and their weights in fp32."""
     shares = logits.double().softmax(dim=-1)
     ids = [
         [expert for _, expert in sorted((-value, expert) for expert, value in enumerate(row))]

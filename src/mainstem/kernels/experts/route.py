@@ -3,7 +3,7 @@
 """Which experts a token goes to, and the tokens sorted by expert; all of it on the device.
 
     logits     [tokens, experts] = x @ router.T, in fp32
-    ids        the top_k experts of each token, on a tie the lowest; weights: their softmax
+    ids        the top_k experts of each token, the lowest on a tie; `weights` are their softmax
     sorted     each row (a token for one of its experts) has a place: expert by expert, tokens in
                order; `positions` maps token and slot to it, `sorted_tokens` and `sorted_experts`
                map back
@@ -36,11 +36,11 @@ from mainstem.kernels.host import cdiv, next_power_of_2
 from mainstem.kernels.overlap import can_overlap, overlap_options, wait_for_ahead
 
 SPLITS = 8
-SPLIT_TOKENS = 256  # up to this many, each part of the sum has its own program
+SPLIT_TOKENS = 256  # up to this many tokens, each part of the sum has its own program
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _TILE = 64  # rows, columns and k of a router program
-# tokens of a routing program; with several programs, a second pass adds up their counts
+# tokens of a routing program; if there are several programs, a second pass adds up their counts
 _BLOCK_TOKENS = 16
 _MOST_PLACERS = 128  # programs of that pass; each reads all counts
 
@@ -80,7 +80,7 @@ class Routing:
     tile_starts: Tensor  # [tiles] int32: where a tile's rows begin in the sorted order
     tile_ends: Tensor  # [tiles] int32: and where they end
     tile_count: Tensor  # [1] int32: tiles in use
-    tickets: Tensor  # [1] int32: zero; tiles that programs of hopper.py have taken
+    tickets: Tensor  # [1] int32: tiles that programs of hopper.py have taken; zero between calls
     shared_weights: Tensor  # [tokens] fp32: sigmoid of the shared expert's gate
 
     @classmethod
@@ -172,7 +172,7 @@ def _write_tiles(
     totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
     num_tiles, tile_rows, EXPERTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of each expert, totals [LANES], in tiles; each program writes some of them."""
+    """Cut the rows of each expert (totals [LANES]) into tiles; each program writes some tiles."""
     lanes = tl.arange(0, LANES)
     tiles = tl.cdiv(totals, tile_rows)
     tile_ends = tl.cumsum(tiles, 0)
@@ -219,7 +219,7 @@ def _route_kernel(
         tl.store(shared_weights_ptr + rows, tl.sigmoid(gate), mask=is_token)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + lanes, mask=lanes < EXPERTS, other=0.0).to(tl.float32)[None, :]
-    # a NaN must not choose an expert that does not exist; -0.0 equals 0.0
+    # a NaN must not choose an expert that does not exist; -0.0 must equal 0.0
     logits = tl.where(logits == logits, logits, float("-inf"))  # noqa: PLR0124
     logits = tl.where(logits == 0.0, 0.0, logits)
 
@@ -294,7 +294,7 @@ def _place_kernel(
         sums_before += tl.where((blocks < first)[:, None], counts, 0)
     totals, before = tl.sum(sums, 0), tl.sum(sums_before, 0)
     ends = tl.cumsum(totals, 0)
-    tl.store(ends_ptr + lanes, ends, mask=is_expert)  # all programs store the same
+    tl.store(ends_ptr + lanes, ends, mask=is_expert)  # all programs store the same values
     _write_tiles(
         totals, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr, tile_count_ptr,
         num_tiles, tile_rows, EXPERTS, LANES,
@@ -315,8 +315,8 @@ def _place_kernel(
 
 
 def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
-    """Choose experts for x [tokens, hidden] and sort. Returns the number of tiles, including unused
-    ones."""
+    """Choose experts for x [tokens, hidden] and sort the rows. Returns the number of tiles,
+    including unused ones."""
     _check(x, router, routing)
     tokens, num_rows = len(x), len(x) * router.top_k
     num_tiles = most_tiles(num_rows, router.num_experts, tile_rows)
@@ -382,6 +382,6 @@ def _check(x: Tensor, router: Router, routing: Routing) -> None:
             f"at most {MAX_TOP_K} of at most {MAX_EXPERTS} experts, got {top_k} of {experts}"
         )
     if routing.ends.shape != (experts,) or routing.ids.shape[1] != top_k:
-        raise LayoutError("these buffers were made for another number of experts or top_k")
+        raise LayoutError("the buffers were made for another number of experts or another top_k")
     if len(x) > routing.max_tokens:
         raise PlanTooLarge(f"{len(x)} tokens, buffers were made for {routing.max_tokens}")
