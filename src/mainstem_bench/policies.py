@@ -45,7 +45,7 @@ WARM_UP = 2  # number of prompts before the clock starts
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Generated conversations; the answers in their prompts are generated, too."""
+    """Conversations of random ids. The earlier answers in a prompt are random ids as well."""
 
     sessions: int
     turns: int
@@ -61,7 +61,12 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("record", type=Path, nargs="?", help="of `mainstem serve` (made up)")
+    made.add_argument(
+        "record",
+        type=Path,
+        nargs="?",
+        help="file of `mainstem serve --record` (default: made-up requests)",
+    )
     made.add_argument("--model-shape", choices=list(SHAPES), help="random weights")
     made.add_argument(
         "--policy",

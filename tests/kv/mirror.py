@@ -67,7 +67,8 @@ class Mirror:
                 parent = key
 
     def known(self, stored: Mapping[str, object]) -> dict[str, set[bytes]]:
-        """The known pages in the tiers of a store; no other tier may have pages."""
+        """The pages that the events so far leave in each tier of `stored`. Checks that they leave
+        none in any other tier."""
         assert not any(pages for tier, pages in self.pages.items() if tier not in stored)
         return {tier: self.pages[tier] for tier in stored}
 

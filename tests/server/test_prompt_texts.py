@@ -1,4 +1,4 @@
-"""The contents of a request are text to the model, and are not encoded if they are far too long."""
+"""Special tokens spelled out in a message have no effect; far too long prompts are not encoded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -155,4 +155,4 @@ def test_no_more_ids_are_decoded_than_a_prompt_may_have(server: Running) -> None
     most = 32 * server.gateway.engine.max_model_len
     assert server.post("/detokenize", {"tokens": [5] * most}).status_code == 200
     error = refusal(server, {"tokens": [5] * (most + 1)}, "/detokenize")
-    assert error["message"] == f"tokens: there are {most + 1}, and there may be {most}"
+    assert error["message"] == f"tokens: {most + 1} ids; at most {most} are allowed"

@@ -21,8 +21,9 @@ WAIT_S = 20.0
 # Chromium listens on descriptor 3 and answers on 4: put the pipes there, then become Chromium
 PUT_PIPES = """
 import os, sys
-ends = [os.dup(int(end)) for end in sys.argv[1:3]]  # takes 3 and 4 if they are free,
-listen, answer = [os.dup(end) for end in ends]  # so that these are neither
+# Copied twice: the first copies may get the numbers 3 and 4, so listen and answer have others
+ends = [os.dup(int(end)) for end in sys.argv[1:3]]
+listen, answer = [os.dup(end) for end in ends]
 os.dup2(listen, 3)
 os.dup2(answer, 4)
 os.execv(sys.argv[3], sys.argv[3:])

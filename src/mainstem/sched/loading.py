@@ -114,8 +114,8 @@ class Loader:
         return Candidate(sequence, num_known, chain, match, logprobs)
 
     def _are_coming(self, ready: tuple[PageKey, ...], num_tokens: int) -> bool:
-        """Whether another sequence computes the logprobs of the page after the first `num_tokens`;
-        its K and V are READY."""
+        """Whether another sequence is computing the next logprobs: those of the page in which
+        token `num_tokens` is. `ready` has the pages whose K and V are READY."""
         place = num_tokens // self._page_size
         if place == len(ready):
             return False
@@ -175,7 +175,8 @@ class Loader:
                     self._queue.move_up(sequence)
                 elif not (is_asking or (found.may_fetch and self.fetching.is_open(match.stored))):
                     sequence.num_to_compute = num_tokens
-            elif sequence.has_fetched:  # its loaded pages count as available, but must stay
+            elif sequence.has_fetched:
+                # idle pages count as available, so those loaded for this sequence count as needed
                 pages_ahead += sequence.num_loaded_pages - (-num_tokens // self._page_size)
             tokens_ahead += num_tokens
 

@@ -420,7 +420,7 @@ class Gateway:
         """Return the text of ids (`tokens`), including special tokens."""
         tokens = read_fields(body, DetokenizeBody).tokens
         if len(tokens) > self._most_read:
-            message = f"tokens: there are {len(tokens)}, and there may be {self._most_read}"
+            message = f"tokens: {len(tokens)} ids; at most {self._most_read} are allowed"
             raise ApiError(400, message, "tokens", "invalid_value")
         return {"prompt": await _on_thread_if_many(tokens, lambda: self._text(tokens))}
 

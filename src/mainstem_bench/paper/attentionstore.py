@@ -170,7 +170,8 @@ ITEMS: tuple[Item, ...] = (
     Item(
         name="store-fig23",
         title="AttentionStore Fig. 23: how much storage a hit rate takes",
-        claim="the hit rate is 51 % with a tenth of CCpUT and 98 % with a quarter",
+        claim="the hit rate is 51 % with a tenth of CCpUT (the storage for all sessions of one "
+        "TTL) and 98 % with a quarter",
         differs=SIMULATED,
         where=Where.CPU,
         full_s=120,

@@ -11,8 +11,8 @@ ON_H200 = "an H200 instead of an A100 and an MI200 (no AMD card here); "
 RANDOM = "random weights (the time is the same); "
 
 BATCHING = (
-    ON_H200 + RANDOM + "600 requests of the drawn industry mix, answers as long as ShareGPT's; "
-    "token batching off means `--max-seqs 256 --no-reorder`"
+    ON_H200 + RANDOM + "600 requests with the average lengths of the industry workload (Fig. 7), "
+    "answers as long as ShareGPT's; token batching off means `--max-seqs 256 --no-reorder`"
 )
 
 ITEMS: tuple[Item, ...] = (
@@ -30,7 +30,8 @@ ITEMS: tuple[Item, ...] = (
     ),
     Item(
         name="batch-fig5",
-        title="BatchLLM Fig. 5: throughput of three mixes, degrees 4 and 16, 8B to 70B",
+        title="BatchLLM Fig. 5: throughput of three mixes, 4 and 16 prompts per prefix (the "
+        "degree), 8B to 70B",
         claim="1.4 to 3 times vLLM (prefix caching, chunked prefill) and 1.2 to 2.5 times SGLang "
         "on an A100; 1.8 to 4.1 and 1.3 to 2.8 times on an MI200",
         differs=ON_H200 + RANDOM + "64 to 640 requests instead of 6,400, so an LRU cache misses "
@@ -147,7 +148,8 @@ ITEMS: tuple[Item, ...] = (
         name="batch-levels",
         title="BatchLLM 6.2.2: many levels of prefixes against one enlarged level",
         claim="56 % saved with many levels, 55 % with one enlarged level",
-        differs="lengths are drawn; with the stated degree of 3, two thirds can be saved, not 58 %",
+        differs="random lengths; 3 prompts per prefix, as the paper states, allow savings of two "
+        "thirds, but the paper reports 58 % for its workload",
         where=Where.CPU,
         full_s=10,
         quick_s=1,

@@ -145,9 +145,10 @@ def judge_mixes(lines: Sequence[Line]) -> Verdict:
     least, most = min(ratios.values()), max(ratios.values())
     return Verdict(
         Outcome.REPRODUCED if planned / vllm >= 1.4 else Outcome.NOT,
-        f"{least:.2f} to {most:.2f} times an LRU cache in our own engine; 2000/200 at degree 16 "
-        f"{planned / vllm:.2f} times vLLM 0.24 and {planned / sglang:.2f} times SGLang 0.5.17 on "
-        f"the same shuffled prompts; {min(shares):.0%} to {max(shares):.0%} of the card's limit",
+        f"{least:.2f} to {most:.2f} times an LRU cache in our own engine; with 16 prompts "
+        f"per prefix of 2,000 tokens {planned / vllm:.2f} times vLLM 0.24 and "
+        f"{planned / sglang:.2f} times SGLang 0.5.17 on the same shuffled prompts; "
+        f"{min(shares):.0%} to {max(shares):.0%} of the card's limit",
     )
 
 

@@ -104,9 +104,9 @@ def judge_lengths(lines: Sequence[Line]) -> Verdict:
     degree = one(lines, part="degree")
     return Verdict(
         Outcome.REPRODUCED if degree["documents_found"] > 0.999 else Outcome.NOT,
-        f"on average a prompt is drawn with {shared:.0f} shared and {own:.0f} own tokens and a "
-        f"degree of {degree['mean']:.1f}. Of the documents with more than one question, the "
-        f"planner finds {degree['documents_found']:.1%} as whole prefixes",
+        f"the random prompts have on average {shared:.0f} shared and {own:.0f} own tokens, with "
+        f"{degree['mean']:.1f} prompts per prefix. Of the documents with more than one question, "
+        f"the planner finds {degree['documents_found']:.1%} as whole prefixes",
     )
 
 

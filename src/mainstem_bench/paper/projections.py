@@ -66,6 +66,7 @@ def judge_batch(lines: Sequence[Line]) -> Verdict:
     return Verdict(
         Outcome.CANNOT,
         "the kernels are written in Triton, except on Hopper, and nothing was run on an AMD card. "
-        f"Projected for 2000/200 at degree 16 with 8B: {amd:.1f} requests/s on one die of an "
-        f"MI200, {a100:.1f} on an A100, for which the paper reports 18",
+        "Projected for 8B, prefixes of 2,000 tokens with 16 prompts each, and 200 own tokens: "
+        f"{amd:.1f} requests/s on one die of an MI200, {a100:.1f} on an A100, for which "
+        "the paper reports 18",
     )

@@ -23,7 +23,7 @@ class Compared:
     of: Callable[[Sequence[Line], str], float]
     paper: tuple[float, float, float, float]  # in the order of MODELS
     form: str  # format of one number
-    tolerance: float  # share of the paper's number; below it the claim does not hold here
+    tolerance: float  # 0.1: the claim holds here if we reach 90 % of the paper's number
     why: Callable[[Sequence[Line]], str] = lambda _: ""  # added if the claim does not hold
     note: Callable[[Sequence[Line]], str] = lambda _: ""  # always added
 
@@ -52,8 +52,8 @@ def _decoding(lines: Sequence[Line]) -> str:
     share = max(line["prefill_share"] for line in only(lines, way="RE"))
     return (
         f". Without a store, prefill is at most {share:.0%} of the device's time here, and no "
-        "store can save more than that. From the paper's numbers for 13B it follows that it was "
-        "88 % there"
+        "store can save more than that. The paper's numbers for 13B imply that prefill took 88 % "
+        "of the time there"
     )
 
 
@@ -213,7 +213,7 @@ def judge_media(lines: Sequence[Line]) -> Verdict:
     ]
     why = (
         ". The order is the same as in the paper, but the differences are smaller: the next turn "
-        "of a conversation comes after seconds, so a small memory is enough for more of them"
+        "of a conversation comes after seconds, so even a small memory still has many histories"
     )
     return Verdict(
         Outcome.REPRODUCED if is_alike else Outcome.NOT,
@@ -245,8 +245,8 @@ def judge_capacity(lines: Sequence[Line]) -> Verdict:
         Outcome.EXCEEDED
         if points[0.1] > 0.51 and points[0.25] >= 0.98 * unbounded
         else Outcome.NOT,
-        f"the hit rate is {points[0.1]:.0%} with a tenth of CCpUT and {points[0.25]:.0%} with a "
-        f"quarter; {unbounded:.0%} is the limit for any capacity, since first turns are counted "
-        "here and not in the paper. Sessions are shorter than the window, and end long before the "
-        "TTL",
+        f"the hit rate is {points[0.1]:.0%} with a tenth of CCpUT (the storage for all sessions of "
+        f"one TTL) and {points[0.25]:.0%} with a quarter; {unbounded:.0%} is the limit for "
+        "any capacity, since first turns are counted here and not in the paper. Sessions are "
+        "shorter than the window, and end long before the TTL",
     )

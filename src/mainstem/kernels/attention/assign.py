@@ -64,7 +64,8 @@ def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
 
 def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
     """The slot of each unit; adds to `load`. In each round the longest units left go to the least
-    loaded slots. A slot skips the round if it has more than the least loaded slot will have.
+    loaded slots. A slot skips the round if its load is more than that of the least loaded slot
+    with its new unit.
     """
     if len(us) and us[0] == us[-1] and not load.any():  # slots in turn: same result
         rounds, more = divmod(len(us), len(load))
@@ -112,9 +113,9 @@ def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:
 @cache
 def large_slots(taken: int, count: int, is_split: bool) -> Int64s:
     """Which of `count` slots get large units. Neighbouring multiprocessors share a path to memory,
-    on which small units slow down large ones. If unavoidable, slow down as few as possible: the
-    slots without large units are pairs of neighbours. The pairs are far apart, since each part of
-    the card has its own path.
+    on which small units slow down large ones. If more than half of the slots get large units, the
+    others are chosen as pairs of neighbours, so that small units share paths with each other and
+    with few large units. The pairs are far apart, since each part of the card has its own path.
     """
     if not is_split or 2 * taken <= count:
         return _spread(count)[:taken]
