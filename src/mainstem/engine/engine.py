@@ -15,8 +15,9 @@ from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
-MAX_FAILURES = 8  # failures without a request to blame, or with every request to blame
-MAX_BLAMED = 64  # requests to blame while others are left to try
+# consecutive failures: a step without a request to blame, or every request to blame
+MAX_FAILURES = 8
+MAX_BLAMED = 64  # consecutive failures of single requests, while others are left to try
 
 log = logging.getLogger("mainstem.engine")
 
