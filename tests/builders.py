@@ -103,7 +103,7 @@ def run_all(engine: Engine, requests: Sequence[Request], max_steps: int = 10_000
     return collector
 
 
-# has more optional properties than the grammar's parser can follow; this fails while it runs
+# BEYOND has more optional properties than the grammar's parser can follow: it fails in mid-answer
 _MANY = {f"property {number}": {"type": "boolean"} for number in range(700)}
 _LATER = {"type": "object", "properties": _MANY, "additionalProperties": False}
 BEYOND = {
