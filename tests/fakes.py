@@ -159,7 +159,7 @@ class FakeRunner:
         pages = weighing.page_ids.astype(np.int64)[:, None] * self._page_size
         slots = (pages + np.arange(self._page_size)).ravel()[:end]
         assert len(pages) == -(-end // self._page_size), "pages do not fit the tokens"
-        assert (self._position_at[slots] == np.arange(end)).all(), "a page has other positions"
+        assert (self._position_at[slots] == np.arange(end)).all(), "a page holds other positions"
         return fake_masses(self._token_at[slots], weighing.num_rows, self._page_size)
 
     def _contexts(self, step: Step) -> dict[int, list[int]]:

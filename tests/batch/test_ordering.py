@@ -107,7 +107,8 @@ def test_a_large_workload_is_cut_into_stretches(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_answer_lengths_of_one_window_order_the_next() -> None:
-    """Groups with longer answers go first (BatchLLM Eq. 3); at first, input order decides."""
+    """Groups with longer answers go first (BatchLLM Eq. 3). Before any answer, and without
+    reordering, the input order is kept."""
     prompts = [[kind, kind, question, question] for kind in (5, 6) for question in range(4)]
     estimate, planner = LengthEstimate(), a_planner()
     (first,) = planner.plan(a_window(prompts)).stretches(estimate)

@@ -41,7 +41,7 @@ def test_new_tokens_are_those_the_prompt_before_does_not_share() -> None:
     order = Order.planned(prompts, np.full(len(prompts), 4))
     new = order.new_tokens(prompts)
     assert sorted(new.tolist()) == [5] * 12 + [29] * 6
-    assert Order.as_given(prompts).new_tokens(prompts).tolist() == [16] * 18  # a guess
+    assert Order.as_given(prompts).new_tokens(prompts).tolist() == [16] * 18  # not known: a guess
 
 
 def test_feed_keeps_only_the_prompts_that_the_next_steps_need() -> None:

@@ -25,7 +25,7 @@ class _Meeting:
         self.all_there, self.all_read = Barrier(of), Barrier(of)
         self.parts: list[Tensor] = [torch.empty(0)] * of
         self.turn = Lock()
-        self.are_apart = False  # ranks made different calls; kept if the engine tries again
+        self.are_apart = False  # ranks made different calls; stays if the engine tries again
 
     def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
         self.parts[rank] = part.clone()

@@ -115,7 +115,7 @@ def as_nodes(tree: PrefixTree) -> Node:
 
 
 def maximize_reuse(node: Node) -> None:
-    """Lines 2 to 11. Leaves are only counted: their gain is 0, so that they are never forked."""
+    """Lines 2 to 11. Leaves are only counted: since their gain is 0, they are never forked."""
     for child in list(node.children):
         maximize_reuse(child)
         for gchild in list(child.children):
