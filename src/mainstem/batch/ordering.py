@@ -1,6 +1,6 @@
 """Decides the order in which a window's rows run, and which rows can copy another row's answer.
 
-The reading thread works ahead: it first finds rows that must get the same answer, and then plans the
+The reading thread works ahead: it first finds rows that must get the same answer, then plans the
 others, each priority separately. The engine's thread takes one stretch of the plan at a time, so
 that the remaining rows can be reordered by the output lengths seen so far:
 
