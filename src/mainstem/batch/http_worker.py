@@ -30,7 +30,7 @@ BUSY_S = 0.5  # pause after a server refused rows because it had too many
 CONNECT_S = 10.0
 MAX_HEADERS = 100
 MAX_BODY_BYTES = 1 << 30
-IDLE_PART = 4  # with less than 1/4 of the rows that it may send, a worker takes from others
+IDLE_PART = 4  # with less than 1/4 of its possible rows in progress, a worker takes from others
 OK, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 200, 401, 403, 404, 429
 FAILED, UNAVAILABLE = 500, 503
 

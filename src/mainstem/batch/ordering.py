@@ -266,8 +266,8 @@ def _subset(prompts: Prompts, indices: Int64s) -> Prompts:
 
 
 def _stretch_end(plan: Plan, shared: Int32s, begin_group: int) -> int:
-    """Return the first group after a stretch. It shares less with the group before it than the
-    other possible ones do."""
+    """Return the first group after a stretch: of the groups at which the stretch could end, the one
+    that shares least with the group before it."""
     begin = int(plan.group_starts[begin_group])
     if len(plan.members) - begin <= 2 * STRETCH_ROWS:
         return plan.num_groups

@@ -65,8 +65,8 @@ def parse_json(line: Line) -> dict[str, object]:
 
 
 def _explained_json(data: bytes) -> object:
-    """Parse a line that the fast parser refused again, with Python's parser, whose errors name the
-    place. It also accepts NaN and lone surrogates; the checks of fields refuse them later."""
+    """Parse a line with Python's parser after the fast parser has refused it: Python's errors name
+    the place. NaN and lone surrogates are accepted; the checks of fields refuse them later."""
     try:
         return json.loads(data)
     except UnicodeDecodeError as error:

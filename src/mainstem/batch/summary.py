@@ -31,7 +31,7 @@ class Summary:
     redone: int = 0  # lines of earlier runs that were removed to be answered again
     deduplicated: int = 0  # answered rows that got a copy of an equal row's answer
     errors: Counter[str] = field(default_factory=Counter)  # by code
-    other_models: Counter[str] = field(default_factory=Counter)  # models that rows name instead
+    other_models: Counter[str] = field(default_factory=Counter)  # names of other models in rows
     windows: int = 0
     plan_s: float = 0.0
     seconds: float = 0.0

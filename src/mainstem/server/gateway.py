@@ -391,7 +391,7 @@ class Gateway:
         if wants_special and isinstance(prompt, Chat):
             message = "add_special_tokens: a chat has those that its template writes"
             raise ApiError(400, message, "add_special_tokens", "invalid_value")
-        call = replace(call, overflow=Overflow.RECOMPUTE)  # may exceed the context
+        call = replace(call, overflow=Overflow.RECOMPUTE)  # the prompt may exceed the context
         salt = tenant.page_salt(call.cache_salt)
         all_ids = await self.encode(call, prompts[:1], app, None, salt)
         if wants_special is False and isinstance(prompt, str):

@@ -113,8 +113,8 @@ GAUGES = {
     "mainstem:shared_runs": "Runs of tokens that two or more running sequences share.",
     "mainstem:unfinished_prompts": "Prompts that take more than the running step.",
     "mainstem:unfinished_prompt_tokens": "Computed or cached tokens of unfinished prompts.",
-    "mainstem:step_tokens": "Tokens of the step that has been running for a while; 0: none.",
-    "mainstem:step_seconds": "Seconds that this step has been running; 0: none.",
+    "mainstem:step_tokens": "Tokens of a step that has been running for a while; 0: there is none.",
+    "mainstem:step_seconds": "Seconds that the step of mainstem:step_tokens has been running.",
     "mainstem:sessions": "Sessions that are kept.",
     "mainstem:session_tokens": "Tokens of the sessions that are kept.",
 }

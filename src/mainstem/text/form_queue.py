@@ -41,7 +41,7 @@ class FormQueue:
             jobs = self._waiting.setdefault(owner, deque())
             if len(jobs) >= MAX_WAITING:
                 future.set_exception(
-                    TooManyForms(FIELD, f"{MAX_WAITING} already wait; retry later")
+                    TooManyForms(FIELD, f"{MAX_WAITING} forms already wait; retry later")
                 )
                 return future
             jobs.append((form, future))

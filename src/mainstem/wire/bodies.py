@@ -294,7 +294,7 @@ NEUTRAL: Mapping[type[Struct], Mapping[str, OnlyAt]] = {
     CompletionBody: _BOTH
     | {
         "add_generation_prompt": OnlyAt((True, False), "only in a chat"),
-        "add_special_tokens": OnlyAt((True,), "send token ids; /tokenize can leave them out"),
+        "add_special_tokens": OnlyAt((True,), "send token ids of /tokenize, which supports it"),
         "continue_final_message": OnlyAt((False,), "only in a chat"),
         "parallel_tool_calls": OnlyAt((True, False), "only in a chat"),
         "suffix": OnlyAt(("",), "text can only be continued"),
