@@ -214,6 +214,6 @@ def test_result_types_are_exported_without_torch() -> None:
 def test_an_answer_beyond_the_limits_of_its_form_is_an_error(llm: LLM) -> None:
     form = StructuredOutputsParams(json=BEYOND)
     bound = SamplingParams(temperature=0, max_tokens=100, structured_outputs=form)
-    with pytest.raises(AnswerFailed, match="the parser of its form reached its limits"):
+    with pytest.raises(AnswerFailed, match="the parser of the form reached its limits"):
         llm.generate(["one", "two"], [SHORT, bound], use_tqdm=False)
     assert llm.generate(["one"], SHORT, use_tqdm=False)[0].finished

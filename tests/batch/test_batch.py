@@ -786,7 +786,7 @@ def test_a_truncated_input_is_answered_up_to_its_end(
     folder.input.write_bytes(gzip.compress(lines.encode())[:-60])
     summary_file = folder.path / "summary.json"
     assert folder.run("--summary-json", str(summary_file)) == 1
-    assert "ends in the middle" in capsys.readouterr().err
+    assert "is cut off" in capsys.readouterr().err
     texts = folder.texts()
     assert 0 < len(texts) < 40
     assert folder.summary()["complete"] is False

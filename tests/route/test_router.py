@@ -166,7 +166,7 @@ def test_requests_for_an_app_go_to_the_replicas_that_have_it() -> None:
     router.set_state(3, ReplicaState.DRAINING)
     with pytest.raises(NoReplica, match=r"app 'shop'.*1 draining, 1 down"):
         serve(router, [1], app="shop")
-    with pytest.raises(ConfigError, match="replicas 0 to 3"):
+    with pytest.raises(ConfigError, match="numbers from 0 to 3"):
         router.place_app("shop", [4])
 
 

@@ -434,7 +434,9 @@ def test_the_number_of_files_per_key_is_limited(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path, limits=ServerLimits(stored_files=2)) as running:
         made = [running.client.post("/v1/files", **form) for _ in range(3)]
         assert [reply.status_code for reply in made] == [200, 200, 413]
-        assert made[2].json()["error"]["message"] == "this key may have 2 files: delete some"
+        assert (
+            made[2].json()["error"]["message"] == "this key may have at most 2 files: delete some"
+        )
         running.client.delete(f"/v1/files/{made[0].json()['id']}")
         assert running.client.post("/v1/files", **form).status_code == 200
 
@@ -529,9 +531,9 @@ def test_flags_limit_the_size_number_and_age_of_files(tmp_path: Path) -> None:
     with a_process(["--data-dir", str(tmp_path), *flags]) as process:
         made = upload(1).json()
         assert made["expires_at"] - made["created_at"] == 60
-        assert "may have 107374 bytes" in upload(108_000).json()["error"]["message"]
+        assert "may have at most 107374 bytes" in upload(108_000).json()["error"]["message"]
         assert upload(1).status_code == 200
-        assert "may have 2 files" in upload(1).json()["error"]["message"]
+        assert "may have at most 2 files" in upload(1).json()["error"]["message"]
         assert process.stop() == 0
 
 

@@ -424,7 +424,7 @@ def test_a_stream_that_cannot_continue_reports_why(monkeypatch: pytest.MonkeyPat
             "messages[0].content[0]: document blocks are not",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "web_search_20250305"),
-        ({"tools": [WEATHER]}, "tools: this model's chat template has none"),
+        ({"tools": [WEATHER]}, "tools: this model's chat template has no tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: 'enabled'"),
         ({"stop_sequences": ["x" * 5000]}, "stop_sequences: at most 4096"),

@@ -157,7 +157,7 @@ def test_if_there_are_too_many_batches_those_without_files_are_removed_first(
         kept = [run(client, rows) for _ in range(3)]
         refused = create(running, kept[0].input_file_id)
         assert refused.status_code == 413
-        assert "this key may have 3 batches" in refused.json()["error"]["message"]
+        assert "this key may have at most 3 batches" in refused.json()["error"]["message"]
         client.files.delete(str(kept[1].output_file_id))
         latest = run(client, rows)
         assert [batch.id for batch in client.batches.list()] == [latest.id, kept[2].id, kept[0].id]

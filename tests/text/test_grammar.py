@@ -118,7 +118,7 @@ def test_names_of_forms_in_vllm_are_accepted(given: dict[str, Any], form: str) -
         ({}, "needs one of json, regex, choice, grammar, json_object, got none"),
         ({"json_object": False}, "got none"),
         ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
-        ({"json": "not JSON"}, "must be an object, or one as text, got 'not JSON'"),
+        ({"json": "not JSON"}, "must be an object or JSON text, got 'not JSON'"),
         ({"json": "[1]"}, "must be an object"),
         ({"json": 5}, "must be an object"),
         ({"regex": 5}, "regex must be text"),

@@ -14,8 +14,8 @@ class Ahead(Generic[T]):
     """Runs an iterable in a thread, one item ahead of the caller: at most two items exist at a
     time.
 
-    The thread is a daemon: a read that never returns (an unused pipe) does not keep the
-    process alive.
+    The thread is a daemon: a read that never returns (of a pipe that nobody writes to) does not
+    keep the process alive.
     """
 
     def __init__(self, items: Iterable[T]) -> None:
@@ -65,7 +65,7 @@ class Ahead(Generic[T]):
                 self._may_make.acquire()
                 if self._is_closed:
                     return
-        except BaseException as error:  # the owner raises it
+        except BaseException as error:  # the caller raises it when `is_ended`
             self.fault = error
         finally:
             self._queue.put(None)

@@ -1,4 +1,4 @@
-"""The output of a batch job: one line per row, appended when the row is done. A kill loses nothing.
+"""The output of a batch job: one line per row, appended when the row is done.
 
 Only the file itself says which rows are done:
 
@@ -9,9 +9,9 @@ Only the file itself says which rows are done:
 A line also has hashes of its row and model (marks.py), so that a later run recognizes stale
 answers. `forget` removes stale answers: it writes a copy, and replaces the file with it at the end.
 
-A line goes to the operating system in one write as soon as it is known, so a kill of this process
-cannot lose it. The file is synced to the disk (fsync) every few seconds and at the end: after a
-power failure, the answers of the last seconds are lost and made again.
+A line goes to the operating system in one write as soon as its row is done, so a kill of this
+process cannot lose it. The file is synced to the disk (fsync) every few seconds and at the end:
+after a power failure, the answers of the last seconds are lost and made again.
 """
 
 import fcntl
@@ -54,7 +54,7 @@ class Existing(Enum):
 class AnswerFile:
     """Appends rows to the output. Nothing on the disk changes before `start` or `forget`.
 
-    Raises InvalidRequest on opening and FileFault afterwards; one process at a time holds a file.
+    Raises InvalidRequest on opening and FileFault afterwards. A lock keeps other processes out.
     """
 
     def __init__(self, name: str, existing: Existing) -> None:
@@ -65,7 +65,7 @@ class AnswerFile:
         self._is_started = False
         self._is_copied = False  # _copy made a new file, which has only whole lines
         self._is_ours = name != STANDARD and not os.path.lexists(name)  # this process creates it
-        self._end = 0  # of the last whole line in the file
+        self._end = 0  # in bytes: where the last whole line of the file ends
         self._synced_s = monotonic()
         self._raw = self._open(existing)
 
@@ -210,12 +210,13 @@ class AnswerFile:
 
     def _copy(self, is_kept: Callable[[bytes], bool]) -> None:
         """Copy whole lines to a new file, which then replaces this one."""
-        target = Path(self.name).resolve()  # a link stays a link
+        target = Path(self.name).resolve()  # if the name is a link, replace what it points to
         remove_leftovers(target)
         # the old file is closed last: the lock on it keeps other runs out
         with self._raw as old, io.FileIO(self.name, "rb") as packed, replacing(target) as file:
             os.fchmod(file.fileno(), os.fstat(old.fileno()).st_mode)
-            self._raw, self._end = io.FileIO(os.dup(file.fileno()), "wb"), 0  # stays open
+            # a copy of the descriptor, since `replacing` closes `file`
+            self._raw, self._end = io.FileIO(os.dup(file.fileno()), "wb"), 0
             _lock(self._raw)
             self._pack = new_pack(self.name)
             stream = buffered(packed, unpacker(self.name))
@@ -239,7 +240,7 @@ def _lock(raw: io.FileIO) -> None:
 
 
 def _in_chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Join the pieces to larger ones, and yield them."""
+    """Yield the lines in chunks of COPY_BYTES or a little more; the last chunk may be smaller."""
     held = bytearray()
     for line in lines:
         held += line

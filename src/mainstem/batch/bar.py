@@ -12,7 +12,7 @@ from mainstem.batch.summary import Summary
 from mainstem.batch.windows import Window
 from mainstem.batch.work import Work
 
-LOG_INTERVAL_S = 30.0  # where standard error is not a terminal
+LOG_INTERVAL_S = 30.0  # between updates, if standard error is not a terminal
 PREPARING = "{desc} [{elapsed}]"
 RUNNING = (
     "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} prompt tokens"
@@ -24,8 +24,8 @@ class JobBar:
     """Shows what the job does (reading, planning, running) and its progress.
 
     While rows run: prompt tokens done and time left, rows done, requests/s, tokens/s and saving so
-    far. `preparing` returns what the reading thread does. Totals are unknown at first, then
-    estimated from the bytes of the input, and exact once everything is read.
+    far. `preparing` returns a text: what the reading thread is doing. Totals are unknown at first,
+    then estimated from the bytes of the input, and exact once everything is read.
     """
 
     def __init__(self, summary: Summary, preparing: Callable[[], str], is_shown: bool) -> None:
@@ -42,7 +42,7 @@ class JobBar:
                 unit_scale=True,
                 dynamic_ncols=True,
                 mininterval=interval_s,
-                smoothing=0.0,  # rows end in bursts
+                smoothing=0.0,  # the mean rate of the whole job, since rows end in bursts
                 bar_format=PREPARING,
             )
 
@@ -106,7 +106,7 @@ class JobBar:
         trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
-            if self._began_s is not None:  # the bar may still show that rows are read
+            if self._began_s is not None:  # the bar may still say that rows are being read
                 self._bar.set_description_str("running", refresh=False)
             self._show(monotonic())
             if error is None and self._summary.is_complete:
@@ -125,9 +125,9 @@ class PhaseLine:
     from time to time, and work that ends quickly is not mentioned.
     """
 
-    QUIET_S = 2.0  # without a terminal: before the first line
-    LOG_S = 10.0  # without a terminal: between lines
-    REFRESH_S = 0.1  # on a terminal
+    QUIET_S = 2.0  # without a terminal: until the first line
+    LOG_S = 10.0  # without a terminal: between two lines
+    REFRESH_S = 0.1  # on a terminal: between two updates
 
     def __init__(self, name: str, is_shown: bool, stream: TextIO | None = None) -> None:
         self._name = name
@@ -146,7 +146,7 @@ class PhaseLine:
         self._write(text)
 
     def begin(self, text: str) -> None:
-        """Begin a phase without a known progress; the text is shown until it ends."""
+        """Begin a phase whose progress is not known; the text stays until the phase ends."""
         if self._stream is None:
             return
         if self._is_terminal or monotonic() >= self._began_s + self.QUIET_S:

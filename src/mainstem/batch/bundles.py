@@ -2,7 +2,7 @@
 
 share 0   | bundle | bundle | bundle | ...     its worker takes from the front
 share 1   | bundle | bundle | ... | bundle |   idle workers steal from the end
-returned  | rows of a worker that was lost     for any worker, before all others
+returned  | rows that workers gave back        any worker takes these first
 """
 
 from collections import deque
@@ -64,7 +64,7 @@ class Bundles:
             self._returned.append(Bundle(tasks, 0.0))
 
     def take(self, worker: int) -> Bundle | None:
-        """Return rows of a lost worker, or else the next bundle of the worker's own share."""
+        """Return rows that were given back, or else the next bundle of the worker's own share."""
         if self._returned:
             return self._returned.popleft()
         if not self._shares[worker]:
@@ -90,7 +90,8 @@ def cut_window(
     num_workers: int,
     estimate: LengthEstimate,
 ) -> list[tuple[int, Bundle]]:
-    """Return the bundles of a window, each with its worker. Removes their lines from `lines`."""
+    """Return the bundles of a window, each with its worker. Lines of their rows are removed from
+    `lines`."""
     rows, found = planned.window.rows, []
     parts = [_in_input_order(planned)] if planned.parts is None else planned.parts
     for part in parts:

@@ -16,7 +16,7 @@ ENGINE_FAILED = "engine_failed"
 FORM_LIMIT = "form_limit_reached"
 MISSING_PACKAGE = "missing_package"
 APP_NOT_FOUND = "app_not_found"
-# errors caused by this machine or this call, not by the row: the row is tried again
+# errors caused by this machine or the command line, not by the row: --resume tries the row again
 MACHINE_FAULTS = frozenset([ENGINE_FAILED, MISSING_PACKAGE, APP_NOT_FOUND])
 OLD_MISSING_PACKAGE = "needs the package"  # the message in older outputs, which have no code for it
 
@@ -25,7 +25,7 @@ class State(Enum):
     """How an output line of an earlier run relates to this run."""
 
     FRESH = "fresh"
-    UNKNOWN = "unknown"  # an older version wrote it, without a mark
+    UNKNOWN = "unknown"  # an older version of Mainstem wrote the line, without a mark
     CHANGED = "changed"  # its row asks something else now
     OTHER_MODEL = "other model"
 
@@ -38,8 +38,8 @@ class State(Enum):
 class Entry:
     """One line of an output: the answer to a custom id, or the error of a line."""
 
-    custom_id: str | None  # of an answer
-    line: int | None  # of an error
+    custom_id: str | None  # None for an error
+    line: int | None  # None for an answer
     is_machine_fault: bool
     row_digest: str | None
     model_digest: str | None
@@ -76,9 +76,9 @@ class Done:
     num_failed: int = 0
     num_machine_faults: int = 0  # failed lines whose error this machine caused
     num_bytes: int = 0  # of whole lines, unpacked
-    models: Counter[str] = field(default_factory=Counter)  # lines by the model of their mark
-    _marks: IdSet = field(default_factory=IdSet)  # hashes of entry, row and model
-    _unmarked: IdSet = field(default_factory=IdSet)  # entries
+    models: Counter[str] = field(default_factory=Counter)  # number of lines by model digest
+    _marks: IdSet = field(default_factory=IdSet)  # model digest, row digest and entry's name
+    _unmarked: IdSet = field(default_factory=IdSet)  # names of entries without a mark
 
     def note(self, entry: Entry, num_bytes: int) -> None:
         """Add one whole line."""
@@ -143,7 +143,7 @@ def find_stale(lines: Iterable[Line], marker: Marker, done: Done) -> Stale:
             custom_id = custom_id_of(row, line.number)
             is_new = seen.add(custom_id)
         except WireError:
-            pass  # the line may have an entry under its number
+            pass  # the output may have an error for this line number
         if str(line.number) in done.failed_lines:
             state = done.error_state(line.number, digest, marker.model)
             stale.note(_error_name(line.number), state)

@@ -27,7 +27,7 @@ from mainstem.batch.windows import Failure
 from mainstem.wire.errors import WireError
 
 POLL_S = 0.02
-MOST_LOSSES = 5  # after this many workers failed on a row, it becomes an error row
+MOST_LOSSES = 5  # after workers failed on a row this many times, the row becomes an error row
 
 Json = Mapping[str, object]
 
@@ -81,7 +81,7 @@ class Worker(Protocol):
 
 
 class KeptLines:
-    """An input that keeps its lines, by number, until they are answered."""
+    """An input that keeps its lines, by number, until the driver removes them."""
 
     def __init__(self, source: InputFile) -> None:
         self._source = source
@@ -117,12 +117,12 @@ class Driver:
         self._bar = bar
         self._bundles = Bundles(len(workers))
         self._estimate = LengthEstimate()
-        self._num_open = 0  # tasks that are not written
+        self._num_open = 0  # tasks whose output lines are not written yet
         self._served_model: str | None = None
 
     def run(self, windows: Ahead[PlannedWindow], should_stop: Callable[[], bool]) -> None:
         """Run until everything is answered or `should_stop` returns True. Raises FileFault if no
-        worker is left, and the error that ended `windows` early."""
+        worker is left. If an error ended `windows` early, raises that error."""
         asyncio.run(self._run(windows, should_stop))
 
     async def _run(self, windows: Ahead[PlannedWindow], should_stop: Callable[[], bool]) -> None:
@@ -176,9 +176,9 @@ class Driver:
             self._bundles.add(worker, bundle)
             self._num_open += len(bundle.tasks)
         last = max((row.line for row in window.rows), default=0)
-        for number in list(self._lines):  # a copy, since the reading thread adds to it
+        for number in list(self._lines):  # a copy, since the reading thread adds lines
             if number <= last:
-                del self._lines[number]  # the line's row failed, or an earlier run did it
+                del self._lines[number]  # the line has failed, or an earlier run answered it
 
     # --- what workers do ------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""Reads and writes JSON lines as bytes: plain, .gz or .zst by the file's name; - is standard input
-or output.
+"""Reads and writes JSON lines as bytes. A file is compressed if its name ends in .gz or .zst; the
+name - is standard input or output.
 
 Compressed output is one stream that is flushed after every line, so after a kill it can be read up
 to the last whole line.
@@ -18,7 +18,7 @@ from typing import Protocol
 
 from mainstem.core.errors import ConfigError, InvalidRequest, MainstemError
 
-MAX_LINE_BYTES = 1 << 26  # far above any context window
+MAX_LINE_BYTES = 1 << 26  # far more than any context window can hold
 RAW_BYTES = 1 << 14  # read at once from a compressed file
 GZIP_WINDOW = 31  # zlib: the largest window, in gzip's format
 STANDARD = "-"
@@ -66,9 +66,9 @@ class Line:
 
 
 class InputFile:
-    """The lines of an input, read once from the front. One owner reads; others may ask `progress`.
+    """The lines of an input, read once. One thread reads; others may ask for `progress`.
 
-    Raises InvalidRequest when it cannot be opened and FileFault when it fails later.
+    Raises InvalidRequest if the file cannot be opened, and FileFault if it cannot be read later.
     """
 
     def __init__(self, name: str) -> None:
@@ -151,7 +151,7 @@ class _Unpacked(io.RawIOBase):
             self._packed = b""
             if not packed:
                 if self._unpack is not None:
-                    raise EOFError("the compressed data ends in the middle")
+                    raise EOFError("the compressed data is cut off")
                 return 0
             unpack = self._unpack = self._unpack or self._new_unpack()
             self._left = unpack.decompress(packed)

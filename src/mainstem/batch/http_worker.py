@@ -1,8 +1,8 @@
 """A worker that is a server: rows go to /v1/chat/completions and /v1/completions, many at once.
 
 Rows are sent in the plan's order, each on its own connection, so rows with a common prefix reach
-the server while it is cached. A broken connection means that the server is down: its rows are given
-back, and every second it is checked whether the server is up again.
+the server while the prefix is cached. A broken connection means that the server is down: its rows
+are given back, and the worker checks every second whether the server is up again.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ BUSY_S = 0.5  # pause after a server refused rows because it had too many
 CONNECT_S = 10.0
 MAX_HEADERS = 100
 MAX_BODY_BYTES = 1 << 30
-IDLE_PART = 4  # a worker with less than a quarter of its rows may take from others
+IDLE_PART = 4  # with less than 1/4 of its possible rows in progress, a worker takes from others
 OK, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 200, 401, 403, 404, 429
 FAILED, UNAVAILABLE = 500, 503
 
@@ -65,14 +65,14 @@ class Endpoint:
 
 
 def read_key(path: Path) -> str:
-    """The key in a file of one line. It is not a flag, because other users can see command
-    lines."""
+    """The key in a file of one line. No flag takes the key itself, because other users can see
+    command lines."""
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--worker-key-file: {path} cannot be read ({error})") from None
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"--worker-key-file: {path} must hold one key of plain characters")
+        raise ConfigError(f"--worker-key-file: {path} must hold one key in ASCII, without spaces")
     return key
 
 
@@ -94,7 +94,7 @@ class HttpWorker:
         self._num_rows = num_rows
         self._fill = fill
         self._tls = ssl.create_default_context() if endpoint.is_tls else None
-        self._room = float(num_rows)  # rows in progress; fewer after the server refused some
+        self._room = float(num_rows)  # most rows in progress; less after the server refused some
         self._waiting: deque[Task] = deque()
         self._running: dict[asyncio.Task[_Reply], Task] = {}
         self._not_before_s = 0.0  # when to send again
@@ -142,7 +142,7 @@ class HttpWorker:
                     break
                 task = self._waiting.popleft()
                 if task.row.choices:
-                    reason = "choices: --workers cannot score them; run without it, or with --ray"
+                    reason = "choices: not supported with --workers; leave it out, or use --ray"
                     desk.fail(task, WireError("not_supported", reason, "choices"))
                     continue
                 self._running[asyncio.create_task(self._ask(task))] = task
@@ -289,7 +289,7 @@ async def _read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -
 
 def _check_size(num_bytes: int) -> int:
     if not 0 <= num_bytes <= MAX_BODY_BYTES:
-        raise ValueError(f"a reply of {num_bytes} bytes")
+        raise ValueError(f"the server announced a reply of {num_bytes} bytes, which is refused")
     return num_bytes
 
 

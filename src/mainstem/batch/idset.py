@@ -17,7 +17,7 @@ class IdSet:
 
     def __init__(self) -> None:
         self._recent: set[bytes] = set()
-        self._runs: list[NDArray[np.bytes_]] = []  # sorted, each at least twice the next
+        self._runs: list[NDArray[np.bytes_]] = []  # sorted; each at least twice as long as the next
 
     def __len__(self) -> int:
         return len(self._recent) + sum(len(run) for run in self._runs)
@@ -28,7 +28,7 @@ class IdSet:
         return self._has(_digest(name))
 
     def add(self, name: str) -> bool:
-        """Add a name; False if it was there."""
+        """Add a name; False if it was there already."""
         digest = _digest(name)
         if self._has(digest):
             return False

@@ -30,7 +30,7 @@ from mainstem.wire.replies import PromptAnswers
 
 
 class RowSink(Protocol):
-    """Takes the rows of an output as they are known."""
+    """Takes the rows of an output, each when it is done."""
 
     def append(self, row: Mapping[str, object]) -> None: ...
 
@@ -40,7 +40,7 @@ class JobConfig:
     """How a job is run."""
 
     model_name: str  # the model's name in answers
-    seed: int = 0  # seeds of rows without one are derived from it
+    seed: int = 0  # rows without a seed get one that is derived from this
     marker: Marker | None = None  # makes the marks of output lines
 
 
@@ -95,7 +95,7 @@ class Job:
         self._bar = bar
         self._estimate = LengthEstimate()
         self._open: dict[str, _Open] = {}
-        # by request: the row, and the request's index in it
+        # by request: its row, and its index among the requests of this row
         self._scored: dict[str, tuple[_Scored, int]] = {}
         summary.counters.attach(engine.engine.bus)
         engine.engine.bus.subscribe(StoreOpened, summary.note_store)
@@ -305,7 +305,8 @@ class Job:
 
 
 def seeded(row: Row, seed: int) -> SamplingParams:
-    """A row without a seed gets one from its id, so that a resumed job gives the same answers."""
+    """A row without a seed gets one from the job's seed and its id, so that a resumed job gives the
+    same answers."""
     sampling = row.call.sampling
     if sampling.is_greedy or sampling.seed is not None:
         return sampling

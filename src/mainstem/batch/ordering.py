@@ -1,8 +1,8 @@
 """Decides the order in which a window's rows run, and which rows can copy another row's answer.
 
 The reading thread works ahead: it first finds rows that must get the same answer, then plans the
-others by priority. The engine's thread takes one stretch of the plan at a time, so that the
-remaining rows can be reordered by the output lengths seen so far:
+others, each priority separately. The engine's thread takes one stretch of the plan at a time, so
+that the remaining rows can be reordered by the output lengths seen so far:
 
     plan      | group | group | group |   group   | group | ...
     stretches | 4,096 to 8,192 rows   | the rest, reordered
@@ -29,21 +29,22 @@ from mainstem.plan.order import (
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
-STRETCH_ROWS = 4096  # rows of a stretch, at least, rounded up to whole groups
-TEMPLATE_TOKENS = 64  # the first tokens of a shared prefix identify a kind of prompt
+STRETCH_ROWS = 4096  # a stretch has one to two times as many rows, or more if a group is larger
+TEMPLATE_TOKENS = 64  # this many first tokens of a shared prefix identify a kind of prompt
 MAX_TEMPLATES = 1 << 16
 FEW_ANSWERS = 16  # with fewer answers, output lengths are not estimated
-UNLIMITED_TOKENS = 512  # assumed for a row without max_tokens, until answers were seen
+UNLIMITED_TOKENS = 512  # assumed as the limit of a row without max_tokens
 
 
 # --- rows that get the same answer ---------------------------------------------------------------
 
 
 def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
-    """Map each row to run to the later rows with the same prompt and the same greedy settings."""
+    """Return which rows must run and, for each of them, the later rows that get its answer: those
+    with the same prompt and the same greedy settings."""
     leaders: dict[bytes, int] = {}
     groups: dict[int, list[int]] = {}
-    settings: dict[int, bytes] = {}  # rows with equal settings share the object
+    settings: dict[int, bytes] = {}  # by id(): rows with equal settings share one SamplingParams
     for index, row in enumerate(rows):
         if row.choices or not row.call.sampling.is_greedy:
             groups[index] = []
@@ -54,7 +55,7 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
         digest = blake2b(prompts[index].tobytes(), digest_size=16, key=setting)
         digest.update(row.call.cache_salt)
         if row.call.is_parsed:
-            digest.update(b"\0parsed")  # its text may show special tokens
+            digest.update(b"\0parsed")  # the text of a parsed answer may show special tokens
         leader = leaders.setdefault(digest.digest(), index)
         if leader == index:
             groups[index] = []
@@ -64,7 +65,7 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
 
 
 def _setting(sampling: SamplingParams) -> bytes:
-    same = replace(sampling, seed=None)  # greedy answers do not depend on it
+    same = replace(sampling, seed=None)  # greedy answers do not depend on the seed
     return blake2b(repr(same).encode(), digest_size=32).digest()
 
 
@@ -102,7 +103,7 @@ class LengthEstimate:
 class Templates:
     """Gives each kind of prompt a number, which is the same in every window.
 
-    A template is the first shared node of a prompt, known by its first TEMPLATE_TOKENS tokens.
+    A template is the first shared node of a prompt, identified by its first TEMPLATE_TOKENS tokens.
     """
 
     def __init__(self) -> None:
@@ -131,7 +132,7 @@ class Stretch:
 
     row_indices: Int64s
     templates: Int64s
-    shared_with_next: Int32s | None  # number of leading tokens; None: not planned
+    shared_with_next: Int32s | None  # leading tokens in common with the next row; None: no plan
     new_tokens: Int64s  # prompt tokens expected to be computed, because no cached page has them
 
 
@@ -143,13 +144,13 @@ class PlannedRows:
     lengths: Int64s
     limits: Int64s  # most output tokens
     templates: Int64s
-    salts: Int64s  # a number for each salt
+    salts: Int64s  # equal numbers for equal salts
     plan: Plan
-    reorders: bool = True  # by the lengths of answers
+    reorders: bool = True  # whether lengths of finished answers may change the order
 
     def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
         """Yield stretches in the plan's order. The remaining rows are reordered whenever the number
-        of known answers has doubled."""
+        of finished answers has doubled."""
         plan, shared = self.plan, self._shared(self.plan)
         num_learned, num_started = FEW_ANSWERS, 0
         while num_started < plan.num_groups:
@@ -178,12 +179,12 @@ class PlannedWindow:
     """A window, which of its rows are run, and in which order."""
 
     window: Window
-    copies: dict[int, list[int]]  # row to run -> rows that get the same answer
+    copies: dict[int, list[int]]  # row that is run -> rows that get the same answer
     parts: list[PlannedRows] | None  # by priority; None: in input order
     plan_s: float
 
     def stretches(self, estimate: LengthEstimate) -> Iterator[Stretch]:
-        """Yield stretches that hold each row to run exactly once."""
+        """Yield all rows that are run, in stretches."""
         if self.parts is None:
             yield from _in_input_order(list(self.copies), self.window.prompts)
             return
@@ -265,7 +266,8 @@ def _subset(prompts: Prompts, indices: Int64s) -> Prompts:
 
 
 def _stretch_end(plan: Plan, shared: Int32s, begin_group: int) -> int:
-    """Return where a stretch ends: between the two neighbouring groups that share least."""
+    """Return the first group after a stretch: of the groups at which the stretch could end, the one
+    that shares least with the group before it."""
     begin = int(plan.group_starts[begin_group])
     if len(plan.members) - begin <= 2 * STRETCH_ROWS:
         return plan.num_groups

@@ -65,8 +65,8 @@ def parse_json(line: Line) -> dict[str, object]:
 
 
 def _explained_json(data: bytes) -> object:
-    """Parse again, with Python's parser, a line that the fast parser refused: its errors name the
-    place. It accepts NaN and lone surrogates; the check of each field refuses them later."""
+    """Parse a line with Python's parser after the fast parser has refused it: Python's errors name
+    the place. NaN and lone surrogates are accepted; the checks of fields refuse them later."""
     try:
         return json.loads(data)
     except UnicodeDecodeError as error:
@@ -122,7 +122,7 @@ def _body(row: Json) -> tuple[Json, str]:
         return envelope.body, envelope.url
     has_chat, has_prompt = row.get("messages") is not None, row.get("prompt") is not None
     if has_chat is has_prompt:
-        raise WireError("invalid_row", "the line must have a body, a prompt or messages")
+        raise WireError("invalid_row", "the line must have a body, or either a prompt or messages")
     body = {name: value for name, value in row.items() if name != "custom_id"}
     if row.get("choices") is not None:
         return body, SCORE_URL

@@ -26,18 +26,18 @@ class Summary:
     answered: int = 0  # in this run
     failed: int = 0  # error rows of this run
     failed_before: int = 0  # error rows of earlier runs
-    changed: int = 0  # skipped rows whose contents have changed since
+    changed: int = 0  # skipped rows whose contents have changed since the earlier run
     of_other_model: int = 0  # skipped rows that another model answered
     redone: int = 0  # lines of earlier runs that were removed to be answered again
     deduplicated: int = 0  # answered rows that got a copy of an equal row's answer
     errors: Counter[str] = field(default_factory=Counter)  # by code
-    other_models: Counter[str] = field(default_factory=Counter)  # names that rows gave
+    other_models: Counter[str] = field(default_factory=Counter)  # names of other models in rows
     windows: int = 0
     plan_s: float = 0.0
     seconds: float = 0.0
     counters: Counters = field(default_factory=Counters)
     deduplicated_tokens: int = 0  # prompt tokens of the copies
-    store_fault: str | None = None  # a disk store that was opened with pages lost
+    store_fault: str | None = None  # what was wrong with the disk store when it was opened
 
     def note_store(self, event: StoreOpened) -> None:
         """Record what was found when the disk store was opened."""

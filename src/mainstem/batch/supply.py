@@ -19,7 +19,7 @@ class Supply:
     def __init__(self, step_tokens: int) -> None:
         """`step_tokens` is the maximum number of tokens in a step."""
         self._step_tokens = step_tokens
-        self._waiting: deque[int] = deque()  # tokens to compute of the sequences submitted last
+        self._waiting: deque[int] = deque()  # tokens to compute, for each sequence that waits
         self._waiting_tokens = 0
         self._num_steps = 0
 
@@ -37,6 +37,6 @@ class Supply:
 
     def note(self, new_tokens: int, num_answers: int = 1) -> None:
         """Count a submitted request with `new_tokens` to compute."""
-        for tokens in (new_tokens, *[1] * (num_answers - 1)):  # its prompt is computed once
+        for tokens in (new_tokens, *[1] * (num_answers - 1)):  # all answers share the prompt
             self._waiting.append(tokens)
             self._waiting_tokens += tokens

@@ -93,7 +93,7 @@ class RowReader:
     """Turns rows into calls and token ids, for jobs, for batches of a server and for plans. The
     tokenizer is loaded when the first row needs it. `find_app` returns the app of a row, or raises
     WireError if the app is unknown. `marker` is for outputs that can be resumed. `find_salt`
-    returns a row's salt: only requests with the same salt find its encoded texts
+    returns a row's salt: only requests with the same salt find the row's encoded texts
     (text/part_cache.py).
     """
 
@@ -139,7 +139,7 @@ class WindowReader:
                     yield self._window(draft)
                     draft = _Draft()
         except FileFault as error:
-            fault = error  # raised after the rows that precede it were returned
+            fault = error  # raised after the rows before it were returned
         self._tokenize(waiting, draft)
         if draft.num_seen:
             yield self._window(draft)
@@ -291,4 +291,4 @@ class WindowReader:
     def _too_long(self, num_tokens: str) -> WireError:
         window = self._rows.max_model_len
         reason = f"the prompt's {num_tokens} tokens leave no room for an answer in the context of"
-        return WireError("prompt_too_long", f"{reason} {window}", "prompt")
+        return WireError("prompt_too_long", f"{reason} {window} tokens", "prompt")

@@ -1,8 +1,8 @@
 """Measures how much of a job is done, in prompt tokens. Partly finished rows count.
 
 Rows differ in length by orders of magnitude, and hundreds run at once. If only finished rows were
-counted, a job would show no progress until the first rows end, and the first estimate would be
-wrong.
+counted, a job would show no progress until the first rows end, and the first estimate of the time
+left would be wrong.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mainstem.batch.windows import Window
 from mainstem.core.metrics import Counters
 
-UNLIMITED_TOKENS = 512  # assumed length of an answer without max_tokens, until some are finished
+UNLIMITED_TOKENS = 512  # assumed length of an answer without max_tokens, until answers are finished
 
 
 @dataclass(slots=True)
@@ -48,7 +48,8 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens done; running rows count by the share of their output so far."""
+        """Prompt tokens done. Running rows count in part: by the share of their tokens (prompt and
+        expected output) that exists so far."""
         counters = self.counters
         prompts = max(0, counters.prompt_tokens - self._finished_alone)  # of running rows
         if not prompts or not self._num_answers:
@@ -63,7 +64,8 @@ class Work:
 
     @property
     def total_tokens(self) -> int | None:
-        """Tokens of the whole input, estimated from its bytes until all is read; None: unknown."""
+        """Prompt tokens of the whole input, estimated from its bytes until all is read; None:
+        unknown."""
         return round(self.tokens_read / self.progress) if self.progress else None
 
     @property

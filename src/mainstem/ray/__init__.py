@@ -2,7 +2,7 @@
 
 workers.py  actors that answer a batch job's rows: `mainstem batch --ray`
 data.py     Generate and plan, for Ray Data
-serve_app.py  a Ray Serve application: replica.py behind front.py, which reads bodies by prompts.py
+serve_app.py  a Ray Serve application: replicas (replica.py) behind a front (front.py, prompts.py)
 """
 
 from importlib import import_module

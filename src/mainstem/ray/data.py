@@ -51,7 +51,7 @@ class Generate:
         sampling: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        from mainstem.llm import LLM  # noqa: PLC0415  # brings torch; the driver needs none
+        from mainstem.llm import LLM  # noqa: PLC0415  # imports torch, not needed by the driver
 
         self._prompt, self._answer = prompt, answer
         self._llm = LLM(model, **settings)

@@ -5,11 +5,11 @@ and passes on its reply.
                                           |  `------------------------> Replica 1 ...
                                           `-- status(), every second --> all of them
 
-A reply begins with its first piece. If a replica dies before that, does not accept the request, or
-replies 503, the request is retried on another replica. After that it cannot be retried: the stream
-ends with an error event. A reply that is not a stream is passed on when it is complete. A request
-that continues a stored response goes to the replica that has the response, and to no other; while
-that replica cannot answer, the reply is 503.
+If a replica dies before the first piece of its reply, does not accept the request, or replies 503,
+the request is retried on another replica. After the first piece, a request cannot be retried: the
+stream ends with an error event. A reply that is not a stream is passed on when it is complete. A
+request that continues a stored response goes to the replica that has the response, and to no other;
+while that replica cannot answer, the reply is 503.
 
 The router learns from answered requests (2xx) only: replicas check keys, the front does not.
 """
@@ -49,7 +49,7 @@ from mainstem.server.limits import ServerLimits
 
 LOOK_S = 1.0  # between two status calls to a replica
 STATUS_S = 5.0  # timeout of a status call; then the replica counts as down
-ACCEPT_S = 15.0  # timeout for a replica to accept a request, which it does immediately
+ACCEPT_S = 15.0  # timeout for a replica to accept a request, which normally takes no time
 UNAVAILABLE = 503
 NOT_FOUND = 404
 OK = 200
@@ -59,7 +59,7 @@ STREAM_TYPE = b"text/event-stream"
 MAX_DEPTH = ServerLimits().max_depth
 NOT_OVER_REPLICAS = ("/v1/files", "/v1/batches")
 OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
-UNKNOWN_ID = b'"previous_response_not_found"'  # another replica may have it
+UNKNOWN_ID = b'"previous_response_not_found"'  # another replica may have the response
 EVENT = b"data: "
 FAULT = "server_error"
 FIRST_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,128})"')
@@ -72,7 +72,8 @@ class FrontSettings:
     """How requests are distributed."""
 
     kind: RouterKind = RouterKind.AFFINE
-    apps: tuple[tuple[str, tuple[int, ...]], ...] = ()  # apps on some replicas only
+    # apps that are on some replicas only, and the numbers of these replicas
+    apps: tuple[tuple[str, tuple[int, ...]], ...] = ()
     max_body_bytes: int = ServerLimits().body_bytes
 
 
@@ -128,7 +129,7 @@ class Front:
         if path in ("/health", "/ready"):
             return self._health()
         if path.startswith(NOT_OVER_REPLICAS):
-            message = "files and batches are not served over replicas: use `mainstem batch --ray`"
+            message = "files and batches do not work with replicas: use `mainstem batch --ray`"
             raise ApiError(501, f"{message} or --workers", code="not_supported")
         call = await self._read(request)
         if path.startswith("/admin/replicas"):
@@ -169,7 +170,7 @@ class Front:
                 if not is_refused and not (is_lost and UNKNOWN_ID in reply.first):
                     return self._passed_on(reply, ticket, call)
                 self._router.finish(ticket, None)
-                if is_refused or refusal is None:  # a replica that refuses may have it
+                if is_refused or refusal is None:  # a replica that refuses may have the response
                     refusal = reply.whole()
             failed.add(ticket.replica)
             self._num_retries += 1
@@ -208,8 +209,8 @@ class Front:
     # --- several replicas -----------------------------------------------------------------------
 
     async def _ask_home(self, call: HttpCall) -> Response:
-        """Ask for what is stored under an id: ask the replica that has it or, if that is unknown,
-        one replica after the other."""
+        """Ask for what is stored under an id: one replica after the other, its known replica first.
+        A stored response with a known replica is asked for only there."""
         kind, name = call.path.removeprefix("/v1/").split("/")[:2]
         field = "session_id" if kind == "sessions" else PREVIOUS
         home = self._router.home(session_of(field, name, _key(call)))
@@ -235,7 +236,7 @@ class Front:
                 reply = await self._whole(place, call)
             except ReplicaLost as error:
                 self._set_down(place, str(error))
-                raise unavailable(f"replica {place} was lost: {error}; send it again") from None
+                raise unavailable(f"replica {place} was lost: {error}; please retry") from None
             if reply.status_code != OK:
                 return reply
         return reply or self._nobody()
@@ -253,7 +254,7 @@ class Front:
         return JSONResponse({"object": "list", "data": found})
 
     async def _whole(self, replica: int, call: HttpCall) -> Response:
-        """Return the whole reply of one replica; raises ReplicaLost."""
+        """Return the reply of one replica; raises ReplicaLost."""
         reply = _Reply(self._replicas[replica], call)
         await reply.begin()
         if reply.is_stream:  # a stored response, streamed again
@@ -314,7 +315,7 @@ class Front:
         probe = HttpCall("GET", "/admin/apps", b"", call.headers, b"", call.client, call.scheme)
         allowed = await self._ask(probe, RouteRequest((), 0))
         if allowed.status_code != OK:
-            return allowed  # no admin key
+            return allowed  # the caller has no admin key
         if call.method == "GET" and call.path == "/admin/replicas":
             return JSONResponse({"replicas": self._listed(), "retries": self._num_retries})
         found = re.fullmatch(r"/admin/replicas/(\d{1,6})/(drain|resume)", call.path)
@@ -471,8 +472,8 @@ async def _send(send: Send, data: bytes) -> None:
 
 
 def _routed(call: HttpCall) -> RouteRequest:
-    """Return what the router must know about a call. If a call has no prompt, or a body that cannot
-    be read, there is nothing to route by; the replica then reports what is wrong."""
+    """Return what the router must know about a call: nothing, if the call has no prompt or its body
+    cannot be read. The replica then reports what is wrong with the body."""
     if call.method == "POST" and call.body:
         with suppress(ApiError):
             return read_request(parse_json(call.body, MAX_DEPTH), _key(call))

@@ -16,7 +16,7 @@ from mainstem.route.router import RouteRequest
 PAGE_BYTES = 2048
 BYTES_PER_TOKEN = 4
 PAGE_TOKENS = PAGE_BYTES // BYTES_PER_TOKEN
-MAX_PAGES = 4096  # pages of a prompt that are hashed; the others are ignored
+MAX_PAGES = 4096  # only this many first pages of a prompt are hashed
 FIRST_FIELDS = ("tools", "system", "instructions")  # of a body, in the order of the prompt
 PROMPT_FIELDS = ("messages", "input", "prompt", "query", "text_1")
 HASH_BYTES = 8
@@ -31,7 +31,7 @@ def read_request(body: Body, key: bytes) -> RouteRequest:
     pages."""
     app = app_of(body)
     session = None
-    for name in ("session_id", PREVIOUS):  # a stored response is on one replica only
+    for name in ("session_id", PREVIOUS):  # the response counts more: only one replica has it
         if isinstance(body.get(name), str):
             session = session_of(name, str(body[name]), key)
     root = blake2b(msgspec.json.encode([key.hex(), app, _text(body.get("cache_salt"))]))

@@ -91,7 +91,7 @@ class EngineActor:
         Thread(target=self._run, args=(job,), name="job", daemon=True).start()
 
     def take(self, lines: Sequence[tuple[int, bytes | None]]) -> None:
-        """Take lines to answer, by their numbers in the input."""
+        """Take lines to answer, each with its number in the input."""
         self._asked.put(lines)
 
     def finished(self, wait_s: float) -> tuple[list[Mapping[str, object]], bool]:
@@ -204,8 +204,8 @@ def _last_line(error: Exception) -> str:
 def ray_workers(
     address: str, num_workers: int | None, settings: ActorSettings
 ) -> Iterator[Sequence[RayWorker]]:
-    """Start actors in the cluster at `address`, or in a cluster on this machine that ends with
-    them.
+    """Start actors in the cluster at `address`. For LOCAL, this is a new cluster on this machine,
+    which ends with the actors.
 
     Without `num_workers`, there are as many actors as the cluster has GPUs for, and at least one.
     """

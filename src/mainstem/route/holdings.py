@@ -51,7 +51,7 @@ class Holdings:
     def note(self, replica: int, keys: Sequence[PageHash]) -> None:
         """Record that a prompt was sent to a replica, which will hold it."""
         who_holds, in_order, bit = self._who_holds, self._in_order[replica], 1 << replica
-        for key in reversed(keys):  # the head is the most recently used
+        for key in reversed(keys):  # so that the first page becomes the most recently used
             if key in in_order:
                 in_order.move_to_end(key)
             else:

@@ -7,19 +7,20 @@ costs more than computing the prompt on another replica, which then holds it, to
     cost[i] = open work + NEW_COST * new tokens of the prompt + recent work / SPREAD      (tokens)
 
 - Work is counted in prompt tokens; a token of an answer costs as much as `output_cost` of them.
-- Bounded load: a replica is not chosen if its open work would exceed both LOAD_BOUND times the mean
-and FREE_REQUESTS requests like this one. The least loaded replica is always below this bound, so no
-single queue grows. What a replica holds counts under any load: affinity is never switched off.
+- Bounded load: a replica is not chosen if its open work would exceed LOAD_BOUND times the mean plus
+the work of FREE_REQUESTS requests like this one. The least loaded replica is always below this
+bound, so some replica can be chosen. Pages that a replica holds lower its cost under any load.
 - Recent work, which decays, decides between replicas with otherwise equal costs: new prompts are
 spread over all replicas instead of going to the first idle one.
 - A session stays at its replica as long as the replica is up and below the bound. A session with
 must_stay can be answered only there: while its replica is down or refuses it, requests fail.
 - The router learns where a session is, and what a replica holds, only when a request is answered.
-Until then its pages count as coming, so that requests that share them go to the same replica.
+Until then the request's pages count as coming, so that others with these pages go there, too.
 - A draining replica gets no requests. A replica that was down is assumed to hold its pages, unless
 `forget` is called.
 
-Memory is bounded: it holds pages of each replica (held and coming), sessions, and open requests.
+Memory is bounded: the router keeps page hashes of each replica (held and coming), sessions, and
+counts.
 """
 
 from collections import OrderedDict
@@ -38,7 +39,7 @@ LOAD_BOUND = 1.25
 FREE_REQUESTS = 2.0
 NEW_COST = 6.0  # above 1: computing again what another replica holds delays all later requests
 SPREAD = 64.0
-RECENT_REQUESTS = 64.0  # recent work of a replica covers about this many requests
+RECENT_REQUESTS = 64.0  # recent work is that of about the last 64 requests of a replica
 FIRST_OUTPUT_TOKENS = 256.0  # assumed length of an answer, until some have ended
 OUTPUT_MEMORY = 0.01  # weight of one more answer in the mean length
 
@@ -149,7 +150,9 @@ class Router:
     def place_app(self, app: str, replicas: Sequence[int]) -> None:
         """Record that an app is on these replicas only."""
         if not replicas or not all(0 <= replica < self.num_replicas for replica in replicas):
-            raise ConfigError(f"app {app}: there are replicas 0 to {self.num_replicas - 1}")
+            raise ConfigError(
+                f"app {app}: replicas must be numbers from 0 to {self.num_replicas - 1}"
+            )
         self._apps[app] = frozenset(replicas)
 
     def set_capacity(self, replica: int, num_tokens: int) -> None:
@@ -177,7 +180,7 @@ class Router:
         home = self._sessions.get(request.session) if request.must_stay else None
         if home is not None:
             if home in excluded or self._states[home] is ReplicaState.DOWN:
-                raise NoReplica(f"replica {home}, which has its conversation, cannot answer")
+                raise NoReplica(f"replica {home}, which has the conversation, cannot answer")
             return self._open_at(home, request, 0)
         able = self._able(request, excluded)
         match self._config.kind:
@@ -250,7 +253,8 @@ class Router:
         return ", ".join(f"{count} {name}" for name, count in counts if count)
 
     def _nearest(self, request: RouteRequest, able: list[int]) -> tuple[int, int]:
-        """Return the replica that answers soonest, and how many tokens of the prompt it holds."""
+        """Return the replica of the session, or else the one with the lowest cost, and how many
+        tokens of the prompt it holds."""
         places = np.array(able)
         known = (self._holdings.num_leading(request.pages), self._coming.num_leading(request.pages))
         held = np.maximum(*known)[places] * self._config.page_tokens

@@ -11,7 +11,7 @@ from mainstem.wire.calls import Call
 from mainstem.wire.errors import WireError
 
 MAX_APPS = 256
-VERSION = 1  # version of the file
+VERSION = 1  # version of the file's format
 
 
 class AppFile:
@@ -21,8 +21,8 @@ class AppFile:
         self._path = path
 
     def load(self) -> dict[str, App]:
-        """Return the apps; None if there is no file. Raises ConfigError if it cannot be
-        understood."""
+        """Return the apps; none if there is no file. Raises ConfigError if the file cannot be
+        read."""
         remove_leftovers(self._path)
         try:
             record = json.loads(self._path.read_bytes())
@@ -46,8 +46,8 @@ class AppFile:
 class AppRegistry:
     """The apps of a server, by name. One caller at a time may change it; any thread may read.
 
-    Apps added while it runs are kept in a file, if there is one. At the next start, apps given by
-    flags replace those of the same name.
+    Apps added while the server runs are kept in `file`, if there is one. At the next start, apps
+    given by flags replace kept apps of the same name.
     """
 
     def __init__(self, given: Sequence[App], file: AppFile | None = None) -> None:

@@ -59,7 +59,7 @@ class KeyRing:
             name, colon, key = (part.strip() for part in line.partition(":"))
             if not colon or not _NAME.fullmatch(name) or len(key) < MIN_KEY_CHARS:
                 raise ConfigError(
-                    f"{path}, line {number}: must be name:key, the key at least "
+                    f"{path}, line {number}: must be name:key, with a key of at least "
                     f"{MIN_KEY_CHARS} characters"
                 )
             if name in keys or key in keys.values():

@@ -28,8 +28,8 @@ class BatchRoutes:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._arriving: Counter[str] = Counter()  # bytes of uploads in progress, by owner ...
-        self._num_arriving: Counter[str] = Counter()  # ... and the number of these uploads
+        self._arriving: Counter[str] = Counter()  # bytes of uploads in progress, by owner
+        self._num_arriving: Counter[str] = Counter()  # number of uploads in progress, by owner
 
     def listed(self) -> list[Route]:
         return [
@@ -62,7 +62,7 @@ class BatchRoutes:
     async def _room(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
         """Reserve room for one more file of an owner; raises ApiError 413 if there is none. Uploads
         are counted before files are listed, so a file that is completed in between counts twice,
-        which is safe. So do the answers of a batch while its files are made.
+        which is safe. Answers of a batch also count twice while its files are made.
         """
         limits = self._gateway.limits
         self._arriving[owner] += num_bytes
@@ -73,9 +73,9 @@ class BatchRoutes:
             stored = await asyncio.to_thread(self._service().files.listed, owner)
             stored_bytes = work_bytes + sum(item.num_bytes for item in stored)
             if stored_bytes + arriving_bytes > limits.stored_bytes:
-                raise _too_much(f"the files of this key may have {limits.stored_bytes} bytes")
+                raise _too_much(f"files of this key may have at most {limits.stored_bytes} bytes")
             if len(stored) + num_arriving > limits.stored_files:
-                raise _too_much(f"this key may have {limits.stored_files} files")
+                raise _too_much(f"this key may have at most {limits.stored_files} files")
             yield
         finally:
             self._arriving[owner] -= num_bytes
@@ -147,7 +147,7 @@ class BatchRoutes:
             sum(not batch.is_ended for batch in service.batches.listed(owner))
             >= limits.open_batches
         ):
-            raise busy(f"this key may have {limits.open_batches} batches open", 60)
+            raise busy(f"this key may have at most {limits.open_batches} open batches", 60)
         with disk_is_needed():
             return service.batches.create(owner, body.endpoint, stored.file_id, body.metadata)
 
@@ -164,7 +164,9 @@ class BatchRoutes:
                 with disk_is_needed():
                     service.batches.remove(batch)
                 return
-        message = f"this key may have {limits.kept_batches} batches: delete files of ended ones"
+        message = (
+            f"this key may have at most {limits.kept_batches} batches: delete files of ended ones"
+        )
         raise ApiError(413, message, "input_file_id", "storage_full")
 
     async def list_batches(self, request: Request) -> Response:
@@ -204,7 +206,7 @@ def _page(request: Request, items: Sequence[tuple[str, dict[str, object]]]) -> R
     text = request.query_params.get("limit", "20")
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
     if limit < 1:
-        raise ApiError(400, "limit: must be a whole number from 1 on", "limit", "invalid_value")
+        raise ApiError(400, "limit: must be a whole number above 0", "limit", "invalid_value")
     after = request.query_params.get("after")
     ids = [item_id for item_id, _ in items]
     if after is not None and after not in ids:

@@ -49,13 +49,13 @@ Json = dict[str, object]
 PRIORITY = 1 << 20  # batches run after interactive requests
 MAX_BATCHES = 8  # batches that run at once
 MAX_ROWS = 1024  # rows open at once, of all batches together
-MAX_WAITING = 32  # no row is started while more requests than this wait: clients use the same queue
+MAX_WAITING = 32  # no row is started while this many requests wait: clients use the same queue
 BUSY_ANSWERS = 8  # no row is started while more interactive answers than this are open
 LOOK_S = 0.02  # how often the runner checks whether it may start a row
 WINDOW_BYTES = 64 << 20  # bytes of rows that are planned together
 MAX_TRIES = 5  # attempts for a row while the engine fails
-RETRY_S = 1.0  # pause after the engine or the disk failed; for the disk doubled each time ...
-MAX_RETRY_S = 60.0  # ... up to this
+RETRY_S = 1.0  # pause after the engine or the disk failed; for the disk, it doubles each time
+MAX_RETRY_S = 60.0  # longest pause after the disk failed
 
 log = logging.getLogger("mainstem.server")
 
@@ -90,7 +90,7 @@ class BatchRunner:
         self._is_closing = False
         self._num_open = 0  # open rows of all batches
         self._seen = engine.snapshot
-        self._num_since = 0  # rows started since then
+        self._num_since = 0  # rows started since the snapshot `_seen`
 
     def start(self) -> None:
         self._loop = asyncio.ensure_future(self._run())
@@ -276,8 +276,8 @@ class BatchRunner:
         self._batches.note(counted)
 
     async def answer(self, batch: Batch, row: Row, ids: Int32s, salt: bytes) -> Json:
-        """Return the output line of a row; raises WireError. Tries again while there is no
-        engine."""
+        """Return the output line of a row; raises WireError. Waits while there is no engine, and
+        tries again if the engine fails."""
         call = row.call
         if call.url != batch.endpoint:
             message = f"url: is {call.url}, but the batch is for {batch.endpoint}"

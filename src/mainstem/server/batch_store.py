@@ -16,7 +16,8 @@ WINDOW_S = 24 * 3600
 
 
 class BatchStatus(Enum):
-    """validating -> in_progress -> finalizing -> completed; the other states are final."""
+    """validating -> in_progress -> finalizing -> completed, expired, failed or cancelled; a batch
+    is cancelling until its rows have stopped."""
 
     VALIDATING = "validating"  # waiting for its turn
     IN_PROGRESS = "in_progress"
@@ -65,7 +66,7 @@ class Batch:
         return f"{self.batch_id} output", f"{self.batch_id} errors"
 
     def moved(self, status: BatchStatus) -> "Batch":
-        """The batch in another state, with the present time."""
+        """The batch in another state, which it enters now."""
         return replace(self, status=status, times=self.times | {f"{status.value}_at": int(time())})
 
     def to_json(self) -> dict[str, object]:
@@ -127,7 +128,8 @@ class BatchStore:
         self._batches[batch.batch_id] = batch
 
     def note(self, batch: Batch) -> None:
-        """Keep counts, in memory only: after a kill they are computed from the answers on disk."""
+        """Keep a change in memory only. This is enough for counts: after a kill they are computed
+        from the answers on disk."""
         self._batches[batch.batch_id] = batch
 
     def find(self, owner: str, batch_id: str) -> Batch | None:
@@ -147,7 +149,7 @@ class BatchStore:
         return [batch for batch, ended_s in ends if ended_s is not None and ended_s < before_s]
 
     def remove(self, batch: Batch) -> None:
-        """Forget a batch that has ended; its files are not touched."""
+        """Forget a batch that has ended; its files of input, answers and errors stay."""
         assert batch.is_ended
         self.work_path(batch).unlink(missing_ok=True)
         self._path(batch, ".json").unlink(missing_ok=True)

@@ -21,7 +21,7 @@ _OPENING[[ord("]"), ord("}")]] = -1
 
 async def read_json(request: Request, limits: ServerLimits) -> Json:
     """The JSON object a client sent; raises ApiError 400, 408, 413 or 415."""
-    # a web page must send the content type, see AccessMiddleware; other clients may leave it out
+    # a web page must send the content type, see sites.py; other clients may leave it out
     unsaid = "unknown" if "origin" in request.headers else "application/json"
     kind = request.headers.get("content-type", unsaid).partition(";")[0].strip()
     if kind.lower() != "application/json":

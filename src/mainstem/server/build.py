@@ -28,7 +28,7 @@ RESPONSES_FILE = "responses.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """The settings of a server, apart from its engine."""
+    """The settings of a server."""
 
     config: EngineConfig
     names: tuple[str, ...]  # names of the model for clients

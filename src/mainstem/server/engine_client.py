@@ -1,4 +1,5 @@
-"""The front's side of the connection to the engine's process; docs/serve.md has a picture.
+"""Connects the front, the server's process that speaks HTTP, to the engine's process; docs/serve.md
+has a picture.
 
 The commands of one iteration of the event loop are sent as one message, and reports come once per
 step. Tokens become text here: the engine knows only token ids. When the engine's process ends, for
@@ -42,8 +43,8 @@ from mainstem.server.messages import (
 )
 from mainstem.text.tokenizer import Tokenizer
 
-FIRST_RETRY_S = 0.1  # pause before an engine that has ended is started again; doubled each time ...
-MAX_RETRY_S = 30.0  # ... up to this
+FIRST_RETRY_S = 0.1  # pause before an engine that has ended is started again; doubles each time
+MAX_RETRY_S = 30.0  # longest pause
 MAX_STARTS = 6  # consecutive starts without a single token; then the state is FAILED
 CLOSE_S = 600.0  # time limit for saving pages at the end
 

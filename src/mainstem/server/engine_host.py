@@ -1,4 +1,4 @@
-"""The engine's side of the connection to the front: commands, steps, reports; all on one thread.
+"""The engine's side of the connection to the front (see engine_process.py), all on one thread:
 
     until the front leaves:   take commands --> step --> one report
 
@@ -140,7 +140,7 @@ class EngineHost:
         self._report = Report()
         self._snapshot_s = 0.0
         self._was_idle = True
-        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # the one sent last
+        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # what was sent last
         self._must_probe = False  # a request failed, perhaps because the engine is broken
         self._is_closing = False
 

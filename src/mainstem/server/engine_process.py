@@ -1,4 +1,4 @@
-"""The process of the engine, and how the front starts it.
+"""The process of the engine, and how the front (the server's process that speaks HTTP) starts it.
 
     EngineProcess.start  -- socket pair, Begin -->  python -m mainstem.server.engine_process FD
 
@@ -72,8 +72,8 @@ class EngineProcess:
         """Start a process, which begins to make its engine."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # In its own session: Ctrl-C goes to the front, which stops the engine when it is ready.
-            # It imports modules from the same folders as the front, and from no other (-P).
+            # In its own session: Ctrl-C reaches only the front, which stops the engine itself.
+            # The process imports modules from the same folders as the front, and no others (-P).
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 env=child_environment(),
@@ -183,7 +183,7 @@ def main(argv: list[str], make: MakeEngine | None = None) -> int:
 
 def make_engine(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
     """The engine of a model, and the compiler of forms for its vocabulary."""
-    from mainstem.engine.build import build_engine  # noqa: PLC0415  # brings torch
+    from mainstem.engine.build import build_engine  # noqa: PLC0415  # imports torch
 
     folder = Path(begin.folder)
     grammars = Grammars(Tokenizer.load(folder, begin.config.model.chat_template))
@@ -191,7 +191,7 @@ def make_engine(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
 
 
 def _end_with_front(connection: socket.socket, is_made: Flag) -> None:
-    """End the process if the front leaves while the model is loaded."""
+    """End the process if the front leaves while the model is being loaded."""
     poll = select.poll()
     poll.register(connection, select.POLLHUP)
     while not is_made.wait(LOOK_S):

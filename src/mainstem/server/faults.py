@@ -75,7 +75,7 @@ def from_invalid(error: InvalidRequest) -> ApiError:
 def from_wire(error: WireError) -> ApiError:
     """The error for a body with a wrong field."""
     status = 404 if error.code in NOT_FOUND else 400
-    code = "invalid_value" if error.code == "invalid_row" else error.code  # no row of a batch
+    code = "invalid_value" if error.code == "invalid_row" else error.code  # a body is no row
     return ApiError(status, error.message, error.param, code)
 
 

@@ -1,7 +1,7 @@
 """Files of clients: uploads, and the answers of batches.
 
     FOLDER/OWNER/file-ID.data    the bytes, complete before the .json file exists
-    FOLDER/OWNER/file-ID.json    its record; a file exists if this does
+    FOLDER/OWNER/file-ID.json    its record; without this, the file does not exist
 
 Names of owners and ids are made by the server, so no path can lead out of the folder.
 """

@@ -43,7 +43,7 @@ class AppFiller:
                 raise InvalidRequest(
                     "prompt",
                     f"{len(prefix)} tokens leave no room in the context of "
-                    f"{self._engine.max_model_len}",
+                    f"{self._engine.max_model_len} tokens",
                 )
         return prefixes
 
@@ -104,7 +104,7 @@ class AppFiller:
             log.error("app not filled", extra={"facts": facts})
 
     def _filling(self, prefix: Sequence[int]) -> SamplingParams:
-        """Make a request whose answer is just long enough to complete the prefix's last page.
+        """Return settings for an answer that is just long enough to fill the prefix's last page.
 
         Only full pages are cached; a request then copies the part of the last page that it shares.
         """

@@ -58,11 +58,10 @@ from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.logprobs import token_text
 from mainstem.wire.replies import Echo, Heading, Reply
 
-# more work than this would block the event loop for over 1 ms: characters to encode, characters to
-# scan ...
-INLINE_CHARS = 1 << 10
-INLINE_KNOWN_CHARS = 1 << 16
-INLINE_IDS = 1 << 10  # ... and ids to write out
+# more work than this would block the event loop for over 1 ms
+INLINE_CHARS = 1 << 10  # characters to encode
+INLINE_KNOWN_CHARS = 1 << 16  # characters to scan
+INLINE_IDS = 1 << 10  # ids to write out
 MAX_WINDOWS = 32  # a conversation may be this many times as long as the context
 CLIENT_LEFT = 499  # a status for logs and metrics, which is never sent
 
@@ -321,7 +320,7 @@ class Gateway:
     def _too_long(self, call: Call, num_tokens: str) -> ApiError:
         message = (
             f"the prompt has {num_tokens} tokens; with room for an answer in the context of "
-            f"{self.engine.max_model_len}, it may have {self._most_tokens(call)}"
+            f"{self.engine.max_model_len}, it may have at most {self._most_tokens(call)}"
         )
         return ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
 
@@ -392,7 +391,7 @@ class Gateway:
         if wants_special and isinstance(prompt, Chat):
             message = "add_special_tokens: a chat has those that its template writes"
             raise ApiError(400, message, "add_special_tokens", "invalid_value")
-        call = replace(call, overflow=Overflow.RECOMPUTE)  # so that any length is allowed
+        call = replace(call, overflow=Overflow.RECOMPUTE)  # the prompt may exceed the context
         salt = tenant.page_salt(call.cache_salt)
         all_ids = await self.encode(call, prompts[:1], app, None, salt)
         if wants_special is False and isinstance(prompt, str):
@@ -408,8 +407,8 @@ class Gateway:
         return found
 
     async def count(self, call: Call, prompts: Sequence[Prompt], tenant: Tenant) -> int:
-        """Return the number of tokens in the only prompt of a call. It may be as long as any prompt
-        may be."""
+        """Return the number of tokens in the only prompt of a call, which may exceed the context
+        window."""
         _, app = self.apps.resolve(call, self.model.names)
         call = replace(call, overflow=Overflow.RECOMPUTE)
         ids = await self.encode(call, prompts, app, None, tenant.page_salt(call.cache_salt))

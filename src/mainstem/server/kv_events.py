@@ -8,8 +8,8 @@ PUB sends (topic, number, batch). Numbers count from 0 without gaps; 8 bytes, bi
 number to ROUTER gets (topic, number, batch) of every kept batch from this number on, then an empty
 batch whose number is -1.
 
-The engine only queues lists, so subscribers never block it: if a subscriber is slow, batches are
-dropped for it, and the thread answers replays.
+The engine only queues lists; a thread sends them and answers replays. So subscribers never block
+the engine: a subscriber that is too slow misses batches.
 """
 
 import logging
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from zmq import Socket
 
 MAX_UNSENT = 10_000  # batches that wait for one subscriber; more are dropped for it
-MAX_KEPT = 10_000  # batches for replay, and their bytes
-MAX_KEPT_BYTES = 256 << 20
+MAX_KEPT = 10_000  # batches kept for replay
+MAX_KEPT_BYTES = 256 << 20  # bytes of these batches
 LOOK_S = 0.1  # between two checks for replay requests
 LINGER_MS = 1000  # time for subscribers to take the last batches
 END = (-1).to_bytes(8, "big", signed=True)
@@ -45,8 +45,8 @@ log = logging.getLogger("mainstem.server")
 
 @dataclass(frozen=True, slots=True)
 class KvEventsConfig:
-    """Where KV events go: to subscribers at `bind`, and to a subscriber that listens at
-    `connect`."""
+    """Where KV events go: to subscribers that connect to `bind`, and to a subscriber that listens
+    at `connect`."""
 
     bind: str | None = None
     connect: str | None = None
@@ -158,8 +158,8 @@ class KvEventPublisher:
                 self._out.connect(config.connect)
             if config.replay is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
-                # twice the limit, so that a whole replay fits: half of it may be used by batches
-                # that were read before
+                # twice the limit, so that a whole replay fits: ZeroMQ may still count batches that
+                # were read already, up to half of its limit
                 self._replay.set_hwm(2 * (MAX_KEPT + 1))
             self.replay_endpoint = _bind(self._replay, config.replay)
         except zmq.ZMQError as error:

@@ -31,8 +31,9 @@ class ServerLimits:
     max_depth: int = 32  # nesting of JSON
     body: BodyLimits = field(default_factory=BodyLimits)
     response_ttl_s: float = 30 * 86_400.0  # counted from a response's last use
-    kept_responses: int = 10_000  # of all keys; above this, the key with the most loses its oldest
-    # bytes of all kept responses with their inputs; above this, the same happens
+    # responses of all keys; above this, the key with the most loses its least recently used one
+    kept_responses: int = 10_000
+    # bytes of all kept responses with their inputs; above this, the key with the most loses one
     response_bytes: int = 256 << 20
     open_answers: int = 2048  # running and waiting, of all clients; above this, 429
     pinned_share: float = 0.25  # share of the device's pages that a key may keep by `cache_control`
@@ -52,7 +53,7 @@ class ServerLimits:
 class _Use:
     """What one tenant has in progress, and the requests it may still start."""
 
-    tokens: float
+    tokens: float  # of a token bucket: each is a request that may start now
     refilled_s: float
     open_requests: int = 0
 
@@ -77,7 +78,7 @@ class Gate:
         use.refilled_s = now_s
         if use.tokens < 1.0:
             wait_s = ceil((1.0 - use.tokens) * 60.0 / rate)
-            raise busy(f"this key may send {rate} requests per minute", wait_s)
+            raise busy(f"this key may send at most {rate} requests per minute", wait_s)
         use.tokens -= 1.0
 
     @contextmanager
@@ -90,7 +91,7 @@ class Gate:
             reason = f"{message} takes: {limits.open_answers} (--max-queue); send fewer at a time"
             raise ApiError(400, reason, "n", "invalid_value")
         if limits.open_requests is not None and use.open_requests >= limits.open_requests:
-            raise busy(f"this key may have {limits.open_requests} requests open", 1)
+            raise busy(f"this key may have at most {limits.open_requests} requests open", 1)
         if self.open_answers + num_answers > limits.open_answers:
             raise busy("the queue is full", 1 + self.open_answers // 256)
         use.open_requests += 1

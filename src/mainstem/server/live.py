@@ -34,8 +34,8 @@ class Record:
     state: RequestState = RequestState.OPEN
 
     def view(self, num_read: int | None) -> Json:
-        """Return the object for the page. `num_read` is the number of prompt tokens that are
-        computed; None: the prompt takes only one step."""
+        """Return the object for the page. `num_read` is the number of prompt tokens computed so
+        far; None: the prompt takes only one step."""
         ticket = self.ticket
         state = self.state.value
         if self.state is RequestState.OPEN:

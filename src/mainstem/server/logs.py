@@ -26,8 +26,8 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs(level: str) -> None:
-    """Configure logging for the whole process; called only from `main`. uvicorn's own lines get the
-    same format."""
+    """Configure logging for the whole process; called when a process starts. uvicorn's own lines
+    get the same format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("mainstem", "uvicorn"):

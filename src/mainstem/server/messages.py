@@ -1,4 +1,4 @@
-"""Messages between the front and the engine's process, and their encoding.
+"""Messages between the front (see engine_process.py) and the engine's process, and their encoding.
 
     front  -- commands (Submit, Abort ...), a list per event loop iteration ----->  engine
            <------------------------------- Report, one per step ------------------
@@ -193,7 +193,8 @@ class Report(Struct, array_like=True, tag="report"):
     accepted: list[int] = []
     admitted: list[tuple[int, float]] = []  # (number, when the request left the queue)
     refused: list[Refusal] = []
-    # number, index, token, number, index ...: one more token for each of several known answers
+    # number, index, token, number, index ...: one more token for each of some answers, which all
+    # had `news` before
     tokens: list[int] = []
     news: list[News] = []  # all other news of answers
     replies: list[Reply] = []

@@ -1,8 +1,8 @@
 """Pins, for a while, the pages of prefixes that clients want to keep (`cache_control`).
 
 Each key may keep a share of the device's pages. All keys together may keep half of the pages, or
-one key's share if that is more. The least recently used are unpinned first. When the engine loses
-its cache, it loses the pins, too: the next request that uses a prefix computes and pins it again.
+one key's share if that is more. The least recently used prefixes are unpinned first. When the
+engine loses its cache, it loses the pins, too: the next request with a prefix pins it again.
 """
 
 import asyncio
@@ -74,8 +74,8 @@ class PrefixPins:
         return self._max_pages(self._share) * self._engine.snapshot.page_size
 
     def num_pages(self, owner: str | None = None) -> int:
-        """Return the number of pages that are kept for a key, or for all keys. Common pages count
-        once."""
+        """Return the number of pages that are kept for a key, or for all keys. A page that several
+        prefixes of a key share counts once."""
         owners = {pin.owner for pin in self._pins} if owner is None else {owner}
         page_size = self._engine.snapshot.page_size
         return sum(

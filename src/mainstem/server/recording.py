@@ -17,7 +17,8 @@ log = logging.getLogger("mainstem.server")
 
 
 class Recorder:
-    """Appends one line of JSON for each prompt to a file. Lives on the event loop."""
+    """Writes one line of JSON for each prompt to a file, which is emptied first. Lives on the event
+    loop."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be written."""

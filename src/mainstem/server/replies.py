@@ -28,7 +28,7 @@ class Writer(Protocol):
         """The event that ends a stream which cannot continue."""
 
 
-# makes a writer from the call and heading of a reply, the tokens of each prompt, and the turn of a
+# makes a writer from a reply's call and heading, each prompt's number of tokens, and the turn of a
 # session
 MakeWriter = Callable[[Reply, Sequence[int], Turn | None], Writer]
 

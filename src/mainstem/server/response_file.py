@@ -52,8 +52,8 @@ class ResponseFile:
             database.execute("COMMIT")
 
     def _has_table(self, database: sqlite3.Connection) -> bool:
-        """Whether the file has the table. It has none if its process was killed before the first
-        save."""
+        """Whether the file has the table. It has none if the process that made the file was killed
+        before the first save."""
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == num_tables == 0:

@@ -131,7 +131,7 @@ def _in_session(call: Call, body: ResponsesBody, session_id: str | None) -> Call
 
 
 def _rename(error: ApiError | WireError) -> None:
-    """Return the same error with the name that the wrong field has in this API."""
+    """Change an error so that it names the wrong field as this API does."""
     name = error.param or ""
     if name in ORIGINS:
         error.param = ORIGINS[name]

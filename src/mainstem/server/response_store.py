@@ -58,7 +58,8 @@ class _Shelf:
 class ResponseStore:
     """Responses by owner; no owner finds another's. One thread uses it.
 
-    When it is full, the owner with the most responses loses its least recently used ones.
+    When it is full, the owner with the most responses, or with the most bytes, loses its least
+    recently used ones.
     """
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time) -> None:

@@ -13,8 +13,8 @@ from mainstem.wire.responses import Json, ResponseStream
 
 
 class ResponseWriter:
-    """Writes one response. `keep` and `turn` get it before the client, so that a request that
-    continues it finds it."""
+    """Writes one response. `keep` and `turn` get the response before the client does, so that the
+    client's next request can continue it."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class Routes:
         return JSONResponse(self._model(name))
 
     def _model_names(self) -> list[str]:
-        """Return the model's names, and then each name combined with each app."""
+        """Return the model's names, and then its first name combined with each app."""
         names = self._gateway.model.names
         return [*names, *(f"{names[0]}:{app}" for app in self._gateway.apps.names)]
 
@@ -135,7 +135,7 @@ class Routes:
         gateway.gate.allow(request.state.tenant)
         body = await read_json(request, gateway.limits)
         found = await gateway.tokenize(body, request.state.tenant)
-        return await asyncio.to_thread(JSONResponse, found)  # on a thread: there may be 262,144 ids
+        return await asyncio.to_thread(JSONResponse, found)  # there may be very many ids
 
     async def detokenize(self, request: Request) -> Response:
         gateway = self._gateway
@@ -158,11 +158,11 @@ class Routes:
             raise ApiError(404, message, "session_id", "session_not_found")
         return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
-    # --- how it is ------------------------------------------------------------------------------
+    # --- health and numbers ---------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """Reply 200 while the engine can answer. Otherwise a supervisor should restart the
-        process."""
+        """Reply 200, or 503 after the engine has failed several times in a row: then a supervisor
+        should restart the server."""
         if self._gateway.engine.state is EngineState.FAILED:
             raise unavailable("the engine failed")
         return JSONResponse({"status": "ok"})

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
-SAVE_S = 2.0  # between two saves; a kill may lose this much
+SAVE_S = 2.0  # between two saves; a kill may lose the changes of this time
 
 log = logging.getLogger("mainstem.server")
 

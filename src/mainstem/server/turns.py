@@ -39,7 +39,7 @@ class Turn:
         return SessionId(f"{self._owner} {self._session_id}")
 
     def begin(self, prompt: BegunPrompt, prompt_ids: list[int]) -> None:
-        """Return the prompt of this turn, and its ids."""
+        """Record the prompt of this turn, and its ids."""
         text = prompt.text
         self._text = self._tokenizer.decode_all(prompt_ids) if text is None else text
         self._spoken = spoken_chat if prompt.is_chat else spoken_text

@@ -69,7 +69,7 @@ class Form:
         self._name = options.get(b"name", b"").decode(errors="replace")
         if self._name == "file":
             if self.filename is not None:
-                raise ApiError(400, "file: there are two", "file", "invalid_value")
+                raise ApiError(400, "file: the form has two files", "file", "invalid_value")
             given = options.get(b"filename", b"").decode(errors="replace")
             self.filename = Path(given.replace("\\", "/")).name[:255] or "upload"
         elif self._name not in FIELDS:
@@ -105,7 +105,9 @@ async def receive_form(request: Request, path: Path, limits: ServerLimits) -> Fo
     if kind != b"multipart/form-data" or not 0 < len(boundary) <= 200:
         raise ApiError(415, "the content type must be multipart/form-data with a boundary")
     length = request.headers.get("content-length", "0")
-    too_large = ApiError(413, f"a file may have {limits.upload_bytes} bytes", code="too_large")
+    too_large = ApiError(
+        413, f"a file may have at most {limits.upload_bytes} bytes", code="too_large"
+    )
     if length.isdecimal() and int(length[:20]) > limits.upload_bytes:
         raise too_large
     num_bytes, waiting = 0, bytearray()
@@ -121,7 +123,7 @@ async def receive_form(request: Request, path: Path, limits: ServerLimits) -> Fo
                 waiting.clear()
         await asyncio.to_thread(form.write, bytes(waiting))
     if not form.is_complete or form.filename is None:
-        raise ApiError(400, "file: the form has no whole file", "file", "invalid_form")
+        raise ApiError(400, "file: the form has no complete file", "file", "invalid_form")
     return form
 
 

@@ -57,7 +57,7 @@ class TextStream:
         self._checker: StopChecker | None = None
         if params.stop_strings:
             self._checker = StopChecker(params.stop_strings, params.include_stop_str_in_output)
-        self._num_unchecked = params.min_tokens  # tokens for which stop strings are not checked yet
+        self._num_unchecked = params.min_tokens  # tokens before stop strings are checked
 
     @property
     def stop(self) -> str | None:

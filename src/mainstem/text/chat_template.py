@@ -23,7 +23,7 @@ Json = Mapping[str, object]
 
 # the roles that templates know. Templates print the role, so users may not invent one
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAX_RENDERED_CHARS = 1 << 25  # limit for a rendered chat, far above any context window
+MAX_RENDERED_CHARS = 1 << 25  # limit for a rendered chat: far more than context windows hold
 
 
 class _Generation(jinja2.ext.Extension):
@@ -58,7 +58,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 class ChatTemplate:
-    """A chat template in a sandbox, with the variables and filters Hugging Face gives it."""
+    """A chat template in a sandbox, with the variables and filters that Hugging Face provides."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ModelNotFound when the template is not valid Jinja."""

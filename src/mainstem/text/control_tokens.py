@@ -6,16 +6,16 @@ A chat template mixes its own special tokens with the request's text:
     the template's            the user's       the template's
 
 So before rendering, a MARK is put into each control token that the request spells out. After
-rendering, the text is split at the control tokens without a mark. Marks are then removed from the
-text between them, and that is encoded as text (text/parts.py).
+rendering, the text is split at the control tokens without a mark. The text between them, without
+its marks, is encoded as text (text/parts.py).
 
 The user's text and the template's text together must not form a control token, either ("|im_end|"
 between "<" and ">"). So text that could be a piece of a control token gets a mark at its edge.
 
 Some tokenizers cannot read a control token as text (text/parts.py says which). With these, a
-request that spells one out is refused, even if it becomes one only by normalizing ("<|IM_END|>" in
-lower case). All other text gets marks at both edges, and a request is refused if a control token
-extends over a mark.
+request that spells one out is refused, even if its text becomes a control token only when the
+tokenizer normalizes it ("<|IM_END|>", with a tokenizer that ignores case). All other text gets
+marks at both edges, and a request is refused if a control token extends over a mark.
 """
 
 import re
@@ -166,7 +166,7 @@ def map_texts(value: object, change: Callable[[str], str]) -> object:
 
 
 def has_text(value: object, wanted: str) -> bool:
-    """Whether a text in a JSON value contains another."""
+    """Whether a text in a JSON value contains `wanted`."""
     if isinstance(value, Mapping):
         return any(has_text(each, wanted) for item in value.items() for each in item)
     if isinstance(value, list | tuple):

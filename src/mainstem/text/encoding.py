@@ -41,14 +41,17 @@ Prompt: TypeAlias = "str | array[int] | Chat"
 
 @dataclass(frozen=True, slots=True)
 class App:
-    """A system prompt with a name (RelayAttention R2, R7)."""
+    """A system prompt with a name."""
 
     name: str
     prompt: str
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise InvalidRequest("name", "1 to 64 letters, digits, '_', '-' or '.'")
+            raise InvalidRequest(
+                "name",
+                "must be 1 to 64 letters, digits, '_', '-' or '.', and not begin with '-' or '.'",
+            )
         if not self.prompt.strip():
             raise InvalidRequest("prompt", "must not be empty")
 
@@ -66,8 +69,8 @@ class App:
             raise ConfigError(f"--app {flag}: {error}") from None
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a conversation after the app's system prompt. The conversation's own system
-        message is joined to that prompt."""
+        """Return the conversation with the app's system prompt before it. The conversation's own
+        system message is appended to that prompt."""
         system: Message = {"role": "system", "content": self.prompt}
         first = messages[0]
         own = first.get("content")
@@ -117,7 +120,7 @@ def begin_prompt(
     """
     if isinstance(prompt, array):
         if app is None:
-            # looking up a session with many ids takes time, too
+            # each id counts as 1/8 character, since work on many ids takes time, too
             return BegunPrompt(None, False, Pending(len(prompt) // 8, lambda: list(prompt)))
         after = Pending(len(app.prompt), lambda: [*tokenizer.encode(app.prompt), *prompt])
         return BegunPrompt(None, False, after)
@@ -223,8 +226,8 @@ def _up_to_mark(text: str) -> str:
 
 def shared_prefixes(tokenizer: Tokenizer, app: App) -> list[list[int]]:
     """Return the ids that all requests to an app begin with: for chats, and for plain prompts. They
-    are found by encoding prompts that begin differently. The last token may be left out, since it
-    can merge with the text that follows.
+    are found by encoding prompts that differ after the app's prompt. Its last token may be left
+    out, since it can merge with the text that follows.
     """
     plain = [encode_prompt(tokenizer, app.prompt + probe, None) for probe in PROBES]
     prefixes = [_common(*plain)]

@@ -14,7 +14,7 @@ from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest, Mains
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine, TextOutput
 
-IDLE_S = 0.2  # pause between steps without work, which only complete saves of pages
+IDLE_S = 0.2  # between steps while no request runs; such steps only complete saves of pages
 MAX_LAST_STEPS = 100
 
 log = logging.getLogger("mainstem.text")
@@ -43,7 +43,7 @@ class EngineThread:
         self._engine = engine
         self._deliver = deliver
         self._commands: SimpleQueue[Request | str | None] = SimpleQueue()  # None: stop
-        # answers that are not finished; used only by the thread
+        # unfinished answers of each request; used only by the thread
         self._num_open: dict[str, int] = {}
         self._is_stopped = False
         self._lock = Lock()  # so that nothing is submitted after the command to stop

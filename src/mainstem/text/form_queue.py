@@ -40,7 +40,9 @@ class FormQueue:
                 return future
             jobs = self._waiting.setdefault(owner, deque())
             if len(jobs) >= MAX_WAITING:
-                future.set_exception(TooManyForms(FIELD, f"{MAX_WAITING} wait to be compiled"))
+                future.set_exception(
+                    TooManyForms(FIELD, f"{MAX_WAITING} forms already wait; retry later")
+                )
                 return future
             jobs.append((form, future))
             if len(self._threads) < self._num_threads:

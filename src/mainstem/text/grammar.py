@@ -1,8 +1,8 @@
 """Makes answers follow a form: JSON of a schema, a regular expression, one of some texts.
 
-    response_format --rows.py--> form (text) --Grammars.compile--> Grammar --> a mask per answer
+    response_format --wire/calls.py--> form --Grammars.compile--> CompiledForm --> AnswerMask
 
-A form is plain text, so that it can be part of SamplingParams; llguidance understands it. JSON is
+A form is a text that llguidance understands; as text it can be part of SamplingParams. JSON is
 written with one space after `,` and `:` and none elsewhere: small models that may choose white
 space freely sometimes write nothing else.
 """
@@ -34,17 +34,18 @@ MAX_CHOICES = 1024
 FIELD = "response_format"
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# Limits for the cost of a form. Schemas of 64 KiB stay far below them: 0.05 s and 1 MB.
+# Limits for the cost of a form. Schemas of 64 KiB stay far below: they take 0.05 s and 1 MB.
 _MAX_SYMBOLS = 100_000  # symbols of a grammar
 _MAX_STATES = 50_000  # states of its lexer; text of limited length needs 7 for each character
-_LEXER_FUEL = 200_000  # for text that a form prescribes at its beginning; 150 bytes each
+_LEXER_FUEL = 200_000  # for text that a form prescribes at its beginning; 150 bytes per unit
 _MAX_ITEMS = 20_000  # items of the parser, per token
-_MAX_REMAINDERS = 50_000  # remainders that a lexer must distinguish for `multipleOf`: 0.4 s, 25 MB
+# remainders that a lexer must distinguish for `multipleOf`; this many take 0.4 s and 25 MB
+_MAX_REMAINDERS = 50_000
 _MAX_SLOW_S = 1.0  # processor time of one answer in tokens that took _SLOW_S or more
 _SLOW_S = 0.02
 _RENEWABLE_S = 0.1  # a form that took longer to compile is not compiled again between two steps
 _READ_TOKENS = 256  # tokens read in one call, when a new lexer reads the whole answer again
-# an answer's lexer may be renewed twice, and once more each time this many tokens were added
+# an answer's lexer may be renewed twice, and once more for every 128 tokens of the answer
 _RENEWAL_TOKENS = 128
 
 # Memory of all compiled forms together, by an upper estimate.
@@ -52,8 +53,8 @@ KEPT_BYTES = 1 << 30  # memory of forms that are kept for later use
 OWNER_BYTES = 2 << 30  # memory of one owner's forms, kept or in use
 _MIN_BYTES = 1 << 20
 _BYTES_PER_S = 200e6  # memory per second of compile time
-_BYTES_PER_TOKEN = 16_384  # memory that a token adds to its form's lexer ...
-_MAX_GROWTH = 64 << 20  # ... at most this much in total
+_BYTES_PER_TOKEN = 16_384  # memory that each token read adds to a form's lexer
+_MAX_GROWTH = 64 << 20  # most memory that all tokens add to a form's lexer
 
 
 # --- forms ---------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ def regex_form(pattern: str) -> str:
 def choice_form(choices: Sequence[str]) -> str:
     """Return the form that allows one of some texts."""
     if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
-        raise InvalidRequest(FIELD, f"1 to {MAX_CHOICES} choices that are not empty")
+        raise InvalidRequest(FIELD, f"needs 1 to {MAX_CHOICES} choices that are not empty")
     return lark_form("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
@@ -87,7 +88,9 @@ def lark_form(text: str) -> str:
 def _form(grammar: dict[str, object]) -> str:
     text = json.dumps({"grammars": [grammar]}, sort_keys=False)
     if len(text) > MAX_FORM_CHARS:
-        raise InvalidRequest(FIELD, f"may have {MAX_FORM_CHARS} characters, has {len(text)}")
+        raise InvalidRequest(
+            FIELD, f"may have at most {MAX_FORM_CHARS} characters, has {len(text)}"
+        )
     return text
 
 
@@ -148,7 +151,7 @@ def _schema(given: str | Mapping[str, object]) -> object:
     try:
         return json.loads(given)
     except (ValueError, TypeError):
-        reason = f"a JSON schema must be an object, or one as text, got {given!r:.80}"
+        reason = f"a JSON schema must be an object or JSON text, got {given!r:.80}"
         raise InvalidRequest("json", reason) from None
 
 
@@ -223,7 +226,7 @@ class Grammars:
         ready.clear()  # these may be the last references to some forms
         in_use = sum(form.num_bytes for form in self._live if form.owner == owner)
         if in_use > OWNER_BYTES:
-            reason = f"forms in use hold {in_use >> 20} MiB; send it again when answers have ended"
+            reason = f"forms in use hold {in_use >> 20} MiB; retry when some answers have ended"
             raise TooManyForms(FIELD, reason)
 
     def _fill(self, wanted: "Future[CompiledForm]", key: tuple[str, str]) -> None:
@@ -239,8 +242,9 @@ class Grammars:
                 if self._forms.get(key) is wanted:
                     del self._forms[key]
             if isinstance(error, InvalidRequest):
-                error.with_traceback(None)  # its frames would keep the parser's memory, tens of
-            wanted.set_exception(error)  # megabytes, until garbage collection
+                # frames would keep tens of megabytes of the parser until garbage collection
+                error.with_traceback(None)
+            wanted.set_exception(error)
         else:
             with self._lock:
                 self._live.add(compiled)
@@ -423,7 +427,7 @@ class AnswerMask:
             self._matcher, self._generation = form.matcher(), form.generation
             self._read(output_ids)
         if self._matcher.is_error():
-            self.fault = f"the parser of its form reached its limits: {_reason(self._matcher)}"
+            self.fault = f"the parser of the form reached its limits: {_reason(self._matcher)}"
 
     def _note_time(self, seconds: float) -> None:
         """Count the time of slow tokens: all requests wait for them, so an answer may have only a
@@ -431,4 +435,4 @@ class AnswerMask:
         if seconds >= _SLOW_S:
             self._slow_s += seconds
         if self._slow_s > _MAX_SLOW_S and self.fault is None:
-            self.fault = "the parser of its form takes too long"
+            self.fault = "the parser of the form takes too long"

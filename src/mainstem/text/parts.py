@@ -31,7 +31,7 @@ Backend = tokenizers.Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The ids of a text: those that were found, and `finish`, which encodes the rest."""
+    """The ids of a text, some of which are known; `finish` encodes the rest and returns all."""
 
     num_new_chars: int  # characters that must be encoded
     finish: Callable[[], list[int]]
@@ -57,8 +57,8 @@ class PartEncoder:
         self._cache = PartCache()
 
     def look_up(self, text: str, salt: bytes) -> Pending:
-        """Look up the ids of a text. The ids of parts that were encoded with this salt are
-        known."""
+        """Look up the ids of a text. Parts that were encoded before with this salt are not encoded
+        again."""
         if not self.can_split:
             return Pending(len(text), lambda: self._encode_fenced(text))
         known: list[array[int] | None] = []
@@ -95,8 +95,8 @@ class PartEncoder:
     # --- parts ----------------------------------------------------------------------------------
 
     def _split(self, text: str) -> Iterator[tuple[str, int | None, bool]]:
-        """Yield parts and added tokens in order: the text, the token's id, and whether it begins
-        the whole text."""
+        """Yield parts and added tokens in order, each as its text, the token's id (None for a
+        part), and whether it is a part that begins the whole text."""
         assert self._patterns is not None
         first, second = self._patterns
         for start, end, token_id in self._cut(text, 0, len(text), first):
@@ -218,8 +218,8 @@ def _patterns(backend: Backend, control: frozenset[str]) -> tuple[AnyOf, AnyOf] 
         return None
     if steps(backend.normalizer, "normalizers"):
         if not control.isdisjoint(normalized):
-            return None  # the tokenizer searches for them in another text than the split one
-        normalized = []  # when their part is encoded, they are found
+            return None  # the tokenizer searches for them in normalized text, which is not split
+        normalized = []  # the tokenizer finds these when it encodes their part
     plain = [token.content for token in added if not token.normalized]
     return AnyOf(plain), AnyOf(normalized)
 

@@ -43,7 +43,8 @@ class Refusals:
         return _At(self, index)
 
     def take(self, index: int, error: InvalidRequest) -> bool:
-        """Record why a prompt is refused; raises if the call must end."""
+        """Record why a prompt is refused. If the call must end, raises with the prompt's number, or
+        returns False for a single prompt: the error is then raised unchanged."""
         if self.on_error is OnError.RETURN:
             self.reasons[index] = str(error)
             return True
@@ -56,7 +57,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """See Refusals.at; a class for speed, since each prompt of a call makes three."""
+    """See Refusals.at. A class for speed, since three are made for each prompt of a call."""
 
     refusals: Refusals
     index: int

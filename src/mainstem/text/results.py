@@ -60,13 +60,13 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """The new part of one answer in a stream. All pieces together are its CompletionOutput."""
+    """The new part of one answer in a stream. All its pieces together make a CompletionOutput."""
 
     index: int  # which of the n answers
     text: str  # may be empty, for example within a character or a possible stop string
     token_ids: list[int]
     logprobs: list[PlaceLogprobs] | None  # logprobs of these tokens, if they were requested
-    finish_reason: str | None  # in the last piece of an answer
+    finish_reason: str | None  # only in the last piece of an answer
     stop_reason: str | int | None
     num_cached_tokens: int
     num_dropped_tokens: int

@@ -118,7 +118,7 @@ class ContextScoring:
             last_id = self.choices[member].token_ids[-1]
             self._found[member] = [*entries[: len(head)], following[last_id]]
         before = num_cached_tokens if self._num_cached is None else self._num_cached
-        self._num_cached = min(before, num_cached_tokens)  # by the prompt that computed it
+        self._num_cached = min(before, num_cached_tokens)  # later prompts find the context cached
 
     def result(self) -> ScoreOutput:
         """Return the scores. Called after all prompts are answered."""

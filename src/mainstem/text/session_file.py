@@ -71,7 +71,7 @@ class SessionFile:
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == num_tables == 0:
-            return False  # its process was killed before the first save
+            return False  # the process that made the file was killed before the first save
         if version != FORMAT:
             raise ConfigError(f"{self._path} has format {version}, this version reads {FORMAT}")
         found = database.execute("SELECT value FROM identity").fetchone()

@@ -4,7 +4,7 @@ A client sends its whole conversation each turn, as text. Encoding the model's o
 give other ids than the model produced, and the cached pages would not be found. So a session
 remembers the ids and the text they stand for: a turn that begins with this text extends the ids.
 
-Sessions hold ids only. Pages belong to the store; without them a turn is computed like any other.
+Sessions hold no pages: the store does. If pages were evicted, a turn is computed like any other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

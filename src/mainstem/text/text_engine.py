@@ -18,7 +18,7 @@ from mainstem.text.grammar import Grammars
 from mainstem.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)  # not frozen: one is made per token, and frozen costs 3x
+@dataclass(slots=True)  # not frozen: one is made per token, and frozen ones take 3x as long
 class TextOutput:
     """News of one answer: text that is certain, and the tokens that came with it."""
 
@@ -32,8 +32,8 @@ class TextOutput:
     stop_reason: str | int | None  # the stop string or token that ended it
     num_cached_tokens: int
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
-    fault: str | None = None  # the error that ended it (FinishReason.ERROR) ...
-    is_form_fault: bool = False  # ... and whether the parser of its form failed, rather than a step
+    fault: str | None = None  # the error that ended the answer (FinishReason.ERROR)
+    is_form_fault: bool = False  # whether the parser of its form failed, and not a step
 
 
 class AnswerReader:

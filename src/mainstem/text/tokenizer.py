@@ -1,6 +1,6 @@
 """Converts between text and token ids, with the tokenizer and templates of the model's folder.
 
-messages --chat_template--> text --parts--> ids ... ids --text_stream--> text
+messages --chat_template--> text --parts--> ids ... ids --answer_stream--> text
 """
 
 import json
@@ -34,7 +34,7 @@ SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Tokenizer:
-    """The tokenizer and chat template of one model folder; safe between threads.
+    """The tokenizer and chat template of one model folder; thread-safe.
 
     Ids and texts equal those of Hugging Face's tokenizer for the same folder, except that decoding
     never "cleans up" spaces (which cannot be done in a stream).
@@ -189,7 +189,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_args: Json | None = None,
     ) -> str:
-        """Like `render_chat`, with marks in the special tokens that are text
+        """Like `render_chat`, with marks in the special tokens that the messages spell out
         (text/control_tokens.py)."""
         if not self._templates:
             reason = "this model has no chat template; send a prompt, or set --chat-template"
@@ -286,7 +286,7 @@ class Tokenizer:
 
     @cached_property
     def can_continue(self) -> bool:
-        """Whether a text and the text after it may be encoded separately, with the same ids."""
+        """Whether a text may be encoded alone, and its ids appended to those of the text before."""
         return self._alphabet.is_byte_level and self.decode_all(self.encode_plain("x")) == "x"
 
     def to_json(self) -> str:

@@ -15,13 +15,14 @@ from msgspec import Meta, Struct
 from mainstem.core.vllm_names import OnlyAt
 from mainstem.wire.errors import WireError
 
-# `(?!\n)`: in Python `$` also matches before a line's end
+# `(?!\n)`: in Python `$` also matches before a newline at the end of the text
 SESSION_ID = r"^[A-Za-z0-9_.:-]{1,128}(?!\n)$"
 TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}(?!\n)$"
 MAX_TOOLS = 128
-MAX_METADATA = 16  # pairs, as in OpenAI's API ...
-MAX_METADATA_NAME = 64  # ... characters of each name ...
-MAX_METADATA_TEXT = 512  # ... and of each text
+# limits of `metadata`, as in OpenAI's API
+MAX_METADATA = 16  # pairs of a name and a text
+MAX_METADATA_NAME = 64  # characters of a name
+MAX_METADATA_TEXT = 512  # characters of a text
 
 Json = Mapping[str, object]
 Anything = Annotated[object, Meta(extra_json_schema={"description": "any JSON value"})]
@@ -53,12 +54,12 @@ class PastCall(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    """One message. Other fields are passed to the chat template unchanged."""
+    """One message. Fields that are not listed here are passed to the chat template unchanged."""
 
     role: Annotated[
         str,
         Meta(
-            description="one of these, unless the server runs with --allow-special-tokens",
+            description="one of the examples; with --allow-special-tokens, any text",
             examples=["system", "developer", "user", "assistant", "tool", "function"],
         ),
     ]
@@ -138,7 +139,7 @@ class AnswerBody(Struct, frozen=True, kw_only=True):
     """Fields that chats and completions have in common."""
 
     model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
-    app: Annotated[str, Meta(description="a system prompt that the server keeps")] | None = None
+    app: Annotated[str, Meta(description="name of a system prompt on the server")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # how tokens are chosen
@@ -293,7 +294,7 @@ NEUTRAL: Mapping[type[Struct], Mapping[str, OnlyAt]] = {
     CompletionBody: _BOTH
     | {
         "add_generation_prompt": OnlyAt((True, False), "only in a chat"),
-        "add_special_tokens": OnlyAt((True,), "send token ids: /tokenize leaves them out"),
+        "add_special_tokens": OnlyAt((True,), "send token ids of /tokenize, which supports it"),
         "continue_final_message": OnlyAt((False,), "only in a chat"),
         "parallel_tool_calls": OnlyAt((True, False), "only in a chat"),
         "suffix": OnlyAt(("",), "text can only be continued"),

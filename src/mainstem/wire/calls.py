@@ -57,8 +57,9 @@ MAX_TOKEN_ID = 2**31 - 1
 SAMPLINGS_KEPT = 1024  # distinct settings; calls with equal settings share an object
 CALLS_KEPT = 1024  # distinct bodies without their prompts; equal ones are read once
 MAX_KEPT_CHARS = 4096  # larger settings and bodies are not kept
-END_TOKENS = 16  # reasoning may begin within this many last tokens of a prompt ...
-CONTINUED_TOKENS = 4096  # ... or within this many, if the prompt ends with a message to continue
+# reasoning may begin within this many last tokens of a prompt
+END_TOKENS = 16
+CONTINUED_TOKENS = 4096  # if the prompt ends with a message to continue
 
 T = TypeVar("T")
 Messages = Annotated[list[bodies.Message], msgspec.Meta(min_length=1)]
@@ -108,7 +109,7 @@ class BodyLimits:
 
     max_prompts: int = 128
     max_answers: int = 128  # prompts times n
-    max_stop_chars: int = 4096  # in all stop strings; each is a state of an automaton
+    max_stop_chars: int = 4096  # of all stop strings; each character is a state of an automaton
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,8 +492,8 @@ def _in_session(call: Call, body: AnswerBody) -> Call:
 
 
 def _key_of(body: Json, prompt_field: str) -> str:
-    """Return a key that is equal for bodies that differ only in their prompt; empty if they are
-    nested too deeply."""
+    """Return a key that is equal for bodies that differ only in their prompt; empty for a body that
+    is too large or nested too deeply."""
     rest = {
         name: value for name, value in body.items() if name != prompt_field and name not in HARMLESS
     }
@@ -520,8 +521,8 @@ def _room_left(value: object, room: int) -> int:
 
 
 def _known_prompt(given: object, known: _Known) -> "Prompt | None":
-    """Return the prompt of a body whose other fields were checked before; None if the prompt is not
-    plain, and the body must be read completely."""
+    """Return the prompt of a body whose other fields were checked before; None if the prompt is of
+    another kind or invalid. The body must then be read completely."""
     if known.chat is None and isinstance(given, str):
         return given
     try:

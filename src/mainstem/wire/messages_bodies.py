@@ -103,7 +103,7 @@ class InputTool(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class InputToolChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether tools are used; with `any` and `tool` one is called."""
+    """Whether tools are used; with `any` and `tool`, a tool must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None  # name of the tool
@@ -144,7 +144,7 @@ class CountBody(Struct, frozen=True, kw_only=True):
     tool_choice: InputToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None  # on the last block
+    cache_control: CacheControl | None = None  # the same as on the last block
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
@@ -190,12 +190,12 @@ _NEUTRAL: Mapping[str, Callable[[object], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A prefix to pin, given as a conversation with the same end."""
+    """A prefix of the prompt to pin: what the prompt has in common with this conversation."""
 
     ttl_s: int
     messages: list[Message] = field(default_factory=list)
-    num_tools: int | None = None  # number of first tools in it; None: all
-    is_whole: bool = False  # whether it is the whole prompt
+    num_tools: int | None = None  # the conversation has this many first tools; None: all
+    is_whole: bool = False  # whether to pin the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def _by_block(error: WireError) -> WireError:
     found = _KIND.match(error.message)
     if found is None:
         if error.message.startswith("tools[") and ".type: " in error.message:
-            reason = "only tools that the client runs, with a name and an input_schema"
+            reason = "only tools that the client runs are supported (name, input_schema)"
             return WireError(error.code, f"{error.message}: {reason}", error.param)
         return error
     message = f"{found['place']}: {found['kind']} blocks are not supported: the model reads text"
@@ -389,7 +389,9 @@ def _check_kinds(blocks: Sequence[Block], wrong: type | object, role: str, index
     for place, block in enumerate(blocks):
         if isinstance(block, wrong):  # type: ignore[arg-type]  # a class, or several
             kind = type(block).__struct_config__.tag
-            message = f"messages[{index}].content[{place}]: {kind} is not for the role {role}"
+            message = (
+                f"messages[{index}].content[{place}]: {kind} is not allowed for the role {role}"
+            )
             raise WireError("invalid_value", message, "messages")
 
 

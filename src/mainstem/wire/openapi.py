@@ -85,7 +85,7 @@ def document() -> Json:
     scores = _content("application/json", {"anyOf": [_schema(ScoreBody), _schema(LabelScoreBody)]})
     paths: Json = {
         "/v1/models": {"get": _operation("The model, and the model with each app")},
-        "/v1/models/{name}": {"get": _operation("One of them", "name")},
+        "/v1/models/{name}": {"get": _operation("One model", "name")},
         "/v1/chat/completions": {"post": _operation("Answer a conversation", body=chat)},
         "/v1/completions": {"post": _operation("Continue prompts", body=completion)},
         "/v1/responses": {"post": _operation("Answer items", body=_body(ResponsesBody))},
@@ -97,10 +97,10 @@ def document() -> Json:
             "post": _operation("Answer a conversation, as Anthropic does", body=_body(MessagesBody))
         },
         "/v1/messages/count_tokens": {
-            "post": _operation("Tokens of such a prompt", body=_body(CountBody))
+            "post": _operation("The number of a prompt's tokens", body=_body(CountBody))
         },
         "/v1/score": {"post": _operation("How likely choices are after a context", body=scores)},
-        "/score": {"post": _operation("The same", body=scores)},
+        "/score": {"post": _operation("Same as /v1/score", body=scores)},
         "/generative_scoring": {
             "post": _operation("The first label's probability", body=_body(LabelScoreBody))
         },
@@ -112,7 +112,7 @@ def document() -> Json:
             "get": _operation("A file", "file_id"),
             "delete": _operation("Remove a file", "file_id"),
         },
-        "/v1/files/{file_id}/content": {"get": _operation("Its bytes", "file_id")},
+        "/v1/files/{file_id}/content": {"get": _operation("A file's bytes", "file_id")},
         "/v1/batches": {
             "get": _operation("The batches of this key"),
             "post": _operation("Answer the rows of a file", body=_body(BatchBody)),
@@ -131,7 +131,7 @@ def document() -> Json:
         "/health": {"get": _operation("Whether the engine can answer")},
         "/ready": {"get": _operation("Whether requests should be sent here")},
         "/version": {"get": _operation("The version")},
-        "/metrics": {"get": _operation("Prometheus text")},
+        "/metrics": {"get": _operation("Metrics as Prometheus text")},
         "/live": {"get": _operation("What the server is doing now")},
         "/admin/apps": {"get": _operation("Names of the apps")},
         "/admin/apps/{name}": {
@@ -188,8 +188,8 @@ def _operation(summary: str, parameter: str | None = None, body: Json | None = N
         "summary": summary,
         "responses": {
             "200": {"description": "done"},
-            "4XX": {"description": "the caller's fault", "content": content},
-            "503": {"description": "not now", "content": content},
+            "4XX": {"description": "the request was refused", "content": content},
+            "503": {"description": "the server cannot answer now", "content": content},
         },
     }
     if parameter is not None:

@@ -95,8 +95,8 @@ class Echo:
 class Reply:
     """Renders the answers to one call. Answer i of prompt p is choice p * n + i.
 
-    If the call has echo, `echoes` has an entry for each prompt; if it returns token ids,
-    `prompt_ids` has one.
+    If the call has echo, `echoes` has an entry for each prompt. If the call returns token ids,
+    `prompt_ids` has an entry for each prompt.
     """
 
     call: Call
@@ -266,7 +266,7 @@ class ReplyStream:
 
     def opening(self, answers: Sequence[PromptAnswers]) -> bytes:
         """The first events of a chat, with the role. Sent while the prompt is still computed, so
-        that a client knows that it was accepted."""
+        that a client knows that its request was accepted."""
         if not self._reply.is_chat:
             return b""
         delta: Json = {"role": "assistant", "content": ""}

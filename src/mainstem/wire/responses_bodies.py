@@ -149,7 +149,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
         ),
     ]
     model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
-    app: Annotated[str, Meta(description="a system prompt that the server keeps")] | None = None
+    app: Annotated[str, Meta(description="name of a system prompt on the server")] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None  # default: true

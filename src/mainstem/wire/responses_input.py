@@ -256,7 +256,8 @@ def _response_format(text: TextConfig | None) -> Json | None:
 
 
 def _template_args(reasoning: ReasoningConfig | None, template: str) -> dict[str, object]:
-    """The template variables for the effort; raises WireError if the template has none."""
+    """The template variables for the effort; raises WireError if the template does not support the
+    effort."""
     effort = None if reasoning is None else reasoning.effort
     if effort is None:
         return {}

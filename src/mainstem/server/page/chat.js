@@ -48,10 +48,10 @@ export function startChat(server) {
 
   // --- what is shown ---------------------------------------------------------------------------
 
-  /** Add a turn to the log; an answer's content is drawn by whoever has it. */
+  /** Add a turn to the log; the caller draws the content of an answer. */
   function addTurn({ role, content }) {
     byId("empty").hidden = true;
-    for (const old of log.querySelectorAll(".again")) old.remove(); // only for the last answer
+    for (const old of log.querySelectorAll(".again")) old.remove(); // only the last answer has one
     const shown = document.createElement("article");
     shown.className = `turn ${role}`;
     shown.setAttribute("aria-label", role === "user" ? "You" : "Answer");
@@ -79,7 +79,7 @@ export function startChat(server) {
     addTurn(turn);
   }
 
-  /** How an answer ended, and what can be done with it. */
+  /** Show how an answer ended, and buttons for what can be done with it. */
   function showEnd({ shown, note }, turn) {
     shown.classList.toggle("failed", turn.state === "failed");
     note.textContent = turn.note;
@@ -158,8 +158,8 @@ export function startChat(server) {
   }
 
   /**
-   * Stream one answer into the log, in place of an earlier one if there is one; resolves when it
-   * ended, by itself or by the user.
+   * Stream one answer into the log, in place of the answer `earlier` if that is not empty. Resolves
+   * when the new answer has ended or was stopped by the user.
    */
   async function answer(earlier = "") {
     const turn = { role: "assistant", content: "", state: "open", note: "", earlier };
@@ -272,7 +272,7 @@ export function startChat(server) {
       const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
       parts.push(`${count(cached)} of ${count(usage.prompt_tokens)} prompt tokens cached`);
       const dropped = usage.prompt_tokens_details?.dropped_tokens;
-      if (dropped) parts.push(`the oldest ${count(dropped)} are out of the context`);
+      if (dropped) parts.push(`the oldest ${count(dropped)} did not fit into the context`);
     }
     return parts.join(" \u00b7 ");
   }
@@ -303,7 +303,7 @@ export function startChat(server) {
     answer();
   }
 
-  /** Leave this conversation for a new one; it can be taken up again. */
+  /** Begin a new conversation; the user can go back to this one. */
   function startOver() {
     const empty = talks.find(({ turns }) => !turns.length) ?? newTalk();
     if (!talks.includes(empty)) talks.unshift(empty);
@@ -321,7 +321,7 @@ export function startChat(server) {
     text.focus();
   }
 
-  /** Offer the conversations of this tab, by how they begin. */
+  /** Offer the conversations of this tab, each named by its first words. */
   function drawTalks() {
     const named = ({ id, turns }) => new Option(turns[0]?.content.slice(0, 40) ?? "new", id);
     byId("session").replaceChildren(...talks.map(named));
@@ -362,13 +362,13 @@ export function startChat(server) {
     talk.app = byId("app").value;
     keep();
   });
-  // the browser hangs up when the page is left: that is no failure
+  // the browser closes connections when the page is left: that is no failure
   window.addEventListener("pagehide", () => {
     keep();
     running?.abort();
   });
   document.addEventListener("visibilitychange", () => {
-    if (document.hidden) keep(); // a phone may end the tab without a word
+    if (document.hidden) keep(); // a phone may end the tab without another event
   });
 
   /** Choose the app of this conversation, if the server still has it. */

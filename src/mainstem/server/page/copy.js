@@ -2,7 +2,7 @@
 
 const SHOWN_MS = 1500;
 
-/** Put text on the clipboard; whether it got there. */
+/** Put text on the clipboard; returns whether that worked. */
 async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -28,7 +28,7 @@ function copyBySelection(text) {
   }
 }
 
-/** A button that copies what `text()` returns at the click, and says whether it did. */
+/** A button that copies what `text()` returns at the click, and says whether that worked. */
 export function copyButton(text, label) {
   const button = document.createElement("button");
   button.type = "button";

@@ -2,7 +2,7 @@
 
 /**
  * Why this key cannot be sent, or null when it can. fetch throws for a header value with a
- * character outside Latin-1, a line break or a null, so such a key would fail every request.
+ * character outside Latin-1, a line break or a null character: every request would fail.
  */
 export function refusal(key) {
   if (key === "") return "The key is empty.";

@@ -1,4 +1,4 @@
-// The live view: asks /live once a second while somebody looks, and draws what came.
+// The live view: asks /live once a second while the page is in view, and draws the reply.
 
 import { count, duration, percent, rate, seconds } from "./numbers.js";
 import { stateWords, stepWords } from "./reading.js";
@@ -29,7 +29,7 @@ function element(name, className, text = "") {
   return made;
 }
 
-/** Stems in drawing order with their depth and first token; the widest rivers first. */
+/** Stems in drawing order with their depth and first token; those of most sequences first. */
 function ordered(stems) {
   const children = new Map();
   for (const stem of stems) {
@@ -80,7 +80,7 @@ function drawStems(stems) {
 }
 
 function drawPages(pages) {
-  // `cached` counts pages that are also held: what is kept only as cache is the rest
+  // `pages.cached` includes held pages; `cached` does not
   const cached = Math.min(Math.max(0, pages.cached - pages.held), pages.total - pages.held);
   const free = pages.total - pages.held - cached;
   const bar = byId("pages");
@@ -169,7 +169,7 @@ function setState(state, words) {
   setText("state", words);
 }
 
-/** What a card means, for whoever points at it; screen readers have it as its description. */
+/** Make tooltips that say what a card means; screen readers get the text by aria-describedby. */
 function startTips() {
   for (const tipped of document.querySelectorAll(".live [aria-describedby]")) {
     const tip = byId(tipped.getAttribute("aria-describedby"));

@@ -50,7 +50,7 @@ export function partsOf(text) {
   };
   text.split("\n").forEach((line, index) => {
     if (index) add(false, "\n");
-    let end = 0; // of what has been added
+    let end = 0; // the line is added up to here
     for (const [open, close] of spans(line)) {
       add(false, line.slice(end, open.index));
       const inside = line.slice(open.index + open[0].length, close.index);

@@ -3,13 +3,13 @@
 const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
-/** 1,234, then 12.3K. */
+/** 1,234; from 10,000 on, 12.3K. */
 export const count = (value) => (value < 10000 ? plain : short).format(value);
 
-/** 3.4, then whole numbers. */
+/** 3.4; from 10 on, whole numbers. */
 export const rate = (value) => (value > 0 && value < 9.95 ? value.toFixed(1) : count(value));
 
-/** Rounded, but 100 % only for all of it. */
+/** Rounded, but a share below 1 is at most 99 %. */
 export const percent = (share) =>
   `${share < 1 ? Math.min(99, Math.round(share * 100)) : 100} %`;
 

@@ -1,4 +1,4 @@
-// Starts the page: the key, views and tabs, and who asks the server for what.
+// Starts the page: the key, views and tabs, and the parts that ask the server.
 //
 // Nothing here builds HTML from text: whatever a model or a user wrote becomes a text node.
 

@@ -2,7 +2,7 @@
 
 import { count, percent, seconds } from "./numbers.js";
 
-/** "34 %" of a prompt is read; "" when all or none is, or the server does not report it. */
+/** The share of a prompt that is computed, as "34 %"; "" if it is all, none or not reported. */
 function readShare({ prompt_tokens: prompt, computed_tokens: computed }) {
   return computed > 0 && computed < prompt ? percent(computed / prompt) : "";
 }
@@ -24,7 +24,7 @@ export function stateWords(request) {
   return request.state === "running" && share ? `reading ${share}` : request.state;
 }
 
-/** A step that takes long enough to be wondered about; "" for others and without data. */
+/** A step that has run for at least a second, in words; "" for others and without data. */
 export function stepWords(step) {
   if (!(step?.seconds >= 1)) return "";
   return `step of ${count(step.tokens)} tokens: ${seconds(step.seconds)}`;

@@ -1,6 +1,6 @@
-// What a reply of the server says when it is no answer.
+// Error replies of the server.
 
-/** The reason in an error reply, whatever its shape. */
+/** The reason in an error reply, in any of the formats it may have. */
 export async function reasonOf(reply) {
   try {
     const body = await reply.json();

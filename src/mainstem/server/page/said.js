@@ -10,7 +10,7 @@ const element = (name, className, ...inside) => {
   return made;
 };
 
-/** An empty block of a kind: its node, and how to put a block's content into it. */
+/** By kind, a maker of empty blocks: `node`, and `set`, which puts a block's content into it. */
 const makers = {
   text: () => {
     const node = element("p", "text");
@@ -22,7 +22,7 @@ const makers = {
     const shown = document.createTextNode("");
     const bar = element("div", "code-bar", language, copyButton(() => shown.data, "Copy code"));
     const pre = element("pre", "", element("code", "", shown));
-    pre.tabIndex = 0; // scrolls by keyboard
+    pre.tabIndex = 0; // so that it can be scrolled by keyboard
     const set = (block) => {
       language.textContent = block.language || "code";
       shown.data = block.text;
@@ -31,7 +31,7 @@ const makers = {
   },
 };
 
-/** Returns a function that draws a text into `said`; what has not changed since is left alone. */
+/** Returns a function that draws a text into `said`; blocks that are drawn already are kept. */
 export function drawer(said) {
   const drawn = []; // {block, node, set}
   return (text) => {

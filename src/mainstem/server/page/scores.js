@@ -8,14 +8,14 @@ const decimals = new Intl.NumberFormat("en", {
   signDisplay: "negative", // no -0.00
 });
 
-/** One choice per line, with its spaces; blank lines are none. */
+/** One choice per line, with its spaces; blank lines are left out. */
 const choicesOf = (lines) => lines.split(/\r?\n/).filter((line) => line.trim() !== "");
 
 export function scoreBody(context, lines, app) {
   return { prompt: context, choices: choicesOf(lines), ...(app && { app }) };
 }
 
-/** 93.4 %; 0 % and 100 % only for exactly that. */
+/** 93.4 %; 0 % and 100 % only for exactly 0 and 1. */
 export function probabilityWords(share) {
   if (share === 0 || share === 1) return `${share * 100} %`;
   if (share < 0.0005) return "< 0.1 %";
@@ -23,7 +23,7 @@ export function probabilityWords(share) {
   return `${(share * 100).toFixed(1)} %`;
 }
 
-/** A row per choice, in the order they were asked in. */
+/** A row for each choice, in the order of the request. */
 export function scoreRows({ choices, best }) {
   return choices.map(({ index, text, probability, logprob, token_ids: ids }) => ({
     text,

@@ -2,13 +2,13 @@
 //
 // A talk is {id, app, turns}. A turn is {role, content, app} of a user, or {role, content, state,
 // note, earlier} of the assistant: its state is "open" while it streams, then "done", "stopped"
-// (by the user) or "failed"; `earlier` is the answer that it replaces, until it has ended.
+// (by the user) or "failed". While it is open, `earlier` is the answer that it replaces.
 
 const NAME = "mainstem-talks";
 const MAX_TALKS = 20;
 const MAX_CHARS = 2_000_000; // browsers give 5 MB, at two bytes a character
 
-/** A new conversation; the server keeps its token ids under the session's id. */
+/** A new conversation; the server keeps its token ids in a session with the same id. */
 export function newTalk() {
   const numbers = crypto.getRandomValues(new Uint32Array(4));
   const id = `page-${[...numbers].map((number) => number.toString(16).padStart(8, "0")).join("")}`;
@@ -21,7 +21,7 @@ export function messagesBefore(talk, turn) {
   return before.map(({ role, content }) => ({ role, content }));
 }
 
-/** End an answer. If nothing came, the one that it was to replace stays. */
+/** End an answer. If it is empty, the answer that it was to replace stays. */
 export function endTurn(turn, state, note) {
   turn.state = state;
   turn.note = note;
@@ -48,7 +48,7 @@ export function dividerBefore(talk, turn) {
   return turn.app ? `App from here: ${turn.app}` : "No app from here";
 }
 
-/** What was kept: {talks, talk, draft}, the latest begun first; null when nothing was. */
+/** What was kept: {talks, talk, draft}, talks begun last come first; null if nothing was kept. */
 export function load(storage) {
   try {
     const { talks, id, draft } = JSON.parse(storage.getItem(NAME));
@@ -64,8 +64,8 @@ export function load(storage) {
 }
 
 /**
- * Keep the conversations, this one first, then the latest begun, as many as there is room for.
- * Returns false when this one is too long to be kept.
+ * Keep as many conversations as there is room for: `talk` first, then those begun last.
+ * Returns false if `talk` is too long to be kept.
  */
 export function save(storage, { talks, talk, draft }) {
   for (let room = MAX_CHARS; room > 1000; room /= 2) {
@@ -74,7 +74,7 @@ export function save(storage, { talks, talk, draft }) {
       storage.setItem(NAME, JSON.stringify({ talks: kept, id: talk.id, draft }));
       return kept.includes(talk);
     } catch {
-      // the browser gives less room than most do
+      // this browser gives less room than most do: try again with half as much
     }
   }
   return false;

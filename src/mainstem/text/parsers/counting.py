@@ -1,4 +1,4 @@
-"""Counts the tokens of reasoning in an answer, including its marks."""
+"""Counts the tokens of reasoning in an answer, including the marks around it."""
 
 from collections.abc import Sequence
 

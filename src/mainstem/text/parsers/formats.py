@@ -72,15 +72,15 @@ REASONING_PARSERS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """The formats of tool calls and reasoning. None: the model writes none, or in an unknown
-    format."""
+    """The formats of tool calls and reasoning. None: the model has no such format, or an unknown
+    one."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     special: Mapping[str, int] = field(default_factory=dict)  # special tokens among the marks
 
     def shown_ids(self, *formats: Enum | None) -> frozenset[int]:
-        """The special tokens that parsers of some formats must see."""
+        """The special tokens that parsers of these formats must see."""
         marks = {mark for each in formats if each is not None for mark in MARKS[each]}
         return frozenset(self.special[mark] for mark in marks & self.special.keys())
 
@@ -145,7 +145,8 @@ def _reasoning_of(template: str | None) -> ReasoningFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request in the template's format; `form` is set if a call is required."""
+    """The tools of a request, and how the model writes calls. `form` is set if the answer must be a
+    call."""
 
     tools: tuple[Json, ...]
     format: ToolFormat
@@ -165,7 +166,7 @@ def offer_tools(
     """
     format = formats.tools
     if format is None:
-        reason = "this model's chat template has none, or writes calls in an unknown format"
+        reason = "this model's chat template has no tools, or writes calls in an unknown format"
         raise InvalidRequest("tools", f"{reason}; see --tool-call-parser")
     if required is None:
         return ToolUse(tuple(tools), format)
@@ -207,10 +208,10 @@ def _tool_parser(use: ToolUse) -> AnswerParser:
 
 
 def opening_of(reasoning: ReasoningFormat, prompt_end: str, is_continued: bool) -> str:
-    """Return the mark that begins reasoning if the prompt ends with it: then the answer begins
-    inside reasoning.
+    """Return the mark that begins reasoning if the prompt ends with it, so that the answer begins
+    inside reasoning; otherwise "".
 
-    With `is_continued` the prompt ends within an answer, where text may follow the mark.
+    With `is_continued` the prompt ends within an answer, and text may follow the mark.
     """
     if reasoning not in THINK_MARKS:
         return ""

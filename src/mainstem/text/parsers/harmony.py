@@ -4,8 +4,9 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>...<|return|>
 
-(on one line). `analysis` is reasoning; a message to a function is a call; `final`, and `commentary`
-without a recipient, are text. The first message's `<|start|>assistant` is in the prompt.
+all on one line. `analysis` is reasoning; a message to a function is a call; `final`, and
+`commentary` without a recipient, are text. The first message's `<|start|>assistant` is in the
+prompt.
 """
 
 import json
@@ -50,7 +51,7 @@ class HarmonyParser:
         self._header: str | None = ""  # header of the next message so far; None: within a message
         self._has_mark = False  # a mark of the header was seen
         self._kind = _Kind.TEXT
-        self._name = ""  # the function that is called ...
+        self._name = ""  # the function that is called
         self._arguments: list[str] = []
         self._spoken: set[_Kind] = set()  # kinds of messages seen
         self._is_first = True  # no text of this message was returned yet
@@ -83,7 +84,7 @@ class HarmonyParser:
             yield from self._say(certain)
 
     def _obey(self, mark: str) -> Iterator[Part]:
-        """Handle a mark: it ends or begins something."""
+        """Handle a mark, which begins or ends a header or a message."""
         if mark == MESSAGE:
             if self._header is not None:
                 self._begin_message(self._header)
@@ -113,7 +114,8 @@ class HarmonyParser:
             self._header += text
             if self._has_mark or "to=".startswith(self._header.lstrip()[:3]):
                 return
-            text, self._kind = self._header, _Kind.TEXT  # no header: it has a given form
+            # an answer without a header, since it follows a form
+            text, self._kind = self._header, _Kind.TEXT
             self._header, self._is_first = None, True
         if self._kind is _Kind.CALL:
             self._arguments.append(text)

@@ -14,8 +14,8 @@ _BETWEEN_CALLS = re.compile(r"[\s;,]*")
 class AnswerParser(Protocol):
     """Reads one answer as it arrives, and turns pieces of text into parts.
 
-    Text that may become something else is held back. Joined, the parts do not depend on how the
-    text was cut.
+    Text that may turn out not to be plain text is held back. Joined, the parts do not depend on how
+    the text was cut into pieces.
     """
 
     @property

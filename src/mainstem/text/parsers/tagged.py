@@ -4,7 +4,7 @@
     {"name": "f", "arguments": {...}}
     </tool_call>
 
-Qwen3-Coder, Qwen 3.5 (values are not quoted, so that the tool's schema decides what they are):
+Qwen3-Coder, Qwen 3.5 (values are not quoted, so only the tool's schema says which are texts):
 
     <tool_call>
     <function=f>

@@ -9,7 +9,7 @@ from mainstem.text.tools import Part, Reasoning
 
 
 class _State(Enum):
-    START = auto()  # the mark may come
+    START = auto()  # the begin mark may still come
     INSIDE = auto()
     AFTER = auto()  # white space between reasoning and answer
     REST = auto()
