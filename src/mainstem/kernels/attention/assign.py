@@ -64,8 +64,8 @@ def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
 
 def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
     """Return the slot of each unit, and add its time to `load`. In each round the longest units
-    left go to the least loaded slots. The least loaded slot gets its unit first; slots whose load
-    is then larger skip the round.
+    left go to the least loaded slots. Slots that already have more than the least loaded slot has
+    with its new unit skip the round.
     """
     if len(us) and us[0] == us[-1] and not load.any():  # equal units: slots simply take turns
         rounds, more = divmod(len(us), len(load))
@@ -95,7 +95,7 @@ def _shares(order: Int64s, program: Int64s, shape: Shape) -> Shares:
 
 def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:
     """How long each program waits for large units before its first small unit. `slots` have the
-    large units, `load` is their time. It is multiplied by the speed of small units meanwhile.
+    large units, `load` is their time. A wait is multiplied by the speed of small units meanwhile.
 
     Where a large unit takes a whole multiprocessor, programs of small units start as large units
     end; the first programs start on multiprocessors without large units.

@@ -24,7 +24,7 @@ from mainstem.kernels.dense.fp8_rows import (
 from mainstem.kernels.errors import LayoutError
 
 BLOCK = GROUP  # rows and columns of a block
-_ALIGN_BLOCKS = 4  # columns are a multiple of 4 blocks, so 16 n bytes of scales make a row
+_ALIGN_BLOCKS = 4  # columns are a multiple of 4 blocks, so that a row of scales has 16 n bytes
 _HOPPER = 9
 _CHECKED_ROWS = 16
 _MOST_OFF = 0.01  # largest relative error of a product; rounding to bf16 alone gives 0.002

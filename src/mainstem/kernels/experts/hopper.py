@@ -291,7 +291,7 @@ def _hopper_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, NOTE_INTS], LINE)
     noted = gl.allocate_shared_memory(gl.int64, [NOTES, 1], BARRIER)
-    for i in range(0, num_stages):  # no constant, since the loop would be unrolled
+    for i in range(0, num_stages):  # not a constant, which would unroll the loop
         # arrivals: 128 threads that gather, and one that expects the weights
         mbarrier.init(full.index(i), count=129 if IS_GATED else 1)
         mbarrier.init(empty.index(i), count=2)

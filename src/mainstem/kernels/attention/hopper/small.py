@@ -375,8 +375,8 @@ def _small_units_kernel(
     # ahead, and claims one more.
     notes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, NOTE_INTS], ROW)
     noted = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
-    # `num_barriers` is no constant, since the loops would be unrolled, and each instruction that
-    # runs for the first time must be fetched from memory.
+    # `num_barriers` is not a constant, which would unroll the loops: each instruction that runs for
+    # the first time must be fetched from memory.
     for i in range(0, num_barriers):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
