@@ -6,13 +6,13 @@
 Prints one JSON line per number of tokens, in microseconds:
 
     products   both grouped products alone, by our kernels (`ours` and `hopper`, gate_up with its
-               activation) and by torch._grouped_mm (`library`); `tflops` counts only these
+               activation) and by torch._grouped_mm (`library`), with their `tflops`
     the rest   the routing, and the sum over experts
     layer      the whole layer, by the method of `choose` and by each method
 
 `weights_us` is the time to read the weights of the experts in use at the card's speed. `busiest` is
-the load of the busiest expert divided by the average. Inputs rotate so that the experts of small
-steps come from memory. --sweep times other tiles instead.
+the load of the busiest expert divided by the average. Inputs are used in turn, so that in small
+steps the weights come from memory, not from the cache. --sweep times other tiles instead.
 """
 
 import argparse
@@ -356,7 +356,7 @@ def time_all(report: Report, methods: Sequence[Method], deadline: float) -> None
             timing = Timing(shape, is_skewed)
             for tokens in TOKENS:
                 if time.monotonic() > deadline:
-                    print(f"no time for {timing.name}, {tokens} tokens and what follows")
+                    print(f"time is up: {timing.name} with {tokens} tokens and the rest left out")
                     return
                 time_one(report, timing, tokens, methods)
 
@@ -411,7 +411,7 @@ def sweep(report: Report, deadline: float) -> None:
     for tokens in (8192, 16, 1024):
         for tiles in other_tiles(tokens, QWEN3.spec):
             if time.monotonic() > deadline:
-                print("no time for more tiles")
+                print("time is up: other tiles are left out")
                 return
             tile = tiles.gate_up
             name = f"tile {tile.rows}x{tile.columns}x{tile.k} w{tile.warps} s{tile.stages}"

@@ -280,7 +280,7 @@ SETTINGS = [
 
 
 def check_sample() -> None:
-    """The CPU's sorted draw and the card's search round exponents differently. So one of 400 draws
+    """The CPU's sorted draw and the card's search round exponents differently. So one of 200 draws
     may differ, where two scores, or a token and a limit, are equal within rounding."""
     for spread in (0.5, 3.0):
         settings = SETTINGS * 20

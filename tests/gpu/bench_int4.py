@@ -4,7 +4,7 @@
 `PYTHONPATH=src:. python -m tests.gpu.bench_int4 [--only PART] [--sweep] [--warm I/N]`
 
 Prints one line per result: microseconds, GB/s of packed weights read, TFLOP/s. Copies of the
-weights rotate, so that they come from memory, and a graph of several products is replayed.
+weights are used in turn, so that they come from memory. A graph of several products is replayed.
 `--sweep` tries many tiles; `--warm I/N` only compiles, so that each of N processes compiles its
 share.
 """
@@ -106,8 +106,8 @@ def off_by(found: Tensor, right: Tensor) -> float:
 
 
 def check_int4() -> None:
-    """Check every tile, dtype and group size. Each runs twice, since split products must reset
-    their counters."""
+    """Check all dtypes and several tiles and group sizes. Each product runs twice, since split
+    products must reset their counters."""
     for num_out, num_in, group, dtype, all_tokens in (
         (1024, 4096, 128, torch.bfloat16, (1, 7, 16, 33, 100, 300)),
         (520, 2880, 32, torch.bfloat16, (5, 100)),
@@ -179,8 +179,8 @@ def check_experts() -> None:
 def check_fp8_blocks() -> None:
     """Rounded rows equal a CPU's bit for bit. Products of rounded rows are compared with those in
     fp64: rounding the output costs 0.17 %, and Hopper's sums of 128 columns in 14 bits cost 0.01 %.
-    Rounding the rows costs 2.6 %, on both sides. Scales differ by 2^8 and more, so that one in the
-    wrong place is seen."""
+    Rounding the rows costs 2.6 %, but is the same on both sides. Scales differ by 2^8 and more, so
+    that one in the wrong place is seen."""
     for num_out, num_in in ((1024, 4096), (4096, 14336)):
         values = (100 * some(num_out, num_in)).clamp_(-448, 448).to(torch.float8_e4m3fn)
         exponents = some(num_out // 128, num_in // 128, seed=3, dtype=torch.float32)
@@ -248,7 +248,8 @@ def show(what: str, us: float, weight_bytes: float, flops: float) -> None:
 
 
 def tiles_for(tokens: int, args: Arguments) -> Iterator[Int4Tile]:
-    """Tiles that waste few rows; if there are more tokens than rows, also the largest tile."""
+    """Tiles that hold the tokens and waste few rows, and tiles of 128 or more whose multiple the
+    tokens are."""
     for tile in _SWEPT if args.is_sweep else TILES:
         fits = tile.tokens >= tokens and (tile.tokens < 2 * tokens or tile.tokens <= 16)
         if fits or (tokens > tile.tokens >= 128 and tokens % tile.tokens == 0):

@@ -3,8 +3,8 @@
 needs CUDA, run with `make test-gpu`.
 
 The previous kernel is the worst case: it lets the next one start at once, and does its own work
-much later. An unrelated launch in between makes sure that waiting for the previous kernel also
-waits for the one before it.
+much later. With unrelated launches between the two, the tests check that waiting for the last of
+these also waits for all kernels before it.
 """
 
 from collections.abc import Callable
@@ -119,8 +119,8 @@ def _rope_append(x: Tensor, norms: HeadNorms | None = None) -> Tensor:
     return torch.cat([x.flatten(), PAGES.flatten()])
 
 
-# Nothing may be launched between the late kernel and these; an allocation of zeros would be a
-# launch.
+# These functions must launch nothing before the kernel that is tested; an allocation of zeros would
+# be a launch.
 READERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "norm": (HIDDEN, lambda x: norm_rows(x, NORM)),
     "norm_fp8": (HIDDEN, lambda x: norm_rows_fp8(x, NORM)[0].float()),

@@ -42,7 +42,7 @@ def test_two_ranks_have_the_logprobs_of_one_cpu(name: str) -> None:
 
 
 def test_calls_of_nccl_can_be_captured_in_a_graph(tmp_path: Path) -> None:
-    """With one rank, since there is one card: torch does the same around each call."""
+    """With one rank, since there is one card. Around each call torch does the same as for more."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         group = ProcessGroup()

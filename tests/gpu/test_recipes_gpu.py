@@ -63,11 +63,11 @@ def test_logprobs_are_those_of_the_cpu(name: str, dtype: DType) -> None:
     assert apart.max() < worst, apart.max()
 
 
-LARGE = tuple(range(10, 70))  # tokens after the shared ones: one step of 2,400
+LARGE = tuple(range(10, 70))  # tokens of each prompt after the shared ones: a step of 2,400 tokens
 
 
 @pytest.mark.parametrize("name", ["Qwen2MoeForCausalLM", "PhiForCausalLM"])
-def test_large_steps_have_the_same_logprobs_as_graphs(
+def test_large_steps_that_run_as_graphs_have_the_logprobs_of_the_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of more than 1,024 tokens runs as a graph that ends before the last layer."""

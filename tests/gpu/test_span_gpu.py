@@ -249,7 +249,7 @@ def test_a_windowed_graph_is_replayed_over_another_plan() -> None:
 
 
 @pytest.mark.parametrize("name", ["depth 5", "prefill alone", "mixed", "long and short"])
-def test_deterministic_setting_agrees_too(name: str) -> None:
+def test_the_deterministic_setting_agrees(name: str) -> None:
     _check(AttentionCase(name, CASES[name]), torch.bfloat16, deterministic_keys=256)
 
 
@@ -348,7 +348,7 @@ def test_scores_that_rise_from_key_to_key_agree(rise: float) -> None:
 @pytest.mark.parametrize("magnitude", [1e9, 1e-9])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_values_far_outside_of_fp16_are_merged(magnitude: float, head_dim: int) -> None:
-    """Heads of a token differ by 2^40."""
+    """Values of the heads of a token differ by factors of up to 2^40."""
     torch.manual_seed(0)
     case = AttentionCase("far", _decode([500] * 64, [(range(64), 4000)]), head_dim=head_dim)
     spans = case.spans()
@@ -425,12 +425,12 @@ def test_a_graph_is_replayed_over_another_plan() -> None:
 
 
 POOLS = {
-    "behind large units": (_decode([256] * 256, [(range(256), 2048)]), 8),
+    "after large units": (_decode([256] * 256, [(range(256), 2048)]), 8),
     "of unlike units": (_decode([128] * 32, [(range(32), 256)]), 32),
     "of short units": (_decode([100] * 700), 8),
     "of long ones, some cut": (_decode([600] * 300), 8),
     "ragged": (_decode([1 + 7 * i % 400 for i in range(300)], [(range(100), 500)]), 8),
-    "of a few, behind prompts": (
+    "of a few, after prompts": (
         (*_decode([70] * 8), Run((3,), 9000), Run(tuple(range(8, 2400)), 2392, is_causal=True)),
         8,
     ),
@@ -439,7 +439,7 @@ POOLS = {
 
 @pytest.mark.parametrize("name", list(POOLS))
 def test_all_queued_units_are_computed_and_the_queue_is_reset(name: str) -> None:
-    """Many runs follow each other at once, and each begins with a full queue."""
+    """Runs follow each other without a pause, and each begins with a full queue."""
     runs, kv_heads = POOLS[name]
     case = AttentionCase(name, runs, 32, kv_heads)
     spans = case.spans()
@@ -474,7 +474,7 @@ def test_plans_with_queues_of_different_sizes_follow_each_other() -> None:
     cases = [
         AttentionCase(name, runs)
         for name, runs in (
-            ("queue behind large", _decode([200] * 300, [(range(300), 1000)])),
+            ("queue after large", _decode([200] * 300, [(range(300), 1000)])),
             ("queue", _decode([100] * 700)),
             ("no queue", _decode([40] * 30)),
             ("another queue", _decode([600] * 300)),

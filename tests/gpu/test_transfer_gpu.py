@@ -1,5 +1,4 @@
-"""Copies between a GPU and pinned memory are right and fast, and steps wait for them layer by
-layer."""
+"""Copies between a GPU and pinned memory are right, and steps wait for them layer by layer."""
 
 from pathlib import Path
 
@@ -37,7 +36,7 @@ LONG_PROMPTS = np.random.default_rng(1).integers(0, 500, (12, 900)).astype(np.in
 
 
 @pytest.mark.parametrize("max_pitch", [MAX_PITCH, 0], ids=["as rows", "one by one"])
-def test_pages_come_back_unchanged_and_fast(
+def test_pages_that_were_saved_are_loaded_unchanged(
     max_pitch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_transfer, "MAX_PITCH", max_pitch)
@@ -123,7 +122,7 @@ def test_logits_after_save_and_load_are_the_same_bits(preload: str, tmp_path: Pa
 
 
 def test_logits_of_sessions_that_start_while_others_load_are_the_same_bits(tmp_path: Path) -> None:
-    """All at once: steps are prepared while others run, and rely on loads still in flight."""
+    """All requests at once: steps are prepared while others run, and rely on loads in flight."""
 
     def ask_all(engine: Engine) -> dict[str, list[TokenLogits]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=8, logprobs=20, ignore_eos=True)

@@ -1,4 +1,5 @@
-"""Conversations longer than the window on a GPU: pages are moved, and chosen by attention."""
+"""Conversations longer than the context window, on a GPU: pages are moved, and chosen by
+attention."""
 
 from dataclasses import replace
 

@@ -318,7 +318,7 @@ def _expert_jobs(target: str) -> Iterator[Job]:
 
 
 def _hopper_expert_jobs() -> Iterator[Job]:
-    """Both products; gate_up has every option."""
+    """Both products; gate_up with and without a bias."""
     boxes = [f"tensordesc<bf16[{rows}, 64],{tiles_of(64)!r}>" for rows in (64, 128)]
     constants = {"STAGES": hopper_experts.STAGES, "GROUP_ROWS": hopper_experts.GROUP_ROWS}
     for is_gated, has_bias in ((False, False), (True, False), (True, True)):

@@ -4,7 +4,7 @@
 layer of a model's shape on Hopper, and that Triton needs for each of its launches. Nothing
 is computed: weights are zeros that are never read, products of the vendor's library return at once,
 and the driver's own part of a launch is left out (`no_launch.py`). Each number is the least of
-many, since other processes only make it larger; it differs by a few per cent between processes.
+many, since other processes only make it larger; it differs by a few per cent from run to run.
 """
 
 import os
@@ -74,7 +74,7 @@ def _pretend_to_be_hopper(head_dim: int) -> None:
 
 
 def _layers_of(name: str, tokens: int) -> Callable[[], None]:
-    """Launches NUM_LAYERS layers of a step."""
+    """Return a function that launches NUM_LAYERS layers of a step."""
     spec = replace(SHAPES[name], layers=SHAPES[name].layers[-NUM_LAYERS:])
     _pretend_to_be_hopper(spec.head_dim)
     dtype = torch.bfloat16

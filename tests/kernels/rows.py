@@ -1,4 +1,4 @@
-"""Rows for the tests of the kernels between the products, and how close answers must be."""
+"""Rows for tests of the kernels between matrix products, and how close answers must be."""
 
 from collections.abc import Callable
 

@@ -20,7 +20,7 @@ NONE = np.empty(0)
 
 
 def shape_of(programs: int, queued_share: float = 0.25, tiles: Tiles = HOPPER_SPLIT) -> Shape:
-    """A plan with one unit per piece of each kind; on Hopper, with two programs per
+    """A shape with one unit per piece of each kind; on Hopper, with two programs per
     multiprocessor."""
     tiles = replace(tiles, queued_share=queued_share, pace=Pace())
     return Shape(1, 1, 16, num_programs=programs, tiles=tiles)
@@ -35,7 +35,7 @@ def shape_of(programs: int, queued_share: float = 0.25, tiles: Tiles = HOPPER_SP
     st.floats(0, 1),
     st.sampled_from([0.0, 0.25, 0.9]),
 )
-def test_every_unit_has_one_program(
+def test_every_unit_has_one_program_or_is_queued(
     pairs: int,
     large: list[float],
     small: list[float],
@@ -120,12 +120,12 @@ def test_equal_large_units_are_assigned_in_turn() -> None:
     assert large.order.tolist() == [0, 5, 10, 4, 9, 1, 6, 11, 2, 7, 3, 8]
 
 
-def test_large_units_run_on_neighbouring_programs_if_they_need_most_of_them() -> None:
+def test_slots_without_large_units_are_pairs_if_most_slots_have_large_units() -> None:
     assert large_slots(6, 8, True).tolist() == [7, 6, 5, 4, 3, 2]
     assert large_slots(8, 12, True).tolist() == [11, 10, 9, 8, 5, 4, 3, 2], (
-        "pairs with free pairs between"
+        "slots 0 and 1, 6 and 7 have none"
     )
     assert large_slots(9, 12, True).tolist() == [11, 10, 9, 8, 7, 5, 4, 3, 2]
     assert large_slots(8, 8, True).tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert large_slots(4, 8, True).tolist() == [0, 2, 4, 6], "each next to a free program"
+    assert large_slots(4, 8, True).tolist() == [0, 2, 4, 6], "each next to a free slot"
     assert large_slots(6, 8, False).tolist() == [0, 2, 4, 6, 1, 3], "with one kernel for both kinds"

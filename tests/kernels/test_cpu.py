@@ -152,7 +152,7 @@ def test_softcaps_and_sinks_match_the_reference(name: str) -> None:
     check(*CASES[name], softcap=3.0, has_sinks=True, window=9, heads=5, kv_heads=1)
 
 
-def test_only_a_few_scores_with_a_softcap_are_in_memory_at_once(
+def test_softcaps_match_the_reference_if_few_scores_fit_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mainstem.kernels.attention.cpu.softcap._MAX_SCORES", 500)
@@ -169,7 +169,7 @@ def test_a_long_prompt_with_a_window_matches_the_reference(window: int) -> None:
 
 
 @pytest.mark.parametrize("most", [1_000, 9_000])
-def test_masks_of_long_prompts_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_with_cut_masks_match(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mainstem.kernels.attention.cpu.parts._MAX_BUCKET_ELEMENTS", most)
     check(spans_of((list(range(200)), pages_for(320, 16, 0), 320, True)), 200, window=40)
 
@@ -279,7 +279,8 @@ def test_unequal_tails_do_not_read_slots_after_their_end() -> None:
 
 
 def test_many_heads_per_kv_head_and_unequal_runs_match_the_reference() -> None:
-    """With many heads per KV head, the heads of even a few queries are concatenated; with masks."""
+    """With many heads per KV head, the heads of even a few queries are concatenated. Unequal runs
+    have masks."""
     rows = [list(range(0, 7)), list(range(7, 14))]
     own = [([row], [10 + row], 2, True) for row in range(14)]
     check(

@@ -25,7 +25,7 @@ def test_the_planner_is_compared_with_the_best_cut() -> None:
     ]
 
 
-def test_a_step_that_fits_no_cut_has_a_line() -> None:
+def test_if_no_other_cut_fits_the_planner_counts_as_the_best() -> None:
     line = summary("step", {}, 15.0)
     assert (line["best_us"], line["over_best"], line["ways"]) == (15.0, 1.0, [])
 

@@ -64,8 +64,8 @@ def test_large_and_small_units_take_less_than_the_sum_of_both() -> None:
 
 
 def test_a_long_small_unit_begins_at_once_if_some_multiprocessor_has_no_large_ones() -> None:
-    """One of 264 units takes 100 us: after large units of 30 us on all multiprocessors, or at the
-    same time as large units on all except two."""
+    """One of 264 small units takes 100 us. It runs after large units of 30 us if they take all
+    multiprocessors, and beside them if they leave two."""
     uneven = small(264, steps=4)._replace(longest_us=100.0)
     after = step_us(large(132), uneven, 132)
     beside = step_us(large(130), uneven, 130)

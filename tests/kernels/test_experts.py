@@ -236,7 +236,7 @@ def test_rows_are_sorted_and_cut_into_tiles(tokens: int, tile_rows: int) -> None
     experts, top_k = 11, 3
     logits = some_rows(tokens, experts)
     logits[:, 5] = -50.0  # an expert without tokens
-    logits[:, 7] = 50.0  # and one with all of them
+    logits[:, 7] = 50.0  # an expert with all tokens
     found = routed(logits, top_k, True, tile_rows)
     pairs = [(e, t, s) for t, row in enumerate(found.ids.tolist()) for s, e in enumerate(row)]
     pairs.sort(key=lambda pair: pair[:2])
@@ -257,11 +257,11 @@ def test_rows_are_sorted_and_cut_into_tiles(tokens: int, tile_rows: int) -> None
     assert all(expert == -1 for expert, _, _ in tiles[len(right) :])
 
 
-def test_the_largest_number_of_tiles_is_sufficient_and_reached() -> None:
+def test_most_tiles_is_for_the_worst_distribution_of_rows() -> None:
     assert most_tiles(1, 128, 16) == 1
-    assert most_tiles(8, 128, 16) == 8  # one row each
-    assert most_tiles(2 + 15, 2, 16) == 2  # 1 and 16
-    assert most_tiles(2 + 16, 2, 16) == 3  # 1 and 17
+    assert most_tiles(8, 128, 16) == 8  # eight experts have one row each
+    assert most_tiles(2 + 15, 2, 16) == 2  # experts have 1 and 16 rows
+    assert most_tiles(2 + 16, 2, 16) == 3  # experts have 1 and 17 rows
     assert most_tiles(0, 8, 16) == 0
 
 
@@ -290,7 +290,7 @@ def test_the_activation_agrees_with_the_reference(activation: str) -> None:
     torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
 
 
-def test_every_activation_has_a_kernel_code() -> None:
+def test_kernels_have_code_for_every_activation() -> None:
     assert set(ACTIVATIONS) == {activation.value for activation in Activation}
 
 
@@ -307,7 +307,7 @@ def test_tiles_are_chosen_by_the_number_of_rows() -> None:
 
 
 def test_hopper_has_its_own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need rows of x at multiples of 32 bytes."""
+    """Hopper's tiles need rows of x that begin at multiples of 32 bytes."""
     monkeypatch.setattr(choose_module, "hopper_kernels", lambda device: products)
     for width, tiles in ((64, HOPPER), (72, MANY)):
         x = torch.empty(1, width, dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from tests.kernels.no_launch import NoLaunch
 pytestmark = pytest.mark.torch
 
 
-def test_sizes_are_those_of_triton() -> None:
+def test_cdiv_and_next_power_of_2_equal_those_of_triton() -> None:
     for size in (*range(20), 127, 128, 129, 4095, 4096, 151_936):
         assert next_power_of_2(size) == triton.next_power_of_2(size)
         for part in (1, 3, 64, 1000):

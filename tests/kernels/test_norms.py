@@ -185,7 +185,7 @@ def test_joint_norms_agree_if_heads_are_split_over_ranks(kind: str, dtype: torch
     joint_norm_(whole, q_norm, k_norm, heads, kv_heads, dim)
 
     def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
-        """Splits rows or gains into those of queries, keys and values."""
+        """The rows of both ranks; each has half of the queries, keys and values."""
         sizes = [n * dim for n in (heads, kv_heads, kv_heads)]
         thirds = [third.chunk(2, dim=-1) for third in torch.split(x, sizes, dim=-1)]
         return [torch.cat(pair, dim=-1) for pair in zip(*thirds, strict=True)]

@@ -107,7 +107,7 @@ def test_the_noise_of_a_token_has_the_bits_of_the_cpu() -> None:
 
 
 def test_noise_is_precise_at_both_ends() -> None:
-    """The bound, 4e-6, is 2 rounding errors of a value near 33 and of a series of 7 terms."""
+    """The bound, 4e-6, is two rounding errors of a value near 33, the largest that occurs."""
     edge = 2**29  # above it the series is not used
     given = [0, 1, 2, 1000, 2**20 + 1, edge - 1, edge, edge + 1, 2**31, 2**32 - 2, 2**32 - 1]
     given += np.random.default_rng(0).integers(0, 2**32, 64 - len(given)).tolist()
@@ -169,7 +169,7 @@ def test_ties_are_broken_by_the_lowest_id() -> None:
 
 @pytest.mark.parametrize("name", ["top_k 4500", "top_p 0.95", "both"])
 def test_a_limit_may_lie_beyond_the_4096_likeliest_tokens(name: str) -> None:
-    """The distribution is nearly flat: 4,096 tokens reach neither 0.95 nor rank 4,500."""
+    """The distribution is nearly flat: the 4,096 likeliest tokens have less than 0.95 of it."""
     sampling = {
         "top_k 4500": SamplingParams(top_k=4500),
         "top_p 0.95": SamplingParams(top_p=0.95),
@@ -197,7 +197,8 @@ def test_nan_rows_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
 
 
 def test_draws_stay_within_top_k_and_top_p() -> None:
-    """`test_sampler.py` counts how often tokens are drawn, for equal draws."""
+    """Draws equal those of the sampler that sorts; `test_sampler.py` counts how often that sampler
+    draws each token."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(7, -1).contiguous()
     settings, keys = [SamplingParams(top_p=0.65)] * 7, some_keys(7)
     ids = sample(logits, settings, keys).tolist()

@@ -321,7 +321,7 @@ def test_launches_that_a_plan_needs_must_not_be_left_out() -> None:
         attention.run(q, pages, pages, launches=none)
 
 
-def test_a_broken_plan_is_refused() -> None:
+def test_inconsistent_spans_are_refused() -> None:
     attention = make_attention((4, 2, 64, 16))
     good = make_spans([([0, 1], 5, True)], 16)
     with pytest.raises(LayoutError, match="slots"):

@@ -54,7 +54,7 @@ def check(
     has_sinks: bool = False,
     **options: Any,
 ) -> None:
-    """The kernel agrees with the reference; slots after a span are NaN."""
+    """The kernel agrees with the reference; slots after a span's last key are NaN."""
     num_heads, kv_heads, dim, page_size = heads
     dtype = options.get("dtype", torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +132,7 @@ def test_sinks_agree_for_merged_and_unmerged_rows() -> None:
 
 
 def test_rows_that_see_no_key_of_a_piece_agree() -> None:
-    """Every stretch of a span has such rows, in large and small units; one sees no key at all."""
+    """Every stretch of a span has such rows, in large and small units; one row sees no key."""
     runs = (Run(tuple(range(12)), 128), Run((0, 12), 150), Run((13,), 32))
     spans = AttentionCase("", runs).spans()
     first_keys = np.r_[np.arange(12) * 11, 20, 149, 32].astype(np.int32)
@@ -140,7 +140,8 @@ def test_rows_that_see_no_key_of_a_piece_agree() -> None:
 
 
 def test_deterministic_rows_do_not_depend_on_batch_sharing_or_chunks() -> None:
-    """A row has the same bits, with a window that begins within a stretch."""
+    """A row has the same bits alone, with a shared prefix and in a chunk. Its window begins within
+    a stretch."""
     heads, window = (4, 2, 64, 16), 50
     generator = torch.Generator().manual_seed(0)
     pages = torch.randn(2, 40, 2, 16, 64, generator=generator)

@@ -11,7 +11,7 @@ from mainstem.kernels.errors import LayoutError  # noqa: E402
 from mainstem.kernels.memory.transfer import spread_pages  # noqa: E402
 
 SHAPES = {
-    "a tile and a bit": (3, 9, 2, 16, 128),  # layers, pages, kv_heads, page_size, head_dim
+    "whole tiles": (3, 9, 2, 16, 128),  # layers, pages, kv_heads, page_size, head_dim
     "one token a page": (2, 5, 1, 1, 64),
 }
 
@@ -43,5 +43,5 @@ def test_odd_layouts_are_refused() -> None:
         spread_pages(layers, buffer, first.long())
     with pytest.raises(LayoutError, match="must have 256 bytes, got 64"):
         spread_pages(layers, buffer, first)
-    with pytest.raises(LayoutError, match="2 bytes a half"):
+    with pytest.raises(LayoutError, match="multiple of 4 bytes per layer, got 2"):
         spread_pages(torch.zeros(1, 2, 2, 1, 1, 1).half(), buffer, first)

@@ -157,7 +157,7 @@ def test_decodes_over_one_prefix_have_their_own_windows() -> None:
     assert clipped.key_tokens.tolist() == [8, 1, 7, 8]
 
 
-def test_clipping_a_step_of_many_decodes_takes_little() -> None:
+def test_clipping_a_step_of_many_decodes_takes_little_time() -> None:
     """The bar is ten times what it takes on an idle core."""
     count, length, window = 512, 3000, 1024
     pages = -(-length // 16)

@@ -56,7 +56,7 @@ def test_the_plan_says_where_the_queue_is() -> None:
     assert at + count * layout.PIECE_INTS == ints[layout.HEADER_LARGE_ORDER]
 
 
-def test_a_share_holds_the_first_token_of_neighbours() -> None:
+def test_a_first_unit_names_its_first_token_if_tokens_are_neighbours() -> None:
     rows = tuple(range(10, 74)), (*range(74, 137), 139), (*range(140, 204),)[::-1]
     runs = [Run(each, 2048) for each in rows]
     case = AttentionCase("shared", (*runs, *_own(204, 100)))

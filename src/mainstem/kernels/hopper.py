@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 @gluon.constexpr_function
 def tiles_of(columns: int, rank: int = 2) -> gl.NVMMASharedLayout:
-    """Allocate rows of 16-bit numbers in shared memory: panels, or tails."""
+    """Return the layout of rows of 16-bit numbers in shared memory: of panels, 64 columns wide, or
+    of tails, which are narrower."""
     width = min(2 * columns, 128)
     return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=rank)
 
@@ -21,11 +22,11 @@ TILES = gl.constexpr(tiles_of(64))
 @gluon.constexpr_function
 def finished(rows: int, dims: int, is_packed: bool) -> gl.DistributedLinearLayout:
     """Return the layout of finished rows over threads. If there are 64 rows, a warp has 16 of them,
-    as tensor cores leave them; if there are fewer, each warp has a share of the dims.
+    as tensor cores leave them; if there are fewer, warps divide the dims, then the rows.
 
-    Four threads share 32 dims of a row, and take pairs of dims in turn. In packed rows each thread
-    has the same 8 dims, but they are neighbours, so that it writes 16 bytes at once. In a tail of
-    16 dims a thread has 4.
+    Four threads share 32 dims of a row, and take pairs of dims in turn: each has 8. In packed rows
+    the 8 dims of a thread are neighbours, so that it writes 16 bytes at once. In a tail of 16 dims
+    a thread has 4.
     """
     run = min(dims, 32) // 4
     bits = run.bit_length() - 1

@@ -45,8 +45,8 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
     free, kept = _spread(shape.num_programs), len(order)
     if shape.tiles.queued_share and kept:
         free = free[before[free] == 0.0]
-        # The time at which all programs would end if units could be divided. It relies on `before`
-        # being sorted, which it is for split tiles; only these have a queue.
+        # The time at which all programs would end if units could be divided. `before` must be
+        # sorted; it is for split tiles, and only these have a queue.
         end_us = ((before.cumsum() + us.sum()) / np.arange(1, len(before) + 1)).min()
         own_us = (1.0 - shape.tiles.queued_share) * end_us * len(free)
         kept = max(int(us.cumsum().searchsorted(own_us)), min(len(free), kept))
@@ -63,11 +63,11 @@ def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
 
 
 def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
-    """The slot of each unit; adds to `load`. In each round the longest units left go to the least
-    loaded slots. A slot skips the round if its load is more than that of the least loaded slot
-    with its new unit.
+    """Return the slot of each unit, and add its time to `load`. In each round the longest units
+    left go to the least loaded slots. Slots that already have more than the least loaded slot has
+    with its new unit skip the round.
     """
-    if len(us) and us[0] == us[-1] and not load.any():  # slots in turn: same result
+    if len(us) and us[0] == us[-1] and not load.any():  # equal units: slots simply take turns
         rounds, more = divmod(len(us), len(load))
         load += us[0] * rounds
         load[:more] += us[0]
@@ -94,8 +94,8 @@ def _shares(order: Int64s, program: Int64s, shape: Shape) -> Shares:
 
 
 def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:
-    """How long each program waits for large units before its first small unit, in the
-    time scale of small units. `slots` have the large units, `load` is their time.
+    """How long each program waits for large units before its first small unit. `slots` have the
+    large units, `load` is their time. A wait is multiplied by the speed of small units meanwhile.
 
     Where a large unit takes a whole multiprocessor, programs of small units start as large units
     end; the first programs start on multiprocessors without large units.

@@ -4,8 +4,9 @@ A unit is a tile of rows over a stretch of keys, of one KV head if it is large. 
 share 2,048 keys, with 4 query heads for each of 8 KV heads, have 2 tiles of 128 rows. Cut into 4
 stretches of 512 keys, they are 2 x 4 x 8 = 64 units, for half of an H200's 132 multiprocessors.
 
-Large spans are cut for one unit on each of some number of multiprocessors, small ones for one unit
-on each program. All ways to cut are estimated together, and the fastest is taken.
+Small spans are cut so that each program gets about one unit. Large spans are cut so that some
+number of multiprocessors get one unit each: several numbers are tried (`LARGE_ON`), their times are
+estimated together, and the fastest way is taken.
 """
 
 import math
@@ -24,9 +25,10 @@ Bools = NDArray[np.bool_]
 # Large units are cut for these shares of the multiprocessors. Most are multiples of 8, like the KV
 # heads of most models. The first two mean several units on each multiprocessor.
 LARGE_ON = tuple(n / 132 for n in (528, 264, 132, 120, 112, 96, 80, 64, 48, 32, 16))
-# Small units per program in a step without large ones. Fewer than one leave room for short spans.
+# Small units per program in a step without large ones. With 0.9 or 0.8, some programs are left for
+# short spans.
 SMALL_ON = (1.0, 0.9, 0.8, 2.0)
-ROUNDING = 0.97  # shares are this much smaller: otherwise rounding could give one unit less
+ROUNDING = 0.97  # times the keys of a unit: otherwise rounding could give one unit less
 EQUAL = 1.001  # within 0.1 %, prefer the way with large units on more multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
 NO_STRETCHES: Floats = np.empty(0)
@@ -51,8 +53,8 @@ class Work(NamedTuple):
     units: float
     us: float  # of all units, one after the other, if no other unit used the memory
     longest_us: float
-    rows: float  # x heads to be merged, at most
-    keys: float  # x KV heads, read from memory
+    rows: float  # rows x heads to be merged, at most
+    keys: float  # keys x KV heads, read from memory
 
     def last_us(self, places: float) -> float:
         """When the last unit ends if `places` units run at once."""
@@ -75,7 +77,7 @@ class Way(NamedTuple):
     small: Floats
     sms: float  # multiprocessors that get large units
     us: float  # estimated
-    rows: float  # x heads to be merged, at most
+    rows: float  # rows x heads to be merged, at most
 
     def cut(self) -> Cut:
         return _cut(self.of, np.concatenate((self.large, self.small)), int(self.sms))
@@ -127,8 +129,9 @@ def _columns(spans: Spans, group: int) -> Floats:
 
 
 def _choices(columns: Floats, shape: Shape) -> list[Bools]:
-    """The choices of which spans are large: all that may be; only those that must be; or none, if
-    small tiles for their rows cost less than the launch of the kernel for large units.
+    """The choices of which spans are large: all with more than `small_rows` rows; only those with
+    more rows than a small tile; or none, if computing these in several small tiles costs less than
+    launching the kernel for large units.
     """
     keys, _, rows = columns
     may_be, small = rows > shape.small_rows, shape.small
@@ -153,7 +156,7 @@ def _sort(columns: Floats, is_large: Bools, shape: Shape) -> Sorted:
 
 
 def _ways(of: Sorted, shape: Shape) -> list[Way]:
-    """The ways to cut for one choice of large spans. If there are any, small spans are cut in one
+    """The ways to cut for one choice of large spans. Beside large spans, small ones are cut in one
     way only."""
     slots, own = float(shape.large.slots), slice(of.num_large, None)
     if not of.num_large:
@@ -208,7 +211,8 @@ def _large_places(slots: int) -> list[float]:
 
 
 def _small_us(small: Work, shape: Shape) -> float:
-    """When everything is merged, in a step without large units; a constant is left out."""
+    """Estimate when everything is merged, in a step without large units. What is the same for all
+    ways is left out."""
     pace, programs = shape.tiles.pace, float(shape.num_programs)
     busy = min(programs, small.units)
     speed = min(pace.reads / (busy * (small.keys / small.us)), 1.0)
@@ -217,9 +221,9 @@ def _small_us(small: Work, shape: Shape) -> float:
 
 
 def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
-    """When everything is merged; a constant is left out. Large units run first, on some
-    multiprocessors. Small units begin at once on all others; where large units ran, they begin a
-    little later. While both kinds run, they compete for memory:
+    """Estimate when everything is merged; what is the same for all ways is left out. Large units
+    run first, on some multiprocessors. Small units begin at once on all others; where large units
+    ran, small units begin a little after them. While both kinds run, they compete for memory:
 
         some multiprocessors | large units | late | small units |
         all others           | small units                      |
@@ -236,7 +240,7 @@ def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
     left = (pace.reads - large_wish / slower) / max(small_wish, TINY)
     beside = min(max(left, pace.least_speed / lack), 1.0)
     large_us *= slower
-    done = beside * large_us  # by a program that begins at once
+    done = beside * large_us  # small units' us that an early program has done when large ones end
     wished = max(min(small.units, programs) * wish, TINY)
     rest = max(small.us - early * done, 0.0) / programs
     late_us = pace.late_us * (1.0 - early / programs)

@@ -37,8 +37,8 @@ SHARE_LARGE_END = 1
 SHARE_SMALL_BEGIN = 2  # the same for small units
 SHARE_SMALL_END = 3
 SHARE_SECOND_SMALL = 5  # its second small unit: a number as in the order
-SHARE_FIRST_LARGE = 8  # PIECE_ fields of its first large unit; then its first small one
-SHARE_FIRST_SMALL = 20
+SHARE_FIRST_LARGE = 8  # where the PIECE_ fields of its first large unit begin
+SHARE_FIRST_SMALL = 20  # the same for its first small unit
 SHARE_INTS = 32
 
 # A piece, or a single unit that is stored in full.
@@ -52,7 +52,7 @@ PIECE_FIRST_LIMIT = 6  # query j sees keys up to and including this field + j
 PIECE_STRETCH = 7  # which stretch of the span this is
 PIECE_FIRST_TOKEN = 8  # of the span; -1: its tokens are not neighbours in the step
 PIECE_FIRST_PAGE = 9  # page id of its first key
-PIECE_KV_HEAD = 10  # the first one, if this is a single unit
+PIECE_KV_HEAD = 10  # of a single unit: its first KV head
 PIECE_INTS = 12
 
 # Rows of the tables of tokens.
@@ -66,6 +66,7 @@ MERGE_SLOT = 1  # of its first Partial
 MERGE_PARTIALS = 2  # how many
 MERGE_ROWS = 3
 
-# A note in shared memory, from one warp of Hopper's small kernel to the others: PIECE_ fields and
+# A note in shared memory, from one warp of Hopper's small kernel to the others. It has the PIECE_
+# fields of a unit, and whether there is one.
 NOTE_HAS_UNIT = 11
 NOTE_INTS = 16

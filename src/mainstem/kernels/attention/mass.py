@@ -25,7 +25,7 @@ def page_masses(
 
     q [queries, heads, dim] are neighbours, the first at `first_position`; k_pages
     [all pages, kv_heads, page_size, dim], of which `page_ids` hold the sequence from position 0 on.
-    Queries see keys up to their own position, and with a `window` only the last ones.
+    Queries see keys up to their own position, and with a `window` only the last `window` of these.
     """
     num_queries, num_heads, dim = q.shape
     num_pages, (_, kv_heads, page_size, _) = len(page_ids), k_pages.shape
@@ -35,7 +35,7 @@ def page_masses(
     masses = torch.zeros(num_pages, device=q.device)
     group = num_heads // kv_heads
     at_once = max(1, MAX_SCORES // (group * num_keys))
-    for head in range(kv_heads):  # one at a time: all keys of a long sequence are much memory
+    for head in range(kv_heads):  # one at a time: a long sequence's keys of all heads are large
         keys = k_pages[page_ids, head].reshape(num_keys, dim).float().T
         for first in range(0, num_queries, at_once):
             some = q[first : first + at_once].view(-1, kv_heads, group, dim)[:, head]

@@ -47,12 +47,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """Attention over keys A and B, from attention over A and over B.
 
     out: [tokens, heads, dim]; lse: [tokens, heads] fp32, natural log, -inf where a side had no
-    keys. No keys on either side gives zeros.
+    keys. Where both sides had none, the result is 0.
     """
     tokens, heads, head_dim = out_a.shape
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
         if tensor.shape != out_a.shape or tensor.dtype != out_a.dtype or not tensor.is_contiguous():
-            raise LayoutError(f"{name} must be contiguous, and like the other in shape and dtype")
+            raise LayoutError(f"{name} must be contiguous, with the shape and dtype of out_a")
     for name, tensor in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tuple(tensor.shape) != (tokens, heads) or tensor.dtype != torch.float32:
             raise LayoutError(f"{name} must be fp32 [{tokens}, {heads}], got {tuple(tensor.shape)}")

@@ -57,7 +57,7 @@ PROMPT_QUERIES = 16  # at least this many of one sequence are a prompt, not a de
 INTERPRETER_PROGRAMS = 3
 MERGES_PER_SM = 4
 SINK_ROWS = 16  # rows of one program of the sink kernel
-MOST_WIDE_PAGE = 32  # largest page of fp32 heads beyond 128: shared memory holds no more
+MOST_WIDE_PAGE = 32  # largest page_size for fp32 with a head_dim above 128: shared memory is full
 
 log = logging.getLogger("mainstem.kernels")
 
@@ -68,7 +68,7 @@ class AttentionLimits:
 
     max_tokens: int  # packed tokens of a step
     max_pages: int  # page ids over all spans
-    max_entries: int | None = None  # tokens x spans they lie in; None: 8 per token
+    max_entries: int | None = None  # pairs of a token and a span it lies in; None: 8 per token
     max_partials: int | None = None  # None: 2 per token, at least 2,048
 
     def entries(self) -> int:
@@ -99,7 +99,7 @@ class _Staging:
 
     def send(self, plan: KernelPlan, target: Tensor) -> None:
         """Copy to a row on the device, on the current stream; waits only for the last copy from
-        here."""
+        this host memory."""
         if self._copied is not None:
             self._copied.synchronize()
         count = plan.num_ints
@@ -142,8 +142,8 @@ def _hopper() -> _Hopper | None:
 def _with_kernel(
     tiles: Tiles, device: torch.device, head_dim: int, page_size: int
 ) -> tuple[Tiles, _Hopper | None]:
-    """The tiles and Hopper's kernels, if these tiles need them; other tiles if there are no such
-    kernels."""
+    """Return the tiles, and Hopper's kernels if the tiles are split. If this Triton cannot compile
+    those kernels, return tiles that are not split."""
     if not tiles.is_split:
         if tiles.queued_share or tiles.divides_pages:
             raise LayoutError(
@@ -170,18 +170,17 @@ class _Descriptors:
     """One layer's K or V as rows of head_dim, as units of either kind copy them."""
 
     shape: tuple[int, ...]
-    small: Any  # Triton's; on Hopper Gluon's, and one for the rest of a head_dim
+    small: Any  # Triton's descriptor; on Hopper two of Gluon's: for panels of 64 dims, and the tail
     large: Any  # like `small` on Hopper; None on other cards, which use pointers
 
 
 class SpanAttention:
-    """Attention of one step's tokens over the spans they lie in (DESIGN 3.1). One owner, one
-    stream.
+    """Attention of one step's tokens over the spans they lie in. One owner, one stream.
 
     With `deterministic_keys` every span is cut at multiples of that number, with one tile shape,
     and Partials are merged in order. A row's bits then depend on its own keys alone, provided that
-    spans begin at multiples of it in their sequences. It costs up to twice the time. For tokens
-    that lie in no span, nothing is read or written.
+    spans begin at multiples of that number in their sequences. This costs up to twice the time. For
+    tokens that lie in no span, nothing is read or written.
     """
 
     def __init__(
@@ -201,8 +200,9 @@ class SpanAttention:
         tiles: Tiles | None = None,
         partials: Tensor | None = None,
     ) -> None:
-        """With `has_window` the spans of plans may have first keys. Scores become
-        softcap * tanh(score / softcap). `partials` is memory shared with others (partial_bytes)."""
+        """With `has_window` the spans of plans may have first keys. With a `softcap` scores become
+        softcap * tanh(score / softcap). `partials` is memory that several SpanAttentions share, of
+        `partial_bytes`."""
         if dtype not in DTYPES:
             raise LayoutError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
         if head_dim not in HEAD_DIMS:
@@ -264,8 +264,8 @@ class SpanAttention:
 
     def _make_buffers(self, partials: Tensor | None) -> None:
         limits, shape, device = self._limits, self._shape, self._device
-        # `pieces_of_token` bounds the pieces of a token in an uncut span. Cuts add up to four large
-        # units a program, and one or two small ones.
+        # `pieces_of_token` bounds the pieces of a token in an uncut span. By cutting, each program
+        # gets at most four large units and two small ones more.
         pieces_of_token = 1 + -(-shape.group // self._tiles.large_q)
         max_pieces = pieces_of_token * limits.entries() + 6 * shape.num_programs
         # A unit takes one int in an order, or PIECE_INTS in the queue.
@@ -282,7 +282,7 @@ class SpanAttention:
         self._plan = torch.zeros(self._plan_ints, dtype=torch.int32, device=device)
         self._plan_row = self._plan[None]
         rows = limits.partials() * self._heads
-        # Partials in fp16, with a factor beside the lse.
+        # Packed Partials are in fp16, each with a factor beside its lse.
         self._is_packed = self._hopper is not None
         dtype, scales = (torch.float16, 2) if self._is_packed else (torch.float32, 1)
         lse_bytes, out_bytes = rows * scales * 4, rows * self._dim * dtype.itemsize
@@ -314,8 +314,8 @@ class SpanAttention:
         return self._shape
 
     def plan(self, spans: Spans) -> Launches:
-        """Describe the next `run`s; returns the launches that they need. Copies to the device on
-        the current stream; does not wait for it.
+        """Describe the next `run`s; returns the launches that they need. Copies the plan to the
+        device on the current stream, and does not wait for the copy.
 
         A step like the last one with a few more keys reuses its cut and assignment, which takes a
         tenth of the time.
@@ -415,9 +415,9 @@ class SpanAttention:
         """Attention of the planned step in one layer; returns `out`, [tokens, heads, head_dim].
 
         `lse`, if given, is [tokens, heads] fp32 and receives the natural log of the sum of
-        exponents. `sinks`, [heads] fp32, are scores that count in this sum and have no value; they
-        need an `lse`, and rows of tokens in no span then get arbitrary values. `launches` must
-        include those that `plan` returned.
+        exponents. `sinks`, [heads] fp32, are scores that count in this sum and have no value. They
+        need an `lse`, and with them the rows of tokens in no span get arbitrary values. `launches`
+        must include those that `plan` returned.
         """
         if out is None:
             out = torch.empty_like(q)
@@ -563,8 +563,8 @@ class SpanAttention:
                 raise LayoutError(f"{name} must have a contiguous last axis")
         if self._hopper is not None and (q.data_ptr() % 16 or q.stride(0) % 16 or q.stride(1) % 16):
             raise LayoutError(
-                "q must begin at a multiple of 16 bytes and have strides that are multiples of 16, "
-                f"got {q.data_ptr() % 16} and {q.stride()[:2]}"
+                "q must begin at a multiple of 16 bytes and have strides that are multiples of 16 "
+                f"elements, got {q.data_ptr() % 16} bytes more, and strides {q.stride()[:2]}"
             )
         for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
             if not tensor.is_contiguous():

@@ -24,7 +24,7 @@ NO_UNIT = np.zeros(1, np.int64)
 NO_PAGE = np.zeros(1, np.int32)  # after the page ids: the kernel fetches one ahead
 FIRST_LARGE = slice(layout.SHARE_FIRST_LARGE, layout.SHARE_FIRST_LARGE + layout.PIECE_INTS)
 FIRST_SMALL = slice(layout.SHARE_FIRST_SMALL, layout.SHARE_FIRST_SMALL + layout.PIECE_INTS)
-STARTS = [  # where the parts of `Arrays` after the shares begin, as the header has it
+STARTS = [  # fields of the header: where each part of `Arrays` after the shares begins
     layout.HEADER_QUEUE, layout.HEADER_LARGE_ORDER, layout.HEADER_SMALL_ORDER,
     layout.HEADER_LARGE_PIECES, layout.HEADER_SMALL_PIECES, layout.HEADER_ENTRIES,
     layout.HEADER_MERGES, layout.HEADER_PAGE_IDS,
@@ -95,8 +95,8 @@ class KernelPlan(NamedTuple):
     pieces: Pieces
     stored: Stored
     structure: tuple[bytes, bytes, bytes]  # of the spans: query starts, query rows, is causal
-    least_keys: Int32s  # of each span: fewest keys for which the plan holds ...
-    most_keys: Int32s | Int64s  # ... and most
+    least_keys: Int32s  # [spans] the fewest keys for which the plan holds
+    most_keys: Int32s | Int64s  # [spans] the most keys for which it holds
 
     @property
     def num_ints(self) -> int:

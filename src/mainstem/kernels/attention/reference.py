@@ -98,7 +98,7 @@ def _attend(
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over keys A and B, from attention over A and over B (RelayAttention Eq. 11, 12).
 
-    No keys on either side gives zeros, not NaN.
+    Where neither side has keys, the result is 0, not NaN.
     """
     lse = torch.logaddexp(lse_a.float(), lse_b.float())
     share_a = torch.exp(lse_a - lse).nan_to_num(0.0)[..., None]

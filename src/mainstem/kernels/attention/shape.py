@@ -63,8 +63,8 @@ class Shape:
 
     @cached_property
     def fold(self) -> int:
-        """KV heads of a small unit: as many as fit in a tile of `small_k` keys x heads, if each has
-        the keys of a page, or the fewest keys that a matrix instruction takes.
+        """KV heads of a small unit: as many as fit in a tile of `small_k` keys x heads. Each has
+        the keys of a page in it; with `divides_pages`, the fewest that a matrix instruction takes.
         """
         keys = LEAST_KEYS if self.tiles.divides_pages else self.page_size
         most = min(
@@ -74,16 +74,16 @@ class Shape:
 
     @cached_property
     def small_q(self) -> int:
-        """Rows of the small tile: `tiles.small_q`, or those of one token in all heads of a unit,
-        rounded up to a power of two.
+        """Rows of the small tile: those of one token in all heads of a unit, rounded up to a power
+        of two; at least `tiles.small_q`, or 16 without it.
         """
         rows = min(self.group * self.fold, MOST_SMALL_ROWS)
         return max(self.tiles.small_q or LEAST_ROWS, 1 << (rows - 1).bit_length())
 
     @cached_property
     def splits(self) -> int:
-        """Parts of a KV head's keys in a small tile that have a softmax each, if the tile has more
-        rows than one token needs (Hopper).
+        """Into how many parts a KV head's keys in a small tile are split; each has its own softmax.
+        More than 1 only on Hopper, if the tile has more rows than one token needs.
         """
         times = self.small_q // (self.fold * max(self.group, LEAST_ROWS))
         return 1 << (times.bit_length() - 1) if self.tiles.is_split and times else 1

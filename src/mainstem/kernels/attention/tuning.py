@@ -32,19 +32,19 @@ class Pace:
     reads: float = math.inf  # keys of one KV head that memory delivers in a microsecond
     yields: float = 0.0  # large units' share of the delay if bandwidth is short
     late_us: float = 0.0  # delay of small units that follow large ones
-    beside: float = 1.0  # speed of small units while large ones run elsewhere, for the assignment
+    beside: float = 1.0  # small units' speed while large ones run, for `assign.py`; 1: undisturbed
     least_speed: float = 0.15  # share of their fair speed that small units keep beside large ones
     apart: float = 0.35  # end times of programs differ by this share of the longest small unit
-    merge_us: float = 0.0  # of a Partial
+    merge_us: float = 0.0  # of one head's Partial
     launch_us: float = 0.0  # of the kernel for large units, if they have their own
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             is_right = isinstance(value, int | float) and value >= 0.0
             if not is_right or (value == 0.0 and name not in MAY_BE_ZERO):
-                raise ValueError(f"{name} is {value}")
+                raise ValueError(f"{name} must be a number above 0 (some may be 0), got {value}")
             if value == math.inf and name != "reads":
-                raise ValueError(f"{name} is {value}")
+                raise ValueError(f"{name} must be finite, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ HOPPER_SPLIT = Tiles(
 
 
 def _split(head_dim: int, stages: int, large_key_us: float, small_key_us: float) -> Tiles:
-    """Tiles of another head_dim. Bytes are read and merged at the same rate."""
+    """Tiles of another head_dim than 128. Bytes are read and merged at the rate for 128."""
     share = head_dim / 128
     pace = replace(
         HOPPER_SPLIT.pace, large_key_us=large_key_us, small_key_us=small_key_us,
@@ -135,8 +135,8 @@ def choose_tiles(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, can_split: bool
 ) -> Tiles:
     """The tuned record of a card, or one that fits any card. `can_split` is false for deterministic
-    rows, which Hopper's own kernels do not support. Those rows have one tile shape. It suits
-    decodes, since they would waste most of a tile of 128 rows.
+    rows, which Hopper's own kernels do not support. Those rows have one tile shape, chosen for
+    decodes, which would waste most of a tile of 128 rows.
     """
     if device.type == "cpu":
         return INTERPRETER

@@ -19,8 +19,8 @@ from mainstem.core.step import Spans
 
 
 def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
-    """Join each span that is the last of its tokens, and has at least `least_queries` tokens, with
-    the runs before it.
+    """Join spans with the runs before them: each span that is the last one of all its tokens, and
+    has at least `least_queries` tokens.
 
     Spans that cannot be joined stay as they are. Slow, but rarely needed.
     """
@@ -30,7 +30,7 @@ def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
         for row in rows_of[span]:
             runs_of.setdefault(row, []).append(span)
     is_full = ~spans.is_causal & (spans.key_tokens == np.diff(spans.page_starts) * page_size)
-    joined: dict[int, list[int]] = {}  # last spans, with all that are joined
+    joined: dict[int, list[int]] = {}  # last span -> all spans that are joined, itself included
     for span in range(len(spans)):
         if len(rows_of[span]) >= least_queries:
             runs = runs_of[rows_of[span][0]]

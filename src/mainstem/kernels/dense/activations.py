@@ -4,7 +4,7 @@
 these kernels have in common).
 
 Computed in fp32. With gates, act(gate) is rounded to the model's dtype before it is multiplied by
-up, as Hugging Face's models do; CLAMPED_SILU rounds once.
+`up`, as Hugging Face's models do; CLAMPED_SILU rounds only its result.
 """
 
 from enum import StrEnum

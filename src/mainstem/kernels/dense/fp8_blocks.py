@@ -24,14 +24,14 @@ from mainstem.kernels.dense.fp8_rows import (
 from mainstem.kernels.errors import LayoutError
 
 BLOCK = GROUP  # rows and columns of a block
-_ALIGN_BLOCKS = 4  # columns are a multiple of 4 blocks: a row of scales has 16 bytes or a multiple
+_ALIGN_BLOCKS = 4  # columns are a multiple of 4 blocks, so that a row of scales has 16 n bytes
 _HOPPER = 9
 _CHECKED_ROWS = 16
 _MOST_OFF = 0.01  # largest relative error of a product; rounding to bf16 alone gives 0.002
 
 
 def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a product for a weight of this shape, without dequantizing it."""
+    """Whether a weight of this shape can be multiplied without being dequantized."""
     if num_out % BLOCK or num_in % (BLOCK * _ALIGN_BLOCKS) or dtype == torch.float16:
         return False
     if device.type != "cuda":

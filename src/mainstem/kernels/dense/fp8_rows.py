@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-MAX = 448.0  # the largest fp8 number; the largest magnitude under a scale becomes this
+MAX = 448.0  # the largest fp8 number; of numbers that share a scale, the largest becomes this
 MIN_PEAK = 1e-12  # so that a row of zeros is not divided by zero
 GROUP = 128  # columns that share a scale
 _ALIGN_ROWS = 16  # with a scale per group, the library refuses some other numbers of rows

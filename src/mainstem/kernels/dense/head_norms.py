@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Norms of queries and keys before rotation, in place in the QKV product's output. They round like
-the norms of `norms.py`. `rope_append` computes norms of single heads."""
+"""Norms of queries and keys before rotation, in place in the QKV product's output: of all heads of
+a token together (`joint_norm_`), or of each head (`HeadNorms`, which `rope_append` computes). They
+round like the norms of `norms.py`."""
 
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class HeadNorms:
         check_constant("k_gain", self.k.gain, (dim,))
         eps, is_layer = _kind_of(self.q, self.k)
         if is_layer:
-            raise LayoutError("norms of heads are RMS norms")
+            raise LayoutError("norms of heads must be RMS norms")
         return eps
 
 
@@ -128,7 +129,7 @@ def joint_norm_(
     together, and all its key heads together (OLMo 2). Value heads are not changed.
 
     Gains are [heads * dim] and [kv_heads * dim]. If qkv has only some of the heads, `squares` must
-    hold the means over all heads (joint_squares).
+    hold the mean squares over all heads (joint_squares).
     """
     check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
     eps, is_layer = _kind_of(q_norm, k_norm)

@@ -154,8 +154,8 @@ def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Int4Tile,
 
 
 def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
-    """The number of parts into which columns are split. It depends only on the weight's shape, so
-    that a row's bits do not depend on the step."""
+    """The number of parts into which columns are split. It depends only on the weight's shape and
+    the tile, so that with one tile a row's bits do not depend on the step."""
     programs = -(-num_out // tile.outs)
     return max(1, min(tile.programs * _FULL_CARD // programs, blocks // 4, 16))
 

@@ -33,7 +33,7 @@ def _scale_logits_kernel(
 
 def scale_logits_(logits: Tensor, scale: float = 1.0, softcap: float | None = None) -> None:
     """Compute logits [rows, vocab] * scale, then softcap * tanh(logits / softcap), in place.
-    Computed in fp32; the error is within 2^-23 of the cap."""
+    Computed in fp32; the cap adds an error of at most 2^-23 * softcap."""
     if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in DTYPES:
         raise LayoutError(f"logits must be [rows, vocab] of floats with a contiguous last axis, "
                           f"got {logits.dtype} {tuple(logits.shape)}")  # fmt: skip

@@ -4,15 +4,15 @@
 
     words    int16 [.., blocks, out, 32]: a block is 128 columns of every row. Word w of a row holds
              columns w, 32 + w, 64 + w and 96 + w of the block, the first in its lowest four bits.
-    factors  one integer for a row's group of columns, twice as long as the weight's dtype:
-             INT4   [.., groups, out]: the scale in the low half, the shift in the high half, which
-                    is added to a value before it is scaled
+    factors  INT4   [.., groups, out], integers twice as long as the weight's dtype: the scale in
+                    the low half, and in the high half the shift, which is added before scaling
              MXFP4  int32 [.., blocks, out]: the exponents of a block's four groups of 32
 
 A program reads contiguous memory of each block. A block has four quarters: tiles [out, 32] with
-columns in order; a word holds one number of each quarter. A register holds two words, and masking
-out one quarter gives a pair of 16-bit numbers. Factors have 32 bits, because loads of 32 bits can
-be issued ahead of the loop. Columns of padding hold arbitrary numbers; x has zeros there.
+columns in order; a word holds one number of each quarter. A register holds two words; a mask that
+leaves one quarter gives a pair of 16-bit numbers. Scale and shift of 16 bits are one number of 32
+bits, because loads of 32 bits can be issued ahead of the loop. Columns of padding hold arbitrary
+numbers; x has zeros there.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from mainstem.kernels.errors import LayoutError
 
 BLOCK = 128  # columns
 WORDS = BLOCK // 4  # words of a row in a block
-OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # added by the bit masks
+OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # that unpacking adds
 SMALL_GROUPS = (32, 64)  # group sizes smaller than a block
 MOST_TILES = 1 << 14  # maximum tiles of a product whose columns are split
 _MOST_EXPONENT = 128  # so that 2^(exponent - 1) is finite
@@ -184,7 +184,7 @@ def _words_of(values: Tensor, blocks: int) -> Tensor:
 
 
 def _int4_factors(scales: Tensor, zeros: Tensor | None, group: int, blocks: int) -> Tensor:
-    """[.., out, groups] each -> int32 [.., groups, out], int64 of fp32 scales."""
+    """[.., out, groups] each -> int32 [.., groups, out], or int64 if scales are fp32."""
     dtype = scales.dtype
     shifts = torch.full_like(scales, 8) if zeros is None else zeros.to(dtype)
     pairs = torch.stack((scales, -OFFSETS[dtype] - shifts), dim=-1)
@@ -292,7 +292,7 @@ def _scaled(part, factor, DTYPE: tl.constexpr):
 
 @triton.jit
 def _plain(words, INDEX: tl.constexpr, factor, DTYPE: tl.constexpr):
-    """Like `_int4_quarters`, with plain arithmetic, for every target."""
+    """Quarter number INDEX of `_int4_quarters`, with plain arithmetic, for every target."""
     part = ((words >> (4 * INDEX)) & 15).to(tl.float32)
     if tl.float32 == DTYPE:
         scale = factor.to(tl.int32).to(tl.float32, bitcast=True)
@@ -326,7 +326,7 @@ def _mxfp4_quarters(words, factors, DTYPE: tl.constexpr, IS_PTX: tl.constexpr):
 
 @triton.jit
 def _times(part, exponent):
-    """part * 2^126 * 2^(exponent - 127), which is 2^(exponent - 1): at most 2^127."""
+    """part * factor. The factor is 2^126 * 2^(exponent - 127) = 2^(exponent - 1), at most 2^127."""
     factor = (((exponent & 255) + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     factor = tl.broadcast_to(factor[:, None], part.shape)
     return tl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Code that the kernels between the products have in common: it checks rows, and writes them in the
-model's dtype or in fp8.
+"""Code that the kernels between matrix products have in common: it checks rows, and writes them in
+the model's dtype or in fp8.
 
 In every kernel a program computes one token, or a part of it, in blocks that depend only on the
 row's length. So a row's bits do not depend on other rows. Code for a pointer that is None is not

@@ -47,6 +47,6 @@ def hopper_kernels(device: torch.device) -> ModuleType | None:
     try:
         from mainstem.kernels.experts import hopper  # noqa: PLC0415
     except (ImportError, AttributeError) as error:
-        log.warning("using slower products: this Triton's Gluon is unsupported (%s)", error)
+        log.warning("using slower expert kernels: this Triton's Gluon is unsupported (%s)", error)
         return None
     return hopper

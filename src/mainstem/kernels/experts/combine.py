@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The weighted sum of the outputs of a token's experts, added in the order of its slots in fp32."""
+"""The weighted sum of the outputs of a token's experts, in fp32, added from the best expert on."""
 
 import triton
 import triton.language as tl
@@ -57,7 +57,7 @@ def combine(
     out: Tensor,
 ) -> Tensor:
     """out [tokens, hidden]: for each token the sum of weight * (row + the expert's bias) over its
-    slots, plus the shared expert's output. Rows [tokens * top_k, hidden] are sorted by
+    top_k experts, plus the shared expert's output. Rows [tokens * top_k, hidden] are sorted by
     expert."""
     tokens, hidden = out.shape
     top_k = routing.ids.shape[1]

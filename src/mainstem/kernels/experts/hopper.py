@@ -62,8 +62,10 @@ BOX = gl.constexpr(HOPPER.gate_up.columns)  # rows of weights that are copied at
 STAGES = HOPPER.gate_up.stages
 GROUP_ROWS = 4  # tiles of rows that pass over the same weights together, for the L2 cache
 OPTIONS = {"num_warps": HOPPER.gate_up.warps, "maxnreg": 168}
-CLAIM_AHEAD = gl.constexpr(4)  # the next tile is claimed when this one has this many steps left,
-READ_AHEAD = gl.constexpr(2)  # and its fields are read then
+# How many steps of a tile are left to copy when the next tile is claimed, and when its fields are
+# read.
+CLAIM_AHEAD = gl.constexpr(4)
+READ_AHEAD = gl.constexpr(2)
 NOTE_INTS = gl.constexpr(4)
 NOTE_EXPERT = gl.constexpr(0)  # -1: there is no tile
 NOTE_START = gl.constexpr(1)
@@ -134,7 +136,7 @@ def _produce(
     num_in, num_out, expert_out, column_tiles, stride_x,
     IS_GATED: gl.constexpr, STAGES: gl.constexpr, GROUP_ROWS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """num_out: rows of gate, or of down, in the weights; expert_out: all rows of an expert."""
+    """num_out: an expert's rows of gate, or of down, in the weights; expert_out: all its rows."""
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row_tiles = gl.load(tile_count_ptr)
     num_tiles = row_tiles * column_tiles
@@ -289,7 +291,7 @@ def _hopper_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES, NOTE_INTS], LINE)
     noted = gl.allocate_shared_memory(gl.int64, [NOTES, 1], BARRIER)
-    for i in range(0, num_stages):  # not a constant, or it would be unrolled
+    for i in range(0, num_stages):  # not a constant, which would unroll the loop
         # arrivals: 128 threads that gather, and one that expects the weights
         mbarrier.init(full.index(i), count=129 if IS_GATED else 1)
         mbarrier.init(empty.index(i), count=2)
@@ -351,8 +353,8 @@ class HopperProducts:
         check_activation(activation)
         if x.dtype != self._act.dtype or x.stride(0) % 16 or len(x) * top_k > len(self._act):
             raise LayoutError(
-                f"x must have at most {len(self._act) // top_k} rows of {self._act.dtype}, a "
-                f"multiple of 16 apart, got {len(x)} of {x.dtype}, {x.stride(0)} apart"
+                f"x must have at most {len(self._act) // top_k} rows of {self._act.dtype}, with a "
+                f"stride of 16 n elements, got {len(x)} of {x.dtype} with a stride of {x.stride(0)}"
             )
         if len(x):
             self._launch(

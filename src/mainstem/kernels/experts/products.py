@@ -7,11 +7,11 @@
 
 Here a program takes one tile of rows of one expert, and the same columns of gate and of up, so that
 only the activated rows are written. hopper.py does the same, for experts with many rows.
-`choose.py` decides by the number of rows, which the host knows. LIBRARY, for comparison, is torch's
-grouped product over gathered rows, with the activation as a separate pass.
+`choose.py` chooses one of the two by the number of rows, which the host knows. LIBRARY, for
+comparison, is torch's grouped product over gathered rows, with the activation as a separate pass.
 
-Every output is one sum over K, in steps of tile.k from first to last, so if all steps use
-the same tile, a row's bits do not depend on other rows. The deterministic setting does so.
+Every output is one sum over K, tile.k columns at a time from first to last. So with one tile for
+all batches, a row's bits do not depend on other rows. The deterministic setting uses one tile.
 
 From Hopper on, weights and sorted rows are read as boxes by TMA; on other cards by plain loads.
 """

@@ -16,9 +16,9 @@
 The host knows how many rows there are, but not which experts get them: grids are made for the
 largest possible number of tiles, and unused tiles have expert -1.
 
-A token's logits do not depend on other tokens. The sum over the hidden axis is cut into SPLITS
-parts that are added in order, whether one program computes all parts or, for few tokens, each part
-has its own program, so that more programs share the reading.
+A token's logits do not depend on other tokens: the sum over the hidden axis is always cut into
+SPLITS parts that are added in order. One program computes all parts; for few tokens, each part has
+its own program, so that more programs share the reading.
 
 Nothing is allocated and the host never waits for the device: safe in a CUDA graph. Kernels are not
 recompiled for other numbers of tokens (`do_not_specialize`).
@@ -40,9 +40,9 @@ SPLIT_TOKENS = 256  # up to this many tokens, each part of the sum has its own p
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _TILE = 64  # rows, columns and k of a router program
-# tokens of a routing program; if there are several programs, a second pass adds up their counts
+# tokens of a program of _route_kernel; if there are several, _place_kernel adds up their counts
 _BLOCK_TOKENS = 16
-_MOST_PLACERS = 128  # programs of that pass; each reads all counts
+_MOST_PLACERS = 128  # programs of _place_kernel; each reads all counts
 
 _LOWEST = tl.constexpr(-(1 << 62))  # less than the key of any logit
 _TILES_AT_ONCE = tl.constexpr(64)
@@ -78,7 +78,7 @@ class Routing:
     counts: Tensor  # [blocks, experts] int32: rows of each expert, by block of tokens
     tile_experts: Tensor  # [tiles] int32; -1: no such tile
     tile_starts: Tensor  # [tiles] int32: where a tile's rows begin in the sorted order
-    tile_ends: Tensor  # [tiles] int32: and where they end
+    tile_ends: Tensor  # [tiles] int32: where a tile's rows end
     tile_count: Tensor  # [1] int32: tiles in use
     tickets: Tensor  # [1] int32: tiles that programs of hopper.py have taken; zero between calls
     shared_weights: Tensor  # [tokens] fp32: sigmoid of the shared expert's gate
@@ -163,7 +163,7 @@ def _summed(logits_ptr, cells, mask, stride_split, NUM_PARTS: tl.constexpr):
 
 @triton.jit
 def _in_order(bits):
-    """The bits of a float32 as an int32 of the same order, and back."""
+    """Turn the bits of a float32 into an int32 that sorts like the float, or turn them back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -204,7 +204,7 @@ def _route_kernel(
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK tokens. IS_WHOLE: there is only one program, which also sorts the rows.
-    Otherwise `positions` gets a row's rank among its expert's rows in the block, for
+    Otherwise `positions` gets a row's number among its expert's rows in the block, for
     _place_kernel."""
     wait_for_ahead(OVERLAPS)
     block = tl.program_id(0)
@@ -279,7 +279,7 @@ def _place_kernel(
     EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, CELLS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program per `blocks_each` blocks of tokens: ranks become positions."""
+    """One program per `blocks_each` blocks of tokens. Numbers within a block become positions."""
     wait_for_ahead(OVERLAPS)
     first = tl.program_id(0) * blocks_each
     lanes = tl.arange(0, LANES)
@@ -372,14 +372,15 @@ def _check(x: Tensor, router: Router, routing: Routing) -> None:
         raise LayoutError(f"x must be [tokens, hidden] with contiguous rows, got {tuple(x.shape)}")
     if router.weight.shape[1] != x.shape[1] or len(router.weight) not in (experts, experts + 1):
         raise LayoutError(
-            f"router must be [{experts}, {x.shape[1]}], perhaps with one more row, "
+            f"router must be [{experts}, {x.shape[1]}], or have one more row for a shared gate, "
             f"got {tuple(router.weight.shape)}"
         )
     if router.weight.dtype != x.dtype:
         raise LayoutError(f"x is {x.dtype}, the router {router.weight.dtype}")
     if not 1 <= top_k <= min(experts, MAX_TOP_K) or experts > MAX_EXPERTS:
         raise LayoutError(
-            f"at most {MAX_TOP_K} of at most {MAX_EXPERTS} experts, got {top_k} of {experts}"
+            f"top_k must be at most {MAX_TOP_K} of at most {MAX_EXPERTS} experts, "
+            f"got {top_k} of {experts}"
         )
     if routing.ends.shape != (experts,) or routing.ids.shape[1] != top_k:
         raise LayoutError("the buffers were made for another number of experts or another top_k")

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Rope and append in one pass: norms (if the model has them) and rotates new queries and keys, and
+"""Rope and append in one pass: normalises (if the model does) and rotates new queries and keys, and
 writes new K and V into their pages."""
 
 import torch
@@ -103,8 +103,8 @@ def rope_append(
     inv_freq: Tensor | None,
     norms: HeadNorms | None = None,
 ) -> None:
-    """Norm and rotate q [tokens, heads, dim] in place; write normed, rotated k and v [tokens,
-    kv_heads, dim] into pages.
+    """Normalise and rotate q [tokens, heads, dim] in place; write k [tokens, kv_heads, dim],
+    normalised and rotated, and v into pages.
 
     Slots are page_id * page_size + offset, int64; a token with a negative slot (padding of a CUDA
     graph) is not written. Rotates the first 2 * len(inv_freq) dims, dim i with dim i +

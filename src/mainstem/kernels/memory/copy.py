@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""Copy K and V of single slots: the part of a page that a sequence shares with another page."""
+"""Copy K and V of single token slots, if a sequence's page begins like another page."""
 
 import torch
 import triton
@@ -42,7 +42,7 @@ def copy_slots(pages: Tensor, source_slots: Tensor, target_slots: Tensor) -> Non
         )
     for name, slots in (("source_slots", source_slots), ("target_slots", target_slots)):
         if slots.dtype != torch.int64 or slots.shape != source_slots.shape:
-            raise LayoutError(f"{name} must be int64, both of one length")
+            raise LayoutError(f"{name} must be int64, and as long as source_slots")
     if len(source_slots) == 0:
         return
     num_halves, _, kv_heads, page_size, head_dim = pages.shape

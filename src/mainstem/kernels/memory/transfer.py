@@ -41,10 +41,10 @@ def _spread_kernel(
 
 
 def spread_pages(layers: Tensor, buffer: Tensor, pages: Tensor) -> None:
-    """Write some layers of `pages`, int32.
+    """Write the buffer to some layers of these pages.
 
-    layers: [layers, 2, pages, kv_heads, page_size, head_dim], the layers to write, contiguous;
-    buffer: bytes that hold [pages][layers][2][kv_heads, page_size, head_dim].
+    layers: [layers, 2, all pages, kv_heads, page_size, head_dim], the layers to write, contiguous;
+    buffer: bytes that hold [pages][layers][2][kv_heads, page_size, head_dim]; pages: int32 ids.
     """
     if layers.ndim != 6 or layers.shape[1] != 2 or not layers.is_contiguous():
         raise LayoutError(
@@ -53,7 +53,7 @@ def spread_pages(layers: Tensor, buffer: Tensor, pages: Tensor) -> None:
         )
     half_bytes = layers[0, 0, 0].nbytes
     if half_bytes % 4:
-        raise LayoutError(f"pages of {half_bytes} bytes a half are not whole words")
+        raise LayoutError(f"a page's K must have a multiple of 4 bytes per layer, got {half_bytes}")
     if pages.dtype != torch.int32 or pages.ndim != 1:
         raise LayoutError(f"pages must be int32 [pages], got {pages.dtype} {tuple(pages.shape)}")
     needed = len(pages) * len(layers) * 2 * half_bytes

@@ -25,8 +25,8 @@ def halves_of(keys_ptr, row):
 
 @triton.jit
 def bits_of(low, high, ids):
-    """Return the noise of these tokens, uniform over 32 bits. The first round mixes the id. Half of
-    the key is added before the second round, the other half within it."""
+    """Return the noise of these tokens, uniform over 32 bits. The first round mixes the id. One
+    half of the key enters before the second round, the other half within it."""
     x = ids.to(tl.uint32)
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2

@@ -21,8 +21,8 @@ not depend on how many parts a row has:
 
     tops     as above
     survey   mass of each part, and how many of its tokens lie within 1, 2, 4, 7, 10, 15 bits of
-             the likeliest; rows without limits draw
-    collect  the likeliest tokens, as many as these bounds allow
+             the likeliest; rows without limits are drawn
+    collect  the likeliest tokens: those within the largest of these bounds that has few tokens
     finish   the searches and the draw, among the collected tokens or, if the limits reach beyond
              them, over the whole row
 """
@@ -51,15 +51,15 @@ from mainstem.kernels.sampling.search import (
 CUT_1, CUT_2 = tl.constexpr(-1 * 2**25), tl.constexpr(-2 * 2**25)
 CUT_3, CUT_4 = tl.constexpr(-4 * 2**25), tl.constexpr(-7 * 2**25)
 CUT_5, CUT_6 = tl.constexpr(-10 * 2**25), tl.constexpr(-15 * 2**25)
-SURVEY = tl.constexpr(8)  # numbers stored for each part: its mass and six counts
+SURVEY = tl.constexpr(8)  # numbers per part: its mass, six counts, and one that is not used
 MAX_PARTS = tl.constexpr(64)
 EMPTY = tl.constexpr(-(2**63))
 
-_MAX_VOCAB = 300_000  # search.py: sums of mass fit in 63 bits up to 2^19
+_MAX_VOCAB = 300_000  # search.py: masses of up to 2^19 tokens add up to less than 2^63
 _ARGMAX_BLOCK = 4096
 _SPLIT_ROWS = 1024  # more rows fill the card without being split
-_ARGMAX_PROGRAMS = 1024  # enough to keep a large card busy with loads ...
-_PROGRAMS = 2048  # ... and with arithmetic
+_ARGMAX_PROGRAMS = 1024  # enough to keep a large card busy with loads
+_PROGRAMS = 2048  # enough to keep a large card busy with arithmetic
 _PART_BLOCK = 2048
 _FEW = 4096
 
@@ -208,7 +208,7 @@ def _survey_kernel(
         begin, end = _part(vocab, BLOCK)
         lanes = tl.arange(0, BLOCK)
         mass = tl.zeros([BLOCK], tl.int64)
-        # two counts in one number: a lane sees few tokens
+        # two counts of 16 bits in one number, since a lane counts few tokens
         pair_1, pair_2, pair_3 = (
             tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32),
         )  # fmt: skip

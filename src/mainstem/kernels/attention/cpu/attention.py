@@ -3,10 +3,10 @@
 Spans become *parts*, and parts of like shape become *buckets*, one kernel call each:
 
     span, plain            q x keys                     one part
-    span, causal, n > 1    q x past keys | triangle     two parts: every query sees all the past
-    ... and n >= 256       the same for each 128 q      the kernel would compute the whole square
+    span, causal, n > 1    q x past keys | triangle     two parts: all n queries see all the past
+    ... and n >= 256       the same for each 128 q      a larger triangle would cost a whole square
     span, causal, n = 1    q x keys                     one part: a lone query sees everything
-    with a window          q x keys, masked             one part, if a query does not see all keys
+    with a window          q x keys, masked             one part, if a query does not see key 0
 
     bucket   [parts, heads, queries, dim] x [parts, kv_heads, keys, dim]
 
@@ -21,7 +21,7 @@ that was never written may hold NaN, and 0 * NaN is NaN.
 
 torch's fused CPU attention returns the log-sum-exp with the output. The outputs of a token that
 lies in several parts are summed, weighted by the softmax of their log-sum-exps, in fp32
-(RelayAttention Eq. 11). A sink takes part in this softmax. torch's kernel has no softcap; scores
+(RelayAttention Eq. 11). Sinks take part in this softmax. torch's kernel has no softcap; scores
 with a softcap are computed in softcap.py.
 """
 
@@ -175,8 +175,8 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
 
 
 def _hidden_keys(parts: list[Part], lengths: Longs) -> NDArray[np.bool_] | None:
-    """Return [parts, rows or 1, keys]: whether a key is hidden from a row. None if rows see all
-    keys, or the keys of a triangle."""
+    """Return [parts, rows or 1, keys]: whether a key is hidden from a row. None if no mask is
+    needed: all rows see all keys, or the parts are triangles."""
     num_keys = int(lengths.max())
     keys = np.arange(num_keys)
     seen = [part.seen for part in parts if part.seen is not None]

@@ -23,7 +23,7 @@ class PageShape:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some query rows x some keys, which begin `first` slots into a page run."""
+    """Some query rows x some keys, which begin `first` slots after the start of `pages`."""
 
     rows: Longs
     pages: Longs
@@ -38,8 +38,7 @@ class Keys(Protocol):
 
     @property
     def room(self) -> int:
-        """The rows of scratch memory that `read` needs: one for each slot to copy, head, and K or
-        V."""
+        """The rows of scratch memory that `read` needs: (slots to copy) x (KV heads) x 2."""
         ...
 
     def read(self, kv: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +71,7 @@ class Gather:
 
     num_parts: int
     num_keys: int
-    rows: Tensor  # [2, parts, kv_heads, units] rows of kv, which is seen as [..., unit * dim]
+    rows: Tensor  # [2 * parts * kv_heads * units] rows of kv viewed as [-1, unit * dim]
     unit: int  # slots in one row: a whole page, or 1
     unused: Tensor | None  # copied slots after a part's last key, which may hold anything
 
@@ -94,8 +93,8 @@ class Gather:
 
 
 def find_windows(parts: list[Part], shape: PageShape) -> Windows | None:
-    """Return the parts in place if they are evenly spaced runs of neighbouring pages of equal
-    length.
+    """Return how to read the parts in place; None if they are not evenly spaced runs of
+    neighbouring pages with equal numbers of keys.
 
     Runs of unequal length are not read in place, since slots after a run's last key may belong to
     another sequence.
@@ -116,7 +115,7 @@ def find_windows(parts: list[Part], shape: PageShape) -> Windows | None:
 
 
 def gather(parts: list[Part], lengths: Longs, shape: PageShape) -> Gather:
-    """Copy the parts together: triangles by slot, others by whole pages."""
+    """Return how to copy the parts together: triangles by slot, others by whole pages."""
     page_size, num_keys = shape.page_size, int(lengths.max())
     if parts[0].is_triangle:
         unit, per_head = 1, shape.num_pages * page_size

@@ -24,7 +24,7 @@ class _Place:
 
     bucket: int
     rows: slice
-    kept: Tensor | None  # which of the bucket's rows; None: all
+    kept: Tensor | None  # which of `rows`; None: all
     tokens: slice | Tensor
 
 
@@ -59,7 +59,7 @@ class Merge:
         self._width = int(counts.max())
         columns = np.arange(self._width)
         is_there = columns < counts[:, None]
-        # absent entries repeat the token's first entry, which is finite if its output is
+        # absent entries repeat the token's first entry; a bias of -inf gives them no weight
         table = order[starts[:, None] + np.where(is_there, columns, 0)]
         self._table = torch.from_numpy(table.reshape(-1))
         self._bias = None
@@ -71,8 +71,8 @@ class Merge:
         self._entry = torch.from_numpy(entry)
 
     def run(self, parts: list[Partial], sinks: Tensor | None = None) -> Tensor:
-        """Return [tokens, heads, dim]. A head's sink counts as one more output row of each token,
-        all zeros."""
+        """Return [tokens, heads, dim]. A head's sink counts as one more output row of each token:
+        a row of zeros, with the sink as its lse."""
         heads, dim = parts[0].out.shape[1], parts[0].out.shape[3]
         # the kernel lays its output out as [parts, queries, heads, dim]
         outs = [part.out.transpose(1, 2).reshape(-1, heads, dim).float() for part in parts]
@@ -118,8 +118,8 @@ def _is_run(place: _Place, tokens: slice) -> bool:
 
 
 def _find_places(bucket: int, owners: Longs, num_tokens: int) -> Iterator[_Place]:
-    """Return the whole bucket as one place, or each part if the parts are pieces for the same
-    tokens."""
+    """Return one place for the whole bucket, or one for each part if parts have tokens in
+    common."""
     flat = owners.reshape(-1)
     real = flat[flat < num_tokens]
     if len(np.unique(real)) == len(real):

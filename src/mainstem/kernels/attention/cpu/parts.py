@@ -8,12 +8,12 @@ import torch
 from mainstem.core.step import Spans
 from mainstem.kernels.attention.cpu.keys import Longs, PageShape, Part, find_windows
 
-_MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys at once: 16 MB in fp32
-_MAX_PADDED_QUERIES = 16  # parts with more queries are batched only at equal length
+_MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys, or of a mask: 16 MB in fp32
+_MAX_PADDED_QUERIES = 16  # parts with this many or more are batched only at equal numbers of keys
 _CALL_SLOTS = 256  # gathering this many slots takes as long as one more kernel call
 _TRIANGLE = 128  # queries in a piece of a long causal part
 _MAX_PIECED_PAST = 2048  # with more past keys, cutting a part costs more than it saves
-_MIN_SPLIT_KEYS = 256  # a shorter piece costs more in the merge than the other core saves
+_MIN_SPLIT_KEYS = 256  # with shorter pieces, the merge costs more than a second core saves
 _MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitting
 
 
@@ -55,8 +55,8 @@ def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
 
 
 def _pieces(rows: Longs, past: int) -> list[Longs]:
-    """Return the number of queries in each piece of a part. It is cut because the kernel computes a
-    triangle of up to 512 queries as a square, at twice the cost."""
+    """Return the query rows of each piece of a causal span. A long span is cut, because the kernel
+    computes a triangle of up to 512 queries as a square, at twice the cost."""
     if len(rows) < 2 * _TRIANGLE or past > _MAX_PIECED_PAST:
         return [rows]
     return [rows[i : i + _TRIANGLE] for i in range(0, len(rows), _TRIANGLE)]
@@ -103,7 +103,8 @@ def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:
 
 
 def _of_like_length(group: list[Part], shape: PageShape) -> Iterator[list[Part]]:
-    """Group parts whose lengths differ by at most a quarter, as many as may be gathered at once."""
+    """Group parts whose numbers of keys differ by at most a quarter, or by 16. A group has at most
+    as many parts as may be gathered at once."""
     bucket: list[Part] = []
     for part in sorted(group, key=lambda part: -part.num_keys):
         if bucket:

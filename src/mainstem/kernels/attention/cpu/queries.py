@@ -20,7 +20,7 @@ class Queries(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Even:
-    """Evenly spaced rows, read in place; parts over the same tokens have a step of 0."""
+    """Evenly spaced rows, read in place. If all parts have the same tokens, `part_step` is 0."""
 
     num_parts: int
     num_queries: int

@@ -14,14 +14,14 @@ A consumer starts the scores of one tile together with the V products of the til
 computes the softmax while the tensor cores work for the other group. Barriers in shared memory say
 which tile has arrived (`full`) and which may be overwritten (`empty`).
 
-Code is not duplicated: most instructions run for the first time, so they must be fetched from
-memory.
+Special cases have no code of their own: most instructions run for the first time, and then they
+must be fetched from memory.
 
-Queries are in registers, since K and V keep shared memory busy. The queries of the next unit are
-copied at the same time. With a head_dim of 256, queries do not fit in registers and stay in shared
-memory.
+Queries are in registers, since K and V keep shared memory busy. The next unit's queries are copied
+to shared memory while a unit is computed. With a head_dim of 256, queries do not fit in registers
+and stay in shared memory.
 
-This kernel runs before the kernel of the small units. That one takes over multiprocessors as they
+The kernel of the small units is launched after this one. It takes over multiprocessors as they
 become free, and does not end before this one.
 """
 
@@ -71,7 +71,7 @@ from mainstem.kernels.hopper import TILES, as_tiles, barrier, load_box, release,
 BLOCK = gl.constexpr(16)  # keys that the producer clears in one step
 NUM_WARPS = 4
 NUM_WARPS_OF_CONSUMER = gl.constexpr(NUM_WARPS)
-MAX_REGISTERS = 168  # a third of what a multiprocessor has, for each of three groups of warps
+MAX_REGISTERS = 168  # of a thread: three groups of four warps share those of a multiprocessor
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 MOST_DIMS_IN_REGISTERS = gl.constexpr(128)  # largest head_dim whose queries are in registers
@@ -160,7 +160,8 @@ def _produce(
                 k_desc, k_tail_desc, k_tiles, k_tails, stage, pages_ptr, first_page, last_page,
                 kv_head, k_full.index(stage), KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM,
             )  # fmt: skip
-            # A tile with rows to clear arrives at an extra barrier first; it is full once cleared.
+            # A tile of V with rows to clear first arrives at an extra barrier; once cleared, it is
+            # full.
             is_cut = start + TILE_K > key_end
             mbarrier.wait(v_empty.index(stage), was_read)
             _bring(
@@ -204,10 +205,10 @@ def _mask(
 ):  # fmt: skip
     lanes = gl.arange(0, TILE_K, gl.SliceLayout(0, LAYOUT))
     if start + TILE_K > seen_by_all:
-        # A thread's lanes are 8 apart, so they are constants except for the last bits.
+        # A thread's lanes are 8 apart: only their last three bits depend on the thread.
         is_seen = (lanes & -8)[None, :] <= (limit - start)[:, None] - (lanes & 7)[None, :]
         scores = gl.where(is_seen, scores, float("-inf"))
-    if HAS_WINDOW:  # noqa: SIM102  # known when compiled, and what follows is not
+    if HAS_WINDOW:  # noqa: SIM102  # known when compiled; the next condition is not
         if start < hidden_end:
             is_seen = (lanes & -8)[None, :] >= (first_key - start)[:, None] - (lanes & 7)[None, :]
             scores = gl.where(is_seen, scores, float("-inf"))
@@ -216,11 +217,11 @@ def _mask(
 
 @gluon.jit
 def _weigh(scores, top, scale):
-    """Return the weights of scores relative to the new maximum (the larger of `top` and the largest
-    score), the new maximum, and the base.
+    """Return the weights of scores relative to the base, the new maximum (the larger of `top` and
+    the largest score), and the base: the new maximum, or 0 if that is -inf.
     """
     top = gl.maximum(top, gl.max(scores, 1) * scale)
-    # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
+    # Until a row has seen a key, its maximum is -inf, and -inf minus -inf would be NaN.
     base = gl.where(top == float("-inf"), 0.0, top)
     return gl.exp2(scores * scale - base[:, None]), top, base
 
@@ -234,8 +235,7 @@ def _attend(
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the tiles of a unit. Returns acc, acc of the tail, weights, top
-    and total of its 64 rows. The caller must wait for the last products, which still read the
-    weights.
+    and total of 64 rows. The caller must wait for the last products, which still read the weights.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -253,9 +253,9 @@ def _attend(
         stage = i % STAGES
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
         pending = _start_scores(q, q_tail, k_tiles, k_tails, stage, S_LAYOUT, TILE_K, TAIL > 0)
-        # No tile comes before the first one, and a special case for it would double the
-        # instructions. It is multiplied with whatever V is there, and the second tile discards the
-        # result.
+        # The first tile has no tile before it, but a special case would double the instructions.
+        # So weights of zero are multiplied with whatever V is there, and the next product discards
+        # the result.
         v_stage = (i + STAGES - 1) % STAGES
         mbarrier.wait(v_full.index(v_stage), ((i - 1) // STAGES) & 1, pred=i > tile_begin)
         summing = warpgroup_mma(
@@ -446,8 +446,8 @@ def _large_units_kernel(
     TILE_K: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Attend to the large units of this program. `scale` includes log2(e). SOFTCAP is in natural
-    units, 0 for none.
+    """Attend to the large units of this program. `scale` includes log2(e), SOFTCAP does not; a
+    SOFTCAP of 0 means none.
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -480,7 +480,7 @@ def _large_units_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in range(0, num_stages):  # not a constant, or it would be unrolled
+    for i in range(0, num_stages):  # not a constant, which would unroll the loop
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)

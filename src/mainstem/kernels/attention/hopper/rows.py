@@ -35,8 +35,8 @@ from mainstem.kernels.attention.triton.rows import LN_2, LOG2_E
 from mainstem.kernels.hopper import barrier, finished, load_rows, tiles_of
 
 PANEL = gl.constexpr(64)  # dims of a row that lie together in shared memory: 128 bytes
-QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are copied
-LEAST_PEAK = gl.constexpr(1e-30)  # least peak of a row: zeros must not be divided by 0
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for copying queries
+LEAST_PEAK = gl.constexpr(1e-30)  # rows are divided by their peak, which must not be 0
 
 
 def tail_of(head_dim: int) -> int:
@@ -125,8 +125,8 @@ def start_queries(
 
 @gluon.jit
 def await_queries():
-    """Wait for the queries. There is no fence, since plain loads read them: a fence would wait for
-    everything else that this group has requested.
+    """Wait for the queries. There is no fence, which would wait for everything else that this group
+    has requested: plain loads of the queries need none.
     """
     async_copy.wait_group(0)
     barrier()
@@ -134,7 +134,7 @@ def await_queries():
 
 @gluon.jit
 def shares_of(top, total, LAYOUT: gl.constexpr):
-    """Return the factors for rows, and their base-2 lse; without keys, zeros and -inf."""
+    """Return 1 / (sum of weights) of each row, and its base-2 lse; without keys, 1 and -inf."""
     has_keys = total > 0
     total = gl.where(has_keys, total, 1.0)
     lse = gl.where(has_keys, top + gl.log2(total), float("-inf"))

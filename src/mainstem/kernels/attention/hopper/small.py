@@ -7,9 +7,9 @@ producer runs ahead from unit to unit, so reading does not stop between two unit
 (head, key) pairs: 64 / FOLD keys of each of FOLD heads. A page holds its KV heads one after the
 other. If a page has 64 / FOLD slots, a tile is one block of memory; otherwise it has one block per
 head, which is a part of a page or several pages. Each warp takes the rows of one head, or some of
-them, and only that head's keys: tensor cores need not multiply heads with each other. If there are
+them, and only that head's keys, so no query is multiplied with keys of another head. If there are
 fewer heads than warps, and the other warps are not needed for rows, a head's keys are split into
-SPLITS parts. Each part has its own softmax; they are merged when the unit ends.
+SPLITS parts. Each part has its own softmax; parts are merged when the unit ends.
 
 A program computes its share of the units, then claims others from the work queue (`assign.py`)
 until the queue is empty. A program without a share claims at once. The producer claims a unit some
@@ -81,7 +81,7 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 def max_registers(programs_per_sm: int) -> int:
-    """Registers of a thread. A program has two groups of four warps."""
+    """Registers of a thread. A program takes those of eight warps: the producer counts as four."""
     return 256 // programs_per_sm - (programs_per_sm == 1)
 
 
@@ -228,8 +228,8 @@ def _consume(
         next_kv_head = 0
         next_first_key = first_key
         num_tiles = num_tiles_of(key_begin, key_end, KEYS)
-        # Once this tile is released, the producer has room for all other tiles of the unit, so it
-        # notes the next unit without waiting for another release.
+        # Once tile number `ask_behind` is released, the producer has room for all later tiles of
+        # the unit, so it notes the next unit without waiting for another release.
         ask_behind = gl.where(num_tiles > STAGES, num_tiles - STAGES, num_tiles) - 1
         await_queries()
         q = queries.load(FIRST)
@@ -249,7 +249,7 @@ def _consume(
             if _is_cut(start, seen_by_all, hidden_end, KEYS, HAS_WINDOW):
                 scores = _mask(scores, start, limit, first_key, SPLITS, HAS_WINDOW, LAYOUT)
             new_top = gl.maximum(top, gl.max(scores, 2) * left)
-            # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
+            # Until a row has seen a key, its maximum is -inf, and -inf minus -inf would be NaN.
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
             p = gl.exp2(scores * left - base[:, :, None])
             shrink = gl.exp2(top - base)
@@ -329,12 +329,12 @@ def _small_units_kernel(
     HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
     HAS_WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, IS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Attend to the small units of this program. `scale` includes log2(e). SOFTCAP is in natural
-    units, 0 for none.
+    """Attend to the small units of this program. `scale` includes log2(e), SOFTCAP does not; a
+    SOFTCAP of 0 means none.
 
     After the kernel of the large units (not IS_FIRST) this kernel need not wait at its start: the
-    large kernel launches it only after its own wait. A kernel that waits for this one must wait for
-    the large kernel too, so one program of this kernel waits for the large kernel at its end.
+    large kernel has waited for the kernel before both when it lets this one start. The next kernel
+    waits only for this one. So one program of this kernel ends only after the large kernel.
     """
     if IS_FIRST:
         gdc_wait()  # the previous kernel may have written the plan, the queries or the pages
@@ -371,12 +371,12 @@ def _small_units_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # The producer is at most STAGES tiles, so at most STAGES units, ahead and claims one more:
-    # STAGES + 1 notes are enough.
+    # 2 * STAGES notes are enough: the producer is at most STAGES tiles, so at most STAGES units,
+    # ahead, and claims one more.
     notes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, NOTE_INTS], ROW)
     noted = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
-    # The count is not a constant, or the loop would be unrolled: instructions that run once are
-    # fetched from memory, too.
+    # `num_barriers` is not a constant, which would unroll the loops: each instruction that runs for
+    # the first time must be fetched from memory.
     for i in range(0, num_barriers):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
@@ -391,8 +391,8 @@ def _small_units_kernel(
         unit_ptr = queue_ptr + gl.maximum(claimed, 0) * PIECE_INTS
         kv_head = gl.load(unit_ptr + PIECE_KV_HEAD)
         page, page_at, key_begin, key_end = read_keys(unit_ptr)
-        # Claiming uses shared memory that copies may reuse. The producer's arguments reuse it next,
-        # which the compiler does not see: all warps must have read the claimed unit by then.
+        # Claiming uses shared memory. Copies may reuse it, and the producer's arguments do. The
+        # compiler does not see this, so make sure here that all warps have read the claimed unit.
         fence_async_shared()
         barrier()
     if not has_units:

@@ -28,9 +28,11 @@ from mainstem.kernels.attention.triton.layout import (
 from mainstem.kernels.hopper import as_tiles, claimed_unit, load_box, take_ticket
 
 LANES = gl.constexpr(64)  # keys x heads of a tile
-CLAIM_AHEAD = gl.constexpr(4)  # how many tiles of a unit are left when the next unit is claimed,
-READ_AHEAD = gl.constexpr(2)  # when the next unit's fields are read,
-NOTE_AHEAD = gl.constexpr(1)  # and when the consumer gets the note about it
+# How many tiles of a unit are left to copy when the next unit is claimed, when its fields are read,
+# and when it is noted for the consumer.
+CLAIM_AHEAD = gl.constexpr(4)
+READ_AHEAD = gl.constexpr(2)
+NOTE_AHEAD = gl.constexpr(1)
 
 
 def rows_of_box(fold: int, page_size: int) -> int:
@@ -56,7 +58,8 @@ def _bring_block(
     desc, tail_desc, boxes, tail_boxes, arrived, stage, j, first_row,
     PAGE_SIZE: gl.constexpr, PAGES: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Copy keys of a page into the tile, head by head: all heads at once, or one by one."""
+    """Copy keys of a page into the tile: all heads of the unit at once if HEADS is 1, otherwise
+    head by head."""
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
     HAS_TAIL: gl.constexpr = HEAD_DIM % PANEL > 0
     for head in gl.static_range(HEADS):
@@ -76,7 +79,7 @@ def _bring(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy some tiles of a unit, each into a stage that has been read already. Past the span's last
-    page, the last page is copied again. `at` counts blocks.
+    page, the last page is copied again. `at` is a tile's first key / min(PAGE_SIZE, KEYS).
     """
     KEYS: gl.constexpr = LANES // FOLD
     PAGES: gl.constexpr = max(KEYS // PAGE_SIZE, 1)  # pages in a tile

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""How all attention kernels finish their rows."""
+"""How attention kernels in Triton finish their rows."""
 
 import triton
 import triton.language as tl

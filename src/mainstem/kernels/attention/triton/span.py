@@ -172,7 +172,7 @@ def _small_step(
         scale = 1.0
     scores = tl.where(is_seen, scores, float("-inf"))
     new_max = tl.maximum(max_score, tl.max(scores, 1) * scale)
-    # A row that has seen no key yet: keep the exponents at -inf - 0 instead of -inf + inf.
+    # Until a row has seen a key, its maximum is -inf, and -inf minus -inf would be NaN.
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(max_score - base)
@@ -237,8 +237,8 @@ def _small_units(
         next_key_end = tl.load(next_ptr + PIECE_KEY_END)
         next_first_limit = tl.load(next_ptr + PIECE_FIRST_LIMIT)
         next_stretch = tl.load(next_ptr + PIECE_STRETCH)
-        # Not loaded from the piece, although it is there: Triton 3.6 loses `key_begin` if only the
-        # start of an inner loop uses it.
+        # The piece has this page id, too. It is looked up, because Triton 3.6 loses `key_begin` if
+        # only the start of an inner loop uses `key_begin`.
         next_first_page = tl.load(page_ids_ptr + next_page_at + next_key_begin // PAGE_SIZE)
         next_q, next_token, next_slot, next_first_key = _small_queries(
             q_ptr, entries_ptr, num_entries, next_entry, next_num_rows, next_kv_head,
@@ -388,7 +388,7 @@ def _large_unit(
     weight = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, DIM], tl.float32)
     if HAS_WINDOW:
-        # Up to the first key that every row sees, or to the end.
+        # First the keys that some row does not see because of its window; they need a mask.
         hidden_end = tl.minimum(tl.max(first_key, 0), key_end)
         head_end = key_begin + tl.cdiv(tl.maximum(hidden_end - key_begin, 0), TILE_K) * TILE_K
         page = _page_of(pages_ptr, key_begin, key_end, PAGE_SIZE, TILE_K)
@@ -442,8 +442,8 @@ def _span_kernel(
     PER_SM: tl.constexpr, HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr, UPCAST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the units of this program. `scale` includes log2(e). SOFTCAP is in natural units, 0
-    for none.
+    """Attend to the units of this program. `scale` includes log2(e), SOFTCAP does not; a SOFTCAP of
+    0 means none.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
