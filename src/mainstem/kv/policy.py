@@ -119,7 +119,8 @@ class TierPolicy(Generic[K]):
     Call order per request: `expect` when it is queued; `dismiss` when it is served; then `admit`
     with all its pages, used and new ones (`finish` does both). `admit` comes last, since until
     `dismiss` the pages of the request are worth more than all others. `make_headroom` and
-    `choose_prefetch` may be called at any time. All calls cost O(log n) a page; nothing scans a tier.
+    `choose_prefetch` may be called at any time. All calls cost O(log n) a page; nothing scans a
+    tier.
 
     Invariant: a tier never holds more pages than its size, every entry is in a tier, and every page
     has an item of its present worth in the heap of the fastest tier that has it. In slower tiers it

@@ -20,9 +20,9 @@ class WaitingQueue:
 
     A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
     were aborted while they waited are dropped when they reach the head. Suspects (sched/retry.py)
-    go first: nothing else can run while they are tried. There is one exception: if a request is at fault and no other
-    step has succeeded since, suspects go last, because other sequences can show that steps still
-    succeed.
+    go first: nothing else can run while they are tried. There is one exception: if a request is at
+    fault and no other step has succeeded since, suspects go last, because other sequences can show
+    that steps still succeed.
 
     A sequence whose history is loaded overtakes some sequences that compute theirs: it delays them
     only by its few new tokens, and would otherwise wait for all their tokens.
