@@ -21,7 +21,7 @@ MAX_FOLLOWERS_TRIED = 256
 NO_PAGE = NO_TOKEN = NOT_FILED = -1
 MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
 PINNED = 1 << 62  # above the worth of every page that is not pinned
-AWAITED = 1 << 61  # above the worth of pages that no request waits for, up to 5 x 10^11 uses
+AWAITED = 1 << 61  # above the worth of pages that no request waits for, for 5 x 10^11 uses
 
 
 class _LookedUp(NamedTuple):
@@ -57,7 +57,7 @@ class PrefixIndex:
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
-        # the key of the page before each page; not the parent where a chain begins or branches
+        # the key of the page before each page; the parent differs where a chain begins or branches
         self._previous_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages

@@ -319,7 +319,8 @@ class TierPolicy(Generic[K]):
             elif not entry.places:
                 self._remove(key)
                 moves.drop.append(key)
-        moves.drop = [key for key in moves.drop if key not in self._entries]  # not if found again
+        # a page that was dropped and then found again is not dropped
+        moves.drop = [key for key in moves.drop if key not in self._entries]
         self._clean()
         return moves.settled()
 
@@ -573,7 +574,7 @@ class TierPolicy(Generic[K]):
             del self._copies[tier][key]
         elif places:
             entry.top = (places & -places).bit_length() - 1
-            self._copies[entry.top].pop(key, None)  # not in it while about to be read
+            self._copies[entry.top].pop(key, None)  # absent if about to be read
             self._settle_at_top(key, entry)
         else:
             entry.top = NOWHERE

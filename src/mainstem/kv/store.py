@@ -237,9 +237,8 @@ class KVStore:
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
         """Name `pages`, which are about to hold the chain's full pages from number `first` on:
-        other sequences find them LOADING and wait. If another sequence fills a page of the chain,
-        `name` names the pages after it later: they could not be found if that page were never
-        filled."""
+        other sequences find them LOADING and wait. Pages after a page that another sequence fills
+        get their names later (`name`): they could not be found if that page were never filled."""
         keys = chain.keys[first : first + len(pages)]
         self._index.reserve(chain, first, pages[: self._index.num_nameable(keys)])
 

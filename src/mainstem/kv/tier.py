@@ -7,7 +7,7 @@
 Each tier is slower than the one above. All pages pass through host memory.
 
 A tier knows where its pages are and moves their bytes; kv/policy.py decides which pages it gets.
-One thread owns it. Only `flush` and `close` block.
+One thread owns a tier. Only `flush` and `close` block.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -78,7 +78,7 @@ class LowerTiers:
         # memory
         self._to_back_up = [deque[PageKey](maxlen=host.num_places) for _ in self._tiers]
         self._shared = [(number, tier) for number, tier in self._below if tier.is_shared]
-        self._shared_names = {tier.name for _, tier in self._shared}  # no events of their pages
+        self._shared_names = {tier.name for _, tier in self._shared}  # no PagesStored for these
         self._in_shared = sum(1 << number for number, _ in self._shared)
         self.questions = Questions([tier for _, tier in self._shared])
         self._used: set[PageKey] = set()  # used pages that were not reported to lower tiers yet
@@ -293,8 +293,8 @@ class LowerTiers:
         limit_s: float = READ_LIMIT_S,
     ) -> Load | None:
         """Start loading stored pages to the device: as many leading ones as have slots to read
-        into. None: not even the first has one, or a copy failed (this one, or the last one of the
-        first page). A tier may cancel reads that take longer than `limit_s`."""
+        into. None: not even the first has one, the copy failed, or the last load that began with
+        this page failed. A tier may cancel reads that take longer than `limit_s`."""
         entries = [self._entries[key] for key in keys]
         if entries[0].skips_load:
             entries[0].skips_load = False

@@ -5,7 +5,7 @@ from typing import NewType, Protocol
 
 from mainstem.core.step import Int32s
 
-LoadId = NewType("LoadId", int)  # names a load: each layer of a Step that lists it waits for it
+LoadId = NewType("LoadId", int)  # names a load; a Step that lists it waits, layer by layer
 
 LEARNING = 0.3  # weight of the latest copy in a link's rate
 FADE_S = 1.0  # after this many seconds of work on a shared link, earlier work has half the weight

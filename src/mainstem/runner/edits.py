@@ -1,7 +1,7 @@
 """Edits logits for each sequence: bias, stop tokens that are not allowed yet, penalties.
 
-The token ids of each sequence stay on the device, in one row. Sampled ids are appended there, without a
-copy to the host:
+The token ids of each sequence stay on the device, in one row. Sampled ids are appended there,
+without a copy to the host:
 
     ids [rows, width]   | prompt ids, each once | output ids in order | unused |
                         0                  num_prompt            num_ids

@@ -26,7 +26,7 @@ FEW_TOKENS = 1024  # every model has graphs up to this size
 # 52 ms for 48 with experts, before launches became a quarter cheaper), and the speed of the card's
 # products (600 TFLOP/s).
 _DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.4e-3, 0.8e-3
-_WEIGHTS_PER_S = 3e14  # times tokens
+_WEIGHTS_PER_S = 3e14  # weights x tokens a second, at 2 FLOP each
 # Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.
 MOST_TOKENS_OF_FEWER = 256
 

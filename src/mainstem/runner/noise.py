@@ -95,7 +95,7 @@ def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
 
 
 def _key(mixed: UInt32s, keys: Int64s, out: UInt32s, spare: UInt32s) -> None:
-    """Do the second round of mixing. Half of the key is added before it, the other half within
+    """Do the second round of mixing. Half of the key is mixed in before it, the other half within
     it."""
     np.bitwise_xor(mixed, keys.astype(np.uint32), out=out)
     out ^= np.right_shift(out, 16, out=spare)

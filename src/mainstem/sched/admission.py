@@ -16,7 +16,7 @@ class Outlook:
     order in which they are expected to end."""
 
     remaining: Int32s  # [running] output tokens to come
-    own_pages: Float32s  # [running] pages freed at its end; of a shared page, its part
+    own_pages: Float32s  # [running] pages that its end frees; a shared page counts in part
 
     @classmethod
     def of(cls, remaining: Int32s, own_pages: Float32s) -> "Outlook":

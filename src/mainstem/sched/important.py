@@ -96,8 +96,8 @@ class Choices:
         self._cuts: OrderedDict[bytes, Cut] = OrderedDict()
 
     def find(self, name: bytes, num_pages: int) -> Cut | None:
-        """Return the cut of this name. None if it is not known, or if the prompt's `num_pages` are
-        too few for it, because the user went back to an earlier turn."""
+        """Return the cut of this name. None if there is none, or if the prompt's `num_pages` are
+        too few for the cut, because the user went back to an earlier turn."""
         cut = self._cuts.get(name)
         if cut is None or cut.rest > num_pages:
             return None

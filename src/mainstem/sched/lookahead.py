@@ -37,7 +37,7 @@ class PlannedOrder:
     """The announced order of a known workload: what each prompt shares with the next.
 
     Prompts start in this order. Prompts after `last` can still use some leading tokens of prompt i:
-    as many as any two neighbours from i to `last` + 1 have in common.
+    the least number that two neighbours from i to `last` + 1 have in common.
     """
 
     def __init__(self) -> None:

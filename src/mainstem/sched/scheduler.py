@@ -3,7 +3,8 @@
     submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
                  ^---------'  preempted           new sequences while pages and tokens last
 
-One step may be in flight while the next is made; the next takes its samples from the device.
+One step may be in flight while the next is made; the next one takes the samples of the
+first from the device.
 A sequence that ends while it is part of a step in flight keeps slot and pages until that step
 commits.
 """
@@ -267,8 +268,8 @@ class Scheduler:
 
         Every sequence goes back to the queue with the tokens that were read back, and the cache is
         emptied; the next step tries again. A commit that had begun is completed: the tokens it read
-        are delivered, and sequences that end with them end. All slots and pages are freed together, not
-        one by one, since the interrupt may have come while some were being given back.
+        are delivered, and sequences that end with them end. All slots and pages are freed together,
+        not one by one, since the interrupt may have come while some were being given back.
         """
         table = self._table
         self._in_flight = None

@@ -106,8 +106,9 @@ class SpanBuilder:
     ) -> _Shared:
         """Choose which runs get a span.
 
-        A sequence reads a stem together with others once it has computed past it (`num_readable`
-        pages). A run without a span is read as part of the runs below it.
+        A sequence reads a stem together with others once all pages of the stem are among its first
+        `num_readable`, which are computed. A run without a span is read as part of the runs below
+        it.
         """
         empty = np.empty(0, np.int32)
         own_first = np.zeros(len(slots), np.int32)

@@ -105,7 +105,7 @@ class Truncator:
             cuts, weighing = self._plain_cuts(request, sink_pages, step, num_steps), None
         cut = cuts[-1]
         kept_ids = cut.token_ids(request.prompt_ids, self._page_size)
-        # pages of an earlier turn have moved by at most one window since then
+        # a page moves by at most one window in all, so cuts before these do not matter
         num_before = window // (step * self._page_size) + 1
         before = cuts[:-1][-num_before:]
         public = min(request.public_tokens, sink_pages * self._page_size)

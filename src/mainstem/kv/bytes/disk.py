@@ -137,7 +137,7 @@ class DiskTier:
         self._full_until_s = 0.0
         self._num_pending = 0
         self._orders: SimpleQueue[_Order] = SimpleQueue()
-        self._reads: SimpleQueue[list[_RecordRead] | None] = SimpleQueue()  # []: one of `_again`
+        self._reads: SimpleQueue[list[_RecordRead] | None] = SimpleQueue()  # []: read `_again`
         self._again: SimpleQueue[_RecordRead] = SimpleQueue()  # pages of failed runs: read first
         self._done: SimpleQueue[_Committed | Written | Read] = SimpleQueue()
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="kv-write")

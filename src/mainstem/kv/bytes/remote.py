@@ -172,7 +172,7 @@ class _Worker(Generic[T]):
 
 
 class RemoteTier:
-    """One thread owns it and makes all calls; the module shows which threads do the work."""
+    """One thread owns the tier and makes all calls; the drawing above shows all threads."""
 
     name = "remote"
     is_shared = True
@@ -356,7 +356,7 @@ class RemoteTier:
     # --- threads --------------------------------------------------------------------------------
 
     def _report_down(self, words: str) -> None:
-        """Stop calls at once: an owner that waits in `flush` does not poll. `poll` logs it."""
+        """Stop calls at once, even if the owner waits in `flush`; `poll` logs the failure."""
         self._down_until_s = monotonic() + self._pause_s
         self._done.put(_Down(words))
 
@@ -418,8 +418,8 @@ class RemoteTier:
             log.warning("the remote store at %s refuses a page: %s", self._shown, reply)
 
     def _is_too_large(self, line: Line) -> bool:
-        """Whether the server uses `max_bytes` or more and does not evict. False without a check if
-        the last one, less than CHECK_S ago, said so."""
+        """Whether the server uses `max_bytes` or more and does not evict. If not, this
+        is checked again only after CHECK_S."""
         if monotonic() < self._check_s:
             return False
         (reply,) = line.call([("INFO", "memory")], ASK_LIMIT_S)
