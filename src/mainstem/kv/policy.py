@@ -122,9 +122,9 @@ class TierPolicy(Generic[K]):
     `choose_prefetch` may be called at any time. All calls cost O(log n) a page; nothing scans a
     tier.
 
-    Invariant: a tier never holds more pages than its size, every entry is in a tier, and every page
-    has an item of its present worth in the heap of the fastest tier that has it. In slower tiers it
-    is a copy: copies are evicted there before all other pages.
+    Invariant: a tier never holds more pages than its size, and every entry is in a tier. The heap
+    of the fastest tier that has a page has an item of the page's present worth. In slower tiers the
+    page is a copy: copies are evicted there before all other pages.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -259,8 +259,8 @@ class TierPolicy(Generic[K]):
     def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
         """A request has loaded these stored pages: may those from lower tiers stay in the host?
 
-        If most conversations return soon, yes: they evict the least recently used. Otherwise a
-        page evicts only pages whose last use is older than its own previous use (as in LIRS, the
+        If most conversations return soon, yes: they evict the least recently used pages. Otherwise
+        a page evicts only pages whose last use is older than its own previous use (as in LIRS, the
         distance between two uses decides). If more conversations return in turn than the host
         holds, LRU would evict each one before its next turn; this rule keeps some of them. The LRU
         and FIFO policies admit all pages.

@@ -7,7 +7,7 @@ are expected to have the same length.
 
 Groups below one trunk node stay together, so that the trunk's pages are held only for one part of
 the job. The trunk with all its groups is then ordered among its siblings by its own ratio: the sum
-of L_decode of its groups / all its tokens. This ratio lies between the ratios of the groups:
+of L_decode of its groups / all tokens of the trunk and its groups.
 
     root ----+-- group            R 0.30
              +-- trunk node -+--  R 0.21 (all below it together)
@@ -32,8 +32,8 @@ class OutputEstimate:
 
     A template is a number the caller gives to prompts of one kind (see `templates_of`). The mean of
     a template is shrunk towards the mean of the job, and the mean of the job towards max_tokens, as
-    if each had been observed `trust` times. So a rare template follows the others. No
-    estimate is above max_tokens.
+    if each had been observed `trust` times. So a rare template follows the others. No estimate is
+    above max_tokens.
     """
 
     def __init__(self, trust: float = 4.0) -> None:

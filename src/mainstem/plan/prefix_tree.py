@@ -9,9 +9,9 @@ in their first d tokens:
                                                   member   a b c d e q     agrees in 5 tokens
 
 The leader's path has a node wherever members leave it (here at 3 and 5). Members that leave it at
-the same place with the same token form a class of the next round. All rounds
-together compare each token of a prompt once, and a random leader makes the number of rounds
-logarithmic, so the work is linear in the tokens.
+the same place with the same token form a class of the next round. All rounds together
+compare each token of a prompt once, and a random leader makes the number of rounds logarithmic, so
+the work is linear in the tokens.
 
 Sorting members by (where they left the leader, the token there) puts them in lexicographic order: a
 member that leaves with a smaller token comes before the leader, and the earlier it leaves, the

@@ -86,8 +86,9 @@ def _pick_from_top(scores: Float32s, bits: UInt32s, bound: Float32s) -> int:
 
 
 def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
-    """Compute upper bounds of score - log(E), minus _BOUND_BASE, without a logarithm: E is at least
-    v, and log2 is at least the straight line between powers of two, which a float's bits give."""
+    """Compute upper bounds of score - log(E), minus _BOUND_BASE, without a logarithm. E is at least
+    v, and log2 is at least the straight line between powers of two. A float's bits give that line.
+    """
     bound[:] = bits
     bound[:] = bound.view(np.int32)
     bound *= np.float32(-_LOG_2 / _EXPONENT_STEPS)
