@@ -118,8 +118,8 @@ class SharedLink(Link):
 
     Bytes and busy seconds are summed, and both sums decay with later work. The progress of copies
     in flight (at most `most_under_way` bytes) is estimated from the rate: copies that began
-    together end together, so for a while there is no end to measure. A copy that is t seconds overdue is
-    expected to take t more, so a link that hangs is expected to be slower and slower.
+    together end together, so for a while there is no end to measure. A copy that is t seconds
+    overdue is expected to take t more, so a link that hangs is expected to be slower and slower.
     """
 
     def __init__(self, bytes_per_s: float, most_under_way: float = float("inf")) -> None:
