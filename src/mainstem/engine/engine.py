@@ -15,16 +15,16 @@ from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
-# consecutive failures: a step without a request to blame, or every request to blame
+# the engine is lost after this many failed steps in a row, if no request is to blame or all are
 MAX_FAILURES = 8
-MAX_BLAMED = 64  # consecutive failures of single requests, while others are left to try
+MAX_BLAMED = 64  # the same limit if a request is to blame for each, and others are left to try
 
 log = logging.getLogger("mainstem.engine")
 
 
 class Engine:
-    """One model on one device. Not thread-safe: one owner calls it, within `guarded_interrupts`
-    where Ctrl-C may come (on the main thread).
+    """One model on one device. Not thread-safe: one owner calls it. On the main thread, where
+    Ctrl-C may come, the owner calls it within `guarded_interrupts`.
 
     next_step n+1 --> launch n+1 --> wait n --> commit n       (runner can overlap)
     next_step n   --> launch n   --> wait n --> commit n       (it cannot)
@@ -201,7 +201,7 @@ class Engine:
             self._num_failures += 1
         most_blamed = MAX_FAILURES if self._scheduler.is_all_at_fault else MAX_BLAMED
         if self._num_failures >= MAX_FAILURES or self._num_blamed >= most_blamed:
-            raise EngineLost(f"every step failed, with any requests in it: {error}") from error
+            raise EngineLost(f"every step failed, whichever requests it had: {error}") from error
 
     def snapshot(self) -> EngineSnapshot:
         """What is running and shared at this moment."""
@@ -244,8 +244,8 @@ class Engine:
         self._scheduler.check()
 
     def close(self) -> None:
-        """Drop everything that runs and free the device. In a fork of the process that made it
-        nothing happens: everything belongs to the parent."""
+        """Drop everything that runs and free the device. In a fork of the process that made
+        the engine nothing happens: everything belongs to the parent."""
         if self.is_forked:
             return
         try:

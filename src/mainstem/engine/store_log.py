@@ -17,7 +17,7 @@ log = logging.getLogger("mainstem.store")
 
 
 class StoreLog:
-    """Logs each kind of problem when it first occurs, then once a minute with what happened since.
+    """Logs each kind of problem when it first occurs, then at most once a minute.
 
     Answers stay right: what is not stored is computed again.
     """

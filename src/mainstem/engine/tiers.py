@@ -24,8 +24,8 @@ PROMPT_TOKENS = 512  # size of the step from which the cost of a prompt token is
 def make_tiers(
     runner: Runner, identity: bytes, name: str, config: StoreConfig, bus: EventBus
 ) -> LowerTiers | None:
-    """Make the tiers for a runner's pages, host memory and disk; None if not configured. `name` is
-    the name of the model with this identity."""
+    """Make the configured tiers for a runner's pages: host memory, disk, a server. None if there is
+    no host memory for pages. `name` is the name of the model with this identity."""
     if config.host_bytes == 0:
         return None
     copier = connect(runner, config.host_bytes)

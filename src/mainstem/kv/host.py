@@ -3,8 +3,8 @@
     take ---> save: device -> slot ---> `poll_saves`        load: slot -> device
 
 A copy moves many pages at once, layer by layer, so that a step can start on the first layers while
-the rest is loaded. After a copy fails, the tier waits until all copies have ended: then its pages
-and slots can be reused.
+the rest is loaded. After a copy fails, the tier waits until all copies have ended: then the pages
+and slots of the failed copy can be reused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -150,8 +150,8 @@ class HostTier:
         return np.array([slots[key] for key in keys], np.int32)
 
     def _rest(self, error: Exception) -> None:
-        """After a copy failed, wait until all copies have ended, so that its pages and slots can be
-        reused."""
+        """After a copy failed, wait until all copies have ended: then its pages and slots are not
+        used any more."""
         log.warning("a copy of pages failed", exc_info=error)
         with suppress(Exception):  # if the device is lost, the next step raises
             self._copier.drain()

@@ -21,7 +21,7 @@ MAX_FOLLOWERS_TRIED = 256
 NO_PAGE = NO_TOKEN = NOT_FILED = -1
 MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
 PINNED = 1 << 62  # above the worth of every page that is not pinned
-AWAITED = 1 << 61  # above the worth of every page that no request waits for: 5 x 10^11 uses
+AWAITED = 1 << 61  # above the worth of pages that no request waits for, for 5 x 10^11 uses
 
 
 class _LookedUp(NamedTuple):
@@ -57,7 +57,7 @@ class PrefixIndex:
         self._older: list[int] = [NO_PAGE] * pool.num_pages
         self._newer: list[int] = [NO_PAGE] * pool.num_pages
         self._parent_of: list[PageKey | None] = [None] * pool.num_pages
-        # the page before each page. Where a chain begins or branches, its key is not the parent key
+        # the key of the page before each page; the parent differs where a chain begins or branches
         self._previous_of: list[PageKey | None] = [None] * pool.num_pages
         self._tokens = np.zeros((pool.num_pages, page_size), np.int32)
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
@@ -136,7 +136,8 @@ class PrefixIndex:
         return found
 
     def previous(self, pages: Int32s) -> list[PageKey | None]:
-        """For each of `pages`, which all have names: the page before it; None: it is the first."""
+        """For each of `pages`, which all have names: the key of the page before it in its chain;
+        None: it is the first."""
         return [self._previous_of[page] for page in pages.tolist()]
 
     def tokens(self, pages: Int32s) -> list[bytes]:
@@ -149,7 +150,7 @@ class PrefixIndex:
 
     def best_follower(self, parent: PageKey, token_ids: Int32s) -> tuple[int, int] | None:
         """Return the READY page after `parent` that has the most leading tokens of `token_ids`, and
-        their number.
+        how many it has.
 
         Only the latest pages with the same first token are compared. On a tie the page with the
         most logprobs wins.
@@ -194,7 +195,8 @@ class PrefixIndex:
         return len(keys)
 
     def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
-        """Name pages of any chains, which are filled with `tokens` [pages, page_size], as READY.
+        """Name filled pages, of any chains, and mark them as READY. They hold `tokens`, [pages,
+        page_size].
 
         A page gets no name if the page before it is not READY (no lookup would find it), or if
         another page has the same name.
@@ -319,7 +321,7 @@ class PrefixIndex:
         worth = self._rank * MAX_DEPTH - self._depth
         looked_up = self._looked_up
         self._looked_up = {}  # chains that no request waits for any more are forgotten
-        for place, keys in enumerate(reversed(awaited)):  # the soonest chain decides
+        for place, keys in enumerate(reversed(awaited)):  # the soonest chain is last and decides
             pages = self._pages_of(keys, looked_up.get(id(keys)))
             worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
         worth[list(self._pins)] += PINNED

@@ -46,7 +46,7 @@ class PageChain:
     token_ids: Int32s
     keys: tuple[PageKey, ...]
     branches: tuple[tuple[int, PageKey], ...] = ()  # (first page of a branch, key before it)
-    public_tokens: int = 0  # leading tokens that requests with any salt find, even on the last page
+    public_tokens: int = 0  # leading tokens that requests with any salt find; may end inside a page
 
     @classmethod
     def of(
@@ -72,13 +72,13 @@ class PageChain:
         return self.keys[: num_equal // self.page_size]
 
     def extended(self, token_ids: Int32s) -> "PageChain":
-        """The chain of `token_ids`, which begin with this chain's own."""
+        """The chain of `token_ids`, which begin with the tokens of this chain."""
         rest = token_ids[len(self.keys) * self.page_size :]
         more = page_keys(self.parent(len(self.keys)), rest, self.page_size)
         return replace(self, token_ids=token_ids, keys=(*self.keys, *more))
 
     def branched(self, num_pages: int, mark: bytes) -> "PageChain":
-        """The chain's first pages; pages added later get names that depend on `mark`."""
+        """The first `num_pages` pages; pages added later get names that depend on `mark`."""
         depth = min(num_pages, len(self.keys))
         key = PageKey(sha256(BRANCH + self.parent(depth) + mark).digest())
         kept = tuple(branch for branch in self.branches if branch[0] < depth)
@@ -102,7 +102,7 @@ class PageChain:
         return self.keys[depth - 1] if depth else self.root
 
     def names(self) -> list[PageName]:
-        """The names of all its pages."""
+        """The names of all full pages."""
         previous = [None, *self.keys]
         return [
             PageName(key, self.parent(depth), previous[depth], depth)

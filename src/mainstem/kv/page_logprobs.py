@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Int32s
 
-# logprobs at one token: its own, and those of the likeliest tokens at its position
+# logprobs at one token: its own, and that of the likeliest token at its position
 _RECORD = np.dtype(
     [("logprob", "f4"), ("rank", "i4"), ("top_logprob", "f4"), ("top_id", "i4"), ("id", "i4")]
 )

@@ -2,9 +2,9 @@
 move the bytes.
 
     saved --admit--> tier 0 --write--> tier 1 --write--> tier 2 ... --drop--> gone
-                      |  ^--load--------'|
-                      |  ^--keep---------|   load: before a request; keep: after one has read it
-                      `--release         `--forget     a page may be in several tiers
+                      |  ^--load--------'|   load: before a request needs the page
+                      |  ^--keep---------|   keep: after a request has read the page
+                      `--free            `--free       a page may be in several tiers
 
 Tiers are numbered, the fastest first; tier 0 is host memory, and all pages pass through it. The
 engine's store and `mainstem simulate` drive the same object. It holds names and numbers only, so it
@@ -33,9 +33,9 @@ K = TypeVar("K", bound=Hashable)
 HOST = 0  # the number of the fastest tier
 NOWHERE = 1 << 10  # the tier of a page that is in none
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
-WAITED_FOR = 1 << 100  # a queued page is worth this minus its `when`: above every rank
+WAITED_FOR = 1 << 100  # a page that a request waits for is worth this minus its `when`
 UNWAITED = 1 << 90  # above every rank, below pages that requests wait for
-RETURNS_KNOWN = 0.25  # this many returning pages at once, as a share of the host, replace the mean
+RETURNS_KNOWN = 0.25  # a load of this share of the host alone decides `_soon`
 SPARE_ITEMS = 4096  # heaps with fewer outdated items are not rebuilt
 
 
@@ -51,7 +51,7 @@ class Moves(Generic[K]):
     write: list[K] = field(default_factory=list)  # write to a lower tier, then free the old place
     free: list[K] = field(default_factory=list)  # free in one tier; another one has it
     drop: list[K] = field(default_factory=list)  # evicted from every tier, or refused on arrival
-    # copies freed in this call; their bytes are still there
+    # (tier, key) of copies freed in this call; their bytes are still there
     forgotten: set[tuple[int, K]] = field(default_factory=set)
 
     def __bool__(self) -> bool:
@@ -95,8 +95,8 @@ class PolicyConfig:
         return int(self.host_pages * self.headroom)
 
     def window_length(self, chain_pages: float) -> int:
-        """Requests worth knowing ahead: (C_mem + C_disk) / S_kv. `chain_pages` is the mean length
-        of a chain."""
+        """How many queued requests the policy can use (AttentionStore 3.3): the pages of all tiers
+        divided by `chain_pages`, the mean length of a chain."""
         return max(1, round(sum(self.tier_pages) / max(chain_pages, 1.0)))
 
 
@@ -117,13 +117,14 @@ class TierPolicy(Generic[K]):
     """Decides which tiers hold each stored page, and when it is evicted.
 
     Call order per request: `expect` when it is queued; `dismiss` when it is served; then `admit`
-    with all its pages, used and new ones (`finish` does both). `admit` comes last, since pages of a
-    waiting request are worth more than all others. `make_headroom` and `choose_prefetch` may be
-    called at any time. All calls cost O(log n) a page; nothing scans a tier.
+    with all its pages, used and new ones (`finish` does both). `admit` comes last, since until
+    `dismiss` the pages of the request are worth more than all others. `make_headroom` and
+    `choose_prefetch` may be called at any time. All calls cost O(log n) a page; nothing scans a
+    tier.
 
-    Invariant: a tier never holds more pages than its size, every entry is in a tier, and every page
-    has an item of its present worth in the heap of the fastest tier that has it. In slower tiers it
-    is a copy: copies are evicted there before all other pages.
+    Invariant: a tier never holds more pages than its size, and every entry is in a tier. The heap
+    of the fastest tier that has a page has an item of the page's present worth. In slower tiers the
+    page is a copy: copies are evicted there before all other pages.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -135,15 +136,16 @@ class TierPolicy(Generic[K]):
         self._pages = config.tier_pages
         self._headroom_pages = config.headroom_pages
         self._entries: dict[K, _Entry] = {}
-        # by tier: heaps of (worth, key), whose outdated items are skipped; copies; pages
+        # by tier: a heap of (worth, key), whose outdated items are skipped; the copies; the number
+        # of pages
         self._heaps: list[list[tuple[int, K]]] = [[] for _ in range(num_tiers)]
         self._copies: list[dict[K, None]] = [{} for _ in range(num_tiers)]
         self._counts = [0] * num_tiers
-        self._clock = 0  # of uses
+        self._clock = 0  # counts uses
         self._by_use: dict[K, None] = {}  # least recently used first; filled only with a TTL
         self._window: QueueWindow[K] = QueueWindow(config.host_pages - config.headroom_pages)
         self._next_use = self._window.next_use
-        self._soon = 0.0  # recent share of pages that returned soon
+        self._soon = 0.0  # recent share of pages that returned soon (`_note_returns`)
         self._wanted: list[tuple[int, K]] = []  # heap of (when, key): soon needed, not in host
 
     # -- what is where -------------------------------------------------------------------------
@@ -257,8 +259,8 @@ class TierPolicy(Generic[K]):
     def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
         """A request has loaded these stored pages: may those from lower tiers stay in the host?
 
-        If most conversations return soon, yes: they evict the least recently used. Otherwise a
-        page evicts only pages whose last use is older than its own previous use (as in LIRS, the
+        If most conversations return soon, yes: they evict the least recently used pages. Otherwise
+        a page evicts only pages whose last use is older than its own previous use (as in LIRS, the
         distance between two uses decides). If more conversations return in turn than the host
         holds, LRU would evict each one before its next turn; this rule keeps some of them. The LRU
         and FIFO policies admit all pages.
@@ -290,8 +292,8 @@ class TierPolicy(Generic[K]):
 
     @property
     def _is_lively(self) -> bool:
-        """Whether LRU would find more pages in the host than a host that never changes. The latter
-        would find the share of stored pages that fits into it."""
+        """Whether a host that evicts by LRU finds a larger share of pages (`_soon`) than a host
+        that never changes (the share of the stored pages that fits into it)."""
         return self._soon * len(self._entries) > self.config.host_pages
 
     def finish(self, ticket: Hashable, keys: Sequence[K], now: float) -> Moves[K]:
@@ -317,7 +319,8 @@ class TierPolicy(Generic[K]):
             elif not entry.places:
                 self._remove(key)
                 moves.drop.append(key)
-        moves.drop = [key for key in moves.drop if key not in self._entries]  # found again
+        # a page that was dropped and then found again is not dropped
+        moves.drop = [key for key in moves.drop if key not in self._entries]
         self._clean()
         return moves.settled()
 
@@ -342,7 +345,8 @@ class TierPolicy(Generic[K]):
         """Load pages of the next requests from lower tiers into the host, soonest first. `limits`
         is the maximum number of pages for each tier, from tier 1 on.
 
-        Host pages that are needed later are evicted for them; the headroom stays free.
+        Host pages that are needed later than these, or not at all, are evicted for them; the
+        headroom stays free.
         """
         moves: Moves[K] = Moves()
         entries, wanted, left = self._entries, self._wanted, [0, *limits]
@@ -541,7 +545,7 @@ class TierPolicy(Generic[K]):
         return True
 
     def _write_or_drop(self, first: int, key: K, entry: _Entry, moves: Moves[K]) -> None:
-        """A page goes to the first tier, from this one on, that has room for it."""
+        """A page goes to the fastest tier, from number `first` on, that has room for it."""
         for tier in range(first, len(self._pages)):
             if self._make_room(tier, self._worth(key, entry), moves):
                 self._enter(tier, key, entry)
@@ -570,7 +574,7 @@ class TierPolicy(Generic[K]):
             del self._copies[tier][key]
         elif places:
             entry.top = (places & -places).bit_length() - 1
-            self._copies[entry.top].pop(key, None)  # it may be about to be read
+            self._copies[entry.top].pop(key, None)  # absent if about to be read
             self._settle_at_top(key, entry)
         else:
             entry.top = NOWHERE

@@ -22,7 +22,7 @@ from mainstem.kv.stored import NOTHING_STORED, Stored
 from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.traffic import Traffic
 
-EVICT_SHARE = 64  # 1/64 of all pages is evicted at a time
+EVICT_SHARE = 64  # an eviction frees 1/64 of all pages, or more if more are needed
 DEFAULT_CONFIG = StoreConfig()
 
 
@@ -38,13 +38,13 @@ class Lookup(Enum):
 class Match:
     """How much of a chain of keys the store has."""
 
-    pages: Int32s  # the leading READY pages
-    outcome: Lookup  # state of the first page after `pages`; READY if there is none
+    pages: Int32s  # the leading pages that are READY, or loaded far enough to start (`loads`)
+    outcome: Lookup  # of the first page after `pages`; READY if there is none; MISS if `loads`
     awaited: PageKey | None = None  # LOADING: the deepest page that is being filled
-    similar_page: int | None = None  # MISS: a READY page with the same first tokens ...
-    similar_tokens: int = 0  # ... and how many tokens are the same
+    similar_page: int | None = None  # MISS: a READY page with the same first tokens
+    similar_tokens: int = 0  # how many first tokens of `similar_page` are the same
     stored: Stored = NOTHING_STORED  # MISS: the pages after `pages` that `load` can load
-    loads: Int32s | None = None  # loads of the last `pages` that a step must wait for
+    loads: Int32s | None = None  # loads that fill the last of `pages`: a step must wait for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class KVStore:
     """Lends pages to sequences and remembers what is in them.
 
     take/give_back lends empty pages; lease/release lends filled ones; reserve/commit/abort names
-    pages while they are filled. Only pages without holders are evicted. With tiers below the
+    pages while they are filled. Only idle pages are evicted. With tiers below the
     device, filled pages are saved as steps fill them, and loaded on request.
     """
 
@@ -112,9 +112,9 @@ class KVStore:
         return self.num_pages - self.num_takeable() - only_copied
 
     def watch_queue(self, awaited: Callable[[int], Sequence[Sequence[PageKey]]]) -> None:
-        """Set `awaited`, which returns the chains that queued requests wait for, soonest first, up
-        to a number of pages. It is called when the device must evict: these pages are evicted
-        last."""
+        """Set `awaited`: it takes a number of pages and returns the chains that queued requests
+        wait for, soonest first, up to that many pages. It is called when the device must evict:
+        these pages are evicted last."""
         self._awaited = awaited
 
     def chain(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> PageChain:
@@ -170,7 +170,7 @@ class KVStore:
         """Return a page that begins like the tokens after page number `depth`, and how many tokens
         are equal.
 
-        If the public part ends inside a page, that part may be found under its public name.
+        If the public tokens end inside a page, those on this page may be found under a public name.
         """
         own = self._index.best_follower(chain.parent(depth), rest)
         num_public = chain.public_tokens - depth * self.page_size
@@ -237,9 +237,8 @@ class KVStore:
 
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
         """Name `pages`, which are about to hold the chain's full pages from number `first` on:
-        other sequences find them LOADING and wait. If another sequence fills a page of the chain,
-        `name` names the pages after it later: they could not be found if that page were never
-        filled."""
+        other sequences find them LOADING and wait. Pages after a page that another sequence fills
+        get their names later (`name`): they could not be found if that page were never filled."""
         keys = chain.keys[first : first + len(pages)]
         self._index.reserve(chain, first, pages[: self._index.num_nameable(keys)])
 
@@ -320,8 +319,8 @@ class KVStore:
         return NOTHING_STORED if self._traffic is None else self._traffic.find(keys)
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask shared tiers for pages that are not stored here; returns the key of the answer, which
-        `poll` returns. None: there is no tier to ask."""
+        """Ask shared tiers for pages that are not stored here; returns the key that `poll`
+        returns when the answer is there. None: there is no tier to ask."""
         return None if self._traffic is None else self._traffic.tiers.ask(keys)
 
     def is_asked(self, key: PageKey) -> bool:
@@ -358,8 +357,8 @@ class KVStore:
             self._traffic.settle(step_id)
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
-        """Check copies in progress; returns the keys of those that ended, which requests may wait
-        for. A step that is made now starts at the earliest in `lead_s` seconds."""
+        """Check copies in progress; returns the keys that requests need not wait for any longer. A
+        step that is made now starts at the earliest in `lead_s` seconds."""
         return [] if self._traffic is None else self._traffic.poll(lead_s)
 
     def expect(self, place: int, chain: PageChain) -> None:
@@ -391,8 +390,8 @@ class KVStore:
             self._traffic.tiers.close()
 
     def reclaim(self) -> None:
-        """Free all pages, whatever happened before. The caller makes sure that no sequence holds or
-        fills one."""
+        """Make every page that no copy uses free or idle, whatever happened before. The caller
+        makes sure that no sequence holds or fills a page."""
         num_copies = np.zeros(self.num_pages, np.int32)
         if self._traffic is not None:
             num_copies = self._traffic.num_copies
@@ -402,7 +401,7 @@ class KVStore:
     @contextmanager
     def distrust(self) -> Iterator[None]:
         """After a failed step: save nothing while sequences give their pages back, then forget all
-        device pages without holders."""
+        idle device pages."""
         if self._traffic is None:
             yield
         else:
@@ -411,8 +410,8 @@ class KVStore:
         self._clear_device()
 
     def clear(self) -> int:
-        """Forget every page without holders, in every tier; returns the number of device pages
-        among them."""
+        """Forget every page, in every tier, that no sequence or copy uses; returns how many of them
+        were on the device."""
         if self._traffic is not None:
             self._traffic.tiers.clear()
         count = self._clear_device()

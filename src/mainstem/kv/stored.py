@@ -16,12 +16,12 @@ class Entry:
     key: PageKey
     token_ids: bytes
     parent: PageKey | None  # key of the page before it
-    taken: int = 0  # one bit for each tier where the page has a place ...
-    full: int = 0  # ... and for each tier that has its bytes
+    taken: int = 0  # one bit for each tier where the page has a place
+    full: int = 0  # one bit for each tier that has the page's bytes
     holds: int = 0  # copies that use its places
     is_lost: bool = False
-    skips_load: bool = False  # a load that began with it failed: the next request computes the page
-    is_recovered: bool = False  # from an earlier process: its parent is not known
+    skips_load: bool = False  # a load whose first page it was failed: the next request computes it
+    is_recovered: bool = False  # written by an earlier or another process: `parent` is not known
 
 
 @dataclass(slots=True, eq=False)

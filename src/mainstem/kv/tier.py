@@ -7,7 +7,7 @@
 Each tier is slower than the one above. All pages pass through host memory.
 
 A tier knows where its pages are and moves their bytes; kv/policy.py decides which pages it gets.
-One thread owns it. Only `flush` and `close` block.
+One thread owns a tier. Only `flush` and `close` block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A shared tier's answer: how many leading pages of a question it has."""
+    """A shared tier's answer: `keys` are the leading pages of a question that it has."""
 
     asked: PageKey  # the last page of the question
     keys: Sequence[PageKey]
@@ -155,8 +155,8 @@ class LowerTier(Tier, Protocol):
         ...
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask a shared tier which leading `keys` it has; `poll` returns an Answer. If the tier
-        cannot be asked, it has none."""
+        """Ask a shared tier which leading `keys` it has; `poll` returns an Answer, without keys if
+        the tier cannot be asked."""
         ...
 
     def end_soon(self) -> None:

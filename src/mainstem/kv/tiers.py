@@ -45,8 +45,8 @@ from mainstem.kv.tier import Answer, LowerTier, Read, ReadJob, Tier, WriteJob, W
 from mainstem.kv.transfer import Link, LoadId, PageCopier
 
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
-READ_LIMIT_S = 5.0  # default for reads, as for prefetches
-READ_AHEAD_S = 0.02  # limit of prefetches queued in a tier, so that loads are not delayed
+READ_LIMIT_S = 5.0  # limit of a read, unless the request that needs it sets another
+READ_AHEAD_S = 0.02  # no more work than this is queued in a tier by prefetches: loads come first
 CHORE_S = 0.5  # between checks for expired pages
 IN_HOST = 1 << HOST
 NO_PAGES = np.empty(0, np.int32)
@@ -74,11 +74,11 @@ class LowerTiers:
         self._entries: dict[PageKey, Entry] = {}
         self._loads: list[Load] = []
         self._arrivals = Arrivals()  # what `poll` has not returned yet
-        # if a tier cannot keep up, the oldest entries are dropped: their pages have left host
+        # if a tier cannot keep up, the oldest keys are dropped: by then their pages have left host
         # memory
         self._to_back_up = [deque[PageKey](maxlen=host.num_places) for _ in self._tiers]
         self._shared = [(number, tier) for number, tier in self._below if tier.is_shared]
-        self._shared_names = {tier.name for _, tier in self._shared}  # shared tiers: no events
+        self._shared_names = {tier.name for _, tier in self._shared}  # no PagesStored for these
         self._in_shared = sum(1 << number for number, _ in self._shared)
         self.questions = Questions([tier for _, tier in self._shared])
         self._used: set[PageKey] = set()  # used pages that were not reported to lower tiers yet
@@ -168,8 +168,8 @@ class LowerTiers:
     # --- what other processes have ---------------------------------------------------------------
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask shared tiers for the pages of a chain that are not known yet; returns the key of the
-        answer. None: there is no tier to ask."""
+        """Ask shared tiers for the pages of a chain after those that `find` counts; returns the key
+        of the answer. None: there is no tier to ask, or no such page."""
         return self.questions.ask(keys[self.find(keys).num_pages :]) if self._shared else None
 
     def _take_answer(self, number: int, answer: Answer) -> None:
@@ -204,8 +204,9 @@ class LowerTiers:
     # --- saving ---------------------------------------------------------------------------------
 
     def make_room(self, count: int) -> int:
-        """Return how many of `count` pages can be saved now. Frees slots of pages that a lower tier
-        has or is writing; if it is still writing, the slot becomes free when the write ends."""
+        """Return how many of `count` pages can be saved now. To make room, pages that no request
+        waits for leave host memory. If a lower tier has to write one first, its slot becomes free
+        when the write ends."""
         if not self._below:
             return count
         num_free = self._host.num_free
@@ -264,7 +265,7 @@ class LowerTiers:
             self._give_up_save(entries)
             return NO_PAGES
         for entry in entries:
-            if self._policy.places(entry.key) != IN_HOST:  # all pages in host memory are worth more
+            if self._policy.places(entry.key) != IN_HOST:  # it goes on to a lower tier
                 self._place(entry)
         for number, _ in self._below:
             self._to_back_up[number].extend(entry.key for entry in entries)
@@ -292,8 +293,8 @@ class LowerTiers:
         limit_s: float = READ_LIMIT_S,
     ) -> Load | None:
         """Start loading stored pages to the device: as many leading ones as have slots to read
-        into. None: there are none, or the copy failed. A tier may cancel reads that take longer
-        than `limit_s`."""
+        into. None: not even the first has one, the copy failed, or the last load that began with
+        this page failed. A tier may cancel reads that take longer than `limit_s`."""
         entries = [self._entries[key] for key in keys]
         if entries[0].skips_load:
             entries[0].skips_load = False
@@ -335,8 +336,8 @@ class LowerTiers:
         return len(entries)
 
     def run_length(self, keys: Sequence[PageKey], most_read: int) -> int:
-        """How many leading pages are loaded together: all that are in host memory, or a piece that
-        must be read first."""
+        """How many leading pages to load together: all that are in host memory; if the first is
+        not, up to `most_read` that must be read first."""
         first = self._entries.get(keys[0])
         in_host = 0 if first is None else first.full & IN_HOST
         limit = len(keys) if in_host else min(len(keys), most_read)
@@ -462,8 +463,8 @@ class LowerTiers:
             self._bus.publish(opened)
 
     def _settle(self, entry: Entry) -> None:
-        """Free the places that the policy does not list. If a copy uses the page, this is done
-        later."""
+        """Free the places of a page that the policy does not list. If a copy uses the page, this is
+        done when the copy ends."""
         if entry.holds:
             return
         extra = entry.taken & ~self._policy.places(entry.key)
@@ -516,7 +517,7 @@ class LowerTiers:
 
     def _prefetch(self, keys: Sequence[PageKey]) -> None:
         """Read pages into slots; pages without a free slot stay in their lower tier."""
-        # a page with a slot is already used by a copy
+        # skip a page that has a slot: a copy already uses it
         entries = [e for key in keys if not (e := self._entries[key]).taken & IN_HOST]
         num_free = self._host.num_free
         self._read(entries[:num_free])

@@ -47,7 +47,7 @@ class Traffic:
         self._index = index
         self.tiers = tiers
         self._bus = bus
-        self._copying = np.zeros(pool.num_pages, np.int32)  # by page, holders that are copies
+        self._copying = np.zeros(pool.num_pages, np.int32)  # by page: its holders that are copies
         self._committed: list[Int32s] = []  # pages committed by the step that is being made
         self._filling: dict[StepId, list[Int32s]] = {}
         self._is_filling = np.zeros(pool.num_pages, np.bool_)
@@ -212,8 +212,7 @@ class Traffic:
         return np.array(list(loads), np.int32)
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
-        """Check copies in progress; returns the keys of those that ended, which requests may wait
-        for."""
+        """Check copies in progress; returns the keys that requests need not wait for any longer."""
         arrivals = self.tiers.poll(lead_s)
         for pages in arrivals.saved:
             self._let_go(pages)
@@ -237,7 +236,7 @@ class Traffic:
         self.tiers.flush()
         with held_interrupts():
             self._news = self.poll()  # the next `poll` returns these keys
-        while self._postponed or self.tiers.num_pages_saving:  # each round starts or ends some
+        while self._postponed or self.tiers.num_pages_saving:  # each round starts or ends saves
             self.tiers.flush()
             with held_interrupts():
                 self._news = self.poll()
@@ -261,7 +260,7 @@ class Traffic:
         size = chain.page_size
         keys = chain.keys[first : first + len(pages)]
         token_ids = chain.token_ids[first * size : (first + len(pages)) * size].tobytes()
-        if not self.tiers.has_all(keys, token_ids):  # others may have evicted some
+        if not self.tiers.has_all(keys, token_ids):  # some may be evicted by now
             return 0
         load_id = LoadId(next(self._load_ids))
         load = self.tiers.load(load_id, keys, pages, start_layers, limit_s)

@@ -5,7 +5,7 @@ from typing import NewType, Protocol
 
 from mainstem.core.step import Int32s
 
-LoadId = NewType("LoadId", int)  # a load that a Step may name, so that its layers wait for it
+LoadId = NewType("LoadId", int)  # names a load; a Step that lists it waits, layer by layer
 
 LEARNING = 0.3  # weight of the latest copy in a link's rate
 FADE_S = 1.0  # after this many seconds of work on a shared link, earlier work has half the weight
@@ -116,10 +116,10 @@ class SharedLink(Link):
         copy c          |-----|
         busy     |------------|           |--
 
-    Bytes and busy seconds are summed, and both sums decay with later work. Copies that began
-    together end together, so the progress of copies in flight (at most `most_under_way` bytes) is
-    estimated from the rate. An overdue copy is expected to take as long again as it has taken, so
-    the expected rate of a link that hangs falls further and further.
+    Bytes and busy seconds are summed, and both sums decay with later work. The progress of copies
+    in flight (at most `most_under_way` bytes) is estimated from the rate: copies that began
+    together end together, so for a while there is no end to measure. A copy that is t seconds
+    overdue is expected to take t more, so a link that hangs is expected to be slower and slower.
     """
 
     def __init__(self, bytes_per_s: float, most_under_way: float = float("inf")) -> None:

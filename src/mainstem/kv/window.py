@@ -4,8 +4,8 @@
                   near        far
 
 Everything here is in the eviction window (AttentionStore 3.3.2). The *near* requests are those
-whose pages fit the host tier together: the prefetch window (3.3.1), counted in actual pages instead
-of a mean.
+whose pages fit the host tier together: the prefetch window (3.3.1). The paper computes its length
+from the mean length of a chain; here the pages are counted.
 """
 
 from bisect import bisect_left

@@ -8,11 +8,11 @@ its first member, plus what each member adds to the one before it:
     path_s      0 8 8   0 6 6   0 7 7 7 7 7 7 7   0 4         what it shares with the one before
     range                             [---------]             7 + 1 + 1 + 1 + 1
 
-A range that begins within a group pays for its prefix again. Ranges are assigned longest first
-(longest-processing-time-first), each to the worker with the least to do; only a range that exceeds
-the average share is split. If shares are still uneven, ranges that do not fit under a common limit
-are split too, and the lowest such limit is searched for. Last, each worker's share is cut into
-bundles, small enough that other workers can take the last ones of a slow worker.
+A range that begins within a group pays for the group's prefix again. Ranges are assigned longest
+first (longest-processing-time-first), each to the worker with the least to do; only a range that
+exceeds the average share is split. If shares are still uneven, ranges that do not fit under a
+common limit are split too, and the lowest such limit is searched for. Last, each worker's share is
+cut into bundles, small enough that other workers can take the last ones of a slow worker.
 """
 
 import math
@@ -29,17 +29,17 @@ from mainstem.plan.cost import TokenCosts, token_costs
 from mainstem.plan.order import shared_with_next
 
 BUNDLES_PER_SHARE = 16
-# pairs of numbers, tried in this order. The first is the largest prefix, as a share of a group,
-# that may be computed again between groups. The second is the part of a range that is searched for
-# the cheapest place to split it
+# pairs of numbers, tried in this order. First: a range may begin at a group if what it shares with
+# the group before it costs at most this part of the group. Second: the last part of a range that is
+# searched for the cheapest place to split it
 WAYS_TO_CUT = ((0.05, 0.03), (0.5, 0.03), (0.5, 0.2), (1.0, 0.03))
 BUNDLE_LEEWAY = 0.5  # the second number for bundles
 BALANCE = 1.05  # if the longest share / mean is at most this, no more groups are split
 LIMITS_TRIED = 8
-MOST_EXCHANGED = 64  # with more ranges than this, small ones balance the shares anyway
+MOST_EXCHANGED = 64  # ranges; if there are more, shares are balanced without exchanges
 
 Range = tuple[int, int]
-Dealt = Int64s  # [ranges, 3] worker, begin and end, in the order of the line
+Dealt = Int64s  # [ranges, 3] worker, begin and end, sorted by begin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -346,16 +346,16 @@ def _costs(line: _Line, dealt: Dealt) -> tuple[Float64s, int]:
 
 
 def _known_tokens(line: _Line, workers: Int64s, begins: Int64s, ends: Int64s) -> Float64s:
-    """Return [ranges] how many leading tokens of each its worker has from the range before it.
+    """Return [ranges] how many leading tokens its worker has from the previous range of its share.
 
-    Ranges are in the order of the line and cover it. Two ranges share the minimum of what
-    neighbouring members share, from the end of the first range to the beginning of the second.
+    Ranges are sorted and cover all members. Two ranges share the minimum of what neighbouring
+    members share, from the end of the first range to the beginning of the second.
     """
     count = len(begins)
     known = np.zeros(count)
     if not count:
         return known
-    # least[0][k]: within range k, and between it and the next one
+    # least[0][k]: the least that neighbours share within range k, and between it and the next range
     least = [np.minimum.reduceat(line.shared, begins)]
     while 2 << (len(least) - 1) <= count:  # least[j][k]: over 2**j ranges
         half = 1 << (len(least) - 1)

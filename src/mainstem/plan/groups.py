@@ -175,8 +175,9 @@ def first_level_enlarged(tree: PrefixTree) -> Draft:
     printed.
 
     A prefix node u that hangs on c, a child of D, is forked up to D if
-    (leaves(u) - 1) * tokens(u) > tokens(c). Sub-problems come first, so levels are processed from
-    the deepest up; a fork depends on nothing else at its level.
+    (leaves(u) - 1) * tokens(u) > tokens(c). Here tokens(v) are those that v adds to its parent.
+    Sub-problems come first, so levels are processed from the deepest up; a fork depends on nothing
+    else at its level.
     """
     levels = tree.node_levels
     by_level = np.argsort(levels, kind="stable")

@@ -7,7 +7,7 @@ are expected to have the same length.
 
 Groups below one trunk node stay together, so that the trunk's pages are held only for one part of
 the job. The trunk with all its groups is then ordered among its siblings by its own ratio: the sum
-of L_decode of its groups / all its tokens. It lies between the ratios of the groups:
+of L_decode of its groups / all tokens of the trunk and its groups.
 
     root ----+-- group            R 0.30
              +-- trunk node -+--  R 0.21 (all below it together)
@@ -24,7 +24,7 @@ from mainstem.core.plan import Bools, Float64s, Int32s, Int64s, Plan
 from mainstem.plan.groups import Draft
 from mainstem.plan.prefix_tree import PrefixTree
 
-LEAST_NEW_TOKENS = 16  # assumed for a prompt if it is not known how much of it is cached
+LEAST_NEW_TOKENS = 16  # assumed if it is not known what a prompt shares with the one before it
 
 
 class OutputEstimate:
@@ -32,8 +32,8 @@ class OutputEstimate:
 
     A template is a number the caller gives to prompts of one kind (see `templates_of`). The mean of
     a template is shrunk towards the mean of the job, and the mean of the job towards max_tokens, as
-    if each had been observed `trust` times. So a rare template follows the others. Never above
-    max_tokens.
+    if each had been observed `trust` times. So a rare template follows the others. No estimate is
+    above max_tokens.
     """
 
     def __init__(self, trust: float = 4.0) -> None:
@@ -226,7 +226,7 @@ def _with_trunks(
 
 
 def _levels_upwards(nodes: Int64s, parents: Int64s) -> list[Int64s]:
-    """Yield the nodes other than the root, level by level from the deepest level up.
+    """Return the nodes other than the root, level by level from the deepest level up.
 
     There are at most sqrt(2 * tokens) levels, since each needs a longer prompt than the one above.
     """

@@ -9,11 +9,11 @@ in their first d tokens:
                                                   member   a b c d e q     agrees in 5 tokens
 
 The leader's path has a node wherever members leave it (here at 3 and 5). Members that leave it at
-the same place with the same token form a class of the next round. A token is compared once per
-prompt in total, and a random leader makes the number of rounds logarithmic, so the work is linear
-in the tokens.
+the same place with the same token form a class of the next round. All rounds together
+compare each token of a prompt once, and a random leader makes the number of rounds logarithmic, so
+the work is linear in the tokens.
 
-Sorting a class by (where it left the leader, the token there) puts it in lexicographic order: a
+Sorting members by (where they left the leader, the token there) puts them in lexicographic order: a
 member that leaves with a smaller token comes before the leader, and the earlier it leaves, the
 further before. So the result does not depend on which leaders were drawn.
 """
@@ -26,7 +26,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from mainstem.core.plan import Int32s, Int64s, Prompts
 
 FIRST_STRIP_TOKENS = 16  # most pairs of unrelated prompts differ within this many tokens
-STRIP_GROWTH = 16  # prompts that agree in a whole strip usually agree in many more tokens
+STRIP_GROWTH = 16  # the next strip is wider: prompts that agree in one usually agree for long
 WIDEST_STRIP_TOKENS = 1024
 TILE_TOKENS = 1 << 17  # tokens of one comparison, so that its operands stay in the cache
 NO_TOKEN = -(1 << 40)  # what follows the last token; sorts before every int32
@@ -101,7 +101,7 @@ class _Classes:
 class _Rows:
     """The members of all open classes, class by class, sorted within each class."""
 
-    positions: Int64s  # in order
+    positions: Int64s  # places in `order`
     class_of: Int64s
     is_leader: np.ndarray[tuple[int], np.dtype[np.bool_]]
     matched: Int64s  # tokens in common with the leader

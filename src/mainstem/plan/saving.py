@@ -89,8 +89,8 @@ def lru_hit_tokens(tree: PrefixTree, cache: LruCache) -> int:
     nodes, parents = tree.prompt_nodes[by_input].tolist(), tree.node_parents.tolist()
 
     capacity = cache.capacity_tokens // cache.page_size
-    last_use = [-1] * len(parents)
-    used_at = [0] * count  # for each node, the prompt that used its pages last
+    last_use = [-1] * len(parents)  # for each node, the prompt that used its pages last
+    used_at = [0] * count  # for each prompt, the number of pages whose last use it was
     horizon, newer = -1, 0  # newer: pages used after the horizon; prompt -1 has no pages
     hit_pages, room = 0, capacity  # room: pages used at the horizon that still fit
     for now in range(count):

@@ -66,7 +66,7 @@ def present_device() -> Probe:
 
 
 def measure(probe: Probe) -> Card:
-    """Measure the five rates; the last three are differences between attention calls."""
+    """Measure the five rates; the last two are differences between attention calls."""
     bytes_per_s, flops_per_s = _copy_rate(probe), _product_rate(probe)
     launch_s = _attention_s(probe, _spans_of([range(1)], key_tokens=1))
     few, many = 1, 1 + 4 * max(probe.parallel_units // probe.heads.kv_heads, 8)
@@ -84,8 +84,9 @@ def measure(probe: Probe) -> Card:
 
 
 def measure_tiles(probe: Probe) -> Iterator[tuple[str, Tiles]]:
-    """For each head_dim: the name under which its tiles are saved, and the tiles with the costs
-    that the attention planner uses, fitted to times of steps. None on a CPU, which needs no costs.
+    """For each head_dim, yield the name under which its tiles are saved, and the tiles. Their
+    costs, which the attention planner uses, are fitted to times of steps. A CPU needs no costs: for
+    it nothing is yielded.
     """
     if probe.device.type == "cpu":
         return

@@ -10,7 +10,7 @@ from functools import cache
 from mainstem.core.errors import ConfigError
 
 HOST, DEVICE = 1, 2  # CU_MEMORYTYPE_
-MAX_PITCH = 2**31 - 1  # bytes from row to row, on every card
+MAX_PITCH = 2**31 - 1  # the most bytes from row to row that every card allows
 
 
 class _Copy2D(ctypes.Structure):
@@ -51,7 +51,7 @@ class Rows:
         )  # fmt: skip
 
     def to_device(self, host: int, device: int, rows: int, stream: int) -> None:
-        """Copy to the device; the arguments are the addresses of the first row on both sides."""
+        """Copy to the device; `host` and `device` are the addresses of the first row."""
         copy = self._to_device
         copy.src_host, copy.dst_device, copy.height = host, device, rows
         self._run(copy, stream)

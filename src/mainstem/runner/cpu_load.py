@@ -16,13 +16,13 @@ from mainstem.runner.pages import DevicePages
 
 _MAX_AUTO_TOKENS = 262_144
 _KV_SHARE = 0.4  # of the memory that the weights leave, at most
-_PACKED_SHARE = 0.15  # the same limit for the second copy of the weights
+_PACKED_SHARE = 0.15  # of the same memory, at most: for a packed copy of the weights
 
 
 def load_cpu_runner(
     origin: Origin, config: EngineConfig, ranks: Collectives = ALONE
 ) -> tuple[CpuRunner, RunnerFacts]:
-    """Load weights and allocate pages. All ranks have as many as the rank with the least memory.
+    """Load weights and allocate pages. All ranks have the same number: the least that any can have.
 
     If `cache.kv_tokens` is not set, weights and pages take `cache.memory_share` of the available
     memory. If that is not set either, pages take 40 % of what the weights leave, but at most

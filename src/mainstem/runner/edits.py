@@ -1,7 +1,7 @@
 """Edits logits for each sequence: bias, stop tokens that are not allowed yet, penalties.
 
-A sequence's token ids stay on the device, one row each. Sampled ids are appended there, without a
-copy to the host:
+The token ids of each sequence stay on the device, in one row. Sampled ids are appended there,
+without a copy to the host:
 
     ids [rows, width]   | prompt ids, each once | output ids in order | unused |
                         0                  num_prompt            num_ids
@@ -109,7 +109,7 @@ class LogitEdits:
             self._ids.index_put_((targets, columns), said)
 
     def _penalise(self, logits: Tensor, penalised: list[tuple[int, _Sequence]]) -> None:
-        """Apply penalties. An id that occurs twice in a row is written twice, with the same
+        """Apply penalties. An id that a sequence has twice is written twice, with the same
         value."""
         table = np.array(
             [(row, seq.row, seq.num_prompt, seq.num_ids) for row, seq in penalised], np.int64

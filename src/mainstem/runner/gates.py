@@ -5,7 +5,7 @@ from typing import Protocol
 from mainstem.core.step import Int32s
 from mainstem.models.block import Gate
 
-LAYERS_AT_ONCE = 8  # layers that are loaded, and captured, together
+LAYERS_AT_ONCE = 8  # layers that are loaded together, and captured in one CUDA graph
 
 
 class Loads(Protocol):

@@ -91,7 +91,7 @@ class GpuRunner:
         ]
         self._num_launched = 0
         self._graphs: StepGraphs | None = None
-        self._before_last: dict[int, Rows] = {}  # by size: output of large graphs
+        self._before_last: dict[int, Rows] = {}  # by size: output of a graph without the last layer
         self._loads: Loads | None = None
         self.sampler = Sampler(device)
 

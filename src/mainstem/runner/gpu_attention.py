@@ -73,8 +73,8 @@ class LayerSpans:
 
     @property
     def kinds_of_steps(self) -> tuple[Launches, ...]:
-        """See SpanAttention. If one kind of layer needs a launch, it is made for all kinds that
-        have it."""
+        """See SpanAttention. A kernel that one kind of layer needs in a step is launched for all
+        kinds that have it."""
         return max((kind.kinds_of_steps for kind in self._kinds.values()), key=len)
 
     def plan(self, spans: Spans, positions: Int32s) -> Launches:

@@ -21,10 +21,11 @@ LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
 DEFAULT_TOKENS = 2048  # in a step, unless the config says otherwise
 DETERMINISTIC_KEYS = 512  # a span is cut at multiples of this many keys, in every batch
 _MEMORY_SHARE = 0.9  # of the card, for weights and pages
-_RESERVE = 1 << 30  # graphs, library workspaces
+_RESERVE = 1 << 30  # bytes for graphs and library workspaces
 _SAMPLING_ROWS = 1024  # rows whose logits may be held in fp32, with copies
-# Each level of shared reads costs one Partial per token, 8 or 16 KB with 32 heads of 128. There is
-# room for all levels of decodes, but not of a step full of prompts, which gains less by sharing.
+# Each level of shared reads costs one Partial per token, 8 or 16 KB with 32 heads of 128. Steps of
+# up to _DEEP_TOKENS have room for all levels. Larger steps are mostly prompts, which gain less by
+# sharing: they have room for _PROMPT_LEVELS.
 _MAX_SPAN_LEVELS = 8
 _PROMPT_LEVELS = 4
 _DEEP_TOKENS = 2048

@@ -37,7 +37,7 @@ class GpuTransfer:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self.kept: Tensor | None = None  # pinned memory that a kernel reads
+        self.kept: Tensor | None = None  # pinned memory that a kernel reads, kept alive until then
         self.begin = _event()
         self.events: list[torch.cuda.Event] = []
         self._num_groups_done = 0
@@ -217,7 +217,7 @@ class GpuCopier:
 
 
 def _by_slot(slots: Int32s, pages: Int32s) -> tuple[Int32s, Int32s]:
-    """Copy slots; one call copies a run of neighbouring slots."""
+    """Sort both by slot, since one call can copy a run of neighbouring slots."""
     order = np.argsort(slots)
     return slots[order], pages[order]
 
@@ -228,7 +228,7 @@ def _parts(count: int, at_once: int) -> Iterator[slice]:
 
 
 def _runs(slots: Int32s) -> Iterator[tuple[int, int, int]]:
-    """(place, slot, length) of neighbouring slots, ascending."""
+    """Runs of neighbouring slots, from ascending `slots`: (index, first slot, length)."""
     ends = np.flatnonzero(np.diff(slots) != 1) + 1
     begins = [0, *ends.tolist()]
     for begin, end in zip(begins, [*begins[1:], len(slots)], strict=True):

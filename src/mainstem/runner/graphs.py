@@ -22,11 +22,11 @@ GRAPH_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, *range(64, 512, 32), *range(512, 2049, 64), *range(2176, 4097, 128)
 )  # fmt: skip
 FEW_TOKENS = 1024  # every model has graphs up to this size
-# The time that the host of an H200 needs to launch a layer (measured: 12.5 ms for 32 dense layers;
-# 52 ms for 48 with experts, before launches became a quarter cheaper), and the speed of the card's
-# products (600 TFLOP/s).
+# Seconds that the host of an H200 needs to launch a layer. Measured: 12.5 ms for 32 dense layers;
+# 52 ms for 48 layers with experts, before launches became a quarter cheaper. The card's products
+# run at 600 TFLOP/s.
 _DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.4e-3, 0.8e-3
-_WEIGHTS_PER_S = 3e14  # times tokens
+_WEIGHTS_PER_S = 3e14  # weights x tokens a second, at 2 FLOP each
 # Leaving out launches saves a few microseconds a layer, which does not matter in larger steps.
 MOST_TOKENS_OF_FEWER = 256
 

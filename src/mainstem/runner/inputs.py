@@ -18,9 +18,9 @@ class Inputs:
     write_slots: Tensor  # [tokens]
     copies: tuple[Tensor, Tensor] | None  # slots to copy from and to
     moves: tuple[Tensor, Tensor, Tensor] | None  # pages to move from and to, positions to move by
-    # packed tokens whose last hidden state is needed: samples, then prompt logprobs;
+    # packed tokens whose last hidden state is needed: samples, then prompt logprobs. None: all
+    # tokens in order, as in a step of decodes
     hidden_rows: Tensor | None
-    # None: all of them in order, as in a step of decodes
 
 
 def make_token_ids(step: Step, previous: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ class KvSize:
     bytes_per_token: int
     dtype: DType
     max_positions: int
-    # share of bytes_per_token that, at the end of the longest context, is no longer in its layer's
-    # window. It stays in memory, since a page holds all layers
+    # how many of these bytes, in the mean, are no longer in their layer's window at the end of the
+    # longest context. They stay in memory, since a page holds all layers
     unread_bytes_per_token: int
     # the form of the weights in the checkpoint: a dtype, or a quantized format in words
     weights: str

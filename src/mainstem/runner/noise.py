@@ -86,8 +86,9 @@ def _pick_from_top(scores: Float32s, bits: UInt32s, bound: Float32s) -> int:
 
 
 def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
-    """Compute upper bounds of score - log(E), minus _BOUND_BASE, without a logarithm: E is at least
-    v, and log2 is at least the straight line between powers of two, which a float's bits give."""
+    """Compute upper bounds of score - log(E), minus _BOUND_BASE, without a logarithm. E is at least
+    v, and log2 is at least the straight line between powers of two. A float's bits give that line.
+    """
     bound[:] = bits
     bound[:] = bound.view(np.int32)
     bound *= np.float32(-_LOG_2 / _EXPONENT_STEPS)
@@ -95,7 +96,7 @@ def _fill_bounds(scores: Float32s, bits: UInt32s, bound: Float32s) -> None:
 
 
 def _key(mixed: UInt32s, keys: Int64s, out: UInt32s, spare: UInt32s) -> None:
-    """Do the second round of mixing. Half of the key is added before it, the other half within
+    """Do the second round of mixing. Half of the key is mixed in before it, the other half within
     it."""
     np.bitwise_xor(mixed, keys.astype(np.uint32), out=out)
     out ^= np.right_shift(out, 16, out=spare)

@@ -66,7 +66,7 @@ class RandomOrigin:
 
 @dataclass(frozen=True, slots=True)
 class FolderPart:
-    """A checkpoint whose hash another process knows."""
+    """A checkpoint whose hash another process computes."""
 
     folder: Path
     spec: ModelSpec

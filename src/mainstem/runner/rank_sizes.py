@@ -113,7 +113,7 @@ class _Products:
 
     def _keeps_experts(self, keeps: Keeps) -> bool:
         quantized = self.spec.quantized
-        has_order = quantized is not None and quantized.has_order  # such experts are not stacked
+        has_order = quantized is not None and quantized.has_order  # such experts are dequantized
         packing = self.of_experts
         return not has_order and packing is not None and packing.kind in keeps.experts
 

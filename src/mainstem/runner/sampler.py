@@ -142,7 +142,7 @@ class Choice:
 
 
 def choice_of(batch: SampleBatch) -> Choice:
-    """Return the batch's settings as tensors. Products of probabilities are computed in float64."""
+    """Return the batch's settings as tensors; top_p and min_p in float64, like `_weights`."""
     return Choice(
         torch.from_numpy(batch.temperature),
         torch.from_numpy(batch.top_p).double(),
@@ -189,7 +189,7 @@ def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
     else:
         total = _weights(scores, choice.min_p).sum(dim=1, keepdim=True)
         total = torch.where(has_all[:, None], reached[:, -1:], total)
-        # if top_k is above the number of candidates, their total is not known either
+        # if top_k is above `count`, the total of the top_k tokens is not known either
         is_short = ~has_all & (
             (reached[:, -1] < choice.top_p * total[:, 0]) | (choice.top_k < scores.shape[1])
         )
@@ -245,8 +245,8 @@ class LogprobRows:
         self._counts = counts
 
     def resolve(self) -> list[TokenLogprobs]:
-        """Return one record per row. On a GPU the caller must have waited for an event that follows
-        the start."""
+        """Return one record per row. On a GPU the caller must have waited for an event that was
+        recorded after `start_logprobs`."""
         return [
             TokenLogprobs(
                 token_id=ints[0],
@@ -287,7 +287,7 @@ def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, 
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Start a copy to the host; it is complete when the device reaches this point."""
+    """Start a copy to the host. It is complete when the device has done all work queued so far."""
     if tensor.device.type == "cpu":
         return tensor
     from mainstem.kernels.memory.upload import move_words  # noqa: PLC0415  # brings Triton

@@ -151,8 +151,8 @@ class SingleTokenPass:
         return self._decoder.norm(self._x)
 
     def _norm_factor(self, x: NDArray[np.float32]) -> float:
-        """Return the factor by which RMS norm multiplies x. Its gain is part of the next product's
-        weights."""
+        """Return the factor by which RmsNorm multiplies x. The norm's scale is part of the next
+        product's weights."""
         return 1.0 / math.sqrt(float(x.dot(x)) + self._floor)
 
     def _attention(self, step: Step) -> Callable[[int], Tensor]:

@@ -63,7 +63,7 @@ class HostSlab:
         self._first = part.shard.rank * self.page_bytes  # this rank's first byte in each slot
         self.address = self._start + self._first
         self._is_pinned = is_pinned
-        if is_pinned:  # torch rounds pinned memory up to powers of two
+        if is_pinned:  # not by torch, which rounds pinned memory up to powers of two
             _check(torch.cuda.cudart().cudaHostRegister(self._start, len(words), 0))  # type: ignore[no-untyped-call]
         used = words.view(num_slots, -1).narrow(1, self._first, self.page_bytes).view(dtype)
         self.pages: Tensor = used.view(num_slots, *page_shape)

@@ -23,7 +23,7 @@ class Uploads:
         from mainstem.kernels.memory.upload import move_words  # noqa: PLC0415  # brings Triton
 
         pinned = tensor.pin_memory()
-        if pinned.nbytes % 4:  # not a multiple of 4 bytes
+        if pinned.nbytes % 4:  # move_words copies words of 4 bytes
             return pinned.to(self.device, non_blocking=True)
         target = torch.empty_like(tensor, device=self.device)
         move_words(target.view(1, -1), pinned.view(1, -1))

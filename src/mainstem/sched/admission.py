@@ -16,7 +16,7 @@ class Outlook:
     order in which they are expected to end."""
 
     remaining: Int32s  # [running] output tokens to come
-    own_pages: Float32s  # [running] pages freed at its end, with its part of shared pages
+    own_pages: Float32s  # [running] pages that its end frees; a shared page counts in part
 
     @classmethod
     def of(cls, remaining: Int32s, own_pages: Float32s) -> "Outlook":
@@ -47,8 +47,8 @@ class Admission:
     """Starts a sequence if the outlook says that the running ones will not run out of pages.
 
     Every running sequence grows by a token a step and gives its own pages back when it ends. Just
-    before the k-th sequence ends, all running sequences have grown by the same number of tokens,
-    and the sequences before it have ended:
+    before sequence k of n (from 0) ends, all running sequences have grown by the same number of
+    tokens, and the sequences before it have ended:
 
         need_k = (n - k) * remaining_k / page_size  -  own pages of those that ended
 

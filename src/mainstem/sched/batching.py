@@ -134,8 +134,8 @@ def _write_slots(page_table: Int32s, rows: Int32s, positions: Int32s, spans: Spa
 
 
 def _copy_slots(copies: list[PageCopy], page_size: int) -> tuple[Int64s, Int64s]:
-    """Return the slots to copy. If a source is itself a target of this step, its own source is
-    used."""
+    """Return the token slots to copy from and to. If a source is itself filled by a copy of this
+    step, the source of that copy is used."""
     if not copies:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     origin: dict[int, int] = {}

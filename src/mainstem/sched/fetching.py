@@ -20,9 +20,9 @@ CAUTION = 0.8
 MIN_LIMIT_S = 0.1  # the shortest time limit for reads of stored pages
 # a prompt waits for a shared tier's answer at most this part of the time that computing it takes
 ANSWER_SHARE = 0.05
-ALWAYS_PATIENCE_S = 1.0  # the longest such wait if stored pages are always loaded
-# at most this many waiting sequences count as delayed. The others may load instead of computing, or
-# compute instead of loading
+ALWAYS_PATIENCE_S = 1.0  # the longest wait for an answer if stored pages are always loaded
+# at most this many waiting sequences count as delayed. The others can avoid the delay: they compute
+# if the links are busy, and load if the device is busy
 HELD_UP = 4.0
 
 
@@ -112,7 +112,7 @@ class Fetching:
 
     def is_busy(self, stored: Stored) -> bool:
         """Whether the links have enough work until the next step. If so, no load is started now: a
-        later load can go to a more urgent sequence, and does not delay this step."""
+        later load can serve a more urgent sequence, and does not delay the step being made."""
         if stored.num_below and self.tiers.is_crowded(stored.num_below):
             return True
         enough_s = BUSY_S + self.steps.interval_s

@@ -25,8 +25,8 @@ from mainstem.core.request import Delivery, Overflow, Request, SamplingParams
 from mainstem.core.step import Float32s, Int32s
 from mainstem.sched.cut import Cut
 
-QUERY_TOKENS = 64  # the attention of the last 64 tokens decides ...
-QUERY_SHARE = 6  # ... but at most 1/6 of the window without the sink
+QUERY_TOKENS = 64  # the attention of at most this many last tokens decides
+QUERY_SHARE = 6  # these are at most 1/6 of the window without the sink
 MAX_CHOICES = 1024  # each has up to 8 bytes for every page of the window
 
 
@@ -96,8 +96,8 @@ class Choices:
         self._cuts: OrderedDict[bytes, Cut] = OrderedDict()
 
     def find(self, name: bytes, num_pages: int) -> Cut | None:
-        """Return the cut of this name. None if it is not known, or if the prompt's `num_pages` are
-        too few for it, because the user went back to an earlier turn."""
+        """Return the cut of this name. None if there is none, or if the prompt's `num_pages` are
+        too few for the cut, because the user went back to an earlier turn."""
         cut = self._cuts.get(name)
         if cut is None or cut.rest > num_pages:
             return None
@@ -131,7 +131,7 @@ def weigh(
     name: bytes, given: Request, cuts: tuple[Cut, ...], step: int, window: int, page_size: int
 ) -> Weighing | None:
     """Return how to find the cut after `cuts` (the first of `cuts` drops nothing). None if there is
-    no choice, because a step drops every page that is not recent."""
+    no choice, because there are at most `step` candidates and `step` pages must be dropped."""
     before = cuts[-1]
     left = before.token_ids(given.prompt_ids, page_size)
     num_free = window - before.sink_pages * page_size

@@ -84,7 +84,7 @@ class Intake:
         return Taken(request, truncation, [*reader, *answers])
 
     def settle(self, weighing: Weighing, answers: Iterable[Sequence]) -> None:
-        """After pages were weighed, give the answers that waited for this their cut."""
+        """After the pages were weighed, give the waiting `answers` their cut."""
         self._truncator.settle(weighing)
         request, truncation = self._truncator.fit(weighing.given)
         chain, origins = self._names(weighing.given, request, truncation)
@@ -116,7 +116,7 @@ class Intake:
 
     def _arrive(self, request: Request, index: int) -> tuple[int, int]:
         """Return seed and arrival number of an answer. If the request has a seed, the answer's seed
-        depends on nothing else."""
+        depends only on it and on `index`."""
         arrival, seed = next(self._arrivals), request.sampling.seed
         if seed is None:
             seed = _mix(_mix(self._seed, -1), arrival)  # no answer has index -1

@@ -195,7 +195,7 @@ class Loader:
         return sequence.asked
 
     def awaited_answer(self, found: Candidate) -> PageKey | None:
-        """The answer that a sequence waits for before it starts, because it is expected very soon.
+        """The answer that a sequence waits for before it starts, because it should come soon.
         None: the sequence starts, and a later answer helps other sequences."""
         asked = self._ask(found)
         if asked is None or self.fetching is None:
@@ -237,7 +237,7 @@ class Loader:
         return self.fetching.lead_s(prompt_tokens, perf_counter() - began_s)
 
     def must_wait(self, found: Candidate, tokens_ahead: int) -> bool:
-        """Whether a sequence should wait: loading is better for it, but its link is busy."""
+        """Whether a sequence should wait: loading is faster, but the link is busy."""
         fetching, stored = self.fetching, found.match.stored
         if fetching is None or not stored.num_pages or not found.may_fetch:
             return False

@@ -36,8 +36,8 @@ class OutputLengths:
 class PlannedOrder:
     """The announced order of a known workload: what each prompt shares with the next.
 
-    Prompts start in this order. So the number of tokens of prompt i that a prompt after `last` can
-    still use is the minimum that two neighbours between them have in common.
+    Prompts start in this order. Prompts after `last` can still use some leading tokens of prompt i:
+    the least number that two neighbours from i to `last` + 1 have in common.
     """
 
     def __init__(self) -> None:

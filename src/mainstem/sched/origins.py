@@ -109,7 +109,8 @@ class Origins:
     def _sources(self, number: int) -> Iterator[tuple[PageChain, int]]:
         """Yield chains and page numbers under which the kept page `number` may be found.
 
-        The chain of the whole prompt comes first: keys that were never moved are rounded only once.
+        The chain of the whole prompt comes first: its pages were never moved, and each move
+        rounds K once more.
         """
         if not self._earlier:
             cuts = self._truncation.cuts_before

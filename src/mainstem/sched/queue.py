@@ -1,5 +1,5 @@
-"""Waiting sequences: in order of priority and arrival, or parked on a page that another sequence
-computes."""
+"""Waiting sequences: in order of priority and arrival, or parked on a page that is being
+computed or loaded."""
 
 import heapq
 from collections import defaultdict
@@ -19,10 +19,10 @@ class WaitingQueue:
     """A heap of sequences ready to start, and those parked on a page that is LOADING.
 
     A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
-    were aborted while they waited are dropped when they reach the head. Suspects go first: nothing
-    else can run while they are tried. There is one exception: if a request is at fault and no other
-    step has succeeded since, suspects go last, because other sequences can show that steps still
-    succeed.
+    were aborted while they waited are dropped when they reach the head. Suspects (sched/retry.py)
+    go first: nothing else can run while they are tried. There is one exception: if a request is at
+    fault and no other step has succeeded since, suspects go last, because other sequences can show
+    that steps still succeed.
 
     A sequence whose history is loaded overtakes some sequences that compute theirs: it delays them
     only by its few new tokens, and would otherwise wait for all their tokens.
@@ -49,7 +49,7 @@ class WaitingQueue:
         self._num_parked = self._num_dead = 0
 
     def reorder(self, suspects_last: bool) -> None:
-        """Move a waiting sequence that became a suspect, or was cleared."""
+        """Sort the queue again, because sequences became suspects or were cleared."""
         self.suspects_last = suspects_last
         self._heap = [self._entry(entry[-1]) for entry in self._heap]
         heapq.heapify(self._heap)

@@ -31,7 +31,7 @@ class Retry:
         running: RunningSet,
         end: Callable[[RequestId, str], None],
     ) -> None:
-        """`sequences` returns the sequences that have not ended; `end` ends a request with an
+        """`sequences` has the sequences that have not ended; `end` ends a request with an
         error."""
         self._sequences = sequences
         self._queue = queue
@@ -87,7 +87,7 @@ class Retry:
 
     def note_good(self, slots: Int32s) -> None:
         """Record that a step succeeded, and that these sequences got past the token where they
-        failed. A sequence that failed once and has waited long since then is cleared, too."""
+        failed. A sequence that failed once is cleared, too, after MAX_DOUBT_STEPS good steps."""
         self._end_at_fault()
         self._num_good_steps += 1
         was_chance = self._num_good_steps >= MAX_DOUBT_STEPS

@@ -175,7 +175,7 @@ class RunningSet:
         assert self.table.num_used == len(self.slots) + len(self._leaving), "a slot was lost"
 
     def _release(self, slot: SeqSlot) -> None:
-        """Free slot and pages; full pages of known tokens stay as cache."""
+        """Free slot and pages; full pages whose tokens were all read back stay as cache."""
         table, store = self.table, self.store
         sequence = table.sequence(slot)
         pages = table.pages(slot)

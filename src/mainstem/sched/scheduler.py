@@ -3,7 +3,8 @@
     submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
                  ^---------'  preempted           new sequences while pages and tokens last
 
-One step may be in flight while the next is made; its samples stay on the device for the next step.
+One step may be in flight while the next is made; the next one takes the samples of the
+first from the device.
 A sequence that ends while it is part of a step in flight keeps slot and pages until that step
 commits.
 """
@@ -49,7 +50,7 @@ from mainstem.sched.step_size import StepSize
 from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 
 REST_S = 0.0003
-MAKE_S = 0.006  # host time until a step's first kernel; steps are made this much ahead
+MAKE_S = 0.006  # a step is made this long before the device needs it
 LOOK_S = 0.001  # between two checks of disk reads
 NO_LOADS = np.empty(0, np.int32)
 
@@ -265,10 +266,10 @@ class Scheduler:
     def recover(self) -> None:
         """After a failed or interrupted step: forget what it may have written to pages.
 
-        Every sequence goes back to the queue with its known tokens, and the cache is emptied; the
-        next step tries again. A commit that had begun is completed: the tokens it read are
-        delivered, and sequences that end with them end. All slots and pages are freed together, not
-        one by one, since the interrupt may have come while some were being given back.
+        Every sequence goes back to the queue with the tokens that were read back, and the cache is
+        emptied; the next step tries again. A commit that had begun is completed: the tokens it read
+        are delivered, and sequences that end with them end. All slots and pages are freed together,
+        not one by one, since the interrupt may have come while some were being given back.
         """
         table = self._table
         self._in_flight = None
@@ -373,7 +374,8 @@ class Scheduler:
         self._store.unpin(list(keys))
 
     def clear_cache(self) -> int:
-        """Forget every cached page that no sequence holds; returns how many were forgotten."""
+        """Forget every cached page, in every tier, that no sequence holds; returns how many were on
+        the device."""
         return self._store.clear()
 
     def clear_device(self) -> int:
@@ -526,7 +528,7 @@ class Scheduler:
         self._wait_again(sequence, num_pages)
 
     def _write_down(self, sequence: Sequence, slot: SeqSlot) -> None:
-        """Save the known tokens of a sequence that loses its slot."""
+        """Save the tokens that were read back, because the sequence loses its slot."""
         sequence.output_ids = self._table.output_ids(slot)
         sequence.reset_prompt_logprobs()
 

@@ -39,7 +39,7 @@ class Sequence:
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
     origins: Origins | None = None  # where pages kept through a truncation are
     num_dropped_tokens: int = 0  # prompt tokens that truncation dropped
-    # it cannot start before this cut is made; its length is known
+    # it cannot start before this cut is chosen; how many tokens the cut keeps is known already
     awaited_cut: Weighing | None = None
     weighing: Weighing | None = None  # it reads only to find this cut
     has_fetched: bool = False  # pages were loaded for it from lower tiers
@@ -50,7 +50,7 @@ class Sequence:
     last_name: PageName | None = None  # of the answer's last full page; None: there is none
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
-    output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # while waiting
+    output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # used while waiting
     num_cached_tokens: int | None = None  # None until first admitted
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # not delivered yet
     # prompt logprobs, in the first answer, if they are wanted and not delivered yet

@@ -34,7 +34,7 @@ class _Shared:
     page_counts: Int32s
     page_ids: Int32s
     own_first: Int32s  # [seqs] page index
-    key_positions: Int32s  # positions of the shared spans, then of the own spans
+    key_positions: Int32s  # position of the first key: of the shared spans, then of the own spans
 
 
 class SpanBuilder:
@@ -106,8 +106,9 @@ class SpanBuilder:
     ) -> _Shared:
         """Choose which runs get a span.
 
-        A sequence reads a stem together with others once it has computed past it (`num_readable`
-        pages). A run without a span is read as part of the runs below it.
+        A sequence reads a stem together with others once all pages of the stem are among its first
+        `num_readable`, which are computed. A run without a span is read as part of the runs below
+        it.
         """
         empty = np.empty(0, np.int32)
         own_first = np.zeros(len(slots), np.int32)
@@ -177,7 +178,7 @@ def _ancestry(tree: SharingTree, slots: Int32s, num_readable: Int32s) -> tuple[I
 def _nearest_chosen_end(tree: SharingTree, stems: Int32s, chosen: Bools) -> Int32s:
     """Return the page index after the nearest ancestor with a span; 0 if there is none.
 
-    `stems` is sorted. An ancestor of a readable stem is readable, so all ancestors are in it.
+    `stems` is sorted. An ancestor of a readable stem is readable, so `stems` has all ancestors.
     """
     begin = np.zeros(len(stems), np.int32)
     undecided = np.arange(len(stems))

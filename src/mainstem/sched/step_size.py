@@ -6,8 +6,8 @@ from mainstem.core.step import Int32s, Int64s
 
 DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
-GROW_STEPS = 256  # number of successful steps before larger ones are tried again ...
-MAX_GROW_STEPS = 1 << 16  # ... doubled each time larger steps do not fit
+GROW_STEPS = 256  # successful steps before larger ones are tried again
+MAX_GROW_STEPS = 1 << 16  # limit of this number, which doubles each time larger steps do not fit
 
 
 class StepSize:
@@ -23,7 +23,7 @@ class StepSize:
         self._full_tokens = self._chunk_tokens
         self._grow_steps = GROW_STEPS
         self._has_grown = False
-        self._num_good = 0  # steps since the size last changed
+        self._num_good = 0  # successful steps since the size last changed
 
     @property
     def tokens(self) -> int:

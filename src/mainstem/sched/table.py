@@ -20,7 +20,7 @@ from mainstem.sched.masks import allowed_tokens, form_fault
 from mainstem.sched.random import noise_keys
 from mainstem.sched.sequence import SeqState, Sequence
 
-MAX_FAST_STOPS = 4  # stop ids compared in one vector operation; sequences with more are looked up
+MAX_FAST_STOPS = 4  # stop ids compared in one vector operation; a sequence with more needs a lookup
 NO_TOKEN = np.int32(-1)  # fills the unused places of `stop_ids`; no real id is negative
 
 
@@ -35,7 +35,7 @@ class SeqTable:
         self.prompt_len: Int32s = np.zeros(size, np.int32)
         self.total: Int32s = np.zeros(size, np.int32)
         self.computed: Int32s = np.zeros(size, np.int32)
-        self.prefill_end: Int32s = np.zeros(size, np.int32)  # tokens known when it (re)started
+        self.prefill_end: Int32s = np.zeros(size, np.int32)  # tokens it had when it (re)started
         self.pending: Int32s = np.zeros(size, np.int32)  # samples not read back yet
         self.sample_row: Int32s = np.zeros(size, np.int32)  # row of the latest sample in its step
         self.last_token: Int32s = np.zeros(size, np.int32)
@@ -66,7 +66,7 @@ class SeqTable:
         ]
         self.page_table: Int32s = np.zeros((size, 16), np.int32)
         self.outputs: Int32s = np.zeros((size, 32), np.int32)
-        # settings of the last step, kept until one of its slots gets another sequence
+        # sampling settings of the last step's slots, kept until a sequence enters
         self._kept_samples: tuple[bytes, SampleBatch] | None = None
         self._grow_slots(initial_slots)
 

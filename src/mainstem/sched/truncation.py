@@ -3,9 +3,9 @@
     prompt   | sink |  dropped: k * step pages  |        rest        |
     kept     | sink |        rest        |  the answer  ...  window
 
-The cut moves in steps of whole pages and depends only on the prompt's length, so nothing has to be
-remembered between turns. A later turn of the conversation is cut at the same place and finds the
-pages of the turn before, until it exceeds the window by one more step.
+The cut moves in steps of whole pages and depends only on the lengths of prompt and answer, so
+nothing has to be remembered between turns. A later turn is cut at the same place and finds the
+pages of the turn before, until the conversation exceeds the window by one more step.
 
 Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are rotated by
 the distance they move (AttentionStore 3.4). Such pages still depend on dropped tokens, so
@@ -27,7 +27,7 @@ from mainstem.sched.important import Choices, Weighing, cut_names, weigh
 class TruncationRules:
     """The settings for truncation."""
 
-    choose_kept: ChooseKept | None = None  # None: only the sink is kept
+    choose_kept: ChooseKept | None = None  # names pages to keep that a cut would drop; None: none
 
 
 DEFAULT_RULES = TruncationRules()
@@ -38,7 +38,7 @@ CHOSEN_SHARE = 8  # at most 1/8 of the window's pages may be chosen
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How a prompt was cut, and how the prompts of earlier turns were."""
+    """How a prompt was cut, and how the prompts of earlier turns may have been cut."""
 
     policy: Overflow  # KV, IMPORTANT or RECOMPUTE
     cut: Cut
@@ -93,7 +93,9 @@ class Truncator:
             return request, None
         if request.sampling.prompt_logprobs is not None:
             raise InvalidRequest(
-                "prompt_logprobs", f"{num_prompt} tokens must be cut to the context of {window}"
+                "prompt_logprobs",
+                f"the prompt of {num_prompt} tokens must be cut to the context of {window}, and "
+                "logprobs are given only for whole prompts",
             )
         excess = num_prompt + room + self._max_chosen * self._page_size - window
         num_steps = -(-excess // (step * self._page_size))
@@ -103,7 +105,7 @@ class Truncator:
             cuts, weighing = self._plain_cuts(request, sink_pages, step, num_steps), None
         cut = cuts[-1]
         kept_ids = cut.token_ids(request.prompt_ids, self._page_size)
-        # pages of an earlier turn have moved by at most one window since then
+        # a page moves by at most one window in all, so cuts before these do not matter
         num_before = window // (step * self._page_size) + 1
         before = cuts[:-1][-num_before:]
         public = min(request.public_tokens, sink_pages * self._page_size)
@@ -122,7 +124,7 @@ class Truncator:
     def _plain_cuts(
         self, request: Request, sink_pages: int, step: int, num_steps: int
     ) -> tuple[Cut, ...]:
-        """Return the cuts after the last few steps."""
+        """Return the cuts that earlier turns may have had, and last the cut of this prompt."""
         first = max(1, num_steps - self._window // (step * self._page_size) - 1)
         numbers = range(first, num_steps + 1)
         return tuple(self._cut(request.prompt_ids, sink_pages, each * step) for each in numbers)
@@ -131,7 +133,7 @@ class Truncator:
         self, request: Request, sink_pages: int, step: int, num_steps: int
     ) -> tuple[tuple[Cut, ...], Weighing | None]:
         """Return the chosen cut after each step and, if the last one was not chosen yet, how to
-        choose it. Earlier cuts that are not known drop the oldest pages."""
+        choose it. If an earlier choice was forgotten, its cut drops the oldest pages."""
         if self._rules.choose_kept is not None:
             raise InvalidRequest("overflow", "important cannot be combined with choose_kept")
         num_pages = len(request.prompt_ids) // self._page_size

@@ -38,14 +38,14 @@ from mainstem.kv.tier import Read, ReadJob, StoredPage, WriteJob, Written
 from mainstem.kv.transfer import SharedLink
 
 FIRST_RATE = 3e9  # bytes a second, until a read has been measured
-NUM_READERS = 16  # checksums take about as long as reads, and all threads share Python's lock
+NUM_READERS = 16  # many: threads also compute checksums and wait for Python's lock
 READ_RUN = 8  # pages per read call: disks read 16 MB at a higher rate than 2 MB
 NUM_WRITERS = 8  # pages of a batch that are written in parallel
 INDEX_ROOM = 1 << 20  # bytes; enough to open and change an index
 LITTLE_ROOM = 64 << 10  # bytes; with less free space, an I/O error means a full disk
 MAX_BATCH = 64  # pages written between two commits
-READS_FIRST_S = 0.5  # a batch of writes waits at most this long for reads ...
-FEW_WRITES = 4 * MAX_BATCH  # ... and only while fewer orders than this are queued
+READS_FIRST_S = 0.5  # a batch of writes waits at most this long for reads
+FEW_WRITES = 4 * MAX_BATCH  # if this many orders are queued, writes do not wait for reads
 FULL_PAUSE_S = 30.0  # after the disk was full, files do not grow for this long
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # an index with these errors is replaced
 
@@ -84,7 +84,7 @@ _Order = _RecordWrite | _Delete | _Touch | Event | None  # Event: set it; None: 
 
 
 class DiskTier:
-    """One thread owns it and makes all calls. The drawing above shows which threads do the work."""
+    """One thread owns the tier and makes all calls; the drawing above shows all threads."""
 
     name = "disk"
     is_shared = False
@@ -103,10 +103,10 @@ class DiskTier:
     ) -> None:
         """Open the store of one model in `folder`, which is created if it does not exist.
 
-        `model` is a name to show to people. `ledger` remembers the number of pages, which shows if
-        the store was emptied. Raises StoreError if the store is in use, has another format or
-        cannot be opened. A damaged or missing index means an empty store: `found` says why, and
-        `lost` how many pages were lost, if known.
+        `model` is a name to show to people. `ledger` is a file that remembers the number of pages:
+        if there are fewer now, the store was emptied. Raises StoreError if the store is in use, has
+        another format or cannot be opened. A store with a damaged or missing index is opened empty.
+        `found` then says what is wrong, and `lost` counts the pages that the ledger remembers.
         """
         self.folder = folder
         self.found: str | None = None
@@ -120,7 +120,7 @@ class DiskTier:
         self._ledger = Ledger(ledger)
         try:
             if self.num_records < 1:
-                raise StoreError(f"{max_bytes} bytes are too few for a page of {page_bytes}")
+                raise StoreError(f"{max_bytes} bytes are too few for a page of {page_bytes} bytes")
             self._index, self._rows = self._open_index()
         except BaseException:
             self._lock.close()
@@ -159,8 +159,8 @@ class DiskTier:
 
     @property
     def num_places(self) -> int:
-        """The number of pages that may be stored. It is less than the number of records, since the
-        record of an evicted page becomes free only a moment later."""
+        """The number of pages that may be stored. It is less than the number of records, since an
+        evicted page keeps its record until no copy uses the page."""
         return max(1, self.num_records - 1 - self.num_records // 64)
 
     def recover(self) -> Sequence[StoredPage]:
@@ -210,7 +210,7 @@ class DiskTier:
         self._give_back(key)
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Do nothing: only a shared tier must be asked. The pages of this tier are known."""
+        """Do nothing: only a shared tier, which other processes fill, must be asked."""
 
     def touch(self, used_at: dict[PageKey, float]) -> None:
         """Record when pages were last used (seconds since 1970), for the next start."""
@@ -284,8 +284,8 @@ class DiskTier:
         return index, kept
 
     def _note_fewer(self, num_rows: int) -> None:
-        """Compare the number of pages with the number at the last use. A killed process may have
-        changed the index once more after its last note."""
+        """Compare the number of pages with the number that the ledger has. A killed process may
+        have deleted up to MAX_BATCH pages after it last wrote the ledger: these are not lost."""
         before = self._ledger.read() or 0
         if self.found is not None and num_rows == 0:
             self.lost["index"] = before
@@ -326,12 +326,12 @@ class DiskTier:
         try:
             return index, index.rows()
         except sqlite3.Error:
-            index.close()  # before its files are replaced: closing removes journals by name
+            index.close()  # now: after a new index is made, this would remove the new journals
             raise
 
     def _is_full(self, error: sqlite3.Error) -> bool:
-        """Whether an error means that the disk is full. An I/O error does if little space is left:
-        SQLite reports one if its shared memory does not fit."""
+        """Whether an error means that the disk is full. If little space is left, an I/O error does:
+        SQLite reports an I/O error if the disk has no room for its shared memory."""
         if _code(error) == sqlite3.SQLITE_IOERR:
             disk = os.statvfs(self.folder)
             return disk.f_bavail * disk.f_frsize < LITTLE_ROOM
@@ -368,7 +368,7 @@ class DiskTier:
                 order.set()
 
     def _next_order(self) -> _Order:
-        """The next order after a write, or one without effect if there is none yet."""
+        """The next order; if none is queued, an order without effect."""
         try:
             return self._orders.get_nowait()
         except Empty:

@@ -13,8 +13,8 @@ class StoreFolder:
     """Holds the folder's lock until `close`; the system frees it when the process dies."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder (mode 0700) and lock it. If a process uses it already, StoreError names
-        it."""
+        """Make the folder (mode 0700) and lock it. If another process has the lock, StoreError
+        names that process."""
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from mainstem.core.cache_files import cache_file, write_cache_file
 
-KIND = "stores"  # the folder of the notes
-WIDTH = 12  # digits of a count; it is overwritten in place
+KIND = "stores"  # the folder of the counts, in the cache folder
+WIDTH = 12  # digits of a count, which is overwritten in place
 
 
 class Ledger:

@@ -1,7 +1,7 @@
 """A line to a Redis or Valkey server: one connection, commands sent together, answers in order.
 
     thread A   call: send c1 c2 c3 ---> r1, r2, r3 as they arrive      one round trip for all
-    thread B   cut_if_overdue: closes it --> thread A gets LineError
+    thread B   cut_if_overdue: closes the connection --> thread A gets LineError
 
 The client library (`redis` or `valkey`, the extra `remote`) connects, authenticates, encrypts and
 parses. It is imported only when a line is opened.
@@ -46,7 +46,7 @@ class BadCredentials(LineError):
 class Refusal:
     """The server answered a command with an error."""
 
-    kind: str  # the client's name for it
+    kind: str  # the client's name for the error
     words: str
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from mainstem.core.ids import PageKey
 
 FORMAT = 1
 FILE = "index.sqlite"
-MODEL = "model"  # the user's name for the model: reported, not compared
+MODEL = "model"  # the model's name, for people: a store may be opened under another name
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;

@@ -6,13 +6,13 @@
     read(jobs) ---------------------- | ----------------------- | --> GET ..., compare the signature
     poll() <--------------------------+-------------------------+---------------'
 
-Each thread has its own line (kv/bytes/line.py), so a question does not wait for pages that are
+Each thread has its own line (kv/bytes/line.py), so a question does not wait for pages being
 sent. Commands are pipelined, so a hundred pages cost one round trip. A value is
 
     format | BLAKE2b(secret; name, what follows) | length | token ids | page, layer by layer
 
 and its name is BLAKE2b(secret; model identity, page's key): a page is accepted only if its writer
-knew the secret, its name is the one it was stored under, and the model is the same. After an error,
+knew the secret, wrote it under this name, and had the same model. After an error,
 pages are computed instead. A server that hangs or cannot be reached is not called for a while. A
 full server gets no writes. Closing waits a limited time for a slow server.
 """
@@ -52,8 +52,8 @@ WRITE_BATCH = 8  # pages sent together
 FIRST_RATE = 250e6  # bytes a second, until a read has been measured
 WRITE_LIMIT_S = 10.0  # long, since no request waits for writes
 ASK_LIMIT_S = 1.0
-PAUSE_S = 1.0  # no calls for this long after a failure, doubled each time ...
-MAX_PAUSE_S = 30.0  # ... up to this limit
+PAUSE_S = 1.0  # no calls for this long after a failure; doubled after each further failure
+MAX_PAUSE_S = 30.0  # the longest such pause
 FULL_PAUSE_S = 30.0  # no writes for this long after the server was full or refused pages
 CLOSE_LIMIT_S = 10.0  # sending stops this long after closing began
 CHECK_S = 5.0  # between checks of how much memory the server uses
@@ -124,7 +124,7 @@ class _Worker(Generic[T]):
         fails_if_late: bool = True,
     ) -> None:
         self.line = line
-        self._fails_if_late = fails_if_late  # whether a late order means that the server failed
+        self._fails_if_late = fails_if_late  # whether an overdue call is a failure
         self._orders: SimpleQueue[T | Event | None] = SimpleQueue()
         self._work, self._give_up, self._report_down = work, give_up, tell_down
         self._thread = Thread(target=self._run, name=name, daemon=True)
@@ -172,7 +172,7 @@ class _Worker(Generic[T]):
 
 
 class RemoteTier:
-    """One thread owns it and makes all calls; the module shows which threads do the work."""
+    """One thread owns the tier and makes all calls; the drawing above shows all threads."""
 
     name = "remote"
     is_shared = True
@@ -221,13 +221,13 @@ class RemoteTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server can be called: no failure is known, and the time limit for closing has
-        not passed."""
+        """Whether the server may be called: the pause after the last failure is over, and the time
+        limit for closing has not passed."""
         return self._down_until_s <= monotonic() < self._end_s
 
     @property
     def can_write(self) -> bool:
-        """Whether the server is up and not full. It has no numbered places."""
+        """Whether the server is up and not full. Unlike a disk, it has no records to take."""
         return self.is_open and monotonic() >= self._full_until_s
 
     @property
@@ -248,7 +248,7 @@ class RemoteTier:
         """Do nothing: the page stays on the server, for other processes, until it expires."""
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask which leading pages of a chain the server has. If it cannot be asked, it has none."""
+        """Ask which leading pages of a chain the server has. If it is down, the answer is: none."""
         if self.is_open:
             self._asker.put(_Question(keys))
         else:
@@ -332,7 +332,7 @@ class RemoteTier:
                 words,
             )
             self._is_down = True
-        elif since_s >= self._pause_s:  # a new attempt, not another thread's report
+        elif since_s >= self._pause_s:  # otherwise another thread reports the same failure
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def _greet(self, line: Line) -> None:
@@ -356,7 +356,7 @@ class RemoteTier:
     # --- threads --------------------------------------------------------------------------------
 
     def _report_down(self, words: str) -> None:
-        """Stop calls at once, since the owner may wait for queued orders; `poll` does the rest."""
+        """Stop calls at once, even if the owner waits in `flush`; `poll` logs the failure."""
         self._down_until_s = monotonic() + self._pause_s
         self._done.put(_Down(words))
 
@@ -418,7 +418,8 @@ class RemoteTier:
             log.warning("the remote store at %s refuses a page: %s", self._shown, reply)
 
     def _is_too_large(self, line: Line) -> bool:
-        """Whether the server's memory is used up and it does not evict."""
+        """Whether the server uses `max_bytes` or more and does not evict. If not, this
+        is checked again only after CHECK_S."""
         if monotonic() < self._check_s:
             return False
         (reply,) = line.call([("INFO", "memory")], ASK_LIMIT_S)
@@ -518,7 +519,7 @@ def _problem(reply: Reply) -> str | None:
 
 
 def _facts(reply: Reply) -> dict[str, str]:
-    """Return the answer of INFO. It is empty if the server gives none: then no limits are known."""
+    """Return the answer of INFO; an empty one if the server refuses to answer."""
     if not isinstance(reply, bytes):
         return {}
     lines = reply.decode(errors="replace").splitlines()

@@ -94,7 +94,7 @@ class SegmentFiles:
         return found
 
     def shorten(self, num_bytes: int) -> None:
-        """Cut at least `num_bytes` off the last segments, which truncates their records."""
+        """Cut `num_bytes` off the last segments; this truncates some records."""
         for path in sorted(self._folder.glob("*.pages"), reverse=True):
             size = path.stat().st_size
             os.truncate(path, max(0, size - num_bytes))

@@ -3,7 +3,7 @@
     slot   | rank 0: [layers][K or V][its kv_heads, page_size, head_dim] | rank 1: ... |
 
 The slots are in memory that all processes share, so tiers that keep pages in files or on a server
-see whole pages. A page is stored once all ranks have copied their parts.
+see whole pages. A save is done when all ranks have copied their parts.
 """
 
 from mainstem.core.step import Int32s

@@ -104,7 +104,7 @@ class RankGroup:
 
     @property
     def num_ended(self) -> int:
-        """The number of steps whose result is known."""
+        """The number of steps that rank 0 has ended."""
         return self._num_ended[0]
 
     def check(self) -> None:
@@ -143,7 +143,7 @@ class RankGroup:
     # --- steps ----------------------------------------------------------------------------------
 
     def launch(self, step: Step) -> int:
-        """Let every rank run a step; returns its number. No rank falls far behind rank 0."""
+        """Let every rank run a step; returns its number. Waits while a rank has MAX_AHEAD steps."""
         number = self._num_launched
         self.wait_until(lambda: min(self._num_ended) > number - MAX_AHEAD)
         with held_interrupts():  # either all ranks get the step and it is counted, or none does
@@ -281,7 +281,7 @@ class RankGroup:
         self._join(0.0)
 
     def close(self) -> None:
-        """End all ranks; none has work left."""
+        """End all ranks; none may have work left."""
         self._is_closing = True
         if self._lost is None:
             for process in self._processes:

@@ -34,8 +34,8 @@ def load_model(origin: Origin, config: EngineConfig) -> tuple[Runner, RunnerFact
 def load_ranks(
     origin: Origin, config: EngineConfig, module: str = MODULE
 ) -> tuple[RankedRunner, RunnerFacts]:
-    """Start the ranks and wait until each has its part. Raises ConfigError for settings that a
-    machine or a model does not have, EngineLost if a rank ends."""
+    """Start the ranks and wait until each has its part. Raises ConfigError for settings that the
+    machine or the model does not support, EngineLost if a rank ends."""
     num_ranks = config.model.tensor_parallel
     _check_devices(config)
     # raises a ConfigError that names the possible numbers of ranks

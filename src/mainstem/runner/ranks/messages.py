@@ -136,7 +136,7 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 
 def _encode_step(step: Step) -> bytes:
-    """| s | head bytes: 8 | head | arrays, each at a multiple of 16 |; the head has [kind, *shape]
+    """| s | head bytes: 8 | head | arrays, each at a multiple of 16 |; the head has [dtype, *shape]
     for each array, and all other values as they are."""
     head: list[object] = []
     parts: list[bytes] = []

@@ -6,7 +6,7 @@
     watch            ends the process as soon as the engine's process has ended
 
 Any exception is reported and ends the process: the other ranks may be waiting for this one in the
-middle of a step, so it cannot be retried here.
+middle of a step, so the step cannot be retried here.
 """
 
 import os
@@ -130,8 +130,8 @@ class Rank:
         self._line.send(Ended(result if self._number == 0 else None))
 
     def _await_steps(self, count: int) -> None:
-        """Wait until this rank has ended `count` steps. Rank 0 has ended them already, so this
-        takes no longer than their last products."""
+        """Wait until this rank has ended `count` steps. Rank 0 has ended them already, so the wait
+        is short."""
         with self._ended:
             self._ended.wait_for(lambda: self._num_ended >= count)
 
@@ -197,7 +197,7 @@ def watch(fd: int, parent: int) -> None:
 
 
 def main(argv: list[str], load: LoadPart) -> None:
-    """Never returns: exits at once, without waiting for threads of libraries."""
+    """Run a rank, then exit without waiting for threads of libraries. Never returns."""
     for each in (signal.SIGINT, signal.SIGTERM):  # the engine's process ends its ranks
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)

@@ -17,7 +17,8 @@ from mainstem.runner.ranks.rank import Part, main
 from mainstem.runner.slab import SlabPart
 from mainstem.runner.transfer import attach_copier, pages_of
 
-# long, since a rank's disk may be slow; if a rank ends, this is noticed at once
+# how long ranks wait for each other. Long, since the disk of one may be slow; if a rank ends, the
+# others are ended at once
 MEET_LIMIT = timedelta(hours=1)
 
 

@@ -28,8 +28,8 @@ class RankedStep:
 class RankedRunner:
     """Runs each step on all ranks. Owns their processes, and the memory that pages are saved to.
 
-    If a rank is lost, every call raises EngineLost, which names it. If a runner is dropped without
-    `close`, its ranks are killed, so that they release their devices.
+    If a rank is lost, `launch` and `check` raise EngineLost, which names the rank. If a runner is
+    dropped without `close`, its ranks are killed, so that they release their devices.
     """
 
     def __init__(
