@@ -112,16 +112,16 @@ def orders(workload: str) -> list[str]:
 
 
 def _form(line: Line) -> object:
-    """The form of a job's weights."""
+    """How a job's weights are stored and, if they are quantized when loaded, to what."""
     settings = line["settings"]
     assert isinstance(settings, dict)
-    is_fp8 = settings["model"]["quantize"] == "fp8"
-    return line.get("weights", "quantized to fp8" if is_fp8 else "16 bits")
+    stored = line.get("weights", "16 bits")
+    return f"{stored}, quantized to fp8" if settings["model"]["quantize"] == "fp8" else stored
 
 
-def _packed_job(shape: str, form: str, what: str, options: str) -> Row:
-    """A whole job with smaller weights."""
-    command = f"mainstem bench offline --workload b2000-sd16 --model-shape {shape} {options}"
+def _model_job(shape: str, form: str, what: str, options: str = "") -> Row:
+    """A whole job with another model, or with smaller weights."""
+    command = f"mainstem bench offline --workload b2000-sd16 --model-shape {shape}"
     return Row(
         what=f"{what}, 16 requests to each 2,000-token document, requests/s",
         file="offline-h200.jsonl",
@@ -132,7 +132,7 @@ def _packed_job(shape: str, form: str, what: str, options: str) -> Row:
         ),
         value="{requests_per_s:.1f}",
         hardware="H200",
-        command=command,
+        command=f"{command} {options}".rstrip(),
     )
 
 
@@ -160,9 +160,37 @@ ROWS = [
         "a 7B model, one system prompt of 2,048 tokens for all",
     ),
     _job("relay-64", "7B, one system prompt of 64 tokens"),
-    _packed_job("llama31-8b", "quantized to fp8", "8B quantized to FP8", "--quantize fp8"),
-    _packed_job(
+    _model_job("llama31-8b", "16 bits, quantized to fp8", "8B quantized to FP8", "--quantize fp8"),
+    _model_job(
         "llama31-8b", "fp8-blocks", "8B, FP8 in blocks of 128 x 128", "--weights fp8-blocks"
+    ),
+    _model_job(
+        "llama31-8b",
+        "fp8-blocks, quantized to fp8",
+        "the same, quantized to FP8 with a scale per channel",
+        "--weights fp8-blocks --quantize fp8",
+    ),
+    _model_job(
+        "llama31-70b",
+        "gptq",
+        "70B in 4 bits (GPTQ), 40 documents",
+        "--weights gptq --kv-tokens 250000 --groups 40",
+    ),
+    _model_job("qwen3-30b-a3b", "16 bits", "Qwen3-30B-A3B (128 experts)"),
+    _model_job("gpt-oss-20b", "mxfp4", "gpt-oss-20b, experts in MXFP4", "--weights mxfp4"),
+    *(
+        Row(
+            what=f"{what}, one sequence alone, tokens/s",
+            file="decode-h200.jsonl",
+            ours=_is(model_shape=shape, seqs=1),
+            value="{tokens_per_s:.1f}",
+            hardware="H200",
+            command=f"mainstem bench decode --model-shape {shape} {options} --seqs 1",
+        )
+        for shape, what, options in (
+            ("llama31-70b", "70B in 4 bits (GPTQ)", "--weights gptq --kv-tokens 250000"),
+            ("gpt-oss-20b", "gpt-oss-20b, experts in MXFP4", "--weights mxfp4"),
+        )
     ),
     _served("between tokens", "{itl_ms_mean:.1f} ms", known("serving", "itl")),
     _served("first token", "{ttft_ms_mean:.0f} ms", known("serving", "ttft")),

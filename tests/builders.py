@@ -103,7 +103,7 @@ def run_all(engine: Engine, requests: Sequence[Request], max_steps: int = 10_000
     return collector
 
 
-# has more optional properties than the grammar's parser can follow; this fails while it runs
+# An answer in the form BEYOND fails midway: its optional properties are too many for the parser.
 _MANY = {f"property {number}": {"type": "boolean"} for number in range(700)}
 _LATER = {"type": "object", "properties": _MANY, "additionalProperties": False}
 BEYOND = {

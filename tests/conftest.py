@@ -1,4 +1,4 @@
-"""Fixtures that several test packages use, and the order in which workers get tests."""
+"""Fixtures that several test packages use, and the order in which pytest's workers get tests."""
 
 import logging
 import os

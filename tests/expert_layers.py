@@ -47,7 +47,7 @@ CASES = [
 
 
 def some_tensors(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> ExpertTensors:
-    """Random weights that keep activations of order one, and biases that matter."""
+    """Random weights that keep activations of order one, and biases of the same order."""
     spec, hidden = case.spec, case.hidden
     generator = torch.Generator().manual_seed(seed)
 

@@ -25,7 +25,7 @@ def fake_answer(prompt_ids: list[int], length: int, vocab_size: int) -> list[int
 
 
 def fake_logprob(token_ids: list[int], next_id: int, num_top: int) -> TokenLogprobs:
-    """FakeRunner's logprob of a token after others: a hash of them all, exact in 32 bits."""
+    """FakeRunner's logprob of a token after others: a hash of them all, exact as a 32-bit float."""
     logprob = -fake_next_token([*token_ids, next_id], 4096) / 64
     likeliest = fake_next_token(token_ids, 97)
     top = ((likeliest,), (-0.5,)) if num_top else ((), ())
@@ -33,7 +33,7 @@ def fake_logprob(token_ids: list[int], next_id: int, num_top: int) -> TokenLogpr
 
 
 def fake_masses(token_ids: Int32s, num_queries: int, page_size: int) -> Float32s:
-    """FakeRunner's attention of some queries to each page of tokens: a hash of the page."""
+    """FakeRunner's attention to each page of tokens: a hash of the page times `num_queries`."""
     pages = [token_ids[at : at + page_size] for at in range(0, len(token_ids), page_size)]
     masses = [1 + fake_next_token(page.tolist(), 31) for page in pages]
     return np.array(masses, np.float32) * np.float32(num_queries)
@@ -132,7 +132,7 @@ class FakeRunner:
         self.steps.clear()
 
     def _move(self, step: Step) -> None:
-        """Pages that outlived a truncation: the same tokens at other positions."""
+        """Move the pages that a truncation keeps: the same tokens get other positions."""
         assert not np.isin(step.move_from, step.move_to).any(), (
             "a page is both moved to and moved from"
         )
@@ -141,7 +141,7 @@ class FakeRunner:
         source = (step.move_from.astype(np.int64)[:, None] * self._page_size + offsets).ravel()
         target = (step.move_to.astype(np.int64)[:, None] * self._page_size + offsets).ravel()
         assert not np.isin(target, step.write_slots).any(), "a slot is both moved to and written"
-        assert not np.isin(source, step.copy_to).any(), "a slot is moved before it is copied"
+        assert not np.isin(source, step.copy_to).any(), "a slot is both moved from and copied to"
         assert (self._token_at[source] >= 0).all(), "a moved page was never filled"
         self._token_at[target] = self._token_at[source]
         self._position_at[target] = self._position_at[source] + np.repeat(
@@ -159,7 +159,7 @@ class FakeRunner:
         pages = weighing.page_ids.astype(np.int64)[:, None] * self._page_size
         slots = (pages + np.arange(self._page_size)).ravel()[:end]
         assert len(pages) == -(-end // self._page_size), "pages do not fit the tokens"
-        assert (self._position_at[slots] == np.arange(end)).all(), "a page of other positions"
+        assert (self._position_at[slots] == np.arange(end)).all(), "a page holds other positions"
         return fake_masses(self._token_at[slots], weighing.num_rows, self._page_size)
 
     def _contexts(self, step: Step) -> dict[int, list[int]]:
@@ -173,7 +173,7 @@ class FakeRunner:
         return known
 
     def _seen(self, step: Step) -> dict[int, dict[int, int]]:
-        """A dictionary for each packed token: position -> token id."""
+        """For each packed token whose output is wanted: position -> token id."""
         wanted = set(step.hidden_rows()[0].tolist())
         contexts: dict[int, dict[int, int]] = {row: {} for row in wanted}
         spans = step.spans

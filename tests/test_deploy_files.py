@@ -88,7 +88,7 @@ def test_the_image_holds_tested_versions_and_no_secrets() -> None:
 
 
 def test_no_command_runs_in_a_shell() -> None:
-    """Signals reach the server, and nothing in a flag is expanded."""
+    """Without a shell, signals reach the server, and nothing in a flag is expanded."""
     text = (DEPLOY / "Containerfile").read_text()
     commands = re.findall(r"^ *(?:CMD|ENTRYPOINT) (.+)$", text, re.MULTILINE)
     assert len(commands) == 3
@@ -106,7 +106,7 @@ def test_no_password_has_a_default() -> None:
 
 
 def test_prometheus_reaches_the_server_by_its_name() -> None:
-    """A server without keys refuses host names that are not allowed."""
+    """A server without keys would refuse host names that --allowed-hosts does not list."""
     yaml = pytest.importorskip("yaml")
     made = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     command = made["services"]["mainstem"]["command"]
@@ -114,7 +114,7 @@ def test_prometheus_reaches_the_server_by_its_name() -> None:
     assert "--allowed-hosts" not in command
 
 
-def test_the_files_for_ray_are_accepted_by_the_application_and_ray() -> None:
+def test_the_files_for_ray_have_valid_arguments_and_existing_paths() -> None:
     yaml = pytest.importorskip("yaml")
     folder = DEPLOY / "ray"
     served = yaml.safe_load((folder / "serve.yaml").read_text())

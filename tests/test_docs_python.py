@@ -13,7 +13,7 @@ PAGES = ["docs/python.md", "README.md"]
 
 
 def run_examples(page: str) -> None:
-    """All Python of a page, one block after the other."""
+    """Run all Python blocks of a page in order."""
     names: dict[str, object] = {"__name__": "example"}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks

@@ -65,5 +65,5 @@ def test_a_call_in_a_fork_raises_instead_of_hanging(tmp_path: Path) -> None:
     errors = [line for line in told if line.startswith("ForkedProcess: ")]
     assert len(errors) == 6
     assert all('multiprocessing.get_context("spawn")' in line for line in errors)
-    assert told.count("returned") == 3, "closing leaves all to the parent"
+    assert told.count("returned") == 3, "closing in a child must return"
     assert told[-1] == "the parent goes on"

@@ -1,4 +1,4 @@
-"""LLM and `mainstem chat` without a model: calls from several threads, and unusable files."""
+"""LLM and `mainstem chat` over a fake model: several threads, Ctrl-C, settings and templates."""
 
 import inspect
 import signal
@@ -71,7 +71,7 @@ def test_a_signal_handler_may_close_the_llm_within_a_call(llm: LLM, engines: Fak
 
 
 class Presses:
-    """Ctrl-C while the tokens of a step are processed: of steps 3 and 5, or of those given."""
+    """Presses Ctrl-C while the tokens of some steps are processed: of `steps`, or of 3 and 5."""
 
     def __init__(self, engines: FakeEngines, *steps: int) -> None:
         engines.at_step = self._press
@@ -85,12 +85,12 @@ class Presses:
         self.handlers.add(signal.getsignal(signal.SIGINT))
         if self.num_steps in self._steps:
             signal.raise_signal(signal.SIGINT)
-            self.num_held += 1  # the interrupt did not come between the previous line and this one
+            self.num_held += 1  # this line is reached only if the interrupt is held
 
 
 @pytest.fixture
 def own_handler() -> Iterator[Callable[..., object]]:
-    """Interrupts are ignored where a shell runs this in the background."""
+    """Without this, a process that a shell runs in the background ignores interrupts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, (
@@ -116,11 +116,11 @@ def test_ctrl_c_in_a_call_waits_until_the_tokens_of_a_step_are_processed(
 
 
 @pytest.mark.usefixtures("own_handler")
-def test_the_second_ctrl_c_in_a_chat_waits_as_well(
+def test_the_second_ctrl_c_in_a_chat_waits_for_the_step_as_well(
     llm: LLM, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     presses = Presses(engines, 3, 4)
-    monkeypatch.setattr(llm.text_engine, "abort", lambda _: None)  # the first is too slow
+    monkeypatch.setattr(llm.text_engine, "abort", lambda _: None)  # the first has no effect
     messages = [{"role": "user", "content": "one"}]
     with pytest.raises(KeyboardInterrupt):
         stream_answer(llm, messages, 0, LONG, shows_stats=False)
@@ -128,7 +128,7 @@ def test_the_second_ctrl_c_in_a_chat_waits_as_well(
 
 
 @pytest.mark.usefixtures("own_handler")
-def test_ctrl_c_in_generate_waits_as_well(
+def test_ctrl_c_in_generate_waits_for_the_step_as_well(
     llm: LLM, engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     presses = Presses(engines)

@@ -24,7 +24,7 @@ from tests.fake_llm import a_fake_async_llm, a_fake_llm
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=9)
-FIVE = SamplingParams(temperature=0, max_tokens=5)  # answer to USER, without an end token
+FIVE = SamplingParams(temperature=0, max_tokens=5)  # ends before the end token of the answer
 NINE = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 USER = [{"role": "user", "content": "one"}]
 

@@ -83,7 +83,9 @@ def test_the_error_names_the_setting_that_cannot_be_used(
     assert not llm.text_engine.has_work
 
 
-def test_the_hook_of_a_script_is_called(smollm2_folder: Path, text_ids: list[int]) -> None:
+def test_a_function_of_the_caller_chooses_the_pages_to_keep(
+    smollm2_folder: Path, text_ids: list[int]
+) -> None:
     asked: list[tuple[tuple[int, ...], int]] = []
 
     def keep_last(pages, limit: int) -> list[int]:  # type: ignore[no-untyped-def]

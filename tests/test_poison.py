@@ -58,7 +58,9 @@ def test_a_job_whose_engine_is_lost_reports_it_and_can_be_resumed(tmp_path: Path
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 10
 
 
-def test_a_script_gets_every_other_answer_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_script_has_the_answers_to_the_other_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engines = FakeEngines()
     engines.at_launch = fails_over_poison
     llm = a_fake_llm(engines, monkeypatch)

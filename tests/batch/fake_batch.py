@@ -1,7 +1,7 @@
 """Runs `mainstem batch` over FakeRunner: exact answers, no tensors. Tests of kills run it as a
 program.
 
-python -m tests.batch.fake_batch STEP_SECONDS IN -o OUT [flags]
+python -m tests.batch.fake_batch KILL_AT_BYTES IN -o OUT [flags]    (0: not killed)
 """
 
 import io
@@ -67,13 +67,13 @@ class FakeEngines:
     ) -> None:
         self._template = template
         self._sampling_defaults = sampling_defaults
-        self.samplings: dict[str, SamplingParams] = {}  # sampling settings by request
+        self.samplings: dict[str, SamplingParams] = {}  # sampling settings by request id
         self._num_pages = num_pages
         self._max_model_len = max_model_len
         self.config: EngineConfig | None = None
         self.engine: TextEngine | None = None
         self.at_step: Callable[[StepFinished], None] | None = None
-        self.at_launch: Callable[[Step], None] | None = None  # may raise: the step fails
+        self.at_launch: Callable[[Step], None] | None = None  # if it raises, the step fails
 
     def __call__(self, config: EngineConfig, bus: EventBus | None = None) -> TextEngine:
         bus = bus or EventBus()
@@ -96,7 +96,7 @@ class FakeEngines:
                 self.samplings[request.request_id] = request.sampling
             submit(request)
 
-        engine.submit = seen  # type: ignore[method-assign]  # only looks
+        engine.submit = seen  # type: ignore[method-assign]  # records the settings
         return self.engine
 
     def _launched(self, step: Step) -> None:
@@ -128,7 +128,7 @@ def kill_at(num_bytes: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().write(data)
 
-    io.FileIO = Mortal  # type: ignore[misc]  # what the output is opened with
+    io.FileIO = Mortal  # type: ignore[misc]  # the output is opened with this class
 
 
 if __name__ == "__main__":

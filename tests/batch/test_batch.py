@@ -1,4 +1,4 @@
-"""`mainstem batch` from file to file, over a model whose answers are known."""
+"""`mainstem batch` from file to file, over a fake model whose answers tests can compute."""
 
 import gzip
 import io
@@ -148,7 +148,7 @@ def test_an_invalid_generation_config_is_refused_with_its_file_name(folder: Fold
 # --- apps and tools ------------------------------------------------------------------------------
 
 
-def test_a_row_whose_model_names_an_app_gets_its_prompt(folder: Folder) -> None:
+def test_a_row_that_names_an_app_gets_the_prompt_of_the_app(folder: Folder) -> None:
     app = folder.path / "polite.txt"
     app.write_text("Be polite. ")
     row = {"prompt": "why?", "temperature": 0, "max_tokens": 6}
@@ -187,7 +187,7 @@ def test_tools_for_a_model_without_tool_support_are_an_error_row(folder: Folder)
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_an_openai_batch_is_answered_in_openais_form(folder: Folder) -> None:
+def test_an_openai_batch_is_answered_in_openais_format(folder: Folder) -> None:
     messages = [{"role": "user", "content": "hello"}]
     chat = {"model": "m", "messages": messages, "max_tokens": 6, "temperature": 0}
     completion = {"prompt": "once upon", "max_tokens": 5, "temperature": 0}
@@ -367,7 +367,7 @@ def test_equal_greedy_rows_are_answered_once(folder: Folder) -> None:
     assert (summary["answered"], summary["deduplicated"]) == (4, 0)
 
 
-def test_the_answer_of_a_sampled_row_depends_only_on_its_custom_id(
+def test_the_seed_of_a_sampled_row_comes_from_its_custom_id(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seed comes from custom_id, so neither the order nor other rows change an answer."""
@@ -442,7 +442,7 @@ def test_a_bad_line_becomes_an_error_row_and_other_lines_are_answered(folder: Fo
     assert all(row["response"] is None for row in failed.values())
     assert "frobnicate" in failed[4]["error"]["message"]
     assert "500 tokens" in failed[5]["error"]["message"]
-    for line in (12, 13):  # found without encoding: no token has more than 7 bytes
+    for line in (12, 13):  # refused before encoding: no token has more than 7 bytes
         assert "prompt's at least 7" in failed[line]["error"]["message"]
     assert "messages[0].role" in failed[14]["error"]["message"]
     assert sorted(row["custom_id"] for row in rows if row["error"] is None) == ["a", "z"]
@@ -453,7 +453,7 @@ def test_a_bad_line_becomes_an_error_row_and_other_lines_are_answered(folder: Fo
 
 
 def test_a_line_that_is_not_utf8_is_an_error_row_with_its_line(folder: Folder) -> None:
-    """The first parser did not report invalid bytes within a text, and the job ended."""
+    """An earlier parser did not report invalid bytes within a text, and the job ended."""
     lines = [b'{"prompt": "a"}', b'{"prompt": "\xe9t\xe9"}', b"\xff\xfe", b'{"prompt": "b"}']
     folder.input.write_bytes(b"\n".join(lines) + b"\n")
     assert folder.run("--max-tokens", "2") == 1
@@ -539,7 +539,7 @@ def test_resume_answers_what_is_missing_and_nothing_twice(folder: Folder) -> Non
     assert lines[:9] == kept
     assert sorted(map(essence, lines)) == sorted(map(essence, whole))
     assert (summary["skipped"], summary["answered"] + summary["failed"]) == (9, 13)
-    assert folder.run("--resume") == 1, "the broken line is still one of the job's rows"
+    assert folder.run("--resume") == 1, "the broken line still counts as failed"
     assert folder.output.read_text().splitlines(keepends=True) == lines
 
 
@@ -560,8 +560,8 @@ def test_resume_without_an_output_is_a_first_run(folder: Folder) -> None:
 
 def test_ctrl_c_stops_between_steps_and_can_be_resumed(folder: Folder) -> None:
     folder.write(prompts(60, max_tokens=6))
-    folder.engines = FakeEngines(num_pages=40)  # few at a time
-    before = signal.getsignal(signal.SIGINT)  # it is ignored if a shell runs this in the background
+    folder.engines = FakeEngines(num_pages=40)  # few rows run at a time
+    before = signal.getsignal(signal.SIGINT)  # SIG_IGN if a shell runs this in the background
 
     def press(event: StepFinished) -> None:
         if folder.output.read_bytes().count(b"\n") >= 10:
@@ -603,7 +603,7 @@ def test_rows_that_changed_are_counted_and_redone_when_asked(
     before = folder.output.read_text()
     rows[3] |= {"prompt": "something else"}
     rows[6] |= {"max_tokens": 7}
-    folder.write(rows[::-1])  # the order of rows and of fields does not matter
+    folder.write(rows[::-1])  # the order of rows does not matter
     summary = folder.run_with_summary("--resume")
     assert (summary["skipped"], summary["changed"], summary["answered"]) == (10, 2, 0)
     assert "2 rows changed" in capsys.readouterr().err
@@ -651,12 +651,12 @@ def test_the_answer_of_a_corrected_row_replaces_its_error_row(folder: Folder) ->
     mended = {"custom_id": "mended", "prompt": "y", "temperature": 0, "max_tokens": 4}
     folder.write([*rows[:3], mended, rows[4]])
     assert folder.run_with_summary("--resume")["changed"] == 1
-    assert folder.run("--resume=changed") == 1, "the other error row is still right"
+    assert folder.run("--resume=changed") == 1, "the row with an unknown field still fails"
     lines = [json.loads(line) for line in folder.output.read_text().splitlines()]
     assert sorted(line["custom_id"] for line in lines) == ["bad", "mended", "q0", "q1", "q2"]
 
 
-def test_a_changed_row_is_found_on_the_line_of_an_old_error(folder: Folder) -> None:
+def test_a_changed_row_is_redone_if_another_row_failed_on_its_line_before(folder: Folder) -> None:
     row = {"custom_id": "a", "prompt": "one", "temperature": 0, "max_tokens": 4}
     folder.write([{"custom_id": "bad", "prompt": "x", "n": -1}, row])
     folder.run()
@@ -717,7 +717,7 @@ def test_an_output_of_an_older_version_is_resumed_without_a_warning(
     shown = capsys.readouterr().err
     assert "changed" not in shown
     assert "another model" not in shown
-    # the two rows that this version wrote
+    # only the two rows that this version wrote tell which model answered
     assert folder.run_with_summary("--resume=changed")["redone"] == 2
 
 
@@ -755,7 +755,7 @@ def read_output(path: Path) -> bytes:
     return gzip.decompress(data) if path.suffix == ".gz" else data
 
 
-def test_rows_that_failed_with_the_engine_are_tried_again(folder: Folder) -> None:
+def test_rows_that_failed_because_steps_failed_are_tried_again(folder: Folder) -> None:
     folder.write(greedy(2))
     folder.run()
     lines = folder.output.read_text().splitlines(keepends=True)
@@ -798,10 +798,10 @@ def test_a_truncated_input_is_answered_up_to_its_end(
 # --- streams -------------------------------------------------------------------------------------
 
 
-def test_a_window_bounds_the_rows_in_memory(
+def test_rows_are_read_in_windows_of_bounded_memory(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several plans give the same answers; equal rows of different windows run twice."""
+    """A job of several windows gives the same answers."""
     monkeypatch.setattr(windows, "ROWS_AT_ONCE", 8)
     monkeypatch.setattr(windows, "ROW_BYTES", 1 << 17)
     rows = prompts(50, max_tokens=3)

@@ -246,7 +246,7 @@ def test_a_partly_written_row_is_removed(tmp_path: Path, monkeypatch: pytest.Mon
 # --- names ---------------------------------------------------------------------------------------
 
 
-def test_idset_is_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idset_answers_as_a_set_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idset, "RECENT", 8)
     drawn = random.Random(2)
     ours, theirs = IdSet(), set()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def write_input(path: Path, changed: int = NUM_ROWS) -> None:
     """Questions over shared documents, some sampled, some refused, some the same.
 
-    If `changed` is given, every `changed`-th row differs from the first version.
+    If `changed` is given, every `changed`-th prompt differs from the one written without it.
     """
     rows: list[str] = []
     for index in range(NUM_ROWS):
@@ -46,7 +46,8 @@ def run(
     resume: str = "--resume",
     flags: Sequence[str] = (),
 ) -> int:
-    """Start or resume the job in a separate process, killed at this many bytes; 0: never."""
+    """Start or resume the job in a separate process. It is killed when its output has
+    `kill_at_bytes` bytes; 0: not killed."""
     module = [sys.executable, "-m", "tests.batch.fake_batch", str(kill_at_bytes)]
     job = [str(source), "-o", str(output), "--no-progress", resume, "--window-mib", "64", *flags]
     done = subprocess.run([*module, *job], cwd=ROOT, check=False, stderr=subprocess.DEVNULL)
@@ -80,7 +81,7 @@ def check_kills(tmp_path: Path, num_kills: int) -> None:
 
 
 def test_kills_while_changed_rows_are_redone_lose_no_answer(tmp_path: Path) -> None:
-    """Some of the points are within the copy that removes the changed rows, some after it."""
+    """The first kill is during the copy that leaves out the changed rows, the second after it."""
     source, whole, output = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     write_input(source)
     assert run(source, output) == SOME_FAILED
@@ -89,7 +90,7 @@ def test_kills_while_changed_rows_are_redone_lose_no_answer(tmp_path: Path) -> N
     assert run(source, whole) == SOME_FAILED
     num_bytes = whole.stat().st_size
     assert run(source, output, num_bytes // 2, "--resume=changed") == -signal.SIGKILL
-    assert essences(output) == before, "the old file must be complete until the copy is"
+    assert essences(output) == before, "the old file must stay until the copy is complete"
     assert run(source, output, num_bytes * 9 // 10, "--resume=changed") == -signal.SIGKILL
     assert run(source, output, resume="--resume=changed") == SOME_FAILED
     assert essences(output) == essences(whole)

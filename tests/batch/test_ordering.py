@@ -107,7 +107,8 @@ def test_a_large_workload_is_cut_into_stretches(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_answer_lengths_of_one_window_order_the_next() -> None:
-    """Groups with longer answers go first (BatchLLM Eq. 3); before that, input order decides."""
+    """Groups with longer answers go first (BatchLLM Eq. 3). Before any answer, and without
+    reordering, the input order is kept."""
     prompts = [[kind, kind, question, question] for kind in (5, 6) for question in range(4)]
     estimate, planner = LengthEstimate(), a_planner()
     (first,) = planner.plan(a_window(prompts)).stretches(estimate)
@@ -172,8 +173,8 @@ def test_rows_that_must_get_the_same_answer_are_found() -> None:
         (prompt, SamplingParams(temperature=0.0, max_tokens=8), b""),  # 1: equal to 0
         (other, GREEDY, b""),
         (prompt, sampled, b""),
-        (prompt, sampled, b""),  # 4: chance decides
-        (prompt, seeded, b""),  # 5: equal to 0, greedy answers need no seed
+        (prompt, sampled, b""),  # 4: not equal to 3, since both are sampled
+        (prompt, seeded, b""),  # 5: equal to 0, since greedy answers use no seed
         (prompt, longer, b""),
         (prompt, GREEDY, b"salt"),
     ]
@@ -183,7 +184,7 @@ def test_rows_that_must_get_the_same_answer_are_found() -> None:
 
 
 def test_a_chat_answer_is_not_copied_from_a_completion() -> None:
-    """A prompt may equal a rendered chat; special tokens are text in the chat's answer."""
+    """A prompt may equal a rendered chat, but only the chat's answer may show special tokens."""
     plain, chat = a_row(0, GREEDY), a_row(1, GREEDY)
     chat = replace(chat, call=replace(chat.call, reasoning=ReasoningFormat.THINK))
     assert group_equals([plain, chat], Prompts.from_lists([[1, 2], [1, 2]])) == {0: [], 1: []}

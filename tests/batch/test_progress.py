@@ -26,8 +26,8 @@ def a_window(lengths: list[int], progress: float | None = 1.0, num_skipped: int 
 
 
 def test_the_time_left_is_near_the_truth_from_the_start() -> None:
-    """Ten batches of 64 rows, long ones first. After an eighth of the time no row is finished, and
-    an estimate from the first finished row would be 640 times its time."""
+    """Ten batches of 64 rows, long ones first. In the first eighth of the time no row finishes. An
+    estimate by finished rows would begin with 640 times the time that the first row took."""
     lengths = [4000] * 320 + [100] * 320
     counters = Counters()
     work = Work(counters)
@@ -57,7 +57,7 @@ def test_the_time_left_is_near_the_truth_from_the_start() -> None:
     assert all(done[place] <= 1.05 * done[place + 1] for place in range(len(done) - 1))
 
 
-def test_rows_of_earlier_runs_count_as_rows_and_copies_as_done() -> None:
+def test_rows_of_earlier_runs_and_copied_answers_count_as_done() -> None:
     work = Work(Counters())
     work.add_window(a_window([10, 10, 30], progress=0.5, num_skipped=7))
     assert (work.rows_done, work.total_rows, work.total_tokens) == (7, 20, 100)

@@ -1,6 +1,6 @@
 """`mainstem batch --ray` and Ray Data: skipped with a reason if Ray is not installed.
 
-Ray opens ports on all interfaces: run these in a network namespace of their own,
+Ray opens ports on all interfaces: run these tests in a network namespace of their own,
 `unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/batch/test_ray.py`.
 """
 
@@ -37,7 +37,7 @@ except ImportError:
 
 needs_ray = pytest.mark.skipif(ray is None, reason="Ray is not installed: mainstem[ray]")
 pytestmark = [
-    # Ray leaves sockets and files to the end of the process
+    # Ray leaves sockets and files open until the process ends
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -65,7 +65,7 @@ def actor_pids() -> list[int]:
             if b"EngineActor" in (folder / "cmdline").read_bytes():
                 actors.append(int(folder.name))
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return [pid for pid in actors if is_below(pid, parents)]
 
 
@@ -98,7 +98,7 @@ def test_two_actors_answer_as_one_engine_does(tmp_path: Path) -> None:
 
 
 def grown(output: Path, over: Event) -> Callable[[], bool]:
-    """Whether the file has grown since this call, or the job has ended."""
+    """Return a check: has the file grown since `grown` was called, or has the job ended?"""
     size = output.stat().st_size
     return lambda: output.stat().st_size > size or over.is_set()
 
@@ -188,7 +188,7 @@ SAMPLING = {"max_tokens": 4, "temperature": 0}
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose tokens are bytes."""
-    from tests.models.checkpoints import make_checkpoint  # noqa: PLC0415  # brings torch
+    from tests.models.checkpoints import make_checkpoint  # noqa: PLC0415  # imports torch
 
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint("llama", folder, vocab_size=300)

@@ -81,7 +81,7 @@ def test_the_jobs_defaults_fill_in_what_a_row_leaves_out() -> None:
     assert (row.call.sampling.max_tokens, row.call.sampling.temperature) == (9, 0.5)
 
 
-def test_invalid_defaults_raise_in_the_caller() -> None:
+def test_invalid_defaults_are_refused_before_rows_are_read() -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
         CallParser({"temperature": -1.0})
 

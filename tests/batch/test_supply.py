@@ -32,4 +32,4 @@ def test_every_answer_to_a_prompt_counts_as_queued() -> None:
     supply = Supply(STEP_TOKENS)
     supply.begin_step()
     supply.note(4095, num_answers=4)
-    assert not supply.has_room(num_waiting=4)  # 4095 + 3
+    assert not supply.has_room(num_waiting=4)  # 4095 tokens, and 1 for each other answer

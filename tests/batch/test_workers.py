@@ -1,4 +1,4 @@
-"""`mainstem batch --workers`: servers answer as one engine does, each row once after kills."""
+"""`mainstem batch --workers`: servers answer as one engine does, each row once despite kills."""
 
 import json
 import random
@@ -127,7 +127,7 @@ def test_rows_that_fail_are_error_rows(servers: list[Running], tmp_path: Path) -
     assert found["line-3"]["error"]["line"] == 3
 
 
-def test_a_server_that_refuses_for_load_gets_the_rows_later(tmp_path: Path) -> None:
+def test_rows_that_a_busy_server_refuses_are_sent_again(tmp_path: Path) -> None:
     from mainstem.server.limits import ServerLimits  # noqa: PLC0415
 
     source, output = write(tmp_path / "in.jsonl", rows(30)), tmp_path / "out.jsonl"
@@ -183,7 +183,7 @@ def test_wrong_calls_are_refused(tmp_path: Path, flags: list[str], reason: str) 
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_the_word_after_ray_is_its_value_only_if_it_is_an_address() -> None:
+def test_the_word_after_the_ray_flag_is_its_value_only_if_it_is_an_address() -> None:
     assert join_ray_address(["--ray", "in.jsonl"]) == ["--ray=local", "in.jsonl"]
     assert join_ray_address(["--ray", "auto", "in"]) == ["--ray=auto", "in"]
     assert join_ray_address(["--ray", "ray://head:10001"]) == ["--ray=ray://head:10001"]
@@ -201,7 +201,7 @@ def test_a_worker_without_bundles_steals_from_the_end_of_the_longest_share() -> 
     assert bundles.take(0) is None
     assert bundles.take_from_others() is third
     assert bundles.take(1) is first
-    task = Task(*(None,) * 4)  # type: ignore[arg-type]  # it is not used
+    task = Task(*(None,) * 4)  # type: ignore[arg-type]  # the task is not run
     bundles.give_back([task])
     returned = bundles.take(1)
     assert returned is not None
@@ -228,7 +228,7 @@ def check_driver_kills(tmp_path: Path, num_kills: int, servers: list[Running]) -
 
 
 def without_marks(path: Path) -> list[str]:
-    """Engines name their weights, servers their model; the answers are the same."""
+    """Rows without the fields in which engines name their weights, and servers their model."""
     found = []
     for line in essences(path):
         row = json.loads(line)
@@ -256,8 +256,8 @@ def free_port() -> int:
 
 
 def check_worker_kills(tmp_path: Path, lasting: Running, num_kills: int, num_rows: int) -> None:
-    """Two servers are killed in turn while they answer rows. As long as there are more kills, new
-    servers are started at the same addresses. A third server keeps running."""
+    """Two servers are killed in turn while they answer rows. A killed server is started again at
+    the same address, except after the last two kills. A third server keeps running."""
     source, output = write(tmp_path / "in.jsonl", rows(num_rows)), tmp_path / "out.jsonl"
     alone, moments = tmp_path / "alone.jsonl", random.Random(num_kills)
     assert answer(source, alone) == 0

@@ -10,7 +10,7 @@ from tests.builders import VOCAB, an_engine
 
 
 def test_arrivals_are_a_poisson_process_of_the_given_rate() -> None:
-    """4,000 gaps of mean 0.1 s: their mean is off by 5 % once in 600 seeds; this one is fixed."""
+    """The mean of 4,000 gaps is off by more than 5 % for one seed in 600; the seed is fixed."""
     times = arrival_times(4000, rate=10.0)
     gaps = np.diff(times, prepend=0.0)
     assert times == sorted(times) == arrival_times(4000, rate=10.0)
@@ -34,7 +34,7 @@ def test_latencies_count_from_the_moment_a_request_was_due() -> None:
 
 
 @pytest.mark.parametrize("can_overlap", [True, False])
-def test_every_arrival_is_answered_in_its_time(can_overlap: bool) -> None:
+def test_a_run_lasts_until_the_last_arrival_and_answers_all(can_overlap: bool) -> None:
     prompts = Prompts.from_lists(shared(4, 5, 24, 5, vocab=VOCAB))
     engine = an_engine(num_pages=256, can_overlap=can_overlap)
     result = run_arrivals(engine, prompts, output=4, rate=200.0)

@@ -37,7 +37,7 @@ def test_limits_of_an_h200_are_those_worked_out_by_hand(name: str) -> None:
     assert limit(name) == pytest.approx(LIMITS[name], rel=0.05)
 
 
-def test_faster_products_raise_the_limit_but_not_attention() -> None:
+def test_products_twice_as_fast_raise_the_limit_less_than_twofold() -> None:
     assert 1.4 < limit("b2000-sd16", gemm=2 * H200.flops_per_s) / limit("b2000-sd16") < 2.0
 
 
@@ -62,7 +62,7 @@ def test_prompts_are_those_that_other_engines_were_measured_with(
     assert (len(prompts), found.hexdigest()[:16]) == (count, digest)
 
 
-def test_a_smaller_job_has_the_first_prompts() -> None:
+def test_a_smaller_job_has_the_first_prompts_of_the_larger_one() -> None:
     job = replace(OFFLINE_JOBS["industry"], groups=5)
     small = replace(job, num_requests=7)
     assert small.group_sizes() == [3, 3, 1]

@@ -41,7 +41,7 @@ def test_new_tokens_are_those_the_prompt_before_does_not_share() -> None:
     order = Order.planned(prompts, np.full(len(prompts), 4))
     new = order.new_tokens(prompts)
     assert sorted(new.tolist()) == [5] * 12 + [29] * 6
-    assert Order.as_given(prompts).new_tokens(prompts).tolist() == [16] * 18  # no order is known
+    assert Order.as_given(prompts).new_tokens(prompts).tolist() == [16] * 18  # not known: a guess
 
 
 def test_feed_keeps_only_the_prompts_that_the_next_steps_need() -> None:
@@ -70,14 +70,14 @@ def test_a_job_gives_every_prompt_its_answer(is_planned: bool, can_overlap: bool
 
 
 def test_a_plan_saves_tokens_if_memory_is_short() -> None:
-    """Room for two groups: in shuffled order their prefixes are evicted before they return."""
+    """With room for two groups in shuffled order, a prefix is evicted before it is used again."""
     prompts = some_prompts(groups=12, degree=4)
     saved = {}
     for is_planned in (True, False):
         engine = an_engine(num_pages=24, config=SchedConfig(chunk_tokens=64))
         saved[is_planned] = run_job(engine, prompts, 4, is_planned).counters.saving_ratio
     assert saved[True] == pytest.approx(3 / 4 * 24 / 29, abs=0.02)
-    assert saved[False] < 0.6 * saved[True]  # eviction looks ahead over the queue by itself
+    assert saved[False] < 0.6 * saved[True]  # not 0: eviction looks ahead over the queue
 
 
 @pytest.mark.parametrize("is_planned", [True, False])
@@ -85,7 +85,8 @@ def test_steps_are_never_short_of_waiting_prompts(
     is_planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that are submitted shortly before they run fill the same steps as prompts that are
-    submitted all at once. They are sorted, so most of a prompt is cached without a plan, too."""
+    submitted all at once. They are sorted, so that most of a prompt is cached even without a plan.
+    """
     prompts = Prompts.from_lists(shared(20, 4, 96, 17, vocab=VOCAB))
 
     def num_steps() -> int:
@@ -101,7 +102,7 @@ def test_steps_are_never_short_of_waiting_prompts(
 def test_host_time_includes_launching_if_steps_overlap(
     can_overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If steps do not overlap, launching runs the step: its time is device time."""
+    """If steps do not overlap, launching includes running the step and counts as device time."""
     launch, launch_s = FakeRunner.launch, 0.05  # far longer than everything else in the test
 
     def slow_launch(runner: FakeRunner, step: Step) -> InFlight:
@@ -124,7 +125,7 @@ def test_busy_is_device_time_divided_by_the_time_between_first_and_last_step() -
     assert StepLog().busy == 0.0
 
 
-def test_sharing_is_checked_before_the_measured_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_sharing_fails_if_answers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     job = OfflineJob("few", "tiny", 4096, 2, 4, 40, 8, 8)
     config = EngineConfig(model=ModelConfig(model="tiny"))
     check_sharing(job, config)
@@ -212,7 +213,7 @@ def test_settings_are_plain_json() -> None:
 
 
 def test_a_short_answer_is_an_error() -> None:
-    """The context ends before the answer: the job must not count it as answered."""
+    """The context window is full before the answer has 4 tokens: the prompt is not answered."""
     prompts = Prompts.from_lists([np.arange(1, 13).tolist()])
     engine = an_engine(num_pages=4, page_size=4, max_model_len=14)
     with pytest.raises(AssertionError, match="short"):

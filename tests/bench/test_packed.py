@@ -49,7 +49,7 @@ def test_small_steps_read_packed_weights_and_large_steps_compute_in_16_bits() ->
     assert step_s(H200, plain, 8192, 1, 0) == step_s(H200, packed, 8192, 1, 0)
 
 
-def test_the_limit_of_fp8_checkpoints_is_that_of_fp8() -> None:
+def test_the_limit_of_fp8_checkpoints_assumes_products_in_fp8() -> None:
     config = EngineConfig(ModelConfig(model="llama31-8b"))
     by_order = EngineConfig(ModelConfig(model="llama31-8b", quantize=Quantize.FP8))
     assert model_cost(SHAPES["llama31-8b"], config, True).gemm_flops_per_s is None

@@ -52,7 +52,7 @@ def an_item(lines: Sequence[Line] = ({"value": 1},), error: Exception | None = N
 # --- the registry ---------------------------------------------------------------------------------
 
 
-def test_the_list_has_every_item_with_its_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_item(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n{name} " in shown for name in ITEMS)
@@ -128,7 +128,7 @@ def test_an_item_that_fails_does_not_stop_the_next(
     assert len(read_lines(tmp_path, good)) == 1
 
 
-def test_an_item_that_would_end_too_late_is_left_out(
+def test_an_item_that_would_end_after_the_time_limit_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "find_items", lambda _: [an_item()])
@@ -157,7 +157,7 @@ def test_quick_lines_and_missing_lines_give_no_verdict() -> None:
 # --- what is measured -----------------------------------------------------------------------------
 
 
-def test_three_systems_on_one_loaded_model_save_what_they_share() -> None:
+def test_sharing_saves_tokens_and_no_sharing_saves_none() -> None:
     settings = Settings(is_quick=True)
     job = Job.after_prefixes([64], [8] * 6, np.full(6, 3), [0] * 6)
     found = {
@@ -195,7 +195,7 @@ def test_the_industry_mix_has_the_papers_means() -> None:
     assert len(mix.documents) / len(set(mix.documents.tolist())) == pytest.approx(3, rel=0.1)
 
 
-def test_a_sustained_rate_lies_between_the_rates_that_were_tried() -> None:
+def test_a_sustained_rate_is_interpolated_up_to_the_highest_rate_tried() -> None:
     lines = [{"share": "reads", "rate": r, "norm_ms_mean": ms} for r, ms in ((8, 10), (16, 90))]
     assert sustained(lines, "reads", 50) == pytest.approx(12)
     assert sustained(lines, "reads", 500) == 16
@@ -222,7 +222,7 @@ def test_every_stored_item_can_be_drawn(tmp_path: Path) -> None:
             command.draw(item, read_lines(STORED, item), tmp_path / f"{item.name}.png")
 
 
-def test_a_number_that_no_line_has_fails_the_check(tmp_path: Path) -> None:
+def test_a_number_on_a_page_that_differs_from_stored_lines_fails_the_check(tmp_path: Path) -> None:
     for name in ("benchmarks", "docs", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     page = tmp_path / "README.md"
@@ -241,7 +241,7 @@ def test_a_number_that_no_line_has_fails_the_check(tmp_path: Path) -> None:
     assert "README.md" in done.stderr
 
 
-def test_a_row_without_a_line_is_an_error() -> None:
+def test_a_table_row_without_a_stored_line_is_an_error() -> None:
     code = (
         "import sys; sys.path.insert(0, 'benchmarks'); import rows;"
         "rows.latest('plan.jsonl', lambda line: False)"
@@ -252,13 +252,13 @@ def test_a_row_without_a_line_is_an_error() -> None:
     assert "plan.jsonl has no line" in done.stderr
 
 
-def test_one_names_the_line_that_is_missing() -> None:
+def test_the_error_names_the_stored_line_that_is_missing() -> None:
     with pytest.raises(KeyError, match="prefix"):
         one([{"prefix": 1}], prefix=2)
 
 
 def test_a_model_is_freed_before_the_next_one_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both would not fit on a card."""
+    """Two models would not fit on a card."""
     runners: list[weakref.ref[object]] = []
     alive: list[int] = []
 

@@ -1,5 +1,4 @@
-"""`mainstem bench policies`: it replays the same arrivals for every policy and prints a line for
-each."""
+"""`mainstem bench policies` replays the same arrivals for each policy and prints a line for it."""
 
 import json
 from pathlib import Path
@@ -19,7 +18,7 @@ def test_a_turn_continues_its_conversation() -> None:
     prompts = [arrival.prompt_ids.tolist() for arrival in arrivals]
     assert [len(prompt) for prompt in prompts] == [20] * 3 + [29] * 3 + [38] * 3
     for later in prompts[3:]:
-        assert sum(later[: len(before)] == before for before in prompts) in (2, 3)  # itself, too
+        assert sum(later[: len(before)] == before for before in prompts) in (2, 3)  # with itself
 
 
 def test_each_policy_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +48,6 @@ def test_recorded_arrivals_are_replayed(tmp_path: Path, capsys: pytest.CaptureFi
         policies.main([str(record), *SMALL])
 
 
-def test_the_policies_are_chosen_by_one_flag() -> None:
+def test_the_flag_store_policy_is_refused_in_favour_of_policy() -> None:
     with pytest.raises(ConfigError, match="--store-policy: use --policy"):
         policies.main([*SMALL, "--store-policy", "lru"])

@@ -1,4 +1,4 @@
-"""Quantizing a model: the checkpoint has what was rounded, and it beats rounding to the nearest."""
+"""Quantizing a model: the checkpoint has the rounded weights, and calibration makes them better."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def error(weight: torch.Tensor, rounded: Rounded, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=["zeros", "symmetric"])
-def test_rounding_for_inputs_is_nearer_to_their_answers(grid: Grid) -> None:
+def test_rounding_for_inputs_gives_outputs_nearer_to_the_exact_ones(grid: Grid) -> None:
     torch.manual_seed(0)
     weight, mixing = torch.randn(40, 64), torch.randn(64, 64)
     x = torch.randn(500, 64) @ mixing  # columns of inputs are correlated
@@ -65,7 +65,7 @@ def test_other_layouts_are_refused(tmp_path: Path) -> None:
         round_products(tmp_path, np.zeros(8, np.int32), 0, GRIDS[0])
 
 
-def test_several_texts_are_scored_and_inputs_may_come_from_another(
+def test_several_texts_are_scored_and_inputs_may_come_from_another_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint("llama", tmp_path)
@@ -92,7 +92,7 @@ def test_several_texts_are_scored_and_inputs_may_come_from_another(
 def test_4_bits_cost_little_on_real_text(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On other text, 4 bits cost 2 to 4 % (docs/log/cpu.md)."""
+    """If calibration uses other text, 4 bits cost 2 to 4 % (docs/log/cpu.md)."""
     text = ["--text", str(TEXT), "--score-tokens", "2048", "--inputs", "4096"]
     assert main(["--model", str(smollm2_folder), *text, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

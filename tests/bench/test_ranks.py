@@ -19,7 +19,7 @@ def test_each_kind_of_step_gets_a_line(capsys: pytest.CaptureFixture[str]) -> No
     for line in lines:
         whole = line["part_ms"] + line["collectives_ms"]
         assert line["projected_ms"] == pytest.approx(whole, abs=0.002)
-        assert line["collectives_ms"] > 5 * CALL_S * 1e3  # two layers, embedding, logits
+        assert line["collectives_ms"] > 5 * CALL_S * 1e3  # 6: 2 a layer, embedding, logits
     assert lines[0]["kv_bytes_per_token"] == 2 * 2 * 2 * 1 * 64  # one of two KV heads
 
 

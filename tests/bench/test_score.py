@@ -13,8 +13,8 @@ def test_scoring_computes_less_than_generating(capsys: pytest.CaptureFixture[str
     sizes = ["--contexts", "4", "--context-tokens", "42", "--choices", "3", "--choice-tokens", "4"]
     assert main(["--model-shape", "tiny", "--kv-tokens", "8192", *sizes, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    # computed: the context, and all but the last token of each choice; for all but the first also
-    # the context's last token, whose logits are wanted
+    # The context once, and 3 of the 4 tokens of each choice: nothing follows the last. The second
+    # and third choice compute the context's last token again, for its logits.
     assert result["computed_per_context"] == 42 + 3 * 3 + 2
     assert result["generate_computed_per_context"] >= 42 + 3 * 4
     assert result["choices_per_s"] == pytest.approx(3 * result["contexts_per_s"], rel=0.01)

@@ -22,7 +22,7 @@ KEY = "k-123"
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers by the name of the model; records the requests and how many ran at once."""
+    """The name of the model decides what it answers. Records requests and how many ran at once."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -263,7 +263,7 @@ def test_goodput_counts_requests_within_both_limits() -> None:
     assert summary(answers, 2.0, LoadLimits(ttft_s=0.5, itl_s=0.1))["goodput_per_s"] == 0.5
 
 
-def test_synthetic_conversations_are_seeded_and_share_by_group() -> None:
+def test_synthetic_conversations_are_seeded_and_groups_share_an_opening() -> None:
     shape = Shape(prefix_words=6, own_words=3, groups=2, turns=2)
     first = list(islice(made_up(shape, 1), 6))
     assert first == list(islice(made_up(shape, 1), 6))

@@ -1,4 +1,4 @@
-"""The soak test: it passes on a correct engine, and fails on one that loses something."""
+"""The soak test passes on a correct engine, and fails if an answer is lost or ends twice."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.builders import VOCAB, an_engine
 
 
 class Careless:
-    """An engine that drops one output, or delivers one twice."""
+    """An engine that delivers the last output of one answer `repeats` times; 0 drops it."""
 
     def __init__(self, engine: Engine, repeats: int) -> None:
         self._engine = engine

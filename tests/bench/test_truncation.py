@@ -74,7 +74,8 @@ def test_pages_in_host_memory_change_no_score(tmp_path: Path) -> None:
 
 
 def test_a_model_of_one_layer_cannot_tell_moved_from_recomputed_keys(tmp_path: Path) -> None:
-    """Its K and V depend on token and position alone, so that `kv` is exact and `naive` is not."""
+    """Its K and V depend on token and position alone. So `kv`, which rotates keys to their new
+    positions, is exact; `naive`, which does not, is wrong."""
     make_checkpoint("llama", tmp_path, num_hidden_layers=1)
     ids = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 160)]
     recompute, kv, no_sink, naive = (
@@ -165,9 +166,7 @@ def test_the_command_prints_a_line_for_each_method(
     assert all(row["perplexity"] > 1 for row in rows)
 
 
-def test_chats_are_rendered_with_the_template_that_is_given(
-    smollm2_folder: Path, tmp_path: Path
-) -> None:
+def test_a_missing_chat_template_is_an_error(smollm2_folder: Path, tmp_path: Path) -> None:
     model = ModelConfig(threads=1, chat_template=str(tmp_path / "none.jinja"))
     config = EngineConfig(model=model, sched=SchedConfig(max_model_len=256))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):

@@ -15,8 +15,8 @@ def results(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, f
 
 
 def test_a_planned_job_reaches_the_limit_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps of 2,048 tokens over a sixth of the workload: the loss is the ramp, the tail and
-    the reading of weights."""
+    """A sixth of the workload in steps of 2,048 tokens. Time is lost at the start, at the end and
+    by reading weights."""
     flags = ["--workload", "b2000-sd16", "--groups", "16", "--chunk-tokens", "2048"]
     off, on = results(
         capsys, *flags, "--spread", "0", "--kv-tokens", "100000", "--ways", "as given", "planned"
@@ -40,14 +40,14 @@ def test_a_spread_larger_than_the_mean_is_refused() -> None:
         main(["--spread", "1"])
 
 
-def test_a_valley_is_a_small_step_while_prompts_wait_and_the_tail_is_not() -> None:
+def test_small_steps_are_valleys_while_prompts_wait_and_the_tail_afterwards() -> None:
     trace = StepTrace()
     now_s = 0.0
     for num_tokens, num_decodes, seconds in (
         (100, 0, 2.0),
         (100, 40, 2.0),
         (20, 20, 1.0),  # a valley
-        (30, 20, 1.0),  # more than a quarter
+        (30, 20, 1.0),  # not a valley: more than a quarter of 100
         (100, 60, 2.0),
         (20, 20, 1.0),  # the tail
         (10, 10, 1.0),

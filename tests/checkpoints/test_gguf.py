@@ -20,7 +20,7 @@ from tests.models.checkpoints import SMALL, write_checkpoint
 
 SPACE = "\u2581"
 LETTERS = ["h", "e", "l", "o", SPACE]
-# type, token, score: SentencePiece merges what makes the token with the best score
+# type, token, score: SentencePiece merges the two neighbours that make the token of highest score
 PIECES = [
     (3, "<pad>", 0.0),
     (3, "<eos>", 0.0),
@@ -67,7 +67,7 @@ class Folder:
 
 
 def tensor_name(name: str, post_attention: str) -> str:
-    """The name in llama.cpp; `post_attention` means the same as in transformers."""
+    """The name in llama.cpp; `post_attention` is that of `post_attention_layernorm`."""
     stem, kind = name.rsplit(".", 1)
     if stem == "lm_head":
         return f"output.{kind}"
@@ -142,14 +142,14 @@ def write_qwen(folder: Path, path: Path) -> None:
 
 
 def convert_file(path: Path, into: Path) -> Path:
-    reading = importlib.import_module("gguf")  # untyped, as the package reads it
+    reading = importlib.import_module("gguf")  # untyped, as in the package
     convert(reading.GGUFReader(path), reading.dequantize, Folder(into), unseen)
     return into
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `saved`, as transformers wrote it, and `made` from its GGUF file."""
+    """A folder with `saved`, as transformers wrote it, and `made`, converted from its GGUF file."""
     folder = tmp_path_factory.mktemp("gemma")
     config = Gemma3TextConfig(
         **SMALL | {"vocab_size": len(PIECES), "bos_token_id": 2, "eos_token_id": 1},

@@ -159,7 +159,7 @@ def test_conversion_writes_what_hugging_face_reads(package: TinyPackage, tmp_pat
 
 
 def test_conversion_restores_the_row_order_of_q_and_k(package: TinyPackage, tmp_path: Path) -> None:
-    """Row 2i of a head in the GGUF is row i here, row 2i+1 is row i + half."""
+    """Row 2i of a head in the GGUF becomes row i, row 2i + 1 becomes row i + head_dim / 2."""
     folder = embedded_folder(package.model, tmp_path, package.fetch)
     weights = load_file(folder / "model.safetensors")
     head_dim = HIDDEN // NUM_HEADS
@@ -291,7 +291,7 @@ def test_a_failure_at_any_moment_leaves_nothing_broken(
     steps = FailAt(0)
     embedded_folder(package.model, tmp_path / "whole", package.fetch, steps)
     num_calls = len(steps.stages)
-    assert num_calls > NUM_LAYERS * 9  # a kill may come at every tensor
+    assert num_calls > NUM_LAYERS * 9  # at least one call per tensor
     for call in range(1, num_calls + 1):
         models_dir = tmp_path / str(call)
         with pytest.raises(Killed):

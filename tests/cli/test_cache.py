@@ -41,7 +41,7 @@ def test_stats_count_pages_and_bytes(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_stats_name_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask(capsys, "stats", str(folder))[1]["model"] is None, "a store of an older version"
+    assert ask(capsys, "stats", str(folder))[1]["model"] is None, "no name, as in an older store"
     store = folder / "model"
     about = read_about(store)
     PageIndex(store, about | {MODEL: "org/tiny"}).close()
@@ -101,7 +101,7 @@ def test_clear_leaves_an_empty_store(folder: Path, capsys: pytest.CaptureFixture
     a_tiered_engine(disk_dir=folder / "model").engine.close()
 
 
-def test_a_store_in_use_can_be_looked_at_but_not_cleared(
+def test_stats_work_on_a_store_in_use_and_verify_and_clear_are_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiered = a_tiered_engine(disk_dir=folder / "model")

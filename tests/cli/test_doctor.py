@@ -109,7 +109,7 @@ def test_a_gpu_without_fast_bf16_keeps_the_checkpoint_and_says_what_is_faster() 
     assert "--dtype float16" in str(use["why_dtype"])
 
 
-def test_this_cpu_loads_what_doctor_says() -> None:
+def test_this_cpu_loads_the_dtype_that_doctor_names() -> None:
     use = doctor.plan_use([describe_cpu()], TORCH)
     loaded = compute_dtype(DType.AUTO, DType.BF16)
     assert use["dtype"] == ("float32" if loaded == torch.float32 else "the checkpoint's own")

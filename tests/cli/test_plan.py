@@ -1,5 +1,4 @@
-"""`mainstem plan` reads every form of row, reports errors clearly and writes its report and
-files."""
+"""`mainstem plan` reads every kind of row, reports bad lines, and writes its report and files."""
 
 import gzip
 import json
@@ -226,7 +225,7 @@ def test_an_emitted_plan_can_be_read_back(tmp_path: Path) -> None:
     assert group_of(plan, 0).members == (0, 3, 6)
 
 
-def test_one_level_plans_by_algorithm_1_and_still_reports_many(
+def test_a_plan_of_one_level_still_reports_the_saving_of_many_levels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = [[1] * 40 + [doc] * 60 + [q] for doc in (7, 8) for q in (2, 3, 4)]

@@ -72,7 +72,9 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("[sched\n", "not valid TOML"),
     ],
 )
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+def test_the_error_for_a_bad_file_names_what_is_wrong(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     file = tmp_path / "a.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
@@ -174,7 +176,7 @@ def test_a_setting_that_would_be_ignored_is_refused(argv: str, refused: str, nee
         "--share none --host-gb 0 --span-levels 8",
     ],
 )
-def test_every_kind_of_sharing_is_valid_with_any_other_settings(argv: str) -> None:
+def test_a_valid_config_stays_valid_with_every_kind_of_sharing(argv: str) -> None:
     config = engine_config(parse(argv.split()))
     for share in Share:
         made = config.sharing(share)
@@ -222,7 +224,7 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(
     assert os.environ["MIMALLOC_PURGE_DELAY"] == "10"
 
 
-def test_names_may_be_repeated_flags_a_list_or_text(tmp_path: Path) -> None:
+def test_a_setting_of_names_may_be_repeated_flags_a_list_or_text(tmp_path: Path) -> None:
     wanted = ("a", "b", "c")
     flags = ["--ignore-config-fields", "a, b", "--ignore-config-fields", "c"]
     assert engine_config(parse(flags)).model.ignore_config_fields == wanted

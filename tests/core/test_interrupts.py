@@ -1,4 +1,4 @@
-"""An interrupt waits until the held change is complete, and is never lost."""
+"""An interrupt during a change is raised when the change is complete, and is never lost."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from mainstem.core.interrupts import guarded_interrupts, held_interrupts
 
 @pytest.fixture(autouse=True)
 def _are_heard() -> Iterator[None]:
-    """Interrupts are ignored if a shell runs this in the background."""
+    """Without this, a process that a shell runs in the background ignores interrupts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -73,7 +73,7 @@ def test_each_change_holds_interrupts_again() -> None:
         with pytest.raises(KeyboardInterrupt), held_interrupts():
             signal.raise_signal(signal.SIGINT)
         with held_interrupts():
-            pass  # the first interrupt was raised, once
+            pass  # the interrupt is not raised again
 
 
 def test_the_handler_of_the_process_is_replaced_once_and_put_back() -> None:
@@ -122,7 +122,7 @@ def test_holding_does_nothing_on_other_threads() -> None:
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_change_on_another_thread_does_not_hold_the_main_one() -> None:
+def test_a_change_on_another_thread_does_not_hold_interrupts_of_the_main_thread() -> None:
     def interrupt_main() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -39,7 +39,7 @@ from mainstem.core.request import Request, SamplingParams, id_array
         ("logit_bias", {"a": 1.0}, "whole number"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(field: str, value: object, allowed: str) -> None:
+def test_the_error_for_a_bad_value_names_the_field(field: str, value: object, allowed: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]  # wrong on purpose
     assert caught.value.field == field

@@ -1,7 +1,7 @@
 """One check for every family: a tiny random model answers as transformers does.
 
-Greedy tokens and their logprobs, in fp32 on the CPU, however requests run: alone, batched, over a
-shared prefix, with prompts in chunks, and preempted. Gains and biases are random, too.
+Greedy tokens and their logprobs are compared, in fp32 on the CPU. Requests run alone, batched, over
+a shared prefix, with prompts in chunks, and preempted. Norms' gains and biases are random, too.
 """
 
 from collections.abc import Sequence
@@ -37,14 +37,14 @@ class Expected:
 
     prompt: list[int]
     answer: list[int]
-    logprobs: torch.Tensor  # [prompt + answer - 1, vocab]: row i is of token i + 1
+    logprobs: torch.Tensor  # [prompt + answer - 1, vocab]: row i predicts token i + 1
 
 
 def check_family(
     config: PreTrainedConfig, folder: Path, *, max_model_len: int | None = None
 ) -> None:
     """Write a random model of this config to `folder` and compare its answers. Every prompt has at
-    least PREFIX_TOKENS: longer than any window or original context below that."""
+    least PREFIX_TOKENS, so that a window or original context of fewer tokens has an effect."""
     expected = _all_expected(write_checkpoint(config, folder))
     with_room = _engine(folder, max_model_len, kv_tokens=16 * CONTEXT, chunk_tokens=512)
     for index, each in enumerate(expected):

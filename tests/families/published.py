@@ -1,4 +1,4 @@
-"""config.json of published models. LongRoPE's lists of factors have the right length only."""
+"""config.json of published models. LongRoPE's factors are made up; their number is right."""
 
 _PAIRS = 48  # pairs of dims that the Phi models of 128k tokens rotate
 

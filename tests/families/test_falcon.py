@@ -1,4 +1,4 @@
-"""Falcon in its three variants."""
+"""Falcon: blocks of 7B, 40B and 11B, and a block that runs attention and MLP in turn."""
 
 from pathlib import Path
 from typing import Any

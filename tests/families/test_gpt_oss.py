@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases, sinks, windows in every other layer, YaRN."""
+"""gpt-oss: experts with biases, attention sinks, sliding windows in every other layer, YaRN."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Llama, and the older fields of LLaMA-1."""
+"""Llama with biases."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Mixtral: experts, here with a window as well."""
+"""Mixtral with a sliding window."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Phi 3 and 4: fused products, LongRoPE factors by the engine's context, partly rotated heads."""
+"""Phi 3 and 4: fused products, LongRoPE by the length of the context, partly rotated heads."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def test_short_factors_are_used_within_the_original_context(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("share", [1.0, 0.75])
 def test_long_factors_are_used_beyond_the_original_context(share: float, tmp_path: Path) -> None:
-    """Phi-4-mini rotates three quarters of a head; LongRoPE's score factor applies only to them."""
+    """Phi-4-mini rotates 3/4 of a head's dims; LongRoPE's score factor applies only to these."""
     assert PREFIX_TOKENS > ORIGINAL
     fields = longrope(ORIGINAL, num_pairs=int(4 * share), partial_rotary_factor=share, factor=4.0)
     check_family(Phi3Config(**fields), tmp_path)

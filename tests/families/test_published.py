@@ -1,4 +1,4 @@
-"""The files of published models are read: sizes and kinds, without weights."""
+"""config.json of published models is read: sizes and kinds of layers; no weights are needed."""
 
 import copy
 from collections import Counter

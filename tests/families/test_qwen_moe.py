@@ -35,7 +35,7 @@ def test_qwen3_moe_with_every_other_layer_dense_answers_as_transformers(tmp_path
     check_family(config, tmp_path)
 
 
-def test_experts_are_not_quantized_on_a_cpu(tmp_path: Path) -> None:
+def test_quantizing_experts_on_a_cpu_is_refused(tmp_path: Path) -> None:
     write_checkpoint(Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16), tmp_path)
     config = EngineConfig(model=ModelConfig(quantize=Quantize.INT8))
     with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM is a mixture of experts"):

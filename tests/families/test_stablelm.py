@@ -11,7 +11,7 @@ from tests.families.equality import check_family
 from tests.families.published import PUBLISHED
 from tests.models.checkpoints import SMALL
 
-HEADS_OF_16 = SMALL | {"hidden_size": 96}  # 4 of its dims are rotated
+HEADS_OF_16 = SMALL | {"hidden_size": 96}  # 4 of 16 dims are rotated
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])

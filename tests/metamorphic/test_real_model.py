@@ -1,4 +1,4 @@
-"""A real model: equal to Hugging Face token for token, and equal to itself in every setting.
+"""The answers of a real model equal Hugging Face's token for token, and no setting changes them.
 
 Greedy decoding in fp32. Where two tokens' logits are closer than fp32 can tell apart (TIE), either
 may be chosen; a difference is accepted only if the oracle's logits show such a tie.
@@ -88,7 +88,7 @@ def batched(asked: Asked) -> list[list[int]]:
 
 
 def logits_after(oracle: torch.nn.Module, ids: list[int], count: int) -> torch.Tensor:
-    """The oracle's logits for each of the last `count` tokens of `ids`."""
+    """The oracle's logits that predict each of the last `count` tokens of `ids`."""
     with torch.inference_mode():
         logits = oracle(torch.tensor([ids]), logits_to_keep=count + 1).logits[0]
     assert isinstance(logits, torch.Tensor)
@@ -116,7 +116,7 @@ def assert_same_or_tied(
 def test_greedy_tokens_equal_hugging_face(
     oracle: torch.nn.Module, asked: Asked, batched: list[list[int]]
 ) -> None:
-    """Each token is the oracle's argmax after everything before it, hence its greedy answer."""
+    """Each token is the oracle's argmax after all before it: the answer is its greedy answer."""
     num_ties = 0
     for prompt, got in zip(asked.prompts, batched, strict=True):
         logits = logits_after(oracle, [*prompt, *got], len(got))
@@ -159,8 +159,9 @@ def test_answers_are_equal_alone_and_batched_warm_and_cold(
 def test_a_seed_gives_the_same_answer_alone_and_batched(
     sampling: SamplingParams, asked: Asked
 ) -> None:
-    """Logits differ by up to 2e-4 (see TIE), mostly by a tenth of that. A draw changes with at most
-    twice this probability: one of 512 draws in one case of 50, and none with these seeds."""
+    """Logits differ by up to 2e-4 (see TIE), but mostly by 2e-5. A draw changes with a probability
+    of at most twice the difference. So one run in 50 would change one of its 512 draws; with these
+    seeds, none changes."""
     llm, few = LLM("smollm2"), asked.prompts[:8]
     params = [replace(sampling, seed=i, max_tokens=asked.new_tokens) for i in range(len(few))]
     batched = llm.generate(few, params, use_tqdm=False)

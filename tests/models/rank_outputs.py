@@ -37,8 +37,8 @@ def a_config(quantize: Quantize = Quantize.NONE) -> EngineConfig:
 def outputs(
     folder: Path, ranks: Collectives = ALONE, quantize: Quantize = Quantize.NONE
 ) -> list[Output]:
-    """Outputs for prompts that share a prefix and exceed the windows, in chunks; then for a
-    single prompt."""
+    """Outputs for two prompts that share a prefix, exceed the windows and are computed in chunks;
+    then for a short prompt alone."""
     config = a_config(quantize)
     origin: Origin = folder_origin(folder)
     if not ranks.shard.is_whole:

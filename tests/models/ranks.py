@@ -1,7 +1,7 @@
 """Ranks as threads of one process, which meet at every collective.
 
-One runs at a time, until it has to wait for the others: Triton's interpreter runs in one thread
-only.
+One rank runs at a time, until it has to wait for the others: Triton's interpreter cannot run in two
+threads at once.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 from mainstem.models.shard import Shard
 
 T = TypeVar("T")
-_WAIT_S = 60.0  # how long to wait for a rank that makes other calls
+_WAIT_S = 60.0  # a rank that does not come within this time makes other calls
 
 
 class _Meeting:
@@ -25,7 +25,7 @@ class _Meeting:
         self.all_there, self.all_read = Barrier(of), Barrier(of)
         self.parts: list[Tensor] = [torch.empty(0)] * of
         self.turn = Lock()
-        self.are_apart = False  # ranks made different calls; the engine may try again
+        self.are_apart = False  # ranks made different calls; stays if the engine tries again
 
     def exchange(self, rank: int, part: Tensor) -> list[Tensor]:
         self.parts[rank] = part.clone()
@@ -53,7 +53,7 @@ class _Meeting:
 
 
 class Thread:
-    """The Collectives of one thread; counts its calls."""
+    """The Collectives of one thread; counts its sums."""
 
     is_capturable = False
 

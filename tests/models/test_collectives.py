@@ -45,7 +45,7 @@ def _part(rank: int) -> Tensor:
     return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.slow  # three processes import torch; tests/runner/ranks has quick ones of two
+@pytest.mark.slow  # 3 processes import torch; tests/runner/ranks has quick tests with 2
 def test_ranks_agree_to_the_bit(tmp_path: Path) -> None:
     spawn(_rank, (str(tmp_path),), RANKS)  # type: ignore[no-untyped-call]
     parts = [_part(rank) for rank in range(RANKS)]
@@ -60,7 +60,7 @@ def test_ranks_agree_to_the_bit(tmp_path: Path) -> None:
     assert int(first["smallest"]) == 10
 
 
-def test_the_only_rank_has_everything() -> None:
+def test_collectives_of_a_single_rank_return_their_input() -> None:
     x = _part(0)
     assert ALONE.sum_(x) is x
     assert ALONE.gather(x) is x

@@ -223,8 +223,7 @@ def test_the_cpu_agrees_with_the_reference(case: Case, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 19])
 def test_bf16_is_right_within_its_rounding(tokens: int) -> None:
-    """Products round activation and output to 8 bits: errors of 2^-8 of values near 1, several
-    times."""
+    """Each of several products rounds activations and outputs to 8 bits: errors of 2^-8 near 1."""
     case = case_of("gated shared")
     tensors, x = some_tensors(case, torch.bfloat16), some_rows(tokens, case.hidden, torch.bfloat16)
     found = CpuExperts(tensors, case.spec)(x)

@@ -55,7 +55,7 @@ def note_of(cache: Path) -> Path:
 
 
 def test_every_tensor_counts(cache: Path, tmp_path: Path) -> None:
-    """Samples of 64 blocks would miss most of them."""
+    """A hash of 64 blocks of the file would miss most changes."""
     folder = tmp_path / "model"
     make_checkpoint("llama", folder, num_hidden_layers=6, intermediate_size=512)
     seen = {checkpoint_digest(folder)}
@@ -86,8 +86,8 @@ def test_a_changed_file_is_read_again_even_if_its_times_are_set_back(
     assert len(hashed) == 2
 
 
-def test_a_file_that_was_just_written_is_not_remembered(cache: Path, file: Path) -> None:
-    """Another write within the same tick of the clock would not change its times."""
+def test_the_hash_of_a_file_that_was_just_written_is_not_stored(cache: Path, file: Path) -> None:
+    """Another write within the same tick of the clock would not change the file's times."""
     file_sha256(file)
     assert not (cache / KIND).exists()
 
@@ -148,7 +148,7 @@ def embedded_file(cache: Path) -> Path:
     return path
 
 
-def test_the_manifest_of_the_embedded_model_has_its_hashes(cache: Path, hashed: list[str]) -> None:
+def test_hashes_of_an_embedded_model_come_from_its_manifest(cache: Path, hashed: list[str]) -> None:
     assert embedded.MANIFEST == MANIFEST
     path = embedded_file(cache)
     assert file_sha256(path) == hashlib.sha256(b"weights").digest()

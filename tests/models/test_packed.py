@@ -74,7 +74,7 @@ def test_cuts_that_cannot_be_made_are_refused() -> None:
         in_order(a_weight(PACKINGS["int4"], 4, 64)).columns(slice(0, 32))
 
 
-def test_columns_in_act_order_return_to_their_order() -> None:
+def test_dequantized_columns_are_back_in_their_original_order() -> None:
     packed = a_weight(PACKINGS["int4"], 70, 96)
     ordered = in_order(packed)
     assert ordered.order is not None

@@ -36,7 +36,7 @@ def test_channels_of_any_size_keep_their_accuracy() -> None:
     exact = x @ weight.T
     found = Int8Linear(weight)(x)
     for channel in range(64):
-        # 7 bits, without VNNI, are twice as coarse
+        # x86 without VNNI gives activations 7 bits, which are twice as coarse
         assert relative_error(found[:, channel], exact[:, channel]) < (0.08 if SATURATES else 0.05)
 
 
@@ -55,7 +55,7 @@ def test_the_output_of_zeros_is_zero() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_quantized_layer_is_close_to_fp32(name: str, tmp_path: Path) -> None:
-    """Large channels are moved from the norms into the weights; the product must not change."""
+    """Loud channels are scaled down in the norm and up in the weights: outputs must not change."""
     make_checkpoint(name, tmp_path)
     dense = load_decoder(tmp_path, read_spec(tmp_path), torch.float32)
     quantized = quantize_decoder(dense)

@@ -62,7 +62,7 @@ WIDE = SMALL | {  # four ranks can split the query heads, but have copies of the
 }
 FALCON = {k: v for k, v in WIDE.items() if k not in {"intermediate_size", "num_key_value_heads"}}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
-UNEQUAL = {"intermediate_size": 82}  # 32 and 50 of them; or 16, 16, 16 and 34
+UNEQUAL = {"intermediate_size": 82}  # on 2 ranks: 32 and 50; on 4: 16, 16, 16 and 34
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**WIDE | UNEQUAL, attention_bias=True, mlp_bias=True),
     "llama, tied": LlamaConfig(**WIDE, tie_word_embeddings=True),
@@ -122,7 +122,7 @@ def test_a_rank_without_a_part_of_the_vocabulary_answers_as_one_process(tmp_path
 
 @pytest.mark.parametrize("name", ["llama, tied", "phi 3"])
 def test_ranks_quantize_their_parts(name: str, tmp_path: Path) -> None:
-    """All ranks give the same outputs, as close to fp32 as int8 on one device."""
+    """Both ranks give the same outputs, about as close to fp32 as int8 in one process."""
     write_checkpoint(FAMILIES[name], tmp_path)
     whole = outputs(tmp_path, quantize=Quantize.INT8)
     first, second = run_ranks(2, lambda ranks: outputs(tmp_path, ranks, Quantize.INT8))
@@ -208,7 +208,7 @@ def _taken(spec: ModelSpec, shard: Shard) -> Taken:
 
 @pytest.mark.parametrize("name", ["llama", "falcon 40b", "gpt-oss", "qwen 2 moe", "phi 3"])
 def test_a_rank_never_reads_a_whole_matrix(name: str) -> None:
-    """Except for routers and gates, both ranks together read each number once."""
+    """Of each matrix, both ranks together read each number once; both read routers and gates."""
     config = FAMILIES[name]
     spec = spec_from_config(config.to_dict() | {"architectures": [_architecture(config)]})
     both = [_taken(spec, Shard(rank, 2)) for rank in range(2)]

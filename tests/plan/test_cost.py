@@ -59,7 +59,8 @@ def test_a_page_for_two_is_not_worth_a_span() -> None:
 
 
 def test_runs_that_save_less_than_a_merge_costs_are_not_shared() -> None:
-    """Measured on an H200 (52 heads, batch 16): 0.83x for a prompt of 64 tokens, 2.0x for 512."""
+    """On an H200 (52 heads, batch 16), sharing a prompt of 64 tokens is 0.83 times as fast as not
+    sharing it; for 512 tokens, 2.0 times."""
     model = Heads(heads=52, kv_heads=52, head_dim=128)
     members = np.array([16], np.int32)
     assert not worth_sharing(H200, model, members, np.array([64], np.int32)).any()
@@ -91,7 +92,7 @@ def _seconds(members: np.ndarray, tokens: np.ndarray) -> float:
     return time.perf_counter() - begin
 
 
-def test_floor_counts_each_key_once_and_causal_pairs_half() -> None:
+def test_the_floor_counts_each_key_once() -> None:
     spans = Spans(
         query_starts=np.array([0, 2, 3], np.int32),
         query_rows=np.array([0, 1, 0], np.int32),

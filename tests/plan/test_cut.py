@@ -20,7 +20,7 @@ from mainstem_bench.shares import lengths_only
 from tests.plan.strategies import PromptLists, prompt_lists
 from tests.plan.test_datasets import SETS, load
 
-HASHED = {"traces/mooncake": 512, "traces/weka": 64}  # tokens of a hash
+HASHED = {"traces/mooncake": 512, "traces/weka": 64}  # tokens per hash in the trace
 TOKENS_ONLY = TokenCosts(prompt_s=1.0, pair_s=0.0, output_s=0.0, key_s=0.0)
 PROMPTS_50 = Path(__file__).parents[1] / "data" / "prompts50.jsonl"
 
@@ -68,7 +68,7 @@ def test_rows_that_share_nothing_are_cut_as_evenly_as_the_longest_allows(
     """The worker that gets the last range of the longest share had the smallest share before."""
     prompts = [[1000 * row + place for place in range(size)] for row, size in enumerate(lengths)]
     cut, _ = cut_of(prompts, num_workers, TOKENS_ONLY)
-    mean = sum(lengths) / num_workers  # small rows are assigned together, up to a sixteenth of it
+    mean = sum(lengths) / num_workers  # small rows are assigned together, up to mean / 16
     assert cut.share_s.max() <= mean + max(mean / 16, *lengths)
     assert cut.repeated_tokens == 0
 
@@ -90,7 +90,7 @@ def test_groups_below_the_average_share_stay_whole_if_shares_are_even() -> None:
 
 
 def test_groups_are_split_if_shares_would_be_uneven() -> None:
-    """Nine equal groups for eight workers: unsplit, they would give one worker twice the mean."""
+    """Nine equal groups for eight workers: unsplit, one worker would get 1.8 times the mean."""
     prompts = [
         [group] * 20 + [1000 * (group + 1) + row] * 30 for group in range(9) for row in range(50)
     ]
@@ -137,7 +137,7 @@ def test_real_prompts_are_cut_evenly() -> None:
 @pytest.mark.skipif(not SETS, reason="the data sets are not here")
 @pytest.mark.parametrize("name", sorted(SETS))
 def test_data_sets_are_cut_evenly(name: str) -> None:
-    """Eight workers, 64 tokens out; `-s` prints the row of docs/log/plan.md."""
+    """Eight workers, answers of 64 tokens; `-s` prints the row for docs/log/plan.md."""
     prompts = load(name, SETS[name])
     plan = plan_prompts(prompts)
     unit = next((tokens for trace, tokens in HASHED.items() if name.startswith(trace)), 1)

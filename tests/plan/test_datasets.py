@@ -1,8 +1,8 @@
 """Real data sets, read from ../shared/data where that exists: what planning saves on each.
 
-`python -m tests.plan.test_datasets` prints the table kept in docs/log/plan.md; its last columns are
-an LRU cache of 100,000 tokens on the prompts in file order, and mixed. Traces are in hashes of many
-tokens, and their cache has 10,000,000 tokens.
+`python -m tests.plan.test_datasets` prints the table kept in docs/log/plan.md. Its last two columns
+are what an LRU cache of 100,000 tokens saves, with prompts in file order and shuffled. Traces have
+a hash for many tokens, and their cache has 10,000,000 tokens.
 """
 
 import gzip
@@ -153,8 +153,7 @@ def shuffled(prompts: Prompts) -> Prompts:
 
 
 def count_different_prefixes(prompts: Prompts) -> int:
-    """Counts distinct pairs (length, hash of all tokens so far): an upper bound found without
-    trees."""
+    """Counts different prefixes by a hash of all their tokens, without a tree."""
     lengths: Int64s = prompts.num_tokens
     weights = np.random.default_rng(1).integers(1, 2**63, int(lengths.max()), dtype=np.uint64)
     hashes = prompts.token_ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -169,7 +168,7 @@ def count_different_prefixes(prompts: Prompts) -> int:
 
 
 def lru_of(name: str) -> LruCache:
-    """Savings in the units of the data set: tokens, or hashes of many tokens."""
+    """A cache whose size is in the units of the data set: tokens, or hashes of many tokens."""
     hashed = {"traces/mooncake": 512, "traces/weka": 64}
     for start, hash_tokens in hashed.items():
         if name.startswith(start):

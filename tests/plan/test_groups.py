@@ -31,9 +31,7 @@ def different_prefixes(prompts: PromptLists) -> int:
 
 @given(prompt_lists(), configs)
 @settings(max_examples=120, deadline=None)
-def test_every_prompt_is_planned_once_and_every_share_is_shared(
-    prompts: PromptLists, config: PlanConfig
-) -> None:
+def test_every_plan_passes_its_own_check(prompts: PromptLists, config: PlanConfig) -> None:
     batch = Prompts.from_lists(prompts)
     plan_prompts(batch, config).check(batch)
 
@@ -117,7 +115,7 @@ def as_nodes(tree: PrefixTree) -> Node:
 
 
 def maximize_reuse(node: Node) -> None:
-    """Lines 2 to 11. Leaves are only counted here: their gain is 0, so they never win a fork."""
+    """Lines 2 to 11. Leaves are only counted: since their gain is 0, they are never forked."""
     for child in list(node.children):
         maximize_reuse(child)
         for gchild in list(child.children):
@@ -194,8 +192,8 @@ def test_the_example_of_the_papers_figure_4_is_planned_as_there() -> None:
 
 
 def test_algorithm_1_charges_the_last_fork_for_a_prefix_that_is_no_longer_needed() -> None:
-    """Each fork alone loses 2 tokens; with both, no prompt needs the child any more, which
-    gains 6."""
+    """Forking one of the nodes of 8 tokens loses 2 tokens. If both are forked, no prompt needs the
+    10 tokens above them any more: that gains 6."""
     prompts = [branch(110, mid, end) for mid in (208, 308) for end in (401, 501)]
     tree = build_tree(Prompts.from_lists(prompts))
     assert draft_saving(first_level_enlarged(tree)) == 3 * 10
@@ -203,8 +201,9 @@ def test_algorithm_1_charges_the_last_fork_for_a_prefix_that_is_no_longer_needed
 
 
 def test_algorithm_1_decides_sub_problems_without_the_nodes_above() -> None:
-    """Below, 4 prompts share 4 tokens and 2 of them share 5 more, so forking pays there. The rest
-    saves too little to fork past the 10 tokens above; all 4 together would have saved enough."""
+    """After 10 tokens that all share, 4 prompts share 4 tokens, and 2 of these share 5 more. The 2
+    are forked first, since 5 > 4. The 2 others then save too little to be forked past the 10
+    tokens; all 4 together would have saved enough."""
     lower = [branch(110, 204, 305, 401), branch(110, 204, 305, 501)]
     upper = [branch(110, 204, 601), branch(110, 204, 701)]
     others = [branch(110, 801), branch(110, 901)]
@@ -260,7 +259,7 @@ def test_documents_with_the_same_first_words_are_not_one_group() -> None:
 
 
 def test_the_turns_of_a_conversation_are_one_group() -> None:
-    """Each turn repeats the turns before it, so most is saved below the first; there is one
+    """Each turn repeats the turns before it. Most is saved below the first turn, but in one
     branch."""
     talk = list(range(900))
     others = [[5000 + i] * 40 for i in range(3)]

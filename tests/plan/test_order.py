@@ -19,7 +19,7 @@ EVERY_NODE_A_SPAN = PlanConfig(worth_span=LongRuns(1))
 
 
 def ratio(plan: Plan, index: int, lengths: list[int], outputs: list[float]) -> float:
-    """Eq. 4 for a group that shares one prefix, plus the mean output length."""
+    """Eq. 4 for a group that shares one prefix, with the mean output length as the numerator."""
     group = group_of(plan, index)
     tokens = group.prefix_tokens + sum(lengths[m] - group.prefix_tokens for m in group.members)
     return sum(outputs[m] for m in group.members) / len(group.members) / max(tokens, 1)
@@ -43,7 +43,7 @@ def test_groups_of_one_level_are_in_descending_r_group_and_ties_keep_input_order
 
 
 def test_constant_outputs_give_equation_4() -> None:
-    """Short groups come first, whatever the number of their members."""
+    """Groups with fewer tokens come first."""
     heads = {1: 40, 2: 10, 3: 20}
     prompts = [[token] * size + [token + 10 + i] for token, size in heads.items() for i in range(3)]
     plan = plan_prompts(Prompts.from_lists(prompts), EVERY_NODE_A_SPAN)
@@ -61,9 +61,9 @@ def test_groups_keep_the_order_of_their_first_prompts_without_reordering() -> No
 
 
 def test_groups_of_one_trunk_stay_together() -> None:
-    """The documents below prefix 1 have ratios of 1/11 and 1/92, and the trunk has 2/143. A group
-    with 1/82 is between the documents' ratios, one with 1/52 before the trunk's; neither may be
-    placed between the documents."""
+    """The documents below prefix 1 have ratios of 1/11 and 1/92, and the trunk has 2/143. Another
+    group has a ratio between the documents', 1/82 or 1/52. It must not be placed between them, but
+    after or before both: its ratio is compared with the trunk's."""
     prompts = [[1] * 40 + [doc] * size + [q] for doc, size in ((5, 9), (6, 90)) for q in (7, 8)]
     config = PlanConfig(worth_span=LongRuns(1), group_tokens=60)
     for tokens, wanted in ((80, [(0, 1), (2, 3), (4, 5)]), (50, [(4, 5), (0, 1), (2, 3)])):

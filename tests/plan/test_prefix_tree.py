@@ -103,7 +103,7 @@ def test_any_int32_is_a_token(tokens: list[int]) -> None:
 
 
 def test_a_long_chain_of_prefixes_takes_few_rounds() -> None:
-    """Turns of one conversation, 2,000 deep: rounds are logarithmic, so this takes no time."""
+    """2,000 turns of one conversation; the number of rounds is the logarithm of that."""
     tokens = np.arange(2000, dtype=np.int32)
     prompts = Prompts.from_lists([tokens[: n + 1] for n in range(2000)])
     tree = build_tree(prompts)

@@ -72,7 +72,7 @@ def lru_page_by_page(prompts: PromptLists, cache: LruCache) -> int:
 
 @given(prompt_lists(max_prompts=20), st.integers(0, 60), st.integers(1, 4), st.integers(0, 5))
 @settings(max_examples=150, deadline=None)
-def test_the_lru_cache_finds_the_tokens_of_a_cache_of_pages(
+def test_the_lru_cache_finds_as_many_tokens_as_a_cache_of_pages(
     prompts: PromptLists, capacity_tokens: int, page_size: int, output_tokens: int
 ) -> None:
     cache = LruCache(capacity_tokens, page_size, output_tokens)
@@ -99,7 +99,7 @@ def test_no_prompts_save_nothing() -> None:
 
 @given(prompt_lists(), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_whole_pages_save_the_tokens_of_an_unbounded_cache_of_pages(
+def test_a_plan_in_whole_pages_saves_as_much_as_an_unbounded_cache_of_pages(
     prompts: PromptLists, page_size: int
 ) -> None:
     tree = build_tree(Prompts.from_lists(prompts))

@@ -91,7 +91,7 @@ def play(scene: Play, num_replicas: int = 2) -> None:
 
 
 async def looked(front: Front, replicas: list[PlayedReplica]) -> None:
-    """Wait until the front has asked all replicas for their status."""
+    """Give the front the status of all replicas."""
     for place, replica in enumerate(replicas):
         front._note(place, await replica.status.remote())
 
@@ -144,7 +144,7 @@ def test_a_stored_response_outlives_a_restart_of_the_engine(is_down: bool) -> No
 def test_a_response_whose_replica_is_unknown_is_searched_for() -> None:
     async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
         name, home = await made(front)
-        front._router._sessions.clear()  # the front knows this little after its start
+        front._router._sessions.clear()  # as after a restart of the front
         replicas[home].status_code = 503
         reply = await post(front, input="go on", previous_response_id=name)
         assert reply.status_code == 503, "the replica that refuses may have the response"

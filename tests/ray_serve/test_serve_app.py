@@ -1,7 +1,6 @@
-"""Two replicas under Ray Serve, asked by the stock `openai` client; skipped with a reason without
-Ray.
+"""Two replicas under Ray Serve, asked by the stock `openai` client; skipped without Ray.
 
-Ray opens ports on all interfaces: run these in a network namespace of their own,
+Ray opens ports on all interfaces: run these tests in a network namespace of their own,
 `unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/ray_serve`.
 """
 
@@ -30,7 +29,7 @@ pytestmark = [
         reason="Ray Serve is not installed: mainstem[ray]",
     ),
     pytest.mark.torch,
-    # Ray leaves sockets and files to the end of the process
+    # Ray leaves sockets and files open until the process ends
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -83,7 +82,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     from ray import serve  # noqa: PLC0415
 
     from mainstem.ray.serve_app import app  # noqa: PLC0415
-    from tests.models.checkpoints import make_checkpoint  # noqa: PLC0415  # brings torch
+    from tests.models.checkpoints import make_checkpoint  # noqa: PLC0415  # imports torch
 
     folder = tmp_path_factory.mktemp("fleet")
     make_checkpoint("llama", folder, vocab_size=300, max_position_embeddings=4096)
@@ -207,7 +206,7 @@ def replica_pid(place: int) -> int:
         try:
             line = (folder / "cmdline").read_bytes()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         if line.startswith(b"ray::ServeReplica") and name in line:
             return int(folder.name)
     raise AssertionError(f"replica {place} has no process")

@@ -32,7 +32,7 @@ def a_request(pages: Sequence[int], session: object = None, app: str | None = No
 
 
 def serve(router: Router, pages: Sequence[int], **more: object) -> int:
-    """A request that has been answered when the next one comes."""
+    """Route a request, and answer it before the next one comes."""
     ticket = router.choose(a_request(pages, **more))  # type: ignore[arg-type]
     router.learn(ticket)
     router.finish(ticket, 10)

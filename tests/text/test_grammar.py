@@ -305,7 +305,7 @@ def walk(mask: AnswerMask, num_tokens: int) -> int:
 
 
 def test_a_full_lexer_is_renewed_for_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of a form share its lexer: without a new one, none would ever be answered again."""
+    """Answers of a form share its lexer: if it were not renewed, all later answers would fail."""
     monkeypatch.setattr(grammar, "_MAX_STATES", 600)
     form = Grammars(a_tokenizer()).compile(regex_form("[A-Z]{1,100000}"))
     beside = form.start()

@@ -1,4 +1,4 @@
-"""Answers of models of each family are parsed the same way, however the text is cut into pieces."""
+"""Answers of each family's models are parsed, however the text is cut into pieces."""
 # ruff: noqa: E501  # answers are quoted unchanged
 
 from dataclasses import dataclass
@@ -206,7 +206,7 @@ def test_every_token_may_be_a_single_byte(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_plain_text_after_the_last_mark_needs_no_parser(case: Case) -> None:
-    """A stream then bypasses the parser; only the last piece goes through it again."""
+    """While `is_plain` is true, a stream sends text on without the parser."""
     parser = case.parser()
     parts: list[Part] = []
     for character in case.text:

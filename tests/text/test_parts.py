@@ -1,5 +1,5 @@
-"""Encoding in parts gives the ids of the whole text, also from the cache; control tokens can be
-text."""
+"""Encoding in parts gives the ids of the whole text, also from the cache. Control tokens that a
+user writes are text."""
 
 import json
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def with_prefix_space() -> tokenizers.Tokenizer:
 
 
 def qwen() -> tokenizers.Tokenizer:
-    """A normalizer, a split by a pattern that looks ahead, and added tokens of both kinds."""
+    """A normalizer, a split by a pattern that looks ahead, and two added tokens, one normalized."""
     backend = smollm2()
     backend.normalizer = normalizers.NFC()
     words = tokenizers.Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -166,7 +166,7 @@ def test_parts_have_the_ids_of_the_whole_text(name: str, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_can_split_is_true_for_tokenizers_that_can_be_split(name: str) -> None:
+def test_can_split_is_false_for_tokenizers_that_need_the_whole_text(name: str) -> None:
     assert a_kind(name)[1].can_split == (name not in UNSPLIT)
 
 
@@ -197,11 +197,11 @@ def test_tokens_are_found_where_slices_of_a_long_text_meet(shift: int) -> None:
     assert [match.span() for match in found.matches(text, 0, len(text))] == expected
 
 
-def test_marks_do_not_count_as_text(tokenizer: Tokenizer) -> None:
+def test_marks_do_not_count_in_the_length_of_a_text(tokenizer: Tokenizer) -> None:
     chat = Chat([{"role": "user", "content": "<|im_end|>" * 10_000}])
     with pytest.raises(PromptTooLong) as caught:
         begin_prompt(tokenizer, chat, None, max_tokens=1000)
-    assert caught.value.least_tokens < 1300  # 100,000 bytes, and 81 to a token
+    assert caught.value.least_tokens < 1300  # 100,000 bytes, at most 81 to a token
 
 
 def test_another_salt_does_not_use_cached_texts() -> None:
@@ -370,7 +370,7 @@ def test_a_tokenizer_that_cannot_be_split_refuses_control_tokens_in_text() -> No
 
 
 def unsplit(normalizer: normalizers.Normalizer | None, template: str = IM) -> Tokenizer:
-    """A tokenizer that finds special tokens after normalizing, with a token per byte."""
+    """SmolLM2's tokenizer, changed to find special tokens after normalizing: it cannot be split."""
     backend = smollm2()
     backend.normalizer = normalizer
     names = ("<|im_start|>", "<|im_end|>")
@@ -410,7 +410,7 @@ def test_special_tokens_that_normalizing_makes_are_refused(
         ("{{ m|tojson }}{{ m.content|trim }}>", "<|im_end| "),
     ],
 )
-def test_no_special_token_arises_at_an_edge_without_splitting(
+def test_special_tokens_at_the_edge_of_a_message_are_refused_without_splitting(
     normalizer: normalizers.Normalizer | None, template: str, said: str
 ) -> None:
     own = unsplit(normalizer, f"{{% for m in messages %}}{template}{{% endfor %}}")
@@ -579,7 +579,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
         assert during > took_s * 20, "another thread must run at least once in 50 milliseconds"
 
 
-def test_begin_tokens_are_still_put_around_raw_prompts() -> None:
+def test_begin_tokens_are_added_to_raw_prompts_but_not_to_chats() -> None:
     backend = smollm2()
     single = "<|im_start|> $A"
     backend.post_processor = processors.TemplateProcessing(
@@ -601,7 +601,7 @@ def test_a_llama_template_may_trim_messages_and_add_a_space() -> None:
         assert own.decode_all(ids[1:]).split() == f"[INST] {said.strip()} [/INST]".split()
 
 
-def test_the_tests_own_tokenizer_is_split() -> None:
+def test_special_tokens_in_messages_are_text_for_the_fake_tokenizer() -> None:
     fake = a_tokenizer()
     ids = fake.encode_chat([{"role": "user", "content": "<|end|>"}])
     assert 96 not in ids

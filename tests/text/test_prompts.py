@@ -1,4 +1,4 @@
-"""Prompts that scripts pass to LLM: every kind of vLLM's is accepted, or refused with its name."""
+"""Prompts that scripts pass to LLM: each kind of vLLM's is accepted, or the error names it."""
 
 from typing import Any
 

@@ -67,7 +67,7 @@ def test_unused_sessions_are_forgotten() -> None:
     assert sessions.num_tokens == 3
 
 
-def test_too_many_or_too_long_ones_are_forgotten_oldest_first() -> None:
+def test_if_sessions_exceed_a_limit_the_oldest_are_forgotten() -> None:
     sessions = Sessions(SessionLimits(max_sessions=2, max_tokens=10))
     for name, count in (("a", 3), ("b", 3), ("c", 3), ("d", 6)):
         sessions.keep("me", name, ids(count), "")
@@ -193,7 +193,7 @@ def test_a_turn_extends_the_stored_ids_not_the_text() -> None:
     assert said_before(None, text, tokenizer) is None
 
 
-def test_a_tokenizers_identity_depends_on_its_vocabulary() -> None:
+def test_a_tokenizers_identity_does_not_depend_on_its_template() -> None:
     assert tokenizer_identity(a_tokenizer()) == tokenizer_identity(a_tokenizer("another template"))
 
 

@@ -122,7 +122,7 @@ def test_every_digit_is_a_separate_token(tokenizer: Tokenizer) -> None:
     assert [tokenizer.decode([token_id]) for token_id in tokenizer.encode("2048")] == list("2048")
 
 
-def test_the_embedded_tokenizer_has_its_known_properties(tokenizer: Tokenizer) -> None:
+def test_the_embedded_tokenizer_has_the_expected_ids_and_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
     assert tokenizer.eos_ids == {2}
     assert tokenizer.special_ids == set(range(17))

@@ -229,12 +229,12 @@ def _array(ids: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
     return np.array(ids, np.int32)
 
 
-def test_a_model_without_tool_support_gets_no_tools() -> None:
+def test_tools_for_a_model_without_tool_support_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
         offer_tools([CLOCK], None, AnswerFormats())
 
 
-def test_the_model_decides_whether_to_call() -> None:
+def test_tools_that_need_not_be_called_impose_no_form() -> None:
     use = offer_tools([CLOCK], None, AnswerFormats(ToolFormat.HERMES))
     assert use.form is None
     assert json.dumps(use.tools[0]) == json.dumps(CLOCK)

@@ -114,7 +114,7 @@ def test_scoring_is_echo_without_an_answer() -> None:
     assert refused(Kind.COMPLETION, max_tokens=0).param == "max_tokens"
 
 
-def test_a_session_keeps_its_kv_by_default() -> None:
+def test_the_default_overflow_of_a_session_is_kv() -> None:
     assert chat(session_id="a")[0].overflow is Overflow.KV
     assert chat(session_id="a", context_overflow="error")[0].overflow is Overflow.ERROR
     assert chat(context_overflow="recompute")[0].overflow is Overflow.RECOMPUTE
@@ -192,7 +192,7 @@ def test_a_field_with_its_only_possible_value_is_accepted(fields: dict[str, obje
         ("function_call", {"name": "f"}), ("reasoning_effort", "low"),
     ],
 )  # fmt: skip
-def test_another_value_is_refused_with_what_to_use(name: str, value: object) -> None:
+def test_a_value_that_is_not_supported_is_refused_with_advice(name: str, value: object) -> None:
     for kind in Kind:
         error = refused(kind, **{name: value})
         assert (error.code, error.param) == ("unknown_field", name)
@@ -234,7 +234,7 @@ def test_the_error_for_wrong_structured_outputs_names_the_field(given: object, p
 
 
 def test_the_error_for_top_logprobs_names_top_logprobs() -> None:
-    """Issue 25: the error named `logprobs`, which is true or false in a chat."""
+    """The error once named `logprobs`, which is true or false in a chat."""
     for count in (21, -1):
         assert refused(Kind.CHAT, logprobs=True, top_logprobs=count).param == "top_logprobs"
     assert refused(Kind.CHAT, top_logprobs=2).param == "top_logprobs"

@@ -124,7 +124,7 @@ def test_the_input_of_a_call_is_an_object(arguments: str, told: Json) -> None:
 
 
 class ThinkingParser:
-    """Returns reasoning, text and a call: one part for each piece of text."""
+    """Returns one part for each letter: reasoning for t, text for s, a call for c."""
 
     def __init__(self) -> None:
         self._parts = {"t": Reasoning("Hm"), "s": "Yes.", "c": ToolCall("call_1", "f", "{}")}

@@ -67,7 +67,15 @@ def bars(
             hatch=HATCHES[index],
             edgecolor="white",
         )
-        axes.bar_label(drawn, [form.format(value) for _, value in shown], fontsize=7, padding=1)
+        axes.bar_label(
+            drawn,
+            [form.format(value) for _, value in shown],
+            fontsize=7,
+            padding=1,
+            # readable where a line of limits crosses it
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.2},
+            zorder=5,
+        )
     axes.set_xticks(range(len(groups)), groups)
 
 

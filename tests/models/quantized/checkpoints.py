@@ -33,7 +33,10 @@ def write_quantized(config: PreTrainedConfig, folder: Path, case: Case) -> PreTr
 
 
 def write_quantized_experts(config: PreTrainedConfig, folder: Path, case: Case) -> PreTrainedModel:
-    """The same for Qwen's mixtures of experts; transformers keeps all experts in two tensors."""
+    """Like `write_quantized`, for Qwen's mixtures of experts; only the experts are quantized.
+
+    Transformers keeps all experts of a layer in two tensors.
+    """
     model = write_checkpoint(config, folder)
     tensors = load_file(folder / SINGLE_FILE)
     rng, experts = np.random.default_rng(0), {}
@@ -55,7 +58,7 @@ def write_quantized_experts(config: PreTrainedConfig, folder: Path, case: Case) 
 
 
 def write_gpt_oss(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    """Only experts are in MXFP4."""
+    """Like `write_quantized`, for gpt-oss: only the experts are quantized, to MXFP4."""
     model = write_checkpoint(config, folder)
     tensors = load_file(folder / SINGLE_FILE)
     rng = np.random.default_rng(0)

@@ -1,6 +1,5 @@
 """Random tensors of every format and the numbers in them, decoded one by one from the formats'
-descriptions, without code of the engine. `name` is that of a product; out and width are its
-shape."""
+descriptions, without code of the engine. `out` and `width` are the shape of a weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 Numbers = NDArray[np.float32]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# the column in a word's lowest bits, then in the next bits, ...
+# which of eight rows is in a word's lowest bits, then in the next bits, ...
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -68,7 +67,7 @@ def gptq(
         ]
         for g in range(groups)
     ]
-    if version == 1:  # subtracts a word of ones: a zero borrows from the next number
+    if version == 1:  # zero points are stored less 1; a zero borrows from the next number
         ones = sum(1 << (bits * n) for n in range(per_word))
         words = [[(word - ones) % 2**32 for word in row] for row in words]
     g_idx = np.arange(width) // group
@@ -120,7 +119,7 @@ def compressed(
     has_zeros: bool = False,
     has_order: bool = False,
 ) -> tuple[Tensors, Numbers]:
-    """pack-quantized; stored numbers and zero points are signed ones plus half of their range."""
+    """pack-quantized: half of the range is added to signed numbers and zero points."""
     per_word, shared = 32 // bits, group or width
     groups = width // shared
     packed = random_words(rng, out, width // per_word)
@@ -188,7 +187,7 @@ def fp8(
     scale_name: str = "weight_scale",
     scale_shape: tuple[int, ...] | None = None,
 ) -> tuple[Tensors, Numbers]:
-    """FP8 with a scale for each block, or with scales of this shape."""
+    """FP8 with a scale for each block, or with scales of `scale_shape`."""
     stored = rng.integers(0, 127, (out, width)) | rng.choice([0, 128], (out, width))
     numbers = np.array([[e4m3(byte) for byte in row] for row in stored.tolist()], np.float32)
     if block is not None:

@@ -1,4 +1,4 @@
-"""compressed-tensors, compared with the package that writes it; skipped if it is not installed."""
+"""compressed-tensors are read as the package that writes them does; skipped without the package."""
 
 from pathlib import Path
 from typing import Any

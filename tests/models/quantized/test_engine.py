@@ -68,7 +68,7 @@ def test_families_with_other_fused_products_answer_as_dequantized_models(
     check_batch(write_quantized(config, tmp_path, BY_NAME[name]), tmp_path)
 
 
-def test_parts_in_different_orders_are_dequantized_with_a_warning(
+def test_fused_parts_in_different_act_orders_are_dequantized_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seeds = iter(range(1000))
@@ -101,7 +101,7 @@ MOE = Qwen3MoeConfig(
 @pytest.mark.parametrize(
     "name", ["gptq act-order", "awq", pytest.param("fp8 blocks", marks=pytest.mark.slow)]
 )
-def test_experts_stay_packed_unless_they_are_in_act_order(name: str, tmp_path: Path) -> None:
+def test_quantized_experts_answer_as_their_dequantized_model(name: str, tmp_path: Path) -> None:
     model = write_quantized_experts(MOE, tmp_path, BY_NAME[name])
     check_batch(model, tmp_path)
 

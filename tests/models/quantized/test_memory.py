@@ -16,7 +16,7 @@ from tests.models.quantized.checkpoints import write_quantized
 from tests.models.quantized.test_engine import BY_NAME
 
 pytestmark = pytest.mark.torch
-LAYERS = 32  # the memory for reading one layer is small compared with the model
+LAYERS = 32  # reading one layer takes little memory compared with all of them
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "awq", "compressed 4 bits zero points"])

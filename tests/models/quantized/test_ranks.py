@@ -106,7 +106,7 @@ def test_mxfp4_experts_are_cut_at_groups(tmp_path: Path) -> None:
         part_of(spec, Shard(0, 4))
 
 
-def test_columns_in_act_order_are_dequantized_with_a_warning(
+def test_ranks_dequantize_columns_in_act_order_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME["gptq act-order"])
@@ -121,7 +121,7 @@ def test_columns_in_act_order_are_dequantized_with_a_warning(
 
 
 class Counted(Checkpoint):
-    """Records the largest part of a layer's tensor that is read in one call."""
+    """Records the largest share of a layer's tensor that is read in one call."""
 
     largest = 0.0
 

@@ -19,7 +19,7 @@ from tests.models.quantized.oracles import Case, Tensors, fp8, gptq
 
 pytestmark = pytest.mark.torch
 NAME = "model.layers.0.mlp.up_proj"
-OUT, WIDTH = 40, 96  # not multiples of blocks of 128 or 32
+OUT, WIDTH = 40, 96  # neither is a multiple of 128, and 40 is not one of 32
 
 
 def saved(
