@@ -1,5 +1,5 @@
 """Runs an engine on a job whose prompts are all given: plans them, announces the order, and submits
-each a few steps before it is needed."""
+a few at a time while the engine runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
