@@ -21,16 +21,16 @@ Line = dict[str, object]
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: what, where it is kept, and how to show ours and the rival's."""
+    """One measurement: what it is, its file, and how to show our value and the rival's."""
 
     what: str
     file: str
     ours: Callable[[Line], bool]
     value: str  # format string over the line
     rival: Callable[[Line], bool] | None = None
-    rival_value: str | None = None  # where it is shown otherwise
+    rival_value: str | None = None  # format string for the rival; None: `value`
     rival_name: str = ""
-    rival_text: str | None = None  # where it is not in the file
+    rival_text: str | None = None  # the rival's value, if it is not in the file
     hardware: str = "2 Neoverse-N1 cores"
     command: str = ""
     headline: str | None = None  # what it is called in the README; None: not there
@@ -99,7 +99,7 @@ def _served(what: str, value: str, rival: float) -> Row:
         file="serve-h200.jsonl",
         ours=_is(rate=30.0, groups=4),
         value=value,
-        rival_text=f"{rival:g} ms (vLLM 0.24, a like load)",
+        rival_text=f"{rival:g} ms (vLLM 0.24, a similar load)",
         hardware="H200",
         command="mainstem bench serve --rate 30 --groups 4 --prefix 1500 --own 70 --max-tokens 128",
     )
@@ -112,7 +112,7 @@ def orders(workload: str) -> list[str]:
 
 
 def _form(line: Line) -> object:
-    """Of a job's weights: how they are stored, and how they are computed if not the same way."""
+    """How a job's weights are stored and, if they are quantized when loaded, to what."""
     settings = line["settings"]
     assert isinstance(settings, dict)
     stored = line.get("weights", "16 bits")
@@ -148,7 +148,7 @@ ROWS = [
         "the same with 3 requests to each document of 1,570 tokens",
     ),
     _job("b16000-sd4", "8B, 4 requests to each 16,000-token document"),
-    _job("b2000-1000-sd4", "8B, 2,000 shared and 1,000 own tokens, 4 to a document"),
+    _job("b2000-1000-sd4", "8B, 2,000 shared and 1,000 own tokens, 4 requests to each document"),
     _job(
         "noshare-512",
         "8B, nothing shared",
@@ -156,10 +156,10 @@ ROWS = [
     ),
     _job(
         "relay-2048",
-        "7B, one system prompt of 2,048",
+        "7B, one system prompt of 2,048 tokens",
         "a 7B model, one system prompt of 2,048 tokens for all",
     ),
-    _job("relay-64", "7B, one system prompt of 64"),
+    _job("relay-64", "7B, one system prompt of 64 tokens"),
     _model_job("llama31-8b", "16 bits, quantized to fp8", "8B quantized to FP8", "--quantize fp8"),
     _model_job(
         "llama31-8b", "fp8-blocks", "8B, FP8 in blocks of 128 x 128", "--weights fp8-blocks"
@@ -195,7 +195,7 @@ ROWS = [
     _served("between tokens", "{itl_ms_mean:.1f} ms", known("serving", "itl")),
     _served("first token", "{ttft_ms_mean:.0f} ms", known("serving", "ttft")),
     Row(
-        what="8B, 8 choices of 4 tokens scored after each context of 1,210, contexts/s",
+        what="8B, 8 choices of 4 tokens scored after each context of 1,210 tokens, contexts/s",
         file="score-h200.jsonl",
         ours=_is(bench="score", model_shape="llama31-8b"),
         value="{contexts_per_s:.1f}",
@@ -251,20 +251,20 @@ ROWS = [
         value="{total_ms} ms",
         command="mainstem bench host",
     ),
-    _case("gqa32/8 B256 16x16000+300", "256 sequences over 16 prefixes of 16,000"),
+    _case("gqa32/8 B256 16x16000+300", "256 sequences over 16 prefixes of 16,000 tokens"),
     _case(
         "gqa32/8 B1024 64x2000+250",
-        "1,024 sequences over 64 prefixes of 2,000",
+        "1,024 sequences over 64 prefixes of 2,000 tokens",
         "decode attention alone, 1,024 sequences over 64 prefixes of 2,000 tokens",
     ),
-    _case("gqa32/8 B64 1x32768+256", "64 sequences over one prefix of 32,768"),
-    _case("gqa32/8 B256 64x512+512", "256 sequences over 64 prefixes of 512"),
-    _case("mha32 B32 1x256+128", "32 sequences over one prefix of 256, MHA"),
+    _case("gqa32/8 B64 1x32768+256", "64 sequences over one prefix of 32,768 tokens"),
+    _case("gqa32/8 B256 64x512+512", "256 sequences over 64 prefixes of 512 tokens"),
+    _case("mha32 B32 1x256+128", "32 sequences over one prefix of 256 tokens, MHA"),
 ]
 
 
 def latest(file: str, matches: Callable[[Line], bool]) -> Line:
-    """The newest line that matches; LookupError where no line is behind a row."""
+    """The newest line that matches; raises LookupError if there is none."""
     texts = (RESULTS / file).read_text().splitlines()
     found = [line for line in map(json.loads, texts) if matches(line)]
     if not found:

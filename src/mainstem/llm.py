@@ -167,7 +167,7 @@ class LoadedModel:
         try:
             return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
         except InvalidRequest as error:
-            raise ConfigError(f"{GENERATION_FILE}: {error}; SamplingParams do without it") from None
+            raise ConfigError(f"{GENERATION_FILE}: {error}; or give SamplingParams") from None
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
         """Return the ids of a conversation whose text is from `Tokenizer.chat_text`. If it
@@ -291,13 +291,14 @@ class LLM(LoadedModel):
             print(answer.outputs[0].text)
 
     Prompts with a common prefix share it: it is computed once, stored once and read once per step.
-    Calls from several threads wait for each other. Prompts of one call run together, and so do
-    streams, which take turns step by step.
+    Calls from several threads wait for each other. The prompts of one call run together, and so do
+    open streams.
     """
 
     def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
         super()._connect(config, choose_kept)
-        self._lock = RLock()  # held while answers are made; a signal handler may close the LLM
+        # held while answers are made; an RLock, since a signal handler may close the LLM meanwhile
+        self._lock = RLock()
         self._is_called = False
         self._streams: dict[str, deque[TextOutput]] = {}  # news not read yet, by request
         self._abandoned: deque[str] = deque()  # streams that were closed early

@@ -37,7 +37,7 @@ class Run:
 
     name: str
     seconds: float
-    cpu_seconds: float  # of all threads, with loading; other programs affect it less
+    cpu_seconds: float  # of all threads, with loading; other programs affect it less than `seconds`
     requests_per_s: float
     computed_prompt_tokens: int
     saving_ratio: float

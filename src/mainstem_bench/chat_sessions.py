@@ -1,8 +1,8 @@
 """Measures real conversations with a real model, which return turn by turn; see `mainstem bench
 sessions`.
 
-    first process     turns 1 .. n-k, sessions are idle in between; ends as the first --end says
-    k more            one turn each, from the disk alone; all but the last end as --end says
+    first process     the first turns, sessions are idle in between; ends as the first --end says
+    others            one turn each, from the disk alone; all but the last end as --end says
 
 Every batch is sent to an engine with a store and then, in the same process, to one without, so that
 the machine is in the same state for both. Times and tokens are compared.
@@ -68,7 +68,7 @@ class Stage:
 
     turns: range
     end: str
-    where: str  # tier that has the histories
+    where: str  # "running", or "after" the end of the process before
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _choose(work: ChatWork) -> list[Conversation]:
         found += [chats[index] for chats in files if index < len(chats)]
     if len(found) < work.sessions:
         raise ConfigError(
-            f"--conversations: {len(found)} have {work.turns} turns, {work.sessions} wanted"
+            f"--conversations: only {len(found)} have {work.turns} turns, {work.sessions} wanted"
         )
     chosen = found[: work.sessions]
     return [replace(chat, questions=chat.questions[: work.turns]) for chat in chosen]

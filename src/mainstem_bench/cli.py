@@ -26,9 +26,9 @@ BENCHES = {
     "ranks": ("mainstem_bench.ranks", "time of a step on several cards, projected from one card"),
     "soak": (
         "mainstem_bench.soak",
-        "random requests, aborts, preemptions: nothing is lost",
+        "checks that random requests, aborts and preemptions lose nothing",
     ),
-    "sessions": ("mainstem_bench.sessions", "returning conversations, by tier"),
+    "sessions": ("mainstem_bench.sessions", "times of returning conversations, by tier"),
     "truncation": (
         "mainstem_bench.truncation",
         "quality after a conversation was cut to the window",

@@ -1,6 +1,6 @@
 """`mainstem bench cuts`: how well the planner of span attention chooses, on random steps.
 
-A step has decodes, prefixes of one or two levels, and prompts, on one of seven head shapes. Every
+A step has decodes, prefixes of one or two levels, and prompts, on one of six head shapes. Every
 way to cut the step that the planner compares is timed as in `mainstem bench kernel`; the way that
 the planner chooses is timed again.
 """
@@ -26,7 +26,7 @@ BATCHES = (4, 8, 16, 32, 48, 64, 100, 128, 200, 256, 400, 640)
 KINDS = ("own", "one", "groups", "groups", "two levels", "unequal", "mixed", "mixed", "prompts")
 PROMPTS = (64, 256, 512, 700)
 OWN, SHORT_OWN = (40, 128, 200, 300, 600, 1500), (20, 40, 128, 200)
-MANY_HEADS = 4000  # with more sequences x KV heads, contexts are short, so that they fit
+MANY_HEADS = 4000  # with more sequences x KV heads, contexts are short, to fit into memory
 MAX_BYTES = 40 << 30  # above this, the pages of all head shapes are freed
 
 
@@ -96,8 +96,8 @@ def step_line(bench: Bench, case: AttentionCase) -> dict[str, object]:
 
 
 def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -> dict[str, object]:
-    """Return times by large units, small units and multiprocessors; empty if no way fits the
-    buffers and the planner had to share less.
+    """`us` has times by large units, small units and multiprocessors. It is empty if no way fits
+    the buffers, so that the planner had to share less.
     """
     best_us = min([*us.values(), taken_us])
     return {

@@ -38,12 +38,12 @@ def parser() -> argparse.ArgumentParser:
         "--seqs", type=comma_list(positive_count), default=[1, 8, 32], metavar="N,N",
         help="sequences at once; a line each (1,8,32)",
     )  # fmt: skip
-    made.add_argument("--own", type=positive_count, default=300, help="tokens (%(default)s)")
+    made.add_argument("--own", type=positive_count, default=300, help="own tokens (%(default)s)")
     made.add_argument(
-        "--prefix", type=not_negative_count, default=0, help="tokens of context (%(default)s)"
+        "--prefix", type=not_negative_count, default=0, help="tokens of each prefix (%(default)s)"
     )
     made.add_argument("--degree", type=positive_count, help="sequences that share a prefix (all)")
-    made.add_argument("--steps", type=positive_count, default=100, help="timed (%(default)s)")
+    made.add_argument("--steps", type=positive_count, default=100, help="timed steps (%(default)s)")
     made.add_argument("--json", action="store_true", help="one line for each of --seqs")
     add_engine_flags(made)
     return made
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
             print(line("decode", about | result | where | {"settings": settings(config)}))
     engine.close()
     if not args.json:
-        print(table(["sequences", "ms a step", "of the host", "of the device", "tokens/s"], rows))
+        print(table(["sequences", "ms a step", "host ms", "device ms", "tokens/s"], rows))
     return 0
 
 

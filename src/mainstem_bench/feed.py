@@ -1,5 +1,5 @@
-"""Runs an engine on known prompts: plans them, announces the order, and submits them a little
-ahead."""
+"""Runs an engine on a job whose prompts are all given: plans them, announces the order, and submits
+a few at a time while the engine runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -191,8 +191,8 @@ def run_job(
     scorings: Sequence[Scoring] | None = None,
     plan: PlanConfig | None = None,
 ) -> JobRun:
-    """Answer every prompt greedily, with `output` tokens or its own number of tokens, or score it.
-    The time includes planning (with `plan`) and submitting.
+    """Answer every prompt greedily or, with `scorings`, score it. `output` is the length of all
+    answers, or an array of lengths. The time includes planning (with `plan`) and submitting.
 
     Raises AssertionError if an answer is missing or short.
     """

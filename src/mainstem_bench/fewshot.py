@@ -10,8 +10,8 @@ Every way of sharing is compared with the first, question by question:
     reads     they are also read once per step
 
 If a model only guesses, accuracy says nothing about the engine: then compare the logprobs and the
-generated tokens. FILE, also .gz, has {"task", "prefix", "items": [{"q", "a"}]} on each line; the
-default is a few subjects of MMLU.
+generated tokens. FILE, plain or .gz, has {"task", "prefix", "items": [{"q", "a"}]} on each line;
+the default is a few subjects of MMLU.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(str(path), f"line {number}: {error}") from error
     if len(questions) < count:
-        raise InvalidRequest("--questions", f"there are {len(questions)}, not {count}")
+        raise InvalidRequest("--questions", f"there are only {len(questions)}, {count} wanted")
     return Random(0).sample(questions, count)
 
 
@@ -104,7 +104,7 @@ def _head(prefix: str, count: int) -> str:
     ends = [at for at in range(len(rest)) if rest.startswith(EXAMPLE_END, at)]
     ends = [at for at in ends if rest[:at].rsplit("\n", 1)[-1].startswith("Answer: ")]
     if len(ends) < count:
-        raise ValueError(f"there are {len(ends)} examples, not {count}")
+        raise ValueError(f"there are only {len(ends)} examples, {count} wanted")
     return intro + EXAMPLE_END + rest[: ends[count - 1]] + EXAMPLE_END
 
 

@@ -1,4 +1,5 @@
-"""`mainstem bench heads`: compares span attention on a GPU, for many head layouts, with its floor.
+"""`mainstem bench heads`: compares span attention on a GPU, for many head layouts, with its floor,
+the least possible time (kernel.py).
 
 Some shapes have names: those of models whose heads differ from Llama's. The others are random, and
 equal seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and 256,

@@ -40,7 +40,7 @@ PLANS = 50  # plans that are timed; the first ones are slower, after the host wa
 FLUSH_BYTES = 512 << 20
 CHECKED_TOKENS = 4
 PREFILL_TFLOPS = 350.0  # the rate that prompts must reach
-ONE_KEY = AttentionCase("one key", (Run((0,), 1),)).spans()  # a step whose plan cannot be reused
+ONE_KEY = AttentionCase("one key", (Run((0,), 1),)).spans()  # planned in between: see _plan_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Bench:
         attention.run(q, k_pages, v_pages, out=out, launches=launches)
         max_error = error_of(out, q, k_pages, v_pages, spans)
         if not max_error < TOLERANCE:
-            raise AssertionError(f"{case.name}: error {max_error} of {TOLERANCE}")
+            raise AssertionError(f"{case.name}: error {max_error}, allowed {TOLERANCE}")
         plan_us = 1e6 * float(np.median([_plan_seconds(attention, spans) for _ in range(PLANS)]))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -92,8 +92,8 @@ class Bench:
         )
 
     def time_us(self, call: Callable[[], object]) -> float:
-        """Return the median over calls with a cold L2 cache. Other data was read before, so nothing
-        must be written back.
+        """Return the median over calls with a cold L2 cache. The cache is filled by reads, so it
+        has nothing to write back during the call.
         """
         events = []
         for _ in range(WARM_UPS + NUM_TIMED):
@@ -189,8 +189,8 @@ def _seen_by(spans: Spans, tokens: np.ndarray) -> Spans:
 
 
 def _plan_seconds(attention: SpanAttention, spans: Spans) -> float:
-    """Return the host time of one plan. It is not reused, since another step was planned before it.
-    The device is idle, so that the host need not wait for a staging buffer.
+    """Return the host time of one plan. Another step is planned before, so that no earlier plan of
+    these spans is reused. The device is idle, so that the host need not wait for a staging buffer.
     """
     attention.plan(ONE_KEY)
     torch.cuda.synchronize()

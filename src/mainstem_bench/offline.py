@@ -49,10 +49,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="b2000-sd16")
     made.add_argument("--model-shape", choices=list(SHAPES), help="(the workload's own)")
     add_weights_flag(made)
-    made.add_argument("--groups", type=positive_count, metavar="N", help="(the workload's own)")
+    made.add_argument(
+        "--groups", type=positive_count, metavar="N", help="number (the workload's own)"
+    )
     made.add_argument("--requests", type=positive_count, metavar="N", help="only the first N")
     made.add_argument(
-        "--output", type=positive_count, metavar="N", help="tokens out (the workload's own)"
+        "--output", type=positive_count, metavar="N", help="tokens per answer (the workload's own)"
     )
     made.add_argument("--order", choices=["shuffled", "sorted"], default="shuffled")
     made.add_argument("--no-plan", action="store_true", help="run prompts in the order given")
@@ -65,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         help="write a trace of some steps, and print where the device's time went; slower",
     )  # fmt: skip
     made.add_argument(
-        "--profile-steps", type=positive_count, default=20, metavar="N", help="(%(default)s)"
+        "--profile-steps", type=positive_count, default=20, metavar="N", help="number (%(default)s)"
     )
     made.add_argument("--json", action="store_true", help="one line")
     add_engine_flags(made)
@@ -181,7 +183,8 @@ def _speed(run: JobRun, job: OfflineJob, prompts: Prompts) -> dict[str, object]:
 def _against_limit(
     run: JobRun, job: OfflineJob, shape: ModelSpec, config: EngineConfig
 ) -> dict[str, object]:
-    """Return the job's speed as a share of the card's limit; None if the card is unknown."""
+    """Return the job's speed as a share of the card's limit. It is None if the card's rates are not
+    measured, or if layers have windows."""
     machine = Machine.of(config)
     card = machine.card
     if card is None:
@@ -218,9 +221,9 @@ def model_cost(
 
 
 def check_sharing(job: OfflineJob, config: EngineConfig) -> None:
-    """Raise AssertionError unless planned and shared prompts get the same answers as single ones.
-    Done in fp32: logits of random weights are close, and in 16 bits rounding would decide between
-    them.
+    """Raise AssertionError unless prompts get the same answers planned and shared as without
+    sharing. Done in fp32: logits of random weights are close, and in 16 bits rounding would decide
+    between them.
     """
     shape = SHAPES[job.model_shape]
     prompts = Prompts.from_lists(shuffled(replace(job, num_requests=8).prompts(shape.vocab_size)))

@@ -21,12 +21,13 @@ from mainstem_bench.settings import settings
 
 SAVE_STEPS = 200  # decode steps of a batch while pages of other requests are saved
 VISIT_EVERY = 8  # steps between two prompts of other requests
-BUFFERS = ("all", "0", "5", "10", "15", "auto")  # layers loaded before a prompt starts
+# sizes of the read buffer: layers that are loaded before a prompt starts
+BUFFERS = ("all", "0", "5", "10", "15", "auto")
 BATCH = 16  # as in the paper
 JOB_TOKENS = 400  # maximum tokens of an answer of the running job
 JOB_STEPS = 4  # steps of the job before sessions return
 ROUNDS = 4  # rounds of returning sessions; the first does not count
-JOBS, REPEATS = 2, 2  # jobs one after the other, whose pages are saved
+JOBS, REPEATS = 2, 2  # jobs one after the other, whose pages are saved; how often this is timed
 SHORT, LONG = 20, 200  # tokens of the jobs' answers; the paper has 20
 
 
@@ -177,8 +178,8 @@ def _return_behind(
 
 
 def measure_saving(bench: Bench) -> Iterator[dict[str, object]]:
-    """Measure jobs of a batch, one after the other, for each time at which pages can be saved (the
-    paper's Fig. 20)."""
+    """Measure jobs of a batch, one after the other, for each value of --store-save (the paper's
+    Fig. 20)."""
     bench.warm_up()
     work, rng = bench.work, Random(5)
     count = min(BATCH, work.at_once)

@@ -28,7 +28,7 @@ PACKED = {
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--weights", choices=list(PACKED), help="pack the weights in this format (16-bit)"
+        "--weights", choices=list(PACKED), help="pack the weights in this format (none: 16 bits)"
     )
 
 

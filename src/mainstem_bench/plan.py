@@ -1,7 +1,8 @@
 """Measures speed and memory of planning, as JSON lines.
 
-The industry mix of the paper (8,000 prompts, prefix 1570, distinct 30, degree 3), then 10,000,
-100,000 and 1,000,000 prompts of 200 tokens at degree 4, and how the time grows with their number.
+First the industry mix of the paper: 8,000 prompts with 1,570 shared and 30 own tokens, 3 to a
+prefix. Then 10,000, 100,000 and 1,000,000 prompts of 200 tokens, 4 to a prefix, and how the time
+grows with their number.
 Processor seconds are reported in addition to wall time, for machines that have other work.
 """
 

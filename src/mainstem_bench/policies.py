@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         help="file of `mainstem serve --record` (default: made-up requests)",
     )
-    made.add_argument("--model-shape", choices=list(SHAPES), help="random weights")
+    made.add_argument("--model-shape", choices=list(SHAPES), help="random weights of this shape")
     made.add_argument(
         "--policy",
         type=comma_list(member_of(StorePolicy)),
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
             metavar="X",
             help=f"conversations that the {name} holds ({most:g})",
         )
-    made.add_argument("--json", action="store_true", help="a line a policy")
+    made.add_argument("--json", action="store_true", help="one JSON line for each policy")
     add_engine_flags(made)
     return made
 

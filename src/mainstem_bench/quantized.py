@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "--text", required=True, type=Path, nargs="+", metavar="FILE", help="plain texts to score"
     )
     made.add_argument(
-        "--score-tokens", type=positive_count, default=4096, metavar="N", help="of each (4096)"
+        "--score-tokens", type=positive_count, default=4096, metavar="N", help="in each text (4096)"
     )
     made.add_argument(
         "--inputs", type=int, default=4096, metavar="N",
@@ -137,7 +137,8 @@ def round_products(
     folder: Path, ids: Int32s, num_inputs: int, grid: Grid, length: int = SEQUENCE
 ) -> dict[str, Rounded]:
     """The rounded products of all layers, by name without ".weight". They are calibrated on the
-    first `num_inputs` of `ids`, in sequences of `length`; if that is 0, rounded to the nearest."""
+    first `num_inputs` of `ids`, in sequences of `length`. If `num_inputs` is 0, they are rounded to
+    the nearest."""
     spec = read_spec(folder)
     inputs = torch.from_numpy(ids[:num_inputs].astype(np.int64))
     inputs = inputs[: len(inputs) // length * length].view(-1, length)

@@ -36,10 +36,10 @@ from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.workloads import shared
 
-NVLINK_BYTES_PER_S = 450e9  # each way, per card of eight
+NVLINK_BYTES_PER_S = 450e9  # of one card in one direction, in a machine of eight cards
 CALL_S = 10e-6  # fixed time of a collective
 CASES = ("llama-30b:2", "llama-65b:4", "llama2-70b:4", "falcon-40b:4")  # the papers' settings
-NUM_RUNS = 2  # runs with prompts; the faster one counts
+NUM_RUNS = 2  # the faster run counts
 WARM_SEED = 99
 
 
@@ -83,8 +83,8 @@ def parser() -> argparse.ArgumentParser:
         "--seqs", type=comma_list(positive_count), default=[1, 16, 64], metavar="N,N",
         help="sequences that decode at once (1,16,64)",
     )  # fmt: skip
-    made.add_argument("--own", type=positive_count, default=512, help="tokens (%(default)s)")
-    made.add_argument("--steps", type=positive_count, default=50, help="timed (%(default)s)")
+    made.add_argument("--own", type=positive_count, default=512, help="prompt tokens (%(default)s)")
+    made.add_argument("--steps", type=positive_count, default=50, help="timed steps (%(default)s)")
     made.add_argument("--json", action="store_true", help="one line for each kind of step")
     add_engine_flags(made)
     return made

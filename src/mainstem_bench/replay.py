@@ -1,8 +1,8 @@
 """Runs recorded requests of a server (`mainstem serve --record FILE`) on the engine alone.
 
 The same token ids arrive at the same times, in one process, without HTTP, detokenizing or JSON. The
-difference to the times that a client sees is the server's own cost. A pause in the record ends a
-part.
+difference to the times that a client sees is the server's own cost. Pauses divide the record into
+parts, which are measured one by one.
 """
 
 import argparse

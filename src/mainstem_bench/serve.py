@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="answers of exactly --max-tokens, where the server knows `ignore_eos`",
+        help="answers of exactly --max-tokens, if the server supports `ignore_eos`",
     )
     made.add_argument("--seed", type=int, default=0, help="seed of arrivals and generated text")
     made.add_argument(

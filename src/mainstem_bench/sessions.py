@@ -2,8 +2,9 @@
 
     turns      sessions return in batches; their history comes from host memory, from disk, or is
                computed again (`--tier`)
-    preload    one session at a time: layers loaded before its prompt starts (the paper's Fig. 19)
-    busy       a batch of sessions returns while a job decodes, with the same settings
+    preload    one session at a time, by the number of layers that are loaded before its prompt
+               starts (AttentionStore's Fig. 19)
+    busy       the same for a batch of sessions that returns while a job decodes
     saves      decode steps with and without saves of other requests' pages
     saving     jobs by when their pages are saved: while decoding, at the end, in sync (Fig. 20)
     grain      pages saved whole, by layer, or by token and layer (GPU)
@@ -96,9 +97,9 @@ def parser() -> argparse.ArgumentParser:
         "(close); given twice: before each of the last two turns",
     )  # fmt: skip
     made.add_argument(
-        "--limit-s", type=float, metavar="S", help="leave out parts that would begin later (none)"
+        "--limit-s", type=float, metavar="S", help="leave out parts that would begin after S s"
     )
-    made.add_argument("--json", action="store_true", help="a line a result")
+    made.add_argument("--json", action="store_true", help="one JSON line for each result")
     add_engine_flags(made)
     return made
 
@@ -130,7 +131,7 @@ def main(argv: list[str]) -> int:
 def _measure_chats(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     ends = tuple(args.end or ["close"])
     if args.turns <= len(ends):
-        raise ConfigError(f"--turns must be more than the {len(ends)} --end, got {args.turns}")
+        raise ConfigError(f"--turns must exceed the number of --end, {len(ends)}; got {args.turns}")
     files = tuple(args.conversations)
     work = ChatWork(files, args.sessions or 100, args.turns, args.output, args.at_once, ends)
     config = engine_config(args)
@@ -158,8 +159,8 @@ def _measure(
 
 
 def _by_tier(parts: Sequence[str], tiers: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Make the measurements that need one engine: turns in every tier, other parts with host
-    memory."""
+    """Group the parts by tier, since each tier needs its own engine: turns run in every tier, other
+    parts with host memory."""
     rest = [part for part in parts if part != "turns"]
     turns = ["turns"] if "turns" in parts else []
     found = {tier: list(turns) for tier in tiers} if turns else {}

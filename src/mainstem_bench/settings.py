@@ -23,7 +23,7 @@ def random_config(args: argparse.Namespace, model_shape: str, kv_tokens: int) ->
         raise ConfigError(f"--model: weights are random here; choose a {flag}")
     config = engine_config(args)
     if config.cache.memory_share is not None:
-        raise ConfigError("--gpu-memory-utilization: use --kv-tokens, since the room is fixed here")
+        raise ConfigError("--gpu-memory-utilization: benchmarks fix the KV memory; use --kv-tokens")
     made = replace(
         config,
         model=replace(config.model, model=model_shape),
@@ -43,7 +43,7 @@ def check_room(name: str, kv_tokens: int, free_bytes: int, smaller: str) -> None
     if FP32_BYTES * values > free_bytes:
         raise ConfigError(
             f"{name} with {kv_tokens:,} tokens of KV takes {FP32_BYTES * values / 1e9:.0f} GB"
-            f" without a GPU, and {free_bytes / 1e9:.0f} are free: {smaller}"
+            f" without a GPU, and {free_bytes / 1e9:.0f} are free: use {smaller}"
         )
 
 

@@ -68,8 +68,8 @@ def measure(num_rows: int, num_workers: int, output_tokens: float) -> dict[str, 
 def main(argv: list[str]) -> int:
     """Print a line for each size."""
     parser = argparse.ArgumentParser("mainstem bench shares", description=__doc__)
-    parser.add_argument("--rows", type=positive_count, metavar="N", help="(1M and 10M)")
-    parser.add_argument("--workers", type=positive_count, metavar="N", help="(8 and 1,000)")
+    parser.add_argument("--rows", type=positive_count, metavar="N", help="number (1M and 10M)")
+    parser.add_argument("--workers", type=positive_count, metavar="N", help="number (8 and 1,000)")
     parser.add_argument(
         "--output-tokens", type=positive, default=64.0, metavar="N", help="tokens of an answer (64)"
     )

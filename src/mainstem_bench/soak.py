@@ -35,7 +35,7 @@ HEAD_TOKENS = (0, 16, 40)  # lengths of shared beginnings
 MAX_OWN_TOKENS = 32
 # maximum tokens of an answer, used in turn, so that the engine's expectations are wrong
 OUTPUT_TOKENS = (400, 8, 8, 8)
-TURN_REQUESTS = 128
+TURN_REQUESTS = 128  # requests with one of these maximums, before the next
 ABORTED = 0.15  # of the requests
 LATEST_ABORT = 40  # at most this many steps after a request was submitted
 CHECK_EVERY = 500  # steps
@@ -89,12 +89,12 @@ def soak(num_requests: int, seed: int, config: EngineConfig) -> dict[str, object
     host_grown = process_bytes() - host_before
     assert device_grown <= ALLOWED_GROWTH_BYTES, f"device memory grew by {device_grown} bytes"
     if counters.preemptions == 0:
-        reason = "memory should be short: use more --requests, or less --kv-tokens"
+        reason = "KV memory must run out: use more --requests, or fewer --kv-tokens"
         raise ConfigError(f"nothing was preempted; {reason}")
     assert crowd.ends.total() == crowd.num_answers, "an answer never ended"
     engine.clear_cache()
     engine.check()
-    assert engine.snapshot().num_cached_pages == 0, "a page outlived the cache"
+    assert engine.snapshot().num_cached_pages == 0, "a page is still cached"
     engine.close()
     return {
         "model_shape": config.model.model,
@@ -170,7 +170,7 @@ class Crowd:
     requests: RandomRequests
     num_answers: int = 0
     ends: Counter[FinishReason] = field(default_factory=Counter)
-    _open: dict[tuple[RequestId, int], int] = field(default_factory=dict)  # tokens to come
+    _open: dict[tuple[RequestId, int], int] = field(default_factory=dict)  # most tokens to come
     _aborts: dict[int, list[RequestId]] = field(default_factory=dict)  # by step
     _num_steps: int = 0
 
@@ -207,7 +207,7 @@ class Crowd:
         assert key in self._open, f"news of an answer that is not open: {key}"
         self._open[key] -= len(output.token_ids)
         left = self._open[key]
-        assert left >= 0, f"{key} is longer than it may be"
+        assert left >= 0, f"{key} is longer than max_tokens"
         reason = output.finish_reason
         if reason is not None:
             assert reason is not FinishReason.LENGTH or left == 0, f"{key} is too short"

@@ -22,7 +22,7 @@ Json = Mapping[str, object]
 
 
 class ServerRefused(Exception):
-    """The server replied, but refused the request or sent something else."""
+    """The server replied, but refused the request or sent something that is no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,8 @@ def _take_event(answer: StreamedAnswer, event: object, now_s: float) -> None:
 async def _exchange(
     endpoint: Endpoint, method: str, path: str, payload: bytes
 ) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Send a request; yields its body piece by piece, and closes the connection afterwards.
+    """Send a request; yields the body of the reply piece by piece, and closes the connection
+    afterwards.
 
     Raises ServerRefused, with what the server says, unless the status is 200.
     """

@@ -2,7 +2,7 @@
 
     tokens  |#####  ########   a valley: few tokens, though prompts still wait
     a step  |##### #########
-            |###############..........   the tail: no prompt is left, answers only end
+            |###############..........   the tail: no prompt is left, only decodes run
             +------------------------> time
 
 The tail is counted separately: a good schedule has a tail, too, and the faster the job is, the

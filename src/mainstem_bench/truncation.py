@@ -2,7 +2,8 @@
 4.3.6).
 
 A text is fed as one long conversation, a few tokens per turn. Whenever it fills the window, half of
-the window is dropped. Perplexity is measured over every token after the first cut:
+the window is dropped. For each of these ways, perplexity is measured over every token after the
+first cut:
 
     whole       nothing is dropped; only if the model's context is long enough
     recompute   the oldest tokens are dropped, the others are computed again
@@ -19,7 +20,8 @@ way.
 With --questions FILE, a document comes at the end of a window that is filled with other text. The
 cut drops the other text; then the questions are asked, and answers that contain the wanted words
 are counted. Every way is compared with the first, question by question. With --document-first the
-document comes before the other text: then only a way that chooses what it drops can keep it.
+document comes before the other text: then only a way that chooses what to drop can keep the
+document.
 """
 
 import argparse
@@ -213,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
         "--text", type=Path, metavar="FILE", help="what to read, also .gz (the demo's documents)"
     )
     made.add_argument(
-        "--tokens", type=positive_count, default=3072, metavar="N", help="of it (3072)"
+        "--tokens", type=positive_count, default=3072, metavar="N", help="tokens to read (3072)"
     )
     made.add_argument(
         "--turn", type=positive_count, default=64, metavar="N", help="tokens a turn (64)"
@@ -228,7 +230,7 @@ def parser() -> argparse.ArgumentParser:
         "also .gz; any number of files",
     )
     made.add_argument(
-        "--documents", type=positive_count, default=40, metavar="N", help="of the file (40)"
+        "--documents", type=positive_count, default=40, metavar="N", help="number to use (40)"
     )
     made.add_argument(
         "--document-first",

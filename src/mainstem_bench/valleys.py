@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kv-tokens", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--chunk-tokens", type=int, default=4096)
     made.add_argument(
-        "--max-seqs", type=positive_count, default=256, metavar="N", help="of `capped` (256)"
+        "--max-seqs", type=positive_count, default=256, metavar="N", help="limit of `capped` (256)"
     )
     made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
     made.add_argument("--plot", type=Path, metavar="FILE.png")

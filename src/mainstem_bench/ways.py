@@ -33,8 +33,8 @@ WAYS = {
 
 
 class WatchedRunner:
-    """Runs steps unchanged, and records the logprob of each next token of a known text, and the
-    likeliest token."""
+    """Runs steps, and records the logprob of each next token of a given text, and the likeliest
+    token. With `is_naive`, moved keys are not rotated; otherwise answers are unchanged."""
 
     def __init__(self, runner: Runner, text_ids: Int32s, first: int, is_naive: bool) -> None:
         """Tokens from number `first` on are scored."""

@@ -105,7 +105,7 @@ def _depths(runs: Sequence[Run]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """A step's attention, and what is known about it on an H200."""
+    """A step's attention, with its limit and the best rival's time on an H200."""
 
     name: str
     runs: tuple[Run, ...]
@@ -172,7 +172,7 @@ def unequal_groups(rng: random.Random, batch: int, own: int) -> tuple[Run, ...]:
 
 
 def _decode_cases() -> Iterator[AttentionCase]:
-    """The nine anchors: one query token per sequence, bf16, pages of 16."""
+    """The nine cases that rivals ran, too: one query token per sequence, bf16, pages of 16."""
     for name, batch, groups, prefix, own, kv_heads, rival_us in (
         ("gqa32/8 B256 1x2048+256", 256, 1, 2048, 256, 8, 303.5),
         ("gqa32/8 B256 16x2000+250", 256, 16, 2000, 250, 8, 304.1),
@@ -258,7 +258,8 @@ def relay_case(batch: int, context: int, system: int, is_shared: bool) -> Attent
     """Return a point of RelayAttention's Fig. 1 and 6: 52 heads of 128, one system prompt for the
     batch.
 
-    Not shared means stored once and read by every sequence (vLLM-PS in the paper).
+    Not shared stands for a prompt that is stored once and read by every sequence (vLLM-PS in the
+    paper); here each sequence reads its own copy.
     """
     name = f"mha52 B{batch} 1x{system}+{context} {'reads' if is_shared else 'storage'}"
     once, each = grouped(batch, 1, system, context), own_runs([system + context] * batch)

@@ -165,7 +165,7 @@ def test_a_models_size_of_keys_and_values_is_shown(
     assert doctor.main(["--model", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "512 bytes a token in float32" in told
-    assert "become float32 when loaded: this device has no product for them" in told
+    assert "become float32 when loaded: this device has no kernel for them" in told
     held, stored = 4 * (2 * 36864 + 2 * 6400), round(2 * 36864 * (1 / 2 + 3 / 32)) + 4 * 6400
     sizes = f"{gigabytes(held)} of weights ({gigabytes(stored)} in the checkpoint)"
     assert f"  ranks     1: {sizes}" in told

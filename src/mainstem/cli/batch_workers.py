@@ -23,7 +23,7 @@ from mainstem.wire.calls import Call
 
 ROWS_PER_WORKER = 256
 OTHER_FILES = 256  # files that a job may have open besides its connections
-# settings that count even if servers answer: the job is planned with the model's tokenizer
+# settings that are used here even if servers answer: the job is planned with the model's tokenizer
 OF_TOKENIZER = {"model", "chat_template", "allow_special_tokens"}
 HERE = "local"  # a value of --ray
 
@@ -152,7 +152,7 @@ def _allow_connections(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (ValueError, OSError):
         reason = f"needs {wanted:,} open files, more than the system allows"
-        raise ConfigError(f"--worker-rows for all of --workers {reason}") from None
+        raise ConfigError(f"--worker-rows times the number of --workers {reason}") from None
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:

@@ -115,7 +115,7 @@ def stats(store: Path) -> StoreStats:
 
 
 def verify(store: Path) -> Verdict:
-    """Read everything; StoreError while another process uses the store."""
+    """Read every page; raises StoreError if another process uses the store."""
     lock = StoreFolder(store)
     try:
         index = PageIndex(store, read_about(store))

@@ -1,9 +1,9 @@
 """`mainstem capacity TRACE`: the storage that a hit rate needs (AttentionStore 4.3.5).
 
 Prints DSpUT (the largest number of distinct sessions within one TTL), CCpS (bytes of K and V of one
-session) and CCpUT (DSpUT * CCpS). It then replays the trace through the engine's policy to find the
-share of CCpUT that reaches the target. The hit rate is that of `mainstem simulate`: saved prompt
-tokens / all prompt tokens. If no capacity reaches the target, the exit status is 1.
+session) and CCpUT (DSpUT * CCpS). It then replays the trace through the engine's policy to find
+which share of CCpUT reaches the target hit rate. The hit rate is that of `mainstem simulate`: saved
+prompt tokens / all prompt tokens. If no capacity reaches the target, the exit status is 1.
 """
 
 import argparse
@@ -49,13 +49,13 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=0.9,
         metavar="X",
-        help="saved prompt tokens / all prompt tokens (0.9)",
+        help="the target: saved prompt tokens / all prompt tokens (0.9)",
     )
     made.add_argument(
         "--policy",
         choices=[kind.value for kind in PolicyKind],
         default=PolicyKind.LOOKAHEAD.value,
-        help="(lookahead)",
+        help="which pages are evicted first (lookahead)",
     )
     made.add_argument(
         "--lookahead",
@@ -107,7 +107,7 @@ def as_text(report: CapacityReport, prices: Prices) -> str:
     unit = f"{report.ttl_s:g} s"
     if report.span_s < report.ttl_s:
         unit = f"{report.span_s:,.0f} s, all of the trace (the TTL is {unit})"
-    kind = "the mean of their own lengths"
+    kind = "the mean length of a session"
     if report.context_tokens is not None:
         kind = "the context window"
     lines = [

@@ -29,9 +29,9 @@ def parser() -> argparse.ArgumentParser:
         "--context-overflow",
         choices=[policy.value for policy in Overflow],
         default=Overflow.KV.value,
-        help="what is dropped when a conversation outgrows the window: the oldest tokens, and the "
-        "KV of the others is kept (kv) or computed again (recompute); the pages that the last "
-        "tokens attend to least (important); nothing, and the turn is refused (error) "
+        help="what happens if a conversation outgrows the window. kv: drop the oldest tokens, and "
+        "keep the KV of the others; recompute: the same, but compute their KV again; important: "
+        "drop the pages that the last tokens attend to least; error: refuse the turn "
         "(%(default)s)",
     )
     made.add_argument("--stats", action="store_true", help="show timing after each answer")

@@ -34,7 +34,7 @@ class Question:
     text: str
 
     def messages(self) -> list[dict[str, str]]:
-        """Instruction and document come first: questions share this part."""
+        """Instruction and document come first: questions about one document share this part."""
         content = f"Document:\n{self.doc}\n\nQuestion: {self.text}"
         return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": content}]
 
@@ -62,11 +62,12 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("out/demo.jsonl"),
         metavar="FILE.jsonl",
-        help="(%(default)s)",
+        help="file for the answers (%(default)s)",
     )
     made.add_argument(
-        "--max-tokens", type=positive_count, default=24, metavar="N", help="(%(default)s)"
-    )
+        "--max-tokens", type=positive_count, default=24, metavar="N",
+        help="maximum tokens of an answer (%(default)s)",
+    )  # fmt: skip
     made.add_argument(
         "--limit", type=positive_count, metavar="N", help="ask only the first N questions"
     )

@@ -21,7 +21,7 @@ HOPPER = "sm_90"
 FP8_SM = 89  # cards from sm_89 on multiply in fp8
 CONVERSION_BYTES = 1_000_000_000  # free disk space to download and convert the default model
 GPU_SHARE = 0.9  # of a card, for weights and pages, if --gpu-memory-utilization is not given
-GPU_RESERVE = 2 << 30  # about this much of it is for buffers of steps and graphs
+GPU_RESERVE = 2 << 30  # of GPU_SHARE, about this much is for buffers of steps and graphs
 
 
 def report() -> dict[str, object]:
@@ -83,9 +83,9 @@ def _store_words(config: StoreConfig, free_bytes: int) -> str:
     policy = f"{config.policy.value} policy, fetch {config.fetch.value}, preload {config.preload}"
     if config.host_bytes == 0:
         return (
-            f"pages on the device only; --host-gb (of {gigabytes(free_bytes)}) and --disk-dir "
-            f"(at most --disk-gb {config.disk_gb:g}) keep more, --remote shares it with other "
-            f"processes: {policy}"
+            f"pages on the device only. To keep more: --host-gb ({gigabytes(free_bytes)} are free) "
+            f"and --disk-dir (at most --disk-gb {config.disk_gb:g}); --remote shares pages with "
+            f"other processes. {policy}"
         )
     places = [f"{gigabytes(config.host_bytes)} of host memory"]
     if config.disk_dir:
@@ -167,7 +167,7 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
     ranks = model["ranks"]
     assert isinstance(ranks, list)
     for words in ranks[0]["unpacked"]:
-        reason = "this device has no product for them"
+        reason = "this device has no kernel for them"
         lines.append(("  unpacked", f"{words} become {model['dtype']} when loaded: {reason}"))
     return lines + [("  ranks", _rank_words(row)) for row in ranks]
 

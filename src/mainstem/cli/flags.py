@@ -88,7 +88,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
 
 
 def add_draw_flags(group: argparse._ArgumentGroup, defaults: Mapping[str, float]) -> None:
-    """Add flags for sampling; a flag is None if `defaults` has no value for it."""
+    """Add flags for sampling. A flag that is not given has the value in `defaults`, or None."""
     for name, (kind, metavar, text) in DRAW_FLAGS.items():
         default = defaults.get(name)
         shown = text if default is None else f"{text} ({default:g})"

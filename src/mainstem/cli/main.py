@@ -35,7 +35,7 @@ COMMANDS = {
     "capacity": Command("mainstem.cli.capacity", "the storage that a hit rate needs, from a trace"),
     "calibrate": Command("mainstem.cli.calibrate", "measure this device for the cost model"),
     "cache": Command("mainstem.cli.cache", "show, verify and delete saved pages on disk"),
-    "models": Command("mainstem.cli.models", "the embedded model and what is cached"),
+    "models": Command("mainstem.cli.models", "the embedded model and the cached models"),
     "doctor": Command("mainstem.cli.doctor", "what this machine has and what will be used"),
 }
 

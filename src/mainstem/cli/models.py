@@ -1,4 +1,4 @@
-"""`mainstem models`: the embedded default, what is cached, and how large it is."""
+"""`mainstem models`: the embedded default and the cached models, with their sizes."""
 
 import argparse
 import json

@@ -301,15 +301,15 @@ def parser() -> argparse.ArgumentParser:
     add_app_flag(made)
     made.add_argument(
         "--levels", type=int, default=PlanConfig().levels, metavar="N",
-        help="spans on one path; 1: the paper's single level (%(default)s)",
+        help="maximum levels of shared prefixes; 1: as in BatchLLM (%(default)s)",
     )  # fmt: skip
     made.add_argument(
         "--group-tokens", type=int, default=PlanConfig().group_tokens, metavar="N",
-        help="size above which a group is split if possible (%(default)s)",
+        help="distinct tokens above which a group is split if possible (%(default)s)",
     )  # fmt: skip
     made.add_argument(
         "--lru-tokens", type=int, default=450_000, metavar="N",
-        help="size of the LRU cache to compare with (%(default)s)",
+        help="tokens in the LRU cache to compare with (%(default)s)",
     )  # fmt: skip
     made.add_argument(
         "--page-size", type=int, default=16, metavar="N", help="page size of that cache (16)"

@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="model name that clients use (--model)",
+        help="names of the model for clients (the last part of --model)",
     )
     made.add_argument(
         "--app",
@@ -110,8 +110,14 @@ def parser() -> argparse.ArgumentParser:
         help="host names that browsers may use, besides addresses and localhost; *: any "
         "(without keys: --host and this machine's name; with keys: any)",
     )
-    made.add_argument("--api-key-file", type=Path, metavar="FILE", help="lines of name:key")
-    made.add_argument("--admin-key-file", type=Path, metavar="FILE", help="opens /admin/")
+    made.add_argument(
+        "--api-key-file", type=Path, metavar="FILE",
+        help="clients' keys, in lines of name:key (none: anybody may use the server)",
+    )  # fmt: skip
+    made.add_argument(
+        "--admin-key-file", type=Path, metavar="FILE",
+        help="keys for /admin/, in lines of name:key",
+    )  # fmt: skip
     made.add_argument(
         "--data-dir",
         type=Path,
@@ -134,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_generation_flag(made)
     add_parser_flags(made)
-    made.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
+    made.add_argument("--log-level", choices=LEVELS, default="info", help="least level (info)")
     limits = made.add_argument_group("limits")
     limits.add_argument(
         "--max-queue",
@@ -288,7 +294,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a limit of files if there are none."""
+    """Raise ConfigError for a limit of files if no files are stored."""
     limits = ("max_upload_mib", "max_stored_gib", "max_files", "file_ttl_s")
     unset = parser()
     for name in limits if args.data_dir is None else ():

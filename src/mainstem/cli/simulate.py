@@ -1,8 +1,9 @@
-"""`mainstem simulate TRACE`: shows what a tiered KV store would save on this workload, and its
-cost.
+"""`mainstem simulate TRACE`: shows what a tiered KV store would save on this workload, and what it
+would cost.
 
-Replays a trace through the policy that the engine's store uses. With several policies or sizes
-(comma lists), each combination is one line of the output and one bar of the plot.
+Replays a trace through the policy that the engine's store uses. Policies and sizes may be comma
+lists: the first --host-gb goes with the first --disk-gb and --device-gb, and so on. Each of these
+sets of sizes with each policy is one line of the output and one bar of the plot.
 
 With --replicas N it simulates many replicas behind a router, with other flags:
 `mainstem simulate --replicas 1 --help`.
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "--queue",
         choices=[member.value for member in Queue],
         default=Queue.SATURATED.value,
-        help="saturated: requests always wait; arrivals: as the trace says (saturated)",
+        help="saturated: requests always wait; arrivals: they come when the trace says (saturated)",
     )
     world.add_argument(
         "--warmup",
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]:
-    """One simulation for every combination of sizes and every policy."""
+    """One simulation for every set of sizes (the n-th of each flag) and every policy."""
     sizes = {"--host-gb": args.host_gb, "--disk-gb": args.disk_gb, "--device-gb": args.device_gb}
     num_sizes = max(map(len, sizes.values()))
     if not {len(given) for given in sizes.values()} <= {1, num_sizes}:
@@ -187,8 +188,8 @@ def as_json(report: Report, trace: Trace) -> dict[str, object]:
 
 def as_table(reports: Sequence[Report]) -> str:
     header = (
-        "policy", "known", "device GB", "host GB", "disk GB", "hit rate", "device", "DRAM", "disk",
-        "unbounded",
+        "policy", "lookahead", "device GB", "host GB", "disk GB", "hit rate", "device", "DRAM",
+        "disk", "unbounded",
         "TTFT s", "prefill tokens", "device s", "cost $", "seconds",
     )  # fmt: skip
     rows = [

@@ -1,8 +1,8 @@
 """`mainstem simulate TRACE --replicas N`: simulates many replicas behind a router on this workload.
 
-The router is the same as in serving. The trace's times are scaled: if the devices had one common
-memory, they would be busy for the share --busy of the time. With comma lists, each combination is
-one line of the output.
+The router is the same as in serving. The trace's times are scaled such that devices with one common
+memory would be busy for the share --busy of the time. With comma lists, each combination is one
+line of the output.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     add_trace_flags(made)
     fleet = made.add_argument_group("replicas")
     fleet.add_argument(
-        "--replicas", type=comma_list(positive_count), required=True, metavar="N", help="how many"
+        "--replicas", type=comma_list(positive_count), required=True, metavar="N", help="number"
     )
     fleet.add_argument(
         "--router",
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=SHARED_GB_PER_S,
         metavar="GB/S",
-        help=f"GB/s from it to each replica ({SHARED_GB_PER_S:g})",
+        help=f"GB/s from that store to each replica ({SHARED_GB_PER_S:g})",
     )
     fleet.add_argument(
         "--busy",
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_rate_flags(world, ("prefill_tokens_per_s", "decode_tokens_per_s"))
     made.add_argument("--json", action="store_true", help="one JSON object a line")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates, tails and loads")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates, TTFT and loads")
     return made
 
 
@@ -163,7 +163,7 @@ def _as_json(report: FleetReport, trace: Trace) -> dict[str, object]:
 
 def _as_table(reports: Sequence[FleetReport]) -> str:
     header = (
-        "router", "replicas", "tokens each", "shared GB", "hit rate", "of one memory's",
+        "router", "replicas", "tokens each", "shared GB", "hit rate", "of reference",
         "TTFT s", "p99 s", "busy", "max/mean load", "device s",
     )  # fmt: skip
     rows = [

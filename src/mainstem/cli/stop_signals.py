@@ -8,7 +8,7 @@ from mainstem.core.interrupts import guarded_interrupts
 
 
 class StopSignals:
-    """Remembers the first signal; a second one ends the process at once."""
+    """Remembers the first signal; a second one raises KeyboardInterrupt."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
         """`numbers` are the signals to catch; SIGINT and SIGTERM by default."""

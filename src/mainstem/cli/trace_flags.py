@@ -26,7 +26,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--model",
         metavar="NAME",
-        help="compute it from a model's config.json: a folder, a hub id or smollm2",
+        help="compute these bytes from a model's config.json: a folder, a hub id or smollm2",
     )
     parser.add_argument(
         "--dtype",
@@ -82,7 +82,7 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file with the gaps between turns (the shipped table)",
     )
-    group.add_argument("--seed", type=int, default=0, help="seed of the drawn arrivals (0)")
+    group.add_argument("--seed", type=int, default=0, help="seed of random arrivals (0)")
     parser.add_argument(
         "--ttl", type=positive, metavar="S", help="drop pages that were unused for S seconds"
     )

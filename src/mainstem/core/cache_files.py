@@ -31,7 +31,7 @@ def write_cache_file(target: Path, text: str) -> None:
 def _keep_newest(folder: Path) -> None:
     found = list(folder.iterdir())
     if len(found) > MOST_FILES:
-        with suppress(OSError):  # another process does the same
+        with suppress(OSError):  # another process may remove the same files
             found.sort(key=lambda path: path.stat().st_mtime_ns)
             for path in found[:-MOST_FILES]:
                 path.unlink(missing_ok=True)

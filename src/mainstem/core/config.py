@@ -133,7 +133,7 @@ class Device(Enum):
 
 class Quantize(Enum):
     NONE = "none"
-    INT8 = "int8"  # CPU: int8 weights per channel, activations quantized as they come
+    INT8 = "int8"  # CPU: int8 weights per channel, activations quantized per token
     FP8 = "fp8"  # GPU: e4m3 weights per channel, activations quantized per token
 
 
@@ -224,7 +224,7 @@ class CacheConfig:
         metadata=about(
             "share of the memory (on a CPU, of the available memory) for weights and pages, if "
             "kv_tokens is not set",
-            unset="chosen with a reserve",
+            unset="0.9 on a GPU; on a CPU, pages take 40 % of what the weights leave",
             range=SHARE,
             argument="gpu_memory_utilization",
         ),
@@ -262,7 +262,7 @@ class SchedConfig:
         default=None,
         metadata=about(
             "maximum tokens per step: fewer make decodes smoother, more make prompts faster",
-            unset="by device",
+            unset="chosen for the device",
             range=at_least(1),
         ),
     )
@@ -359,7 +359,7 @@ class StoreConfig:
     )
     disk_gb: float = field(
         default=20.0,
-        metadata=about("maximum size of one model's pages there", range=POSITIVE, metavar="GB"),
+        metadata=about("maximum size of one model's pages on disk", range=POSITIVE, metavar="GB"),
     )
     remote: str | None = field(
         default=None,
@@ -373,7 +373,7 @@ class StoreConfig:
     remote_gb: float = field(
         default=20.0,
         metadata=about(
-            "maximum memory to use on that server, if it has no limit of its own",
+            "maximum memory to use on the remote server, if the server has no limit of its own",
             range=POSITIVE,
             metavar="GB",
         ),
@@ -381,7 +381,7 @@ class StoreConfig:
     remote_ttl_s: float = field(
         default=86400.0,
         metadata=about(
-            "seconds after which unused pages expire on that server",
+            "seconds after which unused pages expire on the remote server",
             range=POSITIVE,
             metavar="S",
             argument="remote_ttl",
@@ -413,14 +413,15 @@ class StoreConfig:
         default=Saving.DECODING,
         metadata=about(
             "when pages of answers are saved: as they fill (decoding), when a sequence ends (end), "
-            "or when it ends, and the next step waits for it (sync)",
+            "or when it ends, before the next step starts (sync)",
             argument="store_save",
         ),
     )
     fetch: Fetch = field(
         default=Fetch.AUTO,
         metadata=about(
-            "load stored pages if that is faster than computing them, always, or never",
+            "whether stored pages are loaded: if that is faster than computing them (auto), "
+            "always, or never",
             argument="store_fetch",
         ),
     )
@@ -470,7 +471,7 @@ class EngineConfig:
         """Raise ConfigError if a setting would be ignored because of another.
 
         Call it for complete configs, before the model is loaded. While a file and flags are being
-        joined, one of them may still bring what the other needs.
+        joined, one of them may still set what the other needs.
         """
         store = self.store
         tiers = "host_gb, disk_dir or remote"

@@ -239,7 +239,7 @@ E = TypeVar("E", bound=Event | PageEvent)
 
 class EventBus:
     """Delivers events to the subscribers of their kind, in order, on the publishing thread.
-    StoreOpened is delivered to late subscribers as well."""
+    StoreOpened is also delivered to those that subscribe after it was published."""
 
     def __init__(self) -> None:
         self._listeners: dict[type, list[Callable[[Event | PageEvent], None]]] = defaultdict(list)

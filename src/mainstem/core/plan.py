@@ -103,11 +103,11 @@ class Plan:
         """Raise if this is not a plan for `prompts`: each prompt occurs once, and every node is
         really shared."""
         count, num_nodes = len(prompts), len(self.node_tokens)
-        assert np.array_equal(np.sort(self.members), np.arange(count)), "each prompt exactly once"
-        assert self.group_starts[0] == 0, "the first group starts at the first member"
-        assert self.group_starts[-1] == count, "the last group ends at the last member"
+        assert np.array_equal(np.sort(self.members), np.arange(count)), "prompts missing or twice"
+        assert self.group_starts[0] == 0, "the first group does not start at the first member"
+        assert self.group_starts[-1] == count, "the last group does not end at the last member"
         assert np.all(np.diff(self.group_starts) > 0), "a group is empty"
-        assert self.node_parents[0] == 0, "node 0 is the root"
+        assert self.node_parents[0] == 0, "node 0 is not the root"
         assert self.node_tokens[0] == 0, "the root has tokens"
         below = np.arange(1, num_nodes)
         assert np.all(self.node_parents[1:] < below), "a node precedes its parent"

@@ -23,7 +23,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_NEXT_IDS = 4096
 MAX_INT = 2**31 - 1
 
-# field of SamplingParams: (least, largest) value. If the least value is an int, only whole numbers
+# field of SamplingParams: (least, largest) value. An int means that only whole numbers are allowed
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_N),
     "temperature": (0.0, 100.0),
@@ -58,7 +58,7 @@ def _check_int(field_name: str, value: int, low: int, high: int) -> None:
     _check_range(field_name, value, low, high)
 
 
-# the default of vLLM's arguments of SamplingParams
+# the defaults of the last arguments of SamplingParams, from `best_of` on
 _NEUTRAL = (None, False, None, None, None, None, None, True)
 
 
@@ -75,7 +75,7 @@ class AnswerForm(Protocol):
 class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults as in vLLM.
 
-    Raises InvalidRequest, naming the field and the allowed range, on construction.
+    The constructor raises InvalidRequest, which names the field and the allowed range.
     """
 
     n: int = 1
@@ -95,10 +95,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top tokens in addition to each chosen one; 0: the chosen one only
     prompt_logprobs: int | None = None
-    grammar: str | None = None  # the form of the answer, in the format of text/grammar.py ...
+    grammar: str | None = None  # the form of the answer, in the format of text/grammar.py
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    structured_outputs: AnswerForm | None = None  # ... or its description, as in vLLM
+    structured_outputs: AnswerForm | None = None  # the form in vLLM's words; sets `grammar`
     # arguments of vLLM, accepted only with values that change nothing (core/vllm_names.py)
     best_of: InitVar[object] = None
     use_beam_search: InitVar[object] = False
@@ -319,8 +319,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     eos_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
-    salt: bytes = b""  # requests share pages only with requests of the same salt ...
-    public_tokens: int = 0  # ... except for this number of leading tokens, which are public
+    salt: bytes = b""  # requests share pages only with requests of the same salt
+    public_tokens: int = 0  # leading tokens whose pages requests of any salt may share
     priority: int = 0  # lower goes first
     session: SessionId | None = None
     overflow: Overflow | None = None  # None: KV in a session, ERROR without one
@@ -367,7 +367,8 @@ class Request:
 
     @property
     def must_see_each_token(self) -> bool:
-        """Whether each token must be read before the next one, since it may end the answer."""
+        """Whether each token must be read before the next one is computed: stop strings may end the
+        answer, and a grammar restricts the next token."""
         return bool(self.sampling.stop_strings) or self.grammar is not None
 
     @property
@@ -412,5 +413,5 @@ class Output:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
-    fault: str | None = None  # the error that ended it (FinishReason.ERROR) ...
-    is_form_fault: bool = False  # ... and whether the parser of its form failed, rather than a step
+    fault: str | None = None  # the error that ended the answer (FinishReason.ERROR)
+    is_form_fault: bool = False  # whether the parser of the answer's form failed, and not a step

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mainstem.core.errors import ConfigError
 
-ABOUT = "about"  # its key in a field's metadata
+ABOUT = "about"  # the key of an About in a field's metadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,8 @@ class SampleBatch:
     wants_logprobs: Bools
     special_rows: Int32s  # rows whose logits need editing: penalties, bias, min_tokens
     is_greedy: bool  # every temperature is 0 and nothing needs editing: argmax is enough
-    mask_rows: Int32s = field(default_factory=_no_rows)  # rows that a grammar restricts ...
-    # ... to these tokens: [mask_rows, ceil(vocab / 8)], token t is bit t % 8 of byte t // 8
+    mask_rows: Int32s = field(default_factory=_no_rows)  # rows in which a grammar restricts tokens
+    # the allowed tokens: [mask_rows, ceil(vocab / 8)], token t is bit t % 8 of byte t // 8
     masks: Bytes = field(default_factory=_no_masks)
 
 
@@ -120,8 +120,8 @@ class Step:
     seq_slots: Int32s  # [seqs] the sequence of each run of packed tokens
     seq_starts: Int32s  # [seqs + 1] prefix sums over the packed tokens
     token_ids: Int32s  # [tokens]; undefined for tokens in `carry_to`
-    carry_to: Int32s  # packed tokens whose id is a sample of the previous step ...
-    carry_from: Int32s  # ... and which sample row that was
+    carry_to: Int32s  # packed tokens whose id is a sample of the previous step
+    carry_from: Int32s  # for each of `carry_to`: the sample row of the previous step
     positions: Int32s  # [tokens] rotary positions
     write_slots: Int64s  # [tokens] page_id * page_size + offset for the new K and V
     spans: Spans

@@ -54,13 +54,13 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "enable_prefix_caching": OnlyAt((True, None), "use share='none' to share nothing"),
     "enable_chunked_prefill": OnlyAt((True, None), "prompts are always cut to chunk_tokens"),
     "swap_space": OnlyAt((0, None), "use host_gb: memory for pages that leave the device"),
-    "cpu_offload_gb": OnlyAt((0, None), "weights must fit on the device; use quantize, or device"),
+    "cpu_offload_gb": OnlyAt((0, None), "weights must fit on the device; use quantize"),
     "num_gpu_blocks_override": OnlyAt((None,), "use kv_tokens: tokens of KV on the device"),
     "kv_cache_memory_bytes": OnlyAt((None,), _FIXED_MEMORY),
     "kv_transfer_config": OnlyAt((None,), "use host_gb and disk_dir"),
     "tokenizer": OnlyAt((None,), "the tokenizer is the one in the model's folder"),
     "tokenizer_mode": OnlyAt(("auto", None), "the tokenizer is read from tokenizer.json"),
-    "skip_tokenizer_init": OnlyAt((False, None), "prompts may still be token ids"),
+    "skip_tokenizer_init": OnlyAt((False, None), "always loaded; prompts may be token ids"),
     "revision": OnlyAt(
         (None,), "fetch it with `hf download ID --revision REV --local-dir DIR`, then LLM(DIR)"
     ),
@@ -69,7 +69,7 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "hf_overrides": OnlyAt((None,), "edit config.json in a copy of the model's folder"),
     "load_format": OnlyAt(("auto", "safetensors", None), "weights are read from safetensors"),
     "disable_log_stats": OnlyAt((True, None), "nothing is logged; llm.counters has the numbers"),
-    "enable_lora": OnlyAt((False, None), "adapters are not supported: merge it into the weights"),
+    "enable_lora": OnlyAt((False, None), "not supported: merge adapters into the weights"),
     "speculative_config": OnlyAt((None,), "not supported; leave it out"),
     "compilation_config": OnlyAt((None,), "nothing is compiled; leave it out"),
     "runner": OnlyAt(("auto", "generate", None), "only models that generate text are supported"),
@@ -116,7 +116,7 @@ def own_arguments(given: Mapping[str, object], others: Mapping[str, object]) -> 
             settings[own] = value
         elif rule is None:
             meant = did_you_mean(name, [*defaults, "choose_kept"])
-            raise ConfigError(f"LLM: unknown setting {name!r}.{meant} docs/settings.md has all")
+            raise ConfigError(f"LLM: unknown setting {name!r}.{meant} See docs/settings.md")
         elif not rule.takes(value) and not (name == "tokenizer" and value == given["model"]):
             raise ConfigError(f"LLM: {name}={value!r} is not supported: {rule.instead}")
     return settings

@@ -6,7 +6,7 @@
     x         += what attention adds: a product, perhaps with a norm after it
     x         += what the MLP adds; it reads a norm of this x or, if parallel, of x before attention
 
-models/cpu and models/gpu compile it from a recipe (spec.py) and tensors (tensors.py).
+models/cpu and models/gpu compile blocks from a recipe (spec.py) and tensors (tensors.py).
 """
 
 from typing import Protocol

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mainstem.models.shard import Shard
 
-# torch 2.13 has a new name for it, and warns about the old one
+# torch 2.13 has a new name for this function, and warns about the old one
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

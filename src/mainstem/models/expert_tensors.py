@@ -3,7 +3,7 @@
 Experts are most of a model's memory, so a layer is allocated once, on its device, and filled expert
 by expert: loading never needs two copies of a layer. Quantized experts stay packed; the shared
 expert is read like any other product. A rank has some columns of every expert (models/shard.py);
-`size` is the number of its columns.
+in the shapes below, `size` is the number of columns of an expert that the rank has.
 """
 
 from collections.abc import Sequence

@@ -40,14 +40,14 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
-    # MLP. If `gate_up` has one name, it is a tensor with gate and up, or a plain MLP's first
-    # product
+    # MLP. If `gate_up` has one name, it is a tensor with gate and up or, in an MLP without a gate,
+    # up alone
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     # experts
     router: str = "mlp.gate"
     expert_layout: ExpertLayout = ExpertLayout.SEPARATE
-    expert_gate: str = "mlp.experts.{}.gate_proj"  # INTERLEAVED: gate_up, without a number
+    expert_gate: str = "mlp.experts.{}.gate_proj"  # INTERLEAVED: gate and up of all experts
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
     shared_gate_up: tuple[str, ...] = (

@@ -6,7 +6,7 @@
     FP8     float8_e4m3fn                            value * scale
     MXFP4   two columns in a byte, the even one low  +-(0, .5, 1, 1.5, 2, 3, 4, 6) * 2^(scale - 127)
 
-`group` columns of `block_rows` rows share a scale. A leading axis is the axis of experts.
+`group` columns of `block_rows` rows share a scale. If there is a leading axis, it counts experts.
 """
 
 from collections.abc import Sequence
@@ -44,13 +44,13 @@ class OrderedColumns(UnsupportedModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [.., out, in] that stays quantized. Numbers of groups and blocks are rounded up."""
+    """A weight [.., out, in] that stays quantized. The last group or block may be smaller."""
 
     kind: PackedKind
     values: Tensor  # INT4, MXFP4: uint8 [.., out, in / 2]; INT8: uint8, FP8: e4m3, [.., out, in]
     # [.., out / block_rows, in / group]; INT4, INT8: compute dtype; FP8: fp32; MXFP4: uint8 (e8m0)
     scales: Tensor
-    zeros: Tensor | None  # INT4, INT8: uint8, like the scales; None: symmetric around the middle
+    zeros: Tensor | None  # INT4, INT8: uint8, shaped like the scales; None: all are kind.middle
     group: int  # columns that share a scale; if per channel, all columns
     block_rows: int = 1  # rows that share a scale
     order: Tensor | None = None  # int32 [in]: column c of this weight is column order[c] of x
@@ -160,7 +160,7 @@ class PackedWeight:
         )
 
     def compact(self) -> "PackedWeight":
-        """Return a copy. (A part that is a view would keep the memory of the whole weight.)"""
+        """Return the weight in memory of its own: a view would keep the memory of the whole."""
         zeros = None if self.zeros is None else _compact(self.zeros)
         return replace(
             self, values=_compact(self.values), scales=_compact(self.scales), zeros=zeros
@@ -219,8 +219,8 @@ def as_tensor(weight: Weight) -> Tensor:
 
 
 class PackedStack:
-    """Stacks weights [out, in] into one [count, out, in], which is allocated when the first weight
-    is known. If the first weight is plain, all must be plain."""
+    """Stacks weights [out, in] into one [count, out, in], allocated when the first weight is put.
+    If the first weight is plain, all become plain; if it is packed, all must be packed alike."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self._count = count

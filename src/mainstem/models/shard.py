@@ -5,7 +5,7 @@
     kept by every rank    norms, routers, and KV heads if there are fewer than ranks
 
 Each expert is cut like an MLP, instead of giving whole experts to ranks. So a step's tokens load
-all ranks equally, and for a single token each rank reads 1 / ranks of its experts.
+all ranks equally, and for a single token each rank reads 1 / ranks of the token's experts.
 """
 
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class Cut:
 
     def columns(self, size: int) -> slice:
         """The rank's columns of an MLP of `size`: an equal part if kernels support it, otherwise
-        whole units."""
+        about as many, in multiples of `_UNIT` or of the group."""
         rank, of = self.shard.rank, self.shard.of
         unit = self._unit(size)
         units = size // unit
@@ -127,14 +127,19 @@ def length(part: slice) -> int:
 def _obstacle(spec: ModelSpec, of: int) -> str | None:
     """Why this number of ranks is not possible."""
     if spec.num_heads % of:
-        return f"num_attention_heads={spec.num_heads} is not a multiple of it"
+        return f"num_attention_heads={spec.num_heads} is not a multiple of this number"
     if spec.num_kv_heads % of and of % spec.num_kv_heads:
-        return f"num_key_value_heads={spec.num_kv_heads} is neither a multiple nor a divisor of it"
+        return (
+            f"num_key_value_heads={spec.num_kv_heads} is neither a multiple nor a divisor of this "
+            "number"
+        )
     cut = Cut.of(spec, Shard(0, of))
     for mlp in {layer.mlp for layer in spec.layers}:
         for size in _sizes(mlp):
             if not cut.can_cut(size):
-                return f"an MLP of {size} columns has fewer than {max(_UNIT, cut.group)} for each"
+                return (
+                    f"an MLP of {size} columns has fewer than {max(_UNIT, cut.group)} for each rank"
+                )
     return None
 
 

@@ -65,14 +65,15 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"  # approximated with tanh
     RELU = "relu"
     RELU_SQUARED = "relu2"
-    CLAMPED_SILU = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), both held to +-7
+    # gpt-oss: (up + 1) * gate * sigmoid(1.702 gate); gate at most 7, up from -7 to 7
+    CLAMPED_SILU = "clamped"
 
 
 class RopeScaling(Enum):
     NONE = "default"
     LINEAR = "linear"  # all frequencies divided by `factor`
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, smooth in between
-    YARN = "yarn"  # like llama3, but by dims, and all scores are scaled
+    YARN = "yarn"  # like llama3, but linear in the number of the dim; all scores are scaled
     LONGROPE = "longrope"  # each frequency is divided by its own number (`divisors`)
 
 
@@ -87,12 +88,14 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_positions: int = 0
-    beta_fast: float = 32.0  # yarn: dims with more turns in the original context are kept ...
-    beta_slow: float = 1.0  # ... and those with fewer turns are divided
-    has_whole_bounds: bool = True  # yarn: the bounds of these dims are rounded to whole numbers
+    # yarn: frequencies with more than beta_fast turns in the original context are kept, those with
+    # fewer than beta_slow turns are divided by `factor`
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    has_whole_bounds: bool = True  # yarn: the dims of these two bounds are whole numbers
     score_factor: float = 1.0  # yarn, longrope: both query and key are multiplied by it
     divisors: tuple[float, ...] = ()  # longrope: one for each pair of dims, for short contexts
-    long_divisors: tuple[float, ...] = ()  # ... and if contexts exceed original_positions
+    long_divisors: tuple[float, ...] = ()  # longrope: if contexts exceed original_positions
 
     def at_context(self, num_tokens: int) -> "RopeSpec":
         """The frequencies of an engine whose contexts have up to `num_tokens`.
@@ -143,9 +146,7 @@ class ExpertsSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A layer. Its state is pages of keys and values. Families refuse layers with other kinds of
-    state (linear attention, Mamba). These would be another type of `attention`, with a state for
-    each sequence that is shared only at the ends of pages.
-    """
+    state (linear attention, Mamba): these would need another type of `attention`."""
 
     attention: AttentionSpec
     mlp: MlpSpec | ExpertsSpec
@@ -202,7 +203,7 @@ class ModelSpec:
                     "queries and keys are normed"
                 )
         if len({rope.rotary_dim for rope in self.ropes}) > 1:
-            raise UnsupportedModel("layers that rotate different numbers of dims")
+            raise UnsupportedModel("layers that rotate different numbers of dims are not supported")
 
     @property
     def num_layers(self) -> int:
@@ -287,7 +288,8 @@ class ModelSpec:
     @property
     def moved_bytes_per_param(self) -> float:
         """Bytes per weight that a large step moves. 4-bit weights are read, written in 16 bits and
-        read again; 4-bit weights of experts are only read."""
+        read again (those of experts are only read, but count the same). All other weights count 2
+        bytes; for fp8, see `full_speed_tokens`."""
         packing = None if self.quantized is None else self.quantized.packing
         if packing is None or packing.kind.columns_per_value == 1:
             return 2.0

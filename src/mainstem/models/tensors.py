@@ -1,7 +1,8 @@
 """A checkpoint's tensors in the form that backends use, read layer by layer.
 
-Families differ in how they name and fuse tensors. Here every layer has queries, keys and values in
-one product, gate and up in one, and gains ready to multiply. Quantized products stay packed.
+Families differ in how they name and fuse tensors. Here every layer has one product for queries,
+keys and values, and one for gate and up. Gains of norms include the family's offset. Quantized
+products stay packed.
 """
 
 import logging
@@ -59,7 +60,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class NormTensors:
-    gain: Tensor  # in fp32 if it is applied before rounding
+    gain: Tensor  # in fp32 if the norm multiplies by it before rounding
     bias: Tensor | None = None
 
 
@@ -90,14 +91,14 @@ class EndTensors:
     """The tensors after the last layer."""
 
     norm: NormTensors
-    head: Product  # its weight is the embedding if they are tied
+    head: Product  # with tied embeddings, its weight is the embedding
 
 
 class TensorReader:
     """Reads a model from `source`: `embedding`, then `layer` for each index, then `ends`.
 
     With a shard, reads only the rank's part; only small tensors that all ranks have are read whole.
-    `part` is the recipe of what is read.
+    `part` is the recipe of the rank's part.
     """
 
     def __init__(self, source: WeightSource, spec: ModelSpec, shard: Shard = WHOLE) -> None:
@@ -109,7 +110,8 @@ class TensorReader:
         self.part = part_of(spec, shard)
 
     def embedding(self) -> Tensor:
-        """[vocab, hidden]. A rank has only its own tokens, padded with zeros to `vocab_rows`."""
+        """[vocab, hidden]. A rank has only the rows of its own tokens, padded with zeros to
+        `vocab_rows`."""
         return self._vocabulary(f"{self._names.embedding}.weight", self._spec.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
@@ -146,8 +148,8 @@ class TensorReader:
         )
 
     def ends(self, embedding: Tensor) -> EndTensors:
-        """Return the last norm and the head. Raises UnsupportedModel, which names the tensors that
-        are missing in the whole checkpoint, or are not expected."""
+        """Return the last norm and the head. Raises UnsupportedModel if tensors of the checkpoint,
+        in any layer, are missing or not expected; the error names them."""
         spec, names, source = self._spec, self._names, self._source
         norm = self._norm(names.final_norm)
         if spec.has_tied_embeddings:

@@ -108,7 +108,7 @@ class WeightSource(Protocol):
         ...
 
     def finish(self) -> None:
-        """Raise UnsupportedModel, which names tensors that are missing or unexpected."""
+        """Raise UnsupportedModel if tensors are missing or unexpected; the error names them."""
         ...
 
 
@@ -144,7 +144,8 @@ class Checkpoint:
         ignored = () if quantized is None else quantized.ignored_endings
         self._missing: set[str] = set()
         self._taken: set[str] = set()
-        self._maybe_biases: set[str] = set()  # of packed products: some tools add biases of 0
+        # biases stored next to packed products; if not taken, they must be 0: some tools add those
+        self._maybe_biases: set[str] = set()
         self._open = {}  # canonical name -> file, and the tensor's name in the file
         for file in weight_files(folder):
             try:
@@ -213,7 +214,7 @@ class Checkpoint:
         self._open.pop(name, None)
 
     def finish(self) -> None:
-        """Raise UnsupportedModel, which names tensors that are missing or unexpected."""
+        """Raise UnsupportedModel if tensors are missing or unexpected; the error names them."""
         for name in (self._maybe_biases & self._open.keys()) - self._taken:
             if not self.take(name, self.shape_of(name) or ()).any():
                 continue

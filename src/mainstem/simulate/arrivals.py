@@ -14,7 +14,7 @@ from random import Random
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.files import UNREADABLE, read_plain_or_gzip
 
-ANSWER_S_PER_TOKEN = 0.02  # a user starts to write after the answer has ended
+ANSWER_S_PER_TOKEN = 0.02  # how long an answer takes; a user starts to write when it has ended
 
 
 class ArrivalProcess:

@@ -4,9 +4,10 @@
     CCpS    bytes of K and V of one session
     CCpUT   DSpUT * CCpS: enough for everything that has not expired, in the worst case
 
-In the paper, CCpS is the size of the context window, set with --context-tokens. A window of 131,072
-tokens is far too much for sessions of 2,000 tokens. Without the flag, sessions count with their own
-lengths: CCpUT is the maximum that the sessions of one TTL hold together, and CCpS is CCpUT / DSpUT.
+In the paper, CCpS is the size of a full context window; --context-tokens sets the window. A window
+of 131,072 tokens is far too much for sessions of 2,000 tokens. Without the flag, sessions count
+with their own lengths: CCpUT is the maximum that the sessions of one TTL hold together, and CCpS is
+CCpUT / DSpUT.
 
 Sessions expire at different times, so a part of CCpUT is enough. The smallest part is found by
 replaying the trace through the engine's policy, at the times of the trace. The hit rate is that of

@@ -8,7 +8,8 @@ import numpy as np
 from mainstem.core.step import Int64s
 from mainstem.simulate.trace_records import Trace, TraceFormat, TraceRequest
 
-LEAST_PAGE_TOKENS = 512  # smaller pages are joined; this loses half of such a page per prompt
+# smaller pages are joined; of each prompt, half a joined page on average is then not cached
+LEAST_PAGE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class DevicePages:
             self._drop_oldest(self._num_here - self._capacity)
 
     def _drop_oldest(self, most: int) -> None:
-        """Evict pages of the oldest use that were not used since, its tail first."""
+        """Evict pages of the oldest use that were not used since, the last pages first."""
         number, pages = self._uses[0]
         left = pages[self._is_here[pages] & (self._last_use[pages] == number)]
         if len(left) <= most:

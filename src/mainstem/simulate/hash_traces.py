@@ -1,8 +1,8 @@
 """Reads traces that have ids for the pages of prompts: Mooncake, Qwen-Bailian and WEKA's agent
 sessions.
 
-Equal ids mean equal prefixes up to and including this page. Answers have no ids; their pages get
-ids when they are part of the next prompt.
+Equal ids mean equal tokens in the page and in the prompt before it. Answers have no ids; their
+pages get ids when they are part of the next prompt.
 """
 
 from array import array
@@ -150,9 +150,9 @@ def read_qwen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[Trac
 def _with_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
     """Guess the sessions of a trace that does not have them.
 
-    Take the deepest page of a request that occurred before, and the request in which it first
-    occurred. If it was one of the last two pages there, this prompt continues that prompt, so it
-    belongs to the same session.
+    Take the deepest page of a prompt that occurred before, and the prompt in which this page first
+    occurred. If the page was one of the last two pages there, the new prompt continues the old one,
+    so both belong to one session.
     """
     # page -> its session, and the number of pages after it in the prompt where it first occurred
     brought: dict[int, tuple[int, int]] = {}

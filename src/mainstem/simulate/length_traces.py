@@ -18,7 +18,7 @@ AZURE_COLUMNS = (
 )
 SERVEGEN_COLUMNS = ["client", "t_s", "rate_rps", "cv", "pattern", "p1", "p2"]
 WINDOW_S = 600.0  # each of ServeGen's rates is for this many seconds
-MAX_DRAWN = 2_000_000  # requests that are drawn without a --limit
+MAX_DRAWN = 2_000_000  # the most requests that are drawn without a --limit
 
 
 def csv_rows(lines: Lines) -> Iterator[list[str]]:
@@ -60,7 +60,7 @@ def read_azure(lines: Lines, page_tokens: int, options: ReadOptions) -> list[Tra
         if not prompt.isdecimal() or not answer.isdecimal():
             raise lines.error(f"lengths must be whole numbers, got {prompt!r} and {answer!r}")
         if max(len(prompt), len(answer)) > 10:
-            raise lines.error(f"lengths of {prompt} and {answer} tokens")
+            raise lines.error(f"lengths of {prompt} and {answer} tokens are too large")
         keys = range(next_key, next_key + int(prompt) // page_tokens)
         next_key += len(keys)
         found.append(
@@ -181,5 +181,5 @@ def _client_windows(lines: Lines) -> Iterator[_ClientWindow]:
         if pattern not in ("Gamma", "Weibull"):
             raise lines.error(f"pattern must be Gamma or Weibull, got {pattern!r}")
         if not (0 < window.shape < 1e6 and 0 <= window.rate < 1e9 and isfinite(window.begin_s)):
-            raise lines.error(f"a rate of {rate} with a shape of {shape} at {begin} s")
+            raise lines.error(f"out of range: a rate of {rate}, shape {shape}, at {begin} s")
         yield window

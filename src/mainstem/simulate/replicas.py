@@ -8,8 +8,9 @@ Each replica is a device that serves one request after another (service.py), in 
 arrival, with an LRU cache of pages. The router is the same as in serving; here, too, it only
 estimates what replicas hold.
 
-Times of the trace are multiplied by one number: devices with one common cache would then be busy
-for the share `busy` of the time. Such devices are also the reference for hit rates.
+Times of the trace are multiplied by one number, the pace. It is chosen such that devices with one
+common cache would be busy for the share `busy` of the time. Such devices are also the reference for
+hit rates.
 """
 
 from collections import deque
@@ -54,7 +55,7 @@ class FleetConfig:
         if not 0 < self.busy < 1:
             raise ConfigError(f"busy must be between 0 and 1, got {self.busy}")
         if self.shared_gb < 0 or not self.shared_gb_per_s > 0:
-            raise ConfigError("a shared tier has a size that is not negative, and a rate above 0")
+            raise ConfigError("a shared tier's size must not be negative, its rate must be above 0")
         if not self.kv_bytes_per_token > 0:
             raise ConfigError(f"kv_bytes_per_token must be above 0, got {self.kv_bytes_per_token}")
 
@@ -110,7 +111,7 @@ def find_reference(trace: PagedTrace, config: FleetConfig, pace: float = 1.0) ->
         if abs(ratio - 1) <= BUSY_ERROR or abs(report.busy - last_busy) <= BUSY_ERROR * last_busy:
             break  # as busy as wanted, or as possible, since turns wait for each other
         last_busy = report.busy if report.busy < SATURATED else 0.0
-        # devices are overloaded, but it is not known by how much
+        # if saturated, the devices are overloaded, but it is not known by how much
         pace *= ratio if report.busy < SATURATED else PACE_STEP
     return Reference(report.pace, report.hit_rate, report.p99_ttft_s, report.busy)
 

@@ -66,7 +66,8 @@ class _Chains:
 
     def _num_dropped(self, history: int, new: int) -> int | None:
         """Return how many pages at the beginning of a history are dropped, so that a turn of `new`
-        tokens fits the window: half a window at a time, or all. None if the session ends."""
+        tokens fits the window: a multiple of half a window, or the whole history. None: the session
+        ends."""
         window = self._window
         if window is None or history + new <= window:
             return 0

@@ -2,9 +2,10 @@
 
     queue   which request is served next, and what the policy knows of the queue
               saturated: always full; the next N requests of the trace wait (N: the look-ahead)
-              arrivals:  requests come when the trace says, but no turn before the last answer
+              arrivals:  requests come when the trace says, but no turn before the previous answer
     serve   look up, load, prefill, decode; pages are admitted when the request is done
-    device  a cache above host memory, which holds all its pages too; evicts in the same order
+    device  a cache above host memory; host memory has a copy of each of its pages. Both evict in
+            the same order
     links   the disk reads one page after another; a prefetched page may not be there yet
 
 Hits are prompt tokens that need no prefill. A hit counts for the device if its page was there when
@@ -42,7 +43,7 @@ class SimulationConfig:
     host_gb: float
     disk_gb: float = 0.0
     policy: PolicyKind = PolicyKind.LOOKAHEAD
-    lookahead: int | None = None  # requests known ahead; None: the paper's window, belady: all
+    lookahead: int | None = None  # see `window`; None: the paper's number, or with belady all
     queue: Queue = Queue.SATURATED
     ttl_s: float | None = None
     warmup: int = 0  # number of first requests that are served but not counted

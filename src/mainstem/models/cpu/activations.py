@@ -17,7 +17,7 @@ from mainstem.models.spec import Activation
 Activate = Callable[[Tensor], Tensor]
 
 CLAMP_LIMIT = 7.0  # gpt-oss: the largest gate, and the largest magnitude of up
-CLAMP_SLOPE = 1.702  # ... and the factor of the gate inside the sigmoid
+CLAMP_SLOPE = 1.702  # gpt-oss: the factor of the gate inside the sigmoid
 
 
 def plain(activation: Activation) -> Activate:

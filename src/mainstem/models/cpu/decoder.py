@@ -58,7 +58,7 @@ class Layer:
     mlp_norm: Norm
     mlp: Mlp | CpuExperts
     finish: "Finish"
-    tails: tuple[Norm, Norm] = (Identity(), Identity())  # for outputs of attention and MLP
+    tails: tuple[Norm, Norm] = (Identity(), Identity())  # see `_tail`; of attention and of the MLP
 
 
 Finish = Callable[[Layer, Tensor, Tensor], None]  # (layer, x, attention's output): adds to x
@@ -127,8 +127,8 @@ class Decoder:
     def forward(
         self, token_ids: Tensor, rows: Tensor | None, attention: Attention, gate: Gate
     ) -> Tensor:
-        """Return hidden states [rows, hidden], normed, of the packed tokens listed in `rows`; None:
-        all.
+        """Return hidden states [rows, hidden], normed, of the tokens whose numbers are in `rows`;
+        None: all tokens.
 
         The last layer's output is computed for these rows only.
         """

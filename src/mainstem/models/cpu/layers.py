@@ -56,8 +56,9 @@ class DenseLinear:
 class RmsNorm:
     """x / sqrt(sum(x^2) + size * eps) * scale over the last axis, computed in fp32.
 
-    The usual definition divides by the root of the mean and multiplies by a gain; the scale for it
-    is `norm_scale(gain)`. If the scale is None, it was folded into the weights of the next product.
+    The usual definition divides by the root of the mean square and multiplies by a gain. Both are
+    the same if the scale is `norm_scale(gain)`. If the scale is None, it was folded into the
+    weights of the next product.
     """
 
     def __init__(self, scale: Tensor | None, size: int, eps: float) -> None:

@@ -9,15 +9,16 @@ exact, and a token's output hardly depends on other tokens. Channel scales are a
 output: the kernel is given one weight scale of 1, because with per-channel scales torch 2.13 on
 aarch64 takes a path that is 30 times slower and wrong for more than one row.
 
-The library rearranges the weights for each new number of rows and remembers only the last two, so
-rows are padded to a short ladder of sizes: if a batch shrinks by one request, nothing is
-rearranged. A batch larger than the ladder's last size is computed in pieces that fit the cache.
+The library rearranges the weights for each new number of rows and remembers only the last two
+arrangements. So rows are padded to a short ladder of sizes: if a batch shrinks by one request, the
+weights are usually not rearranged. A batch larger than the ladder's last size is computed in pieces
+that fit the cache.
 
 A norm's output has a few loud channels; with one scale, few of the 8 bits would be left for the
 others. Loud channels are scaled down in the norm and up in the weights after it (SmoothQuant;
 loudness is the root mean square over random tokens). This costs nothing at run time, and the error
-of the QKV and gate/up products falls to a third (docs/log/cpu.md). A product whose error on those
-tokens is still above 5 % stays in fp32.
+of the QKV and gate/up products falls to a third (docs/log/cpu.md). A product without this scaling
+stays in fp32 if its error on those tokens is above `_MAX_ERROR`.
 """
 
 import platform
@@ -57,8 +58,8 @@ class Int8Linear:
         levels = (weight / self._scale[:, None]).round_().clamp_(-_MAX, _MAX).to(torch.int8)
         self._bias = bias
         with warnings.catch_warnings():
-            # torch warns that quantized tensors will be removed; the versions in pyproject have
-            # them
+            # torch warns that quantized tensors will be removed; the versions that pyproject.toml
+            # allows still have them
             warnings.simplefilter("ignore", UserWarning)
             tensor = torch._make_per_tensor_quantized_tensor(levels, 1.0, 0)
         self._packed = torch.ops.quantized.linear_prepack(tensor, None)
@@ -158,11 +159,11 @@ def _quantize(linear: Linear, x: Tensor) -> Linear:
 
 
 def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
-    """Divide the norm's channels by sqrt(loudness / largest weight), and multiply the weights'
-    columns.
+    """Divide the norm's channels by sqrt(loudness / largest weight), and multiply the columns of
+    the weights by it.
 
-    Does nothing if other products read the norm as well, which is the case if its gain was not
-    folded."""
+    Only quantizes the product if the norm's gain was not folded: then other products may read the
+    norm as well."""
     assert isinstance(linear, DenseLinear)
     if not isinstance(norm, RmsNorm) or norm.has_scale:
         return norm, _quantize(linear, x)

@@ -42,7 +42,7 @@ class Family:
     architectures: tuple[str, ...]  # in config.json
     read: Callable[[Config], ModelSpec]
     notes: str = ""  # one line about what is special in this family
-    is_part: bool = False  # of a multimodal checkpoint, whose text is read (families/multimodal.py)
+    is_part: bool = False  # whether it is the text part of a multimodal model (multimodal.py)
 
 
 @dataclass(frozen=True, slots=True)

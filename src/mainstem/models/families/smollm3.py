@@ -48,8 +48,8 @@ def _rotated_layers(config: Config, count: int) -> list[bool]:
 
 
 def _windowed(config: Config, kinds: list[AttentionSpec]) -> list[AttentionSpec]:
-    """Return which layers have a window. With `use_sliding_window` these are the layers without a
-    rope, unless the file lists the kind of each layer."""
+    """Return the layers with their windows. With `use_sliding_window`, layers without a rope have a
+    window, unless the file lists the kind of each layer."""
     types = read_layer_types(config, len(kinds))
     window = config.get("sliding_window")
     if not config.flag("use_sliding_window") or window is None:

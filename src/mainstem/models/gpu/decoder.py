@@ -3,9 +3,9 @@
     per layer   QKV product | norms of heads + rope + append, span attention | out product |
                 add + norm | MLP: product, activation, product | add + norm of the next layer
 
-A GPU pays per pass over memory, and CUDA graphs need fixed addresses. Weights keep the checkpoint's
-order (rotary pairs are i and i + half). Norms apply their gains themselves: the gains are not
-multiplied into the next weights, which would save no pass over memory.
+On a GPU every pass over memory costs time, and CUDA graphs need fixed addresses. Weights keep the
+checkpoint's order (rotary pairs are i and i + half). Norms apply their gains themselves: the gains
+are not multiplied into the next weights, which would save no pass over memory.
 
 With several ranks (models/shard.py), each has some heads and some columns of every MLP, and the
 joins (models/gpu/joins.py) sum the outputs over all ranks.
@@ -102,7 +102,8 @@ class GpuDecoder:
         attention: Attention,
         gate: Gate,
     ) -> Rows:
-        """Run layers [first, end): from the input of the first to the input of layer `end`."""
+        """Run layers [first, end). `normed` is the input of layer `first`; returns the input of
+        layer `end`."""
         space = self._space
         x, qkv_room, room = space.residual[:tokens], space.qkv[:tokens], space.answer[:tokens]
         last = len(self._layers) - 1
@@ -131,14 +132,14 @@ class GpuDecoder:
         attention: Attention,
         gate: Gate,
     ) -> Tensor:
-        """Run the layers from `first` on; the result is as that of `forward`."""
+        """Run the layers from `first` on, and return what `forward` returns."""
         layers = (first, len(self._layers))
         hidden = self.run_layers(normed, tokens, rows, layers, attention, gate)
         assert isinstance(hidden, Tensor)
         return hidden
 
     def hidden(self, tokens: int) -> Tensor:
-        """All rows of the last layer's output, in order."""
+        """All rows of the last layer's output, normed, in order."""
         return self._space.normed[:tokens]
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -199,8 +200,7 @@ def load_gpu_decoder(
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A layer before it is joined to the next layer. The next layer decides what its last norm
-    writes."""
+    """A layer before it is joined to the next layer, whose input this layer's last join writes."""
 
     attention: Reader
     qkv: Linear

@@ -205,7 +205,7 @@ def _packed_or_dense(
 def _unpacked(
     tensors: ExpertTensors, gate_up: Nibbles | Tensor, down: Nibbles | Tensor
 ) -> Unpacked | None:
-    """None: the experts are plain, or still packed."""
+    """What was dequantized; None if the experts were plain, or are still packed."""
     before = (tensors.gate_up, tensors.down)
     if isinstance(gate_up, Nibbles) or isinstance(down, Nibbles):
         return None

@@ -1,4 +1,4 @@
-"""Products on a GPU. They take rows and a buffer for the output (`room`). Products in fp8 also take
+"""Products on a GPU. They take rows and a buffer for the output (`out`). Products in fp8 also take
 rows that a fused kernel has quantized, and may return new memory instead of the buffer."""
 
 import logging
@@ -36,7 +36,7 @@ class Linear(Protocol):
         ...
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
-        """x [tokens, in], room [tokens, out] -> output [tokens, out]."""
+        """x [tokens, in], buffer [tokens, out] -> output [tokens, out]."""
         ...
 
 
@@ -93,7 +93,7 @@ class LinearMaker:
         weight, bias = product.weight, product.bias
         if isinstance(weight, PackedWeight) and not self._is_deterministic:
             made = fp8_linear(weight, bias, self._dtype)
-            # for --quantize fp8: some checkpoints are in fp8 per channel already
+            # with --quantize fp8, only weights that are in fp8 per channel already stay as they are
             is_asked = self._quantize is not Quantize.FP8 or isinstance(made, ChannelsLinear)
             if made is not None and is_asked:
                 return made
@@ -104,8 +104,8 @@ class LinearMaker:
 
     def head(self, product: Product) -> Linear:
         """The LM head. It is never quantized to fp8: little time would be saved, and much accuracy
-        lost. It gets no memory for dequantizing: it has few rows, and would need the most
-        memory."""
+        lost. It gets no memory for dequantizing: it is multiplied with few rows, and would need the
+        most memory."""
         return self._exact(product, None)
 
     def _exact(self, product: Product, room: DenseRoom | None) -> Linear:

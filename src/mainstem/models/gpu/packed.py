@@ -32,7 +32,7 @@ class DenseRoom:
         return 0 if self._room is None else self._room.nbytes
 
     def reserve(self, weight: Nibbles) -> None:
-        """Ask for memory of this size; called before `open`."""
+        """Ask for enough memory for this weight; called before `open`."""
         assert self._room is None, "the room is open"
         self._most = max(self._most, weight.num_out * weight.num_in)
 
@@ -134,7 +134,7 @@ def fp8_linear(
     if weight.kind is not PackedKind.FP8 or weight.order is not None:
         return None
     (out, width), device = weight.shape, weight.device
-    # some cards, and some versions of the library, refuse outputs of other dtypes
+    # some cards, and some versions of the library, refuse outputs of other dtypes than bf16
     is_answered = device.type != "cuda" or dtype == torch.bfloat16
     if weight.group >= width and is_answered and has_fp8(device):
         scales = weight.scales.repeat_interleave(weight.block_rows, dim=0)[:out, 0].contiguous()

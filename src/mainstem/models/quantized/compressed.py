@@ -2,14 +2,14 @@
 
     weight_packed      int32 [out, in / n]  n = 8 columns of 4 bits (4 of 8 bits) in a word, the
                                             first lowest; uint8 [out, in / 2] for MXFP4
-    weight             int8 (of 4 bits, too) or float8_e4m3fn [out, in], if numbers are not
+    weight             int8 (also for 4 bits) or float8_e4m3fn [out, in], if numbers are not
                        packed into words
     weight_scale       [out, groups], [out, 1] or [1]; [out / 128, in / 128] for blocks
     weight_zero_point  int32 [out / n, groups], packed along the rows; int8 [out, ..] with `weight`
     weight_g_idx       [in], the group of each column, with actorder
     weight_shape       [2]; not needed, since the config gives it
 
-Half of the range is added to integers before they are stored, so that all are positive.
+Integers in words have half of the range added, so that all are positive. Those in int8 are signed.
 """
 
 import torch

@@ -3,8 +3,7 @@
 weight            float8_e4m3fn [out, in]
 weight_scale_inv  [out / 128, in / 128]    a factor for each block (Qwen 3, DeepSeek)
 weight_scale      [] or [1], [out] or [out, 1]: a factor for all, or for each channel
-input_scale       of activations (or activation_scale), for kernels that quantize these by scales
-                  known ahead: not needed
+input_scale, activation_scale    static scales of activations; not needed
 """
 
 import torch

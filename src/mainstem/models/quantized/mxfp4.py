@@ -1,7 +1,7 @@
-"""MXFP4 experts as in gpt-oss; all other tensors of its checkpoints are plain.
+"""MXFP4 experts as in gpt-oss checkpoints, where all other tensors are plain.
 
 <product>_blocks  uint8 [experts, out, in / 32, 16]  two columns in a byte, the even one low
-<product>_scales  uint8 [experts, out, in / 32]      exponents, 127 added
+<product>_scales  uint8 [experts, out, in / 32]      exponents plus 127
 """
 
 from mainstem.models.packed import MXFP4_GROUP, PackedKind, PackedWeight

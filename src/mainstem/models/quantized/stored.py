@@ -39,7 +39,7 @@ class Part:
     """The wanted part of a weight [.., out, in], rounded to whole words, groups and blocks."""
 
     shape: tuple[int, ...]
-    lead: tuple[slice, ...]  # of the leading axes
+    lead: tuple[slice, ...]  # the part of each leading axis
     rows: slice
     columns: slice
 
@@ -91,8 +91,8 @@ def pack_values(values: Tensor, kind: PackedKind) -> Tensor:
 
 
 def reorder_columns(values: Tensor, order: Tensor, kind: PackedKind) -> Tensor:
-    """Return packed values with column order[c] at c. They must be unpacked, so this is done for
-    some rows at a time."""
+    """Return packed values with column order[c] at c. This unpacks the values: some rows at a time,
+    to save memory."""
     out = torch.empty_like(values)
     for start in range(0, len(values), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
