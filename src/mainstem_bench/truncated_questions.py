@@ -102,7 +102,7 @@ def read_documents(path: Path) -> list[Document]:
 
 def _bare(question: str) -> str:
     """Return a question without the words of a completion prompt."""
-    return question.strip().removeprefix("Question:").removesuffix("ScoredAnswer:").strip()
+    return question.strip().removeprefix("Question:").removesuffix("Answer:").strip()
 
 
 def ask(folder: Path, config: EngineConfig, way: Way, questions: Questions) -> Score:

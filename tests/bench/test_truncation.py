@@ -116,7 +116,9 @@ def test_questions_are_asked_after_the_cut(
     path.write_text(json.dumps(row) + "\n")
     config = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=256))
     filler = [*text_ids, *text_ids]
-    questions = Questions(tuple(read_documents(path)), filler)
+    documents = tuple(read_documents(path))
+    assert documents[0].questions[0] == ("What is the name of the cat?", "Tom")
+    questions = Questions(documents, filler)
     score = ask(smollm2_folder, config, WAYS[way], questions)
     assert score.questions == 2
     assert score.moved_pages > 0
