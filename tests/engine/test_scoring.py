@@ -218,9 +218,8 @@ def test_no_page_is_reported_before_its_predecessor(ends: str) -> None:
     engine = an_engine(page_size=4, config=SchedConfig(chunk_tokens=3), bus=bus)
     engine.submit(a_request(CONTEXT[:8], 1, "slow", priority=1))
     engine.step()  # its first page is not full; it waits for the more urgent request
-    urgent = scored(
-        CONTEXT[:2], CONTEXT[2:16], (), "urgent"
-    )  # does not wait for the slow request's two pages
+    # this one does not wait for the slow request's two pages
+    urgent = scored(CONTEXT[:2], CONTEXT[2:16], (), "urgent")
     engine.submit(replace(urgent, priority=0))
     for number in range(20):
         if number == 2 and ends == "never":

@@ -307,9 +307,8 @@ class _Stress:
             self.step()
         assert not self.engine.has_work, "the engine still has work"
         self.engine.check()
-        truncator = (
-            self.engine._scheduler._intake._truncator
-        )  # it knows which pages attention chose
+        # the engine's truncator knows which pages attention chose
+        truncator = self.engine._scheduler._intake._truncator
         for asked in self.asked.values():
             if asked.weighed is not None:
                 asked.request, _ = truncator.fit(asked.weighed)

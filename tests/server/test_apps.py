@@ -134,9 +134,8 @@ def test_an_apps_pages_are_pinned_again_after_the_cache_was_lost(loss: str) -> N
             running.engines.at_launch = fail_once
             assert running.post("/v1/completions", {"prompt": "x"}).status_code == 200
             until(lambda: running.gateway.engine.num_recoveries == 1)
-            running.on_loop(
-                running.gateway.filler.fill_all()
-            )  # the recovery's own refill may not have ended
+            # the recovery's own refill may not have ended
+            running.on_loop(running.gateway.filler.fill_all())
         for number in range(12):
             running.complete(f"{number:03} " * 30, max_tokens=4)
         assert cached_tokens(running.complete("Hm", app="polite")) == len(POLITE.prompt)

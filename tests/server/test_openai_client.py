@@ -85,9 +85,8 @@ def test_an_app_is_cached_before_the_first_request(client: OpenAI) -> None:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     cached = answer.usage.prompt_tokens_details.cached_tokens or 0
-    assert (
-        answer.usage.prompt_tokens - cached < 16
-    )  # the tokens after the app's fill less than a page
+    # the tokens after the app's prompt fill less than a page
+    assert answer.usage.prompt_tokens - cached < 16
 
 
 def test_completions_can_stop_and_echo(client: OpenAI) -> None:
