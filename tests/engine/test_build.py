@@ -64,7 +64,7 @@ def test_ignored_fields_change_the_name_of_pages(folder: Path) -> None:
 def test_a_runner_is_closed_if_the_engine_cannot_be_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise its processes would keep running."""
+    """Otherwise the runner's processes would keep running."""
     made: list[Runner] = []
     closed: list[Runner] = []
 

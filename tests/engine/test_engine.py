@@ -59,7 +59,7 @@ def test_a_shared_prefix_is_computed_once_even_if_all_requests_arrive_together()
     prompts = prompts_over(PREFIX[:32], 6, 5)
     run_all(engine, [a_request(p, max_tokens=2) for p in prompts])
     own = sum(len(p) for p in prompts) - 6 * 32
-    # random own tokens may have the same first ones by chance; these are not computed again, either
+    # own tokens of two prompts may begin alike by chance; these are computed once, too
     assert 32 + own - 5 <= counters.computed_tokens <= 32 + own
     assert counters.cached_tokens >= 5 * 32
     assert counters.key_tokens_read < counters.key_tokens_seen
@@ -107,7 +107,7 @@ def test_stop_tokens_end_the_answer_and_are_delivered() -> None:
         assert got.reasons["a", 0] is FinishReason.STOP
 
 
-def test_min_tokens_and_ignore_eos_let_the_answer_continue() -> None:
+def test_ignore_eos_lets_the_answer_continue() -> None:
     answer = fake_answer(PREFIX, 20, VOCAB)
     stop = answer[3]
     ignoring = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -193,7 +193,7 @@ def test_the_callers_stop_ends_one_answer_at_its_last_delivered_token(can_overla
     engine.check()
 
 
-def test_requests_of_higher_priority_run_first() -> None:
+def test_more_urgent_requests_run_first() -> None:
     engine = an_engine(num_pages=8, page_size=4)
     late = a_request(PREFIX[:20], max_tokens=4, name="late", priority=5)
     urgent = a_request(PREFIX[5:25], max_tokens=4, name="urgent", priority=0)

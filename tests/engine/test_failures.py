@@ -181,7 +181,7 @@ def test_an_engine_that_fails_every_lone_request_is_lost() -> None:
         run_all(engine, [a_request([1, 2, 3], 3)], 20)
 
 
-def test_a_good_answer_between_poisonous_ones_shows_that_the_engine_lives() -> None:
+def test_good_answers_between_poisonous_requests_keep_the_engine_from_being_lost() -> None:
     engine = an_engine_over(PoisonedRunner(False, has_poison, False))
     for number in range(3 * MAX_FAILURES):
         asked = [1, 2, 3] if number % 4 == 3 else [1, 2, POISON]
@@ -208,7 +208,7 @@ def test_between_two_suspects_another_sequence_runs() -> None:
 
 
 def test_requests_at_fault_end_when_the_others_are_aborted() -> None:
-    """No other request is left to show that steps succeed without them."""
+    """No other request is left to show that steps without the bad ones succeed."""
     engine = an_engine_over(PoisonedRunner(False, has_poison, False))
     failed: list[StepFailed] = []
     engine.bus.subscribe(StepFailed, failed.append)
@@ -279,7 +279,7 @@ def test_a_lone_request_is_tried_twice() -> None:
 def test_an_error_while_a_step_is_made_ends_the_request_that_causes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An example is a grammar that cannot compute which tokens may follow."""
+    """For example, a grammar may fail to compute which tokens may follow."""
     engine = an_engine_over(FakeRunner(256, 4, VOCAB))
     look_up = Loader.look_up
 
@@ -362,5 +362,5 @@ def test_full_size_steps_that_keep_failing_are_tried_less_and_less_often(
     engine.bus.subscribe(StepsResized, lambda event: sizes.append(event.num_tokens))
     got = run_all(engine, long_requests(60), 400)
     assert len(got.reasons) == 60
-    assert sizes.count(256) <= 6  # 94 steps of 256; at a fixed distance it would be 20
+    assert sizes.count(256) <= 6  # in 94 steps; with a retry every 4 steps it would be 20
     assert set(sizes) == {256, 512}

@@ -35,7 +35,7 @@ PLACES = [
 def fail_at(
     place: tuple[type, str], call: int, error: BaseException, patch: pytest.MonkeyPatch
 ) -> list[int]:
-    """Have one call of a method raise, before it does anything; returns a counter of calls."""
+    """Make call number `call` of a method raise at its start; returns a counter of calls."""
     owner, name = place
     method = getattr(owner, name)
     calls = [0]
@@ -75,7 +75,7 @@ def run_through(engine: Engine) -> Collector:
         except KeyboardInterrupt:
             continue
         engine.check()
-    raise AssertionError("the engine did not come to rest")
+    raise AssertionError("the engine still has work")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no copy"), KeyboardInterrupt()], ids=str)
@@ -151,7 +151,7 @@ def test_a_lost_engine_still_delivers_final_outputs() -> None:
     runner.error = RuntimeError("no device")
     failed: list[StepFailed] = []
     engine.bus.subscribe(StepFailed, failed.append)
-    while len(failed) < 13:  # twice together, then alone: one is left
+    while len(failed) < 13:  # two failures of all 12 together, 11 of single requests
         assert engine.step() == []
     assert engine.step() == []  # launches
     engine.abort(RequestId("3"))

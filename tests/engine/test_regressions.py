@@ -39,7 +39,7 @@ def an_engine_over(runner: FailingRunner, num_pages: int, page_size: int) -> Eng
 
 @pytest.mark.parametrize("can_overlap", [False, True])
 def test_a_failed_launch_leaves_nothing_running(can_overlap: bool) -> None:
-    """LLM.generate and chat step until there is no work, also after Ctrl-C."""
+    """`LLM.generate` and `mainstem chat` step until there is no work, also after Ctrl-C."""
     runner = FailingRunner(64, 4, VOCAB, can_overlap)
     runner.error, runner.when = KeyboardInterrupt, 2
     engine = an_engine_over(runner, 64, 4)
@@ -85,7 +85,7 @@ def test_an_interrupt_right_after_a_launch_does_not_lose_the_step(can_overlap: b
 def test_an_interrupt_while_a_step_is_committed_loses_no_answer(
     kind: type[Event], can_overlap: bool
 ) -> None:
-    """Listeners are called in the middle of the change."""
+    """The interrupt comes in a listener, which is called in the middle of the commit."""
     bus = EventBus()
     engine = an_engine(bus=bus, can_overlap=can_overlap)
     pressed: list[Event] = []
@@ -124,7 +124,7 @@ def test_a_similar_page_does_not_keep_a_large_prompt_from_starting() -> None:
 
 
 def test_a_prefix_is_not_evicted_before_its_tail() -> None:
-    """A copied page is touched alone, after the prefix of the sequence that copied it."""
+    """A page that is copied from is touched without its prefix, so it is younger than that."""
     engine = an_engine(num_pages=12, page_size=2)
     run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1)])
     run_all(engine, [a_request([1, 2, 3, 4, 5, 8], 1)])  # copies from [5 6], ends at once
@@ -137,7 +137,7 @@ def test_no_request_waits_for_a_page_that_is_ready() -> None:
     engine = an_engine(12, 2, SchedConfig(chunk_tokens=2), can_overlap=True)
     run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1)])
     run_all(engine, [a_request([1, 2, 3, 4, 5, 8], 1)])  # [5 6] is now younger than its prefix
-    large = a_request(list(range(20, 41)), 1)  # all but [5 6] must go
+    large = a_request(list(range(20, 41)), 1)  # all but [5 6] must be evicted
     engine.submit(large)
     engine.step()
     engine.abort(large.request_id)
@@ -246,7 +246,7 @@ def test_settings_under_which_no_request_can_run_are_refused(setting: dict[str, 
 def test_an_error_in_the_scheduler_loses_nothing(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pages that it had allocated were never filled; the sequence goes back to the queue."""
+    """Pages that the scheduler had allocated are not filled; the sequence is queued again."""
     engine = an_engine(num_pages=32, page_size=4)
     first, prompt = list(range(12)), [*range(12), 40, 41, 42]
     run_all(engine, [a_request(first, 3)])
@@ -304,7 +304,7 @@ class _LateStep:
 
 
 def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
-    """A launch fails while the previous step runs, whose pages are free only when it has ended."""
+    """A launch fails while the previous step runs. That step's pages are free when it ends."""
     runner = LateRunner(16, 4)
     bus = EventBus()
     store = KVStore(16, 4, b"fake", bus)

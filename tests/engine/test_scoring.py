@@ -84,7 +84,8 @@ def test_scores_do_not_depend_on_settings(
 def test_a_context_is_computed_once_for_all_its_choices(num_context: int) -> None:
     engine, counters = counted(200, 16)
     score_all(engine, CONTEXT[:num_context])
-    # all but the last token of each choice; the context's last token, since its logits are needed
+    # 3 tokens for each choice: the context's last, whose logits are needed, and all but the
+    # choice's last
     assert counters.computed_tokens == num_context - 1 + len(CHOICES) * 3
     score_all(engine, CONTEXT[:num_context], run=1)
     assert counters.computed_tokens == num_context - 1 + 2 * len(CHOICES) * 3
@@ -217,7 +218,8 @@ def test_no_page_is_reported_before_its_predecessor(ends: str) -> None:
     engine = an_engine(page_size=4, config=SchedConfig(chunk_tokens=3), bus=bus)
     engine.submit(a_request(CONTEXT[:8], 1, "slow", priority=1))
     engine.step()  # its first page is not full; it waits for the more urgent request
-    urgent = scored(CONTEXT[:2], CONTEXT[2:16], (), "urgent")  # does not wait for these two pages
+    # this one does not wait for the slow request's two pages
+    urgent = scored(CONTEXT[:2], CONTEXT[2:16], (), "urgent")
     engine.submit(replace(urgent, priority=0))
     for number in range(20):
         if number == 2 and ends == "never":

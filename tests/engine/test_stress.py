@@ -73,7 +73,7 @@ class _Asked:
     request: Request
     max_tokens: int
     is_cut_short: bool = False
-    weighed: Request | None = None  # the request before its cut, if this depends on attention
+    weighed: Request | None = None  # the request before its cut, if attention decides the cut
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = field(default_factory=list)
@@ -307,7 +307,8 @@ class _Stress:
             self.step()
         assert not self.engine.has_work, "the engine still has work"
         self.engine.check()
-        truncator = self.engine._scheduler._intake._truncator  # it knows what was chosen
+        # the engine's truncator knows which pages attention chose
+        truncator = self.engine._scheduler._intake._truncator
         for asked in self.asked.values():
             if asked.weighed is not None:
                 asked.request, _ = truncator.fit(asked.weighed)
@@ -319,7 +320,7 @@ class _Stress:
         assert self.store.num_held() == 0
 
     def compare_mirror(self) -> None:
-        """A reader of KV events knows which pages can be found, and where."""
+        """Check that a reader of KV events knows which pages can be found, and where."""
         if (payload := self.recorder.take()) is not None:
             self.mirror.apply(payload)
         stored = self.store.stored_keys()

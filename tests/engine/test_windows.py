@@ -1,4 +1,4 @@
-"""Models with windows through the whole engine: greedy tokens are those of transformers, alone, in
+"""Models with sliding windows in the whole engine: greedy tokens equal transformers', alone, in
 a batch, over shared prefixes, in chunks and after preemption. Prompts are longer than the window,
 and one grows beyond it.
 """

@@ -12,7 +12,7 @@ SLOW_S = 0.02
 
 
 class FaultyFiles(SegmentFiles):
-    """Each read or write takes the next planned fault, if there is one: see FAULTS."""
+    """Each read or write takes the next planned fault, if any (see READ_FAULTS, WRITE_FAULTS)."""
 
     reads: ClassVar[deque[str]] = deque()
     writes: ClassVar[deque[str]] = deque()

@@ -63,7 +63,7 @@ class Mirror:
             pages.add(key)
             if token_ids:
                 said = parent, tuple(token_ids[index * size : (index + 1) * size])
-                assert self.tokens.setdefault(key, said) == said, "a page has other tokens"
+                assert self.tokens.setdefault(key, said) == said, "a page's tokens changed"
                 parent = key
 
     def known(self, stored: Mapping[str, object]) -> dict[str, set[bytes]]:
@@ -74,7 +74,7 @@ class Mirror:
 
 
 class Recorder:
-    """Encoded events of a bus, until they are taken."""
+    """Collects the events of a bus; `take` returns them encoded, and forgets them."""
 
     def __init__(self, bus: EventBus) -> None:
         self._events: list[PageEvent] = []

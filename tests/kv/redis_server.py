@@ -65,7 +65,7 @@ class RedisServer:
             sleep(0.01)
 
     def call(self, *command: bytes | str | int) -> Reply:
-        """One command, without the proxy."""
+        """Send one command, not through the proxy."""
         line = Line(Address(f"unix://{self.socket}"))
         (reply,) = line.call([command], 10.0)
         line.close()
@@ -99,7 +99,7 @@ class RedisServer:
 
 
 class Proxy:
-    """Passes bytes on `delay_s` later, half of it each way, until it is cut."""
+    """Connections to a server; each direction is delayed by half of `delay_s`."""
 
     def __init__(self, server_port: int, delay_s: float = 0.0) -> None:
         self._server_port = server_port

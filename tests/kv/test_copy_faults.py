@@ -69,7 +69,7 @@ def test_a_save_that_fails_is_skipped_and_tried_later(
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
     tiered.copier.save_faults.clear()
-    assert SavesSkipped(7, "host", "copy failed") in skipped  # of 30 tokens, in pages of 4
+    assert SavesSkipped(7, "host", "copy failed") in skipped  # full pages of 4 in 30 tokens
     assert counters.failed_steps == 0
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
@@ -82,7 +82,7 @@ def test_a_save_that_fails_is_skipped_and_tried_later(
 @pytest.mark.parametrize("can_overlap", [False, True])
 @pytest.mark.parametrize("has_disk", [False, True])
 @pytest.mark.parametrize("num_faults", [1, 2, 1000])
-def test_a_request_whose_load_fails_computes(
+def test_a_request_whose_load_fails_computes_its_pages(
     can_overlap: bool, has_disk: bool, num_faults: int, tmp_path: Path
 ) -> None:
     tiered, failed = an_engine(tmp_path if has_disk else None, can_overlap)
@@ -94,7 +94,7 @@ def test_a_request_whose_load_fails_computes(
     tiered.copier.load_faults.extend(["early"] * num_faults)
     cached = ask(tiered, TURNS)
     assert len(tiered.copier.load_faults) < num_faults
-    assert has_disk or cached.count(0) <= num_faults  # there may also be no free slots
+    assert has_disk or cached.count(0) <= num_faults  # with a disk, free slots may be missing, too
     assert num_faults < 1000 or cached == [0] * len(TURNS)
     tiered.copier.load_faults.clear()
     tiered.store.flush()
@@ -144,7 +144,7 @@ def test_an_error_elsewhere_does_not_lose_finished_loads(monkeypatch: pytest.Mon
     tiered.engine.close()
 
 
-def test_a_load_that_cannot_be_made_leaks_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_cannot_start_leaks_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     tiered, _ = an_engine(None, False)
     ask(tiered, [CHATS[0]])
     tiered.store.flush()

@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
 
 
 @pytest.mark.parametrize(("disk_gb_per_s", "most"), [(0.5, 0.7), (1.5, 0.68), (4.0, 0.55)])
-def test_disk_and_device_together_beat_the_device(
+def test_with_host_memory_and_a_disk_turns_start_sooner_than_without(
     clock: VirtualClock, disk_gb_per_s: float, most: float
 ) -> None:
     computed = turn_means(clock, 0, 0.0)
@@ -47,7 +47,7 @@ def test_disk_and_device_together_beat_the_device(
 
 
 def arrivals(num_sessions: int, num_turns: int, rate: float) -> list[tuple[float, list[int]]]:
-    """Turns of conversations, each round in another order."""
+    """Arrival time in s and prompt of each turn; each round is in another order."""
     rng, now_s = Random(0), 0.0
     histories = [[rng.randrange(97) for _ in range(HISTORY)] for _ in range(num_sessions)]
     found: list[tuple[float, list[int]]] = []

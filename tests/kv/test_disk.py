@@ -53,7 +53,7 @@ def write(tier: DiskTier, *numbers: int) -> None:
 
 
 def read_all(tier: DiskTier) -> dict[int, str | None]:
-    """The problem of every page in the index; a page that is read must have its own bytes."""
+    """Read every page in the index; returns their problems (None: read). Checks their bytes."""
     buffers = {page.key: contents(0) for page in tier.recover()}
     tier.read([ReadJob(key, buffers[key]) for key in sorted(buffers)])
     found: dict[int, str | None] = {}
@@ -63,7 +63,7 @@ def read_all(tier: DiskTier) -> dict[int, str | None]:
             number = int.from_bytes(done.key, "little")
             found[number] = done.problem
             if done.problem is None:
-                assert buffers[done.key] == contents(number), "another page's bytes"
+                assert buffers[done.key] == contents(number), "a page has other bytes"
         sleep(0.001)
     return found
 
@@ -231,7 +231,7 @@ def test_a_store_that_lost_pages_reports_it_once(
     tier.close()
 
 
-def test_the_count_follows_writes_and_deletions(tmp_path: Path, ledger: Path) -> None:
+def test_the_ledger_counts_writes_and_deletions(tmp_path: Path, ledger: Path) -> None:
     tier = open_counted(tmp_path, ledger)
     write(tier, *range(8))
     for number in (1, 2):
@@ -242,14 +242,14 @@ def test_the_count_follows_writes_and_deletions(tmp_path: Path, ledger: Path) ->
         tier.delete(key(number))
     tier.close()
     tier = open_counted(tmp_path, ledger)
-    assert tier.found is None, "the owner emptied the store"
+    assert tier.found is None, "pages that were deleted are not lost"
     tier.close()
 
 
 def test_an_index_restored_from_an_earlier_day_is_reported(
     counted: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "MAX_BATCH", 2)  # a kill may leave up to this many uncounted
+    monkeypatch.setattr(disk, "MAX_BATCH", 2)  # a kill may leave up to this many pages uncounted
     database = sqlite3.connect(counted / FILE)
     with database:
         database.execute("DELETE FROM pages WHERE record >= 2")
@@ -262,7 +262,7 @@ def test_an_index_restored_from_an_earlier_day_is_reported(
 
 
 @pytest.mark.parametrize("text", ["", "pages", "     x     "])
-def test_a_damaged_count_reports_no_loss(text: str, counted: Path, ledger: Path) -> None:
+def test_with_a_damaged_ledger_no_loss_is_reported(text: str, counted: Path, ledger: Path) -> None:
     ledger.write_text(text)
     shutil.rmtree(counted)
     tier = open_counted(counted, ledger)
@@ -270,7 +270,7 @@ def test_a_damaged_count_reports_no_loss(text: str, counted: Path, ledger: Path)
     tier.close()
 
 
-def test_a_count_that_cannot_be_written_does_not_stop_the_store(tmp_path: Path) -> None:
+def test_a_ledger_that_cannot_be_written_does_not_stop_the_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     tier = open_counted(tmp_path / "store", tmp_path / "file" / "count")
     write(tier, 1)
@@ -284,14 +284,14 @@ def test_a_smaller_bound_is_not_reported_as_loss(counted: Path, ledger: Path) ->
 
 
 def test_the_store_is_named_after_its_model_and_the_name_may_change(stored: Path) -> None:
-    assert MODEL not in read_about(stored), "a store of an older version"
+    assert MODEL not in read_about(stored), "like a store of an older version"
     for name in ("smollm2", "/models/smollm2"):
         tier = DiskTier(stored, PAGE, ROOM, "model", model=name)
         assert len(tier.recover()) == 5
         tier.close()
         assert read_about(stored)[MODEL] == name
     open_tier(stored).close()
-    assert read_about(stored)[MODEL] == name, "the name stays"
+    assert read_about(stored)[MODEL] == name, "opening it without a name keeps the name"
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_the_threads_outlive_any_error(tmp_path: Path, monkeypatch: pytest.Monke
     tier.close()
 
 
-def test_neighbours_are_read_in_one_call_and_fail_alone(
+def test_adjacent_pages_are_read_in_one_call_and_fail_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
@@ -412,7 +412,7 @@ def test_neighbours_are_read_in_one_call_and_fail_alone(
 
 
 def fail_runs(monkeypatch: pytest.MonkeyPatch, read_one: Callable[[int], None]) -> None:
-    """Reads of several records fail; reads of one call `read_one`."""
+    """A read of several records fails; a read of one record calls `read_one`."""
 
     def read(files: SegmentFiles, record: int, *into: memoryview) -> None:
         if len(into) > 1:
@@ -427,10 +427,10 @@ def a_run(first: int = 0) -> list[ReadJob]:
 
 
 @pytest.mark.serial
-def test_a_run_that_fails_is_read_again_in_parallel(
+def test_pages_of_a_run_that_fails_are_read_again_in_parallel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page on a bad sector takes long to fail."""
+    """In parallel, because a page on a bad sector takes long to fail."""
     all_there = Barrier(READ_RUN)
 
     def meet(record: int) -> None:
@@ -567,12 +567,12 @@ def test_kill_9_keeps_committed_pages(tmp_path: Path, delay_ms: int) -> None:
         assert tier.found is None
         found = read_all(tier)
         assert all(problem is None for problem in found.values())
-        # 16 records; at most the next batch of 5 was replacing flushed ones
+        # there are 16 records, and at most 5 flushed pages were being replaced by the next batch
         assert set(range(max(1, flushed - 10), flushed + 1)) <= found.keys()
         tier.close()
 
 
-def test_a_full_disk_is_reported_and_not_tried_again_at_once(
+def test_a_full_disk_is_reported_and_files_do_not_grow_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)

@@ -46,12 +46,14 @@ def test_a_branch_can_branch_again() -> None:
     hnp.arrays(np.int32, st.integers(0, 30), elements=st.integers(0, 1)),
     hnp.arrays(np.int32, st.integers(0, 30), elements=st.integers(0, 1)),
 )
-def test_a_neighbour_does_not_change_names(ids: Int32s, others: Int32s) -> None:
+def test_keys_are_the_same_with_and_without_a_neighbour_chain(ids: Int32s, others: Int32s) -> None:
     neighbour = PageChain.of(ROOT, 4, others)
     assert PageChain.of(ROOT, 4, ids, neighbour).keys == PageChain.of(ROOT, 4, ids).keys
 
 
-def test_pages_of_a_neighbour_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_shared_with_a_neighbour_chain_are_not_hashed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     neighbour = PageChain.of(ROOT, 4, IDS)
     plain = neighbour.extended(np.append(IDS, IDS))
     monkeypatch.setattr(keys, "sha256", None)

@@ -1,4 +1,4 @@
-"""kill -9 of an engine while it saves: the next one finds the committed pages and answers right."""
+"""kill -9 while an engine saves: the next engine finds the committed pages and answers right."""
 
 import signal
 import subprocess

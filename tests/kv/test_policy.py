@@ -77,7 +77,7 @@ def test_lru_and_fifo_do_not_see_the_queue(kind: PolicyKind) -> None:
 
 
 def test_awaited_pages_of_the_last_request_in_the_queue_are_evicted_first() -> None:
-    """The paper's figure 9: host and disk are full of waiting jobs' pages."""
+    """Figure 9 of the AttentionStore paper: host and disk are full of waiting jobs' pages."""
     policy = a_policy(2, 2)
     for now, key in enumerate("3412"):
         policy.admit(key, now)
@@ -170,12 +170,12 @@ def test_a_page_with_a_disk_copy_is_released_without_a_write() -> None:
     assert not moves.write
 
 
-def test_pages_that_return_late_from_disk_evict_nothing() -> None:
+def test_pages_that_return_from_disk_after_a_long_pause_evict_nothing() -> None:
     policy = a_policy(2, 9)
     for now, key in enumerate("abcd"):
         policy.admit(key, now)
     assert tiers(policy, "abcd") == "ddhh"
-    assert not policy.keep("a", 4)  # all host pages were used since
+    assert not policy.keep("a", 4)  # all host pages were used later than a
     assert tiers(policy, "abcd") == "ddhh"
     policy.note_use("a", 5)
     policy.keep("a", 6)
@@ -189,7 +189,7 @@ def test_loading_a_page_counts_as_a_use() -> None:
         policy.admit(key, now)
     policy.note_use("x", 4)
     assert tiers(policy, "xyab") == "ddhh"
-    policy.keep("a", 5)  # from host memory; it has been running since
+    policy.keep("a", 5)  # a is loaded from host memory: its conversation runs
     policy.keep("x", 6)
     assert tiers(policy, "xyab") == "hdhd"
 
@@ -205,7 +205,7 @@ def test_kept_pages_evict_nothing_that_requests_wait_for() -> None:
     assert tiers(policy, "abc") == "dhh"
 
 
-def test_pages_that_return_late_from_disk_use_free_host_memory() -> None:
+def test_pages_that_return_from_disk_after_a_long_pause_use_free_host_memory() -> None:
     policy: TierPolicy[str] = TierPolicy(PolicyConfig((10, 90), headroom=0.2))
     policy.recover(DISK, "zyxwvutsrqponmlkjihgfedcba", 0)
     assert not policy.keep("lmnopqrstu", 1)
@@ -229,7 +229,7 @@ def test_some_conversations_that_return_in_turn_stay_in_host_memory(kind: Policy
     assert hits == ([12] * 4 if kind is PolicyKind.LOOKAHEAD else [0] * 4)
 
 
-def test_if_most_chains_return_soon_a_late_one_evicts_the_least_recently_used() -> None:
+def test_if_most_chains_return_soon_any_that_returns_evicts_the_least_recently_used() -> None:
     policy = a_policy(120, 999)
     chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(60)]
     for chain in chains:
@@ -243,7 +243,7 @@ def test_if_most_chains_return_soon_a_late_one_evicts_the_least_recently_used() 
     assert HOST not in policy.find(chains[30])  # the first of the thirty chains in host memory
     policy.admit(["1-4"], 11, after=["1-3"])
     assert policy.tier_of("1-4") == HOST
-    policy.drop(["1-4", *(key for chain in chains for key in chain)])  # all pages are new
+    policy.drop(["1-4", *(key for chain in chains for key in chain)])  # the pages below are new
     for chain in chains:
         policy.admit(chain, 12)
     policy.keep(chains[0], 13)
@@ -255,14 +255,14 @@ def test_a_kept_page_is_not_evicted_for_itself() -> None:
     for now, key in enumerate("abc"):
         policy.admit(key, now)
     assert tiers(policy, "abc") == "ddh"
-    for now in range(3, 9):  # it returns repeatedly: room for it is made on disk, too
+    for now in range(3, 9):  # the page that a replaces needs room on disk, where a is
         policy.keep("a", now)
         policy.note_use("a", now)
         policy.check()
     assert tiers(policy, "a") == "h"
 
 
-def test_a_chain_that_returns_often_enters_a_host_full_of_others() -> None:
+def test_a_chain_that_returns_often_enters_host_memory_full_of_others() -> None:
     policy = a_policy(12, 99)
     chains = [[f"{chain}-{page}" for page in range(4)] for chain in range(6)]
     for chain in chains:
@@ -275,7 +275,7 @@ def test_a_chain_that_returns_often_enters_a_host_full_of_others() -> None:
 
 
 @pytest.mark.parametrize("kind", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_the_tail_of_a_chain_that_only_the_disk_has_evicts_nothing(kind: PolicyKind) -> None:
+def test_new_pages_of_a_chain_that_is_only_on_disk_evict_nothing(kind: PolicyKind) -> None:
     policy = a_policy(2, 9, kind)
     policy.admit("ab", 0)
     policy.admit("xy", 1)
@@ -318,7 +318,7 @@ def test_an_aborted_request_does_not_count_as_use_of_its_pages() -> None:
     assert policy.admit("c", 2).drop == ["a"]
 
 
-def test_without_prefetch_finished_requests_leave_no_memory() -> None:
+def test_without_prefetch_finished_requests_leak_no_memory() -> None:
     """Without a disk `choose_prefetch` is never called."""
     policy = a_policy(10)
     policy.expect("waits", ["kept"])
@@ -332,7 +332,7 @@ def test_without_prefetch_finished_requests_leave_no_memory() -> None:
     policy.check()
 
 
-def test_leaving_a_long_queue_for_one_page_takes_no_search() -> None:
+def test_leaving_a_long_queue_takes_no_search_through_it() -> None:
     """Leaving a queue 64 times as long is about the same work."""
 
     def work(num_waiting: int) -> int:
@@ -344,14 +344,14 @@ def test_leaving_a_long_queue_for_one_page_takes_no_search() -> None:
     assert work(6400) < 2 * work(100)
 
 
-def test_pages_found_at_the_start_are_on_disk_in_their_order() -> None:
+def test_if_too_many_pages_are_found_at_the_start_the_first_are_dropped() -> None:
     policy = a_policy(1, 2)
     moves = policy.recover(DISK, "abc", 0)
     assert moves.drop == ["a"]
     assert tiers(policy, "abc") == ".dd"
 
 
-def test_the_window_is_capacity_divided_by_mean_size() -> None:
+def test_the_queue_window_is_capacity_divided_by_mean_size() -> None:
     assert PolicyConfig((100, 900)).window_length(25.0) == 40
     assert PolicyConfig((0, 0)).window_length(25.0) == 1
 
@@ -409,7 +409,7 @@ def hits_of_policy(chains: list[list[int]], config: PolicyConfig, known: int) ->
 
 
 def hits_of_model(chains: list[list[int]], capacity: int, known: int) -> int:
-    """Belady for one tier by a full scan: the page with the furthest next use goes first."""
+    """Belady for one tier by a full scan: the page with the furthest next use is evicted first."""
     stored: dict[int, int] = {}  # page -> last use
     hits = 0
     for index, chain in enumerate(chains):
@@ -476,7 +476,7 @@ class PolicyMachine(RuleBasedStateMachine):
         return set().union(*self.tiers)
 
     def carry_out(self, moves: Moves[int], in_hand: Sequence[int] = ()) -> None:
-        """Carry out moves as a store would; `in_hand` are the pages just computed."""
+        """Carry out moves as a store would; `in_hand` are pages just computed or read."""
         lists = [*moves.load, *moves.write, *moves.free, *moves.drop]
         assert len(set(lists)) == len(lists), "a page is moved twice"
         assert set(moves.write) <= self.stored() | set(in_hand), "bytes to write are not available"
@@ -583,7 +583,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(keys=CHAIN, data=st.data())
     def find_in_tier(self, keys: range, data: st.DataObject) -> None:
-        """Another process has put pages there."""
+        """Another process has put pages into a lower tier."""
         tier = data.draw(st.integers(0, len(self.tiers) - 1))
         if tier:
             self.tiers[tier] |= set(keys)

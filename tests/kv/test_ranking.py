@@ -47,7 +47,7 @@ def test_the_device_evicts_pages_by_rank(ranking: Ranking, left: str) -> None:
 
 
 def test_the_device_evicts_awaited_pages_last() -> None:
-    """Four chains of two pages; requests wait for the two least recently used, the first sooner."""
+    """Four chains of two pages. Chains 0 and 1, the least recently used, are awaited, 0 first."""
     pool = PagePool(8)
     index = PrefixIndex(pool, 4, EventBus(), Lookahead())
     root = root_key(b"model", 4, b"")
@@ -71,8 +71,8 @@ def test_the_device_evicts_awaited_pages_last() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_device_evicts_by_pin_then_queue_then_use_then_depth(seed: int) -> None:
-    """Random queues and amounts, compared with a sort over all pages. Chains come back, so pages
-    that the queue waited for at the last eviction have other names at the next."""
+    """Random queues and amounts, compared with a sort over all pages. Evicted chains are computed
+    again on other pages, so a page that was awaited may have another name at the next eviction."""
     rng = np.random.default_rng(seed)
     pool = PagePool(160)
     index = PrefixIndex(pool, 4, EventBus(), Lookahead())

@@ -55,7 +55,7 @@ def proxy(server: RedisServer) -> Iterator[Proxy]:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines try a failed server again at once."""
+    """Engines try a failed server again after 20 ms."""
     monkeypatch.setattr(remote_module, "PAUSE_S", 0.02)
 
 
@@ -92,7 +92,7 @@ def store_prompt(url: str, prompt: list[int] = PROMPT) -> None:
     first.engine.close()
 
 
-# -- lines -----------------------------------------------------------------------------------------
+# -- connections -----------------------------------------------------------------------------------
 
 
 def key(number: int) -> PageKey:
@@ -128,16 +128,16 @@ def wait(tier: RemoteTier, count: int) -> list[object]:
     return found
 
 
-def test_a_line_works_over_tcp_with_either_url_scheme(server: RedisServer) -> None:
+def test_pages_are_exchanged_over_tcp_with_either_url_scheme(server: RedisServer) -> None:
     exchange(Address(server.url))
     exchange(Address(server.url.replace("redis://", "valkey://") + "/3"))
 
 
-def test_a_line_works_over_a_unix_socket(server: RedisServer) -> None:
+def test_pages_are_exchanged_over_a_unix_socket(server: RedisServer) -> None:
     exchange(Address(f"unix://{server.socket}"))
 
 
-def test_a_line_works_over_tls(tmp_path: Path) -> None:
+def test_pages_are_exchanged_over_tls(tmp_path: Path) -> None:
     skip_without_server()
     certificate, private = tmp_path / "server.crt", tmp_path / "server.key"
     subprocess.run(
@@ -154,7 +154,7 @@ def test_a_line_works_over_tls(tmp_path: Path) -> None:
         exchange(Address(f"rediss://localhost:{port}?ssl_ca_certs={certificate}"))
         exchange(Address(f"valkeys://localhost:{port}?ssl_ca_certs={certificate}"))
         untrusting = RemoteTier(Address(f"rediss://localhost:{port}"), PAGE, REMOTE)
-        untrusting.ask([key(0)])  # its certificate is not trusted
+        untrusting.ask([key(0)])  # the server's certificate is not trusted
         assert Answer(key(0), ()) in wait(untrusting, 2)
         untrusting.close()
     finally:
@@ -197,7 +197,9 @@ def test_secrets_are_not_printed() -> None:
     assert "right" not in repr(replace(REMOTE, secret=b"right"))
 
 
-def test_the_error_names_a_missing_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_client_library_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(line_module, "CLIENTS", ("no_such_client",))
     with pytest.raises(ConfigError, match=r"pip install 'mainstem\[remote\]'"):
         RemoteTier(Address("redis://host"), PAGE, REMOTE)
@@ -267,8 +269,8 @@ def test_models_and_secrets_have_separate_pages(server: RedisServer) -> None:
         tiered.engine.close()
 
 
-def test_values_without_the_secret_are_refused(server: RedisServer) -> None:
-    """Values of other names, flipped bits, and values that are not pages."""
+def test_values_not_written_with_the_secret_are_refused(server: RedisServer) -> None:
+    """Values of other pages, changed bytes, and values that are not pages."""
     store_prompt(server.url)
     names = sorted(server.names())
     values = [server.call("GET", name) for name in names]
@@ -349,7 +351,7 @@ def test_an_unreachable_server_is_logged_once(
     tiered.engine.close()
 
 
-def test_a_restarted_server_costs_hits(server: RedisServer) -> None:
+def test_a_restarted_server_costs_hits_and_no_answer(server: RedisServer) -> None:
     seen = Seen()
     tiered = a_tiered_engine(num_slots=4, remote=Address(server.url), bus=seen.bus)
     answer(tiered)
@@ -363,7 +365,7 @@ def test_a_restarted_server_costs_hits(server: RedisServer) -> None:
 
 
 @pytest.mark.serial
-def test_a_server_that_hangs_delays_no_request(server: RedisServer) -> None:
+def test_a_server_that_hangs_before_a_read_delays_no_request(server: RedisServer) -> None:
     store_prompt(server.url)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
     asked = tiered.tiers.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
@@ -381,7 +383,8 @@ def test_a_server_that_hangs_delays_no_request(server: RedisServer) -> None:
 
 @pytest.mark.serial
 def test_a_request_does_not_wait_for_a_slow_answer(server: RedisServer) -> None:
-    """40 tokens take 40 ms here, of which 2 may be spent waiting for an answer."""
+    """Computing 40 tokens takes 40 ms here. A request waits at most 5 % of that, 2 ms, for the
+    server to say which pages it has."""
     store_prompt(server.url)
     proxy = Proxy(server.port, delay_s=0.9)
     seen = Seen()
@@ -395,8 +398,8 @@ def test_a_request_does_not_wait_for_a_slow_answer(server: RedisServer) -> None:
 
 
 @pytest.mark.serial
-def test_a_late_answer_is_not_waited_for(server: RedisServer) -> None:
-    """The server was quick before."""
+def test_a_server_that_hangs_before_it_answers_delays_no_request(server: RedisServer) -> None:
+    """The server was quick until then."""
     store_prompt(server.url)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
     server.pause()
@@ -411,7 +414,7 @@ def test_a_late_answer_is_not_waited_for(server: RedisServer) -> None:
 def test_queued_questions_to_a_hanging_server_are_dropped(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one times out, and the others are not sent."""
+    """The first question times out, and the others are not sent."""
     monkeypatch.setattr(remote_module, "PAUSE_S", 30.0)
     monkeypatch.setattr(remote_module, "ASK_LIMIT_S", 0.2)
     tier = RemoteTier(Address(server.url), PAGE, REMOTE)
@@ -425,7 +428,7 @@ def test_queued_questions_to_a_hanging_server_are_dropped(
     assert answers == [Answer(key(number), ()) for number in range(20)]
 
 
-def test_a_line_that_is_cut_while_it_connects_sends_nothing(
+def test_a_connection_that_is_cut_while_it_opens_sends_nothing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = Line(Address(server.url))
@@ -496,7 +499,7 @@ def test_a_full_server_is_still_read_from(server: RedisServer) -> None:
 
 
 def write_one(server: RedisServer) -> str | None:
-    """The problem of a page that is written; after that nothing is written for a while."""
+    """Write a page and return its problem. Checks that writing pauses afterwards."""
     tier = RemoteTier(Address(server.url), PAGE, REMOTE)
     tier.write(WriteJob(key(0), b"tokens", memoryview(bytes(PAGE))))
     tier.flush()
@@ -519,7 +522,7 @@ def test_a_cluster_is_reported_as_unsupported(tmp_path: Path) -> None:
     assert remote_module._problem(moved) == "clusters are not supported"
 
 
-def test_refused_pages_count_as_one_kind_and_are_logged_once(
+def test_any_refusal_of_a_page_has_one_reason_and_is_logged_once(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.call("REPLICAOF", "127.0.0.1", free_port())
@@ -547,7 +550,7 @@ def test_closing_does_not_wait_long_for_a_slow_server(
     proxy.close()
 
 
-def test_a_server_without_a_memory_bound_gets_ours(server: RedisServer) -> None:
+def test_a_server_without_a_memory_limit_is_held_to_our_limit(server: RedisServer) -> None:
     seen = Seen()
     small = replace(REMOTE, max_bytes=100_000)
     tiered = a_tiered_engine(remote=Address(server.url), remote_settings=small, bus=seen.bus)
@@ -558,7 +561,7 @@ def test_a_server_without_a_memory_bound_gets_ours(server: RedisServer) -> None:
     tiered.engine.close()
 
 
-def test_a_server_that_evicts_costs_hits(server: RedisServer) -> None:
+def test_a_server_that_evicts_costs_hits_and_no_answer(server: RedisServer) -> None:
     store_prompt(server.url)
     seen = Seen()
     tiered = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
@@ -584,7 +587,7 @@ def test_pages_expire_unless_they_are_used(server: RedisServer) -> None:
     for _ in range(5):
         sleep(0.5)
         answer(tiered)
-    assert 9 <= len(server.names()) <= 10, "all but the page of the last token was used"
+    assert 9 <= len(server.names()) <= 10, "only the last token's page was not used"
     tiered.engine.close()
 
 
@@ -622,7 +625,7 @@ def test_a_connection_may_be_cut_at_any_moment(proxy: Proxy) -> None:
     tiered.engine.close()
 
 
-# -- its round trip --------------------------------------------------------------------------------
+# -- the round trip --------------------------------------------------------------------------------
 
 
 def test_the_round_trip_is_measured_separately_from_the_rate(

@@ -1,8 +1,8 @@
 """Random operations over a server below host memory or below the disk: cut connections, changed
 values, a server that is slow, hangs, restarts, is full or evicts. The answers are right.
 
-FakeRunner's answers depend on every token its pages show. Operations are drawn from a seed; which
-pages are found still depends on timing.
+FakeRunner's answers depend on every token that its pages hold. Operations are drawn from a seed;
+which pages are found still depends on timing.
 """
 
 import shutil
@@ -190,7 +190,7 @@ class Driver:
                     self.server.call("LPUSH", name, "no page")
 
     def bound(self) -> None:
-        """Limit the server's memory; 1 means full."""
+        """Limit the server's memory: with 1 byte it is full, 0 means no limit."""
         how = self.rng.choice(["noeviction", "allkeys-random"])
         self.server.call("CONFIG", "SET", "maxmemory-policy", how)
         self.server.call("CONFIG", "SET", "maxmemory", self.rng.choice([1, 1_500_000, 0, 0]))

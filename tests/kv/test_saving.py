@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(10))
 ANSWER = 400  # tokens
-SURE_S = 1.0  # a page is on disk this long after it was filled
+SURE_S = 1.0  # a page is on disk at most this long after it was filled
 PAGE, MODEL_PAGE = 4, 16
 TEXT = "Once upon a time there was a river, and near it lived a fisherman. He"
 
 
 def steps(tiered: Tiered, num_tokens: int) -> list[int]:
-    """Step until there are `num_tokens`; returns them."""
+    """Step until `num_tokens` tokens were answered; returns them."""
     got: list[int] = []
     while len(got) < num_tokens:
         for output in tiered.engine.step():
@@ -98,14 +98,14 @@ def test_another_request_finds_full_pages_of_a_running_answer() -> None:
     got = steps(tiered, 21)
     tiered.engine.submit(a_request([*PROMPT, *got[:15], 5], 1, name="other"))
     outputs = [o for o in run_all(tiered.engine, []).outputs if o.request_id == "other"]
-    # the tokens of the last page are copied
+    # 6 full pages; the 25th token is copied from a page that begins with it
     assert outputs[0].num_cached_tokens == len(PROMPT) + 15
     tiered.engine.close()
 
 
 def test_an_answers_pages_get_their_names_after_an_equal_request_is_aborted() -> None:
-    """The other request computes the same page, one token a step, and holds its name. It is
-    aborted before that page is full."""
+    """The other request computes the answer's next page under the same name, one token a step. It
+    is aborted before that page is full."""
     tiered = a_tiered_engine(num_pages=64, chunk_tokens=2)
     tiered.engine.submit(a_request(PROMPT, 60))
     steps(tiered, 1)

@@ -54,7 +54,7 @@ def test_keys_depend_on_model_page_size_and_salt() -> None:
 
 
 def test_every_page_but_the_first_has_a_previous_page() -> None:
-    """Where a chain branches, too, the previous key is that of a page, not the branch's mark."""
+    """After a branch, too: its first page follows a page of the chain, not the branch's mark."""
     pool = PagePool(4)
     index = PrefixIndex(pool, PAGE, EventBus())
     chain = PageChain.of(root_key(b"m", PAGE, b""), PAGE, ids(1, 2, 3, 4))
@@ -180,11 +180,11 @@ def test_public_pages_are_found_with_any_salt_and_later_pages_only_with_theirs()
     match = store.lookup(bob, 8)
     assert len(match.pages) == 2
     assert match.similar_page is None
-    # the app's pages, the last one filled with own tokens
+    # without a salt: the app's 5 public tokens and a 6th token, on three pages
     compute(store, store.chain(ids(1, 1, 2, 2, 3, 9), b""))
     match = store.lookup(bob, 8)
     assert (len(match.pages), match.similar_tokens) == (2, 1), (
-        "other salts find only the public part"
+        "other salts find only the 5 public tokens"
     )
     assert len(store.lookup(store.chain(tokens, b"bob"), 8).pages) == 0
 

@@ -55,7 +55,7 @@ def test_pages_evicted_from_the_device_come_back(
         tiered.store.flush()
     turns = [[*chat, *fake_answer(chat, 4, VOCAB), 7, 7] for chat in CHATS]
     for turn in turns:
-        # 30 tokens and 3 of the 4 answered: 8 full pages of 4
+        # 30 prompt tokens and 3 of the 4 answered ones are cached: 8 full pages of 4
         assert ask(tiered, [turn]) == [32]
     assert counters.loaded_pages["host"] >= 8 * 4
     tiered.engine.close()
@@ -207,7 +207,7 @@ def test_a_slow_disk_delays_no_other_request(
 
 
 @pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
-def test_if_host_memory_holds_only_some_chats_these_load_from_it(
+def test_if_host_memory_holds_only_some_chats_these_are_loaded_from_it(
     policy: PolicyKind, tmp_path: Path
 ) -> None:
     """There are twelve chats of at least eight pages, and host memory holds six. A chat that
@@ -280,7 +280,7 @@ def test_a_request_that_waits_for_a_busy_disk_is_not_looked_up_again(
     for number, chat in enumerate(CHATS):
         again.engine.submit(a_request(chat, 4, name=str(number)))
     got.add(again.engine.step())
-    assert len(looked_up) == len(CHATS) + 1  # and the request that is next
+    assert len(looked_up) == len(CHATS) + 1  # the next request to run is looked up twice
     for _ in range(5):
         looked_up.clear()
         got.add(again.engine.step())
@@ -296,8 +296,8 @@ def test_a_request_that_waits_for_a_busy_disk_is_not_looked_up_again(
 
 
 def test_a_request_that_loses_its_loaded_pages_computes_them(tmp_path: Path) -> None:
-    """Long histories are loaded in pieces; two that do not fit together would evict each other
-    for ever."""
+    """Long histories are loaded in pieces. Two that do not fit on the device together would evict
+    each other for ever if neither was computed."""
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
     tiered.engine.close()
@@ -311,13 +311,13 @@ def test_a_request_that_loses_its_loaded_pages_computes_them(tmp_path: Path) -> 
         if again.store.is_reading:
             sleep(0.001)
         if not again.engine.num_running:
-            again.engine.clear_device()  # as if the other request had taken its pages
+            again.engine.clear_device()  # as if another request had taken the loaded pages
     assert got.tokens["returns", 0] == fake_answer(CHATS[0], 4, VOCAB)
     again.engine.check()
     again.engine.close()
 
 
-def test_a_flush_does_not_lose_the_end_of_a_load(tmp_path: Path) -> None:
+def test_a_load_that_ends_during_a_flush_is_noticed(tmp_path: Path) -> None:
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
     tiered.engine.close()
@@ -339,9 +339,9 @@ def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None
     tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(tiered, CHATS[:2])
     tiered.engine.close()
-    # host memory for one of them
+    # host memory has room for one of the two chats
     again = a_tiered_engine(num_pages=16, num_slots=8, disk_dir=tmp_path)
-    again.engine.submit(a_request([9] * 40, 20))  # and no free device memory
+    again.engine.submit(a_request([9] * 40, 20))  # leaves no room on the device for a chat
     again.engine.step()
     again.engine.submit(a_request(CHATS[0], 4))
     again.engine.submit(a_request(CHATS[1], 4, priority=-1))
@@ -349,7 +349,7 @@ def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None
     again.engine.step()
     deadline_s = monotonic() + 10
     while again.tiers.find(chains[1].keys).num_below and monotonic() < deadline_s:
-        again.store.poll()  # steps do this, but would end before a slow disk does
+        again.store.poll()  # as a step does; a slow disk may still read after the last step
         again.store.prefetch()
         sleep(0.001)
     assert again.engine.num_waiting == 2
@@ -358,10 +358,10 @@ def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None
 
 
 @pytest.mark.serial
-def test_a_step_is_made_late_while_a_request_waits_for_the_disk(
+def test_the_next_step_waits_for_a_disk_read_while_the_device_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is busy for long: a request whose read ends meanwhile joins the next step."""
+    """The request whose pages are read then joins that step."""
     tiered = a_tiered_engine(disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
     tiered.engine.close()
@@ -379,7 +379,7 @@ def test_a_step_is_made_late_while_a_request_waits_for_the_disk(
     ends_s[0] = monotonic() + 5.0
     again.engine.step()
     was_reading.append(again.store.is_reading)
-    assert was_reading == [True, False], "the step waited for the read"
+    assert was_reading == [True, False], "the step did not wait for the read"
     assert monotonic() < ends_s[0] - 2.0, "the step waited longer than the read took"
     assert len(again.runner.steps[-1].seq_slots) == 2
     again.engine.close()
@@ -427,7 +427,7 @@ def test_many_requests_for_one_history_are_looked_up_over_several_steps(
     for _ in range(20):
         num_looked_up = 0
         got.add(engine.step())
-        # for prefetching and for loading; the last request may exceed the limit
+        # one limit for prefetching, one for loading; the last lookup of each may exceed it
         assert num_looked_up < 2 * (most + 20)
     assert num_looked_up == 0, "all wait for the load"
     tiered.copier.patience = 0

@@ -1,7 +1,7 @@
 """Any order of asking, waiting, failing, damaging, clearing and restarting: the answers are right.
 
-FakeRunner's answers depend on every token its pages show, so a page from the wrong slot, a page
-that is half loaded or damaged bytes change an answer.
+FakeRunner's answers depend on every token that its pages hold, so a page from the wrong slot, a
+half-loaded page or damaged bytes change an answer.
 """
 
 import shutil
@@ -95,8 +95,8 @@ class TieredMachine(RuleBasedStateMachine):
         loads=st.lists(st.sampled_from([None, "early"]), max_size=3),
     )
     def fail_copies(self, saves: list[str | None], loads: list[str | None]) -> None:
-        """Loads have no late faults: a load that fails while it runs also fails the step that
-        waits."""
+        """Loads have no late faults: a load that fails while it runs also fails the step that waits
+        for it."""
         self.tiered.copier.save_faults.extend(saves)
         self.tiered.copier.load_faults.extend(loads)
 

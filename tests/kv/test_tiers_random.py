@@ -120,7 +120,7 @@ class _Lower:
         self._under_way.append(Emptied())
 
     def flush(self) -> None:
-        """The next `poll` returns all writes."""
+        """Does nothing: later calls of `poll` return the writes."""
 
     def poll(self) -> Iterator[Written | Read | Answer | Emptied]:
         while self._under_way and self._rng.random() < 0.7:

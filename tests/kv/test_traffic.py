@@ -44,7 +44,7 @@ def test_a_history_larger_than_host_memory_is_loaded_in_pieces(
 
 
 def test_pages_of_waiting_requests_are_prefetched(tmp_path: Path) -> None:
-    """The device has room for one at a time: the others are in host memory when they start."""
+    """The device has room for one request; pages of the others are prefetched meanwhile."""
     prompts = [[first, *RNG.integers(0, VOCAB, 31).tolist()] for first in range(5)]
     store_on_disk(tmp_path, prompts)
     tiered, counters = again_from_disk(tmp_path, num_pages=12, num_slots=80)
@@ -72,8 +72,8 @@ def test_nothing_is_prefetched_while_a_load_waits_for_the_disk(
 def test_closing_ends_when_host_memory_refuses_postponed_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Host memory refuses the first pages of the write buffer: no save ends that would start the
-    postponed ones."""
+    """Postponed saves start when an earlier save ends. Here none is under way: host memory refuses
+    the first pages of the write buffer."""
     bus = EventBus()
     skipped: list[SavesSkipped] = []
     bus.subscribe(SavesSkipped, skipped.append)
@@ -128,14 +128,14 @@ def test_only_as_many_postponed_pages_are_examined_as_can_be_saved(
     tiered.engine.close()
 
 
-def test_a_load_is_startable_when_it_will_end_in_time() -> None:
+def test_a_load_is_startable_when_it_will_end_before_the_next_step_begins() -> None:
     """Loads are copied one after the other, so the second also waits for the first."""
     tiered = a_tiered_engine(num_pages=32, num_slots=32)
     prompts = [[first, *RNG.integers(0, VOCAB, 15).tolist()] for first in range(2)]
     run_all(tiered.engine, [a_request(prompt, 1) for prompt in prompts])
     tiered.engine.flush()
     tiered.engine.clear_device()
-    tiered.copier.patience = 1000  # copies make no progress meanwhile
+    tiered.copier.patience = 1000  # copies make no progress
     store, tiers = tiered.store, tiered.tiers
     nothing = np.empty(0, np.int32)
     for prompt in prompts:

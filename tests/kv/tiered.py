@@ -1,4 +1,4 @@
-"""Tiers below FakeRunner: slots hold what its pages hold, copies end when the test says so."""
+"""Tiers below FakeRunner: host slots hold copies of its pages; a test decides when copies end."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ class CopyFault(Exception):
 
 
 class FakeTransfer:
-    """Copies one layer at each call of `num_layers_done`, after `patience` calls."""
+    """Ignores `patience` calls of `num_layers_done`; each later call copies one layer."""
 
     def __init__(
         self, copier: "FakeCopier", layers: list[tuple[np.ndarray, np.ndarray]], fault: str | None
@@ -74,7 +74,7 @@ class FakeTransfer:
 
 
 class _View:
-    """Some rows of an array, read and written when they are used."""
+    """Some rows of an array; they are read and written when the copy runs, not earlier."""
 
     def __init__(self, rows: np.ndarray, places: Int32s) -> None:
         self._rows = rows
@@ -90,8 +90,8 @@ class _View:
 class FakeCopier:
     """PageCopier over the memory of a FakeRunner.
 
-    Each save or load takes the next planned fault, if there is one: `early` fails at its start,
-    `late` while it runs, both after a part was copied.
+    Each save or load takes the next planned fault, if there is one: `early` raises when the copy
+    is started, `late` while it runs. In both cases one of the two layers was copied before.
     """
 
     def __init__(self, runner: "TieredRunner", num_slots: int) -> None:
@@ -132,13 +132,13 @@ class FakeCopier:
         self._loads.pop(load_id, None)
 
     def finish(self, load_ids: Iterable[int]) -> None:
-        """Called as a gate: the step reads the pages now, so the loads must be done."""
+        """Wait for these loads: a step is about to read their pages."""
         for load_id in load_ids:
             if (transfer := self._loads.get(LoadId(load_id))) is not None:
                 transfer.wait()
 
     def drain(self) -> None:
-        """Failed copies move no more bytes."""
+        """Does nothing: failed copies move no more bytes."""
 
     def close(self) -> None:
         pass

@@ -80,7 +80,7 @@ class VirtualTransfer:
 
 
 class VirtualCopier:
-    """Copies of both directions run one after the other."""
+    """Copies of one direction run one after the other; the two directions run in parallel."""
 
     num_layers = LAYERS
     page_bytes = PAGE_BYTES
@@ -129,7 +129,7 @@ class _Run:
 
 
 class VirtualDisk:
-    """A lower tier. A few reads at a time share the rate evenly; writes run when there are no
+    """A lower tier. Up to NUM_READERS reads share the rate evenly; writes run when there are no
     reads."""
 
     name = "disk"
@@ -324,7 +324,7 @@ def a_virtual_card(
     policy: PolicyKind = PolicyKind.LOOKAHEAD,
     disk_pages: int = 50_000,
 ) -> VirtualCard:
-    """Steps of 2,048 tokens; without `host_pages` there is nothing below the device."""
+    """Steps of at most 2,048 tokens. If `host_pages` is 0, there is no tier below the device."""
     bus = EventBus()
     card = VirtualCard(clock, None)  # type: ignore[arg-type]  # made below
     card.counters.attach(bus)

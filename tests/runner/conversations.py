@@ -1,4 +1,4 @@
-"""A conversation that outgrows its window several times, on any engine of one layer.
+"""A conversation that outgrows its window several times, for models of one layer.
 
 Keys and values of one layer depend on token and position alone, so moved pages equal recomputed
 ones: each answer must equal that to a prompt of the kept tokens.

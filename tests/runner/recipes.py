@@ -76,8 +76,8 @@ RECIPES: dict[str, ModelSpec] = {name: _spec(name) for name in _CONFIGS}
 
 
 class _Weights(RandomWeights):
-    """Gains are around one; other weights are larger than a real model's, so that an error changes
-    answers. A tensor depends only on its name, so it is the same on every device and rank."""
+    """Gains of norms are around one; other weights are larger than a real model's, so that an error
+    changes answers. A tensor depends only on its name: it is equal on every device and rank."""
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         generator = torch.Generator().manual_seed(crc32(name.encode()))

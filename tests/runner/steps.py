@@ -146,7 +146,7 @@ def _depths(spans: Sequence[tuple[list[int], list[int], int, bool]]) -> list[int
 
 
 def positions_of(spans: Spans, num_tokens: int) -> Int32s:
-    """Positions of the packed tokens: each is after the keys of its last span."""
+    """Positions of the packed tokens: a token's own key is the last that it sees."""
     queries = np.diff(spans.query_starts)
     last = (spans.key_positions + spans.key_tokens - 1).repeat(queries)
     later = spans.query_starts[1:].repeat(queries) - 1 - np.arange(len(last))

@@ -45,7 +45,7 @@ def test_the_needed_rows_keep_their_windows() -> None:
 
 
 def test_rows_that_cannot_be_spans_are_refused() -> None:
-    assert narrow_spans(SPANS, np.array([1, 3]), 7) is None  # 2 is between them
-    assert narrow_spans(SPANS, np.array([4, 5]), 7) is None  # 6 comes after them
+    assert narrow_spans(SPANS, np.array([1, 3]), 7) is None  # row 2, of their span, is left out
+    assert narrow_spans(SPANS, np.array([4, 5]), 7) is None  # row 6, of their span, is left out
     assert narrow_spans(SPANS, np.array([3, 0]), 7) is None
     assert narrow_spans(SPANS, np.array([0, 0]), 7) is None

@@ -20,7 +20,7 @@ Answer = list[tuple[int, float]]
 
 
 def ask(folder: Path, disk: Path | None) -> tuple[Answer, Counters]:
-    """Tokens and their log-probabilities, from an engine that is opened and closed for it."""
+    """Tokens and their log-probabilities, from an engine that lives for this call only."""
     bus = EventBus()
     counters = Counters().attach(bus)
     store = StoreConfig(host_gb=0.01, fetch=Fetch.ALWAYS)

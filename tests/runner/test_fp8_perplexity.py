@@ -90,7 +90,7 @@ def cost(folder: Path, text: str, num_tokens: int, names: Collection[str]) -> tu
 
 @pytest.mark.slow
 def test_fp8_costs_a_few_percent_on_real_text(smollm2_folder: Path) -> None:
-    """A few hundred tokens of WikiText-2; docs/log/gpu.md has 4,096."""
+    """512 tokens of WikiText-2; docs/log/gpu.md has the result for 4,096."""
     before, after = cost(smollm2_folder, TEXT.read_text(), 512, QUANTIZED)
     assert 5 < before < 40
     assert before != after

@@ -89,7 +89,7 @@ def test_tokens_are_those_of_the_cpu(sampling: SamplingParams) -> None:
 @interpreted
 @pytest.mark.slow
 def test_layers_of_several_kinds_give_the_tokens_of_the_cpu() -> None:
-    """A window with sinks, a softcap without rotation, a window with another rotation."""
+    """Layers with a window and sinks, a softcap and no rotation, a window and another rotation."""
     plain = SHAPE.layers[0].attention
     assert plain.rope is not None
     kinds = (
@@ -111,8 +111,8 @@ def test_tokens_are_the_same_without_sharing() -> None:
 
 
 def scores(engine: Engine) -> list[float]:
-    """Logprobs of the last tokens of prompts, then of forty tokens after each: more rows of logits
-    than the step has tokens."""
+    """Logprobs of each prompt's last two tokens, then of forty tokens that may follow it: more rows
+    of logits than the step has tokens."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     for index, ids in enumerate(prompts()):
         asked = Scoring(len(ids) - 2, tuple(range(40)))
@@ -134,8 +134,8 @@ def test_scores_are_those_of_the_cpu() -> None:
 
 
 def told(runner: Runner) -> list[list[int]]:
-    """Tokens of three sequences that share a page: of the shared prompt, of their own parts, of
-    decodes together and of one alone; and of a sequence that copies a part of the page."""
+    """Token ids of four sequences. Three share a page; steps compute the page, their own parts,
+    decodes of all three, and a decode of one alone. The fourth copies a part of the page."""
     rng = np.random.default_rng(5)
     head = rng.integers(3, SHAPE.vocab_size, 16).tolist()
     tails = rng.integers(3, SHAPE.vocab_size, (3, 3)).tolist()
@@ -210,7 +210,7 @@ def test_more_span_levels_than_the_buffers_hold_are_refused() -> None:
         on_gpu(replace(config, sched=replace(config.sched, span_levels=9)))
 
 
-def test_the_error_says_that_there_is_no_gpu() -> None:
+def test_settings_that_need_a_gpu_are_refused_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     from mainstem.core.config import Device, Quantize  # noqa: PLC0415

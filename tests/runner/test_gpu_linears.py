@@ -1,4 +1,4 @@
-"""The code that chooses a GPU's products by their weights, under Triton's interpreter."""
+"""Which kernel multiplies with weights of which format on a GPU, under Triton's interpreter."""
 
 import logging
 import os
@@ -102,7 +102,7 @@ def test_fp8_weights_are_multiplied_without_conversion(block: int | None) -> Non
         (some_int4(16, 96, group=16), False, "int4 in 1 x 16"),
     ],
 )
-def test_a_format_without_a_product_is_dequantized_and_logged(
+def test_a_format_without_a_kernel_is_dequantized_and_logged(
     weight: PackedWeight,
     is_deterministic: bool,
     words: str,
@@ -115,7 +115,7 @@ def test_a_format_without_a_product_is_dequantized_and_logged(
     assert words in caplog.text
 
 
-def test_quantize_fp8_does_not_round_fp8_weights_per_channel_again() -> None:
+def test_quantize_fp8_keeps_fp8_weights_that_have_a_scale_per_channel() -> None:
     product, x = Product(some_fp8(64, 96, None)), some(3, 96)
     found = answer(a_maker(Quantize.FP8), product, x)
     assert torch.equal(found, answer(a_maker(), product, x))

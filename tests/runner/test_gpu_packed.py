@@ -103,7 +103,7 @@ def test_deterministic_answers_do_not_depend_on_the_batch() -> None:
 @interpreted
 @pytest.mark.slow
 def test_two_ranks_have_parts_of_packed_weights(tmp_path: Path) -> None:
-    """Columns of down are cut at a group: 64 and 96 of 160."""
+    """The 160 columns of the down projection are cut between groups of 32: 64 and 96."""
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
 
     sizes = SMALL | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1}

@@ -57,7 +57,7 @@ def order() -> Order:
 def graphs(order: Order, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     made = StepGraphs(GRAPH_SIZES, KINDS, Recorder(monkeypatch).wrap(order.pieces_of))
     sizes = [call[0] for call in order.calls if isinstance(call, tuple)]
-    assert sizes == sorted(sizes, reverse=True), "the largest gives the others their memory"
+    assert sizes == sorted(sizes, reverse=True), "the largest is first: the others use its memory"
     order.calls.clear()
     return made
 
@@ -99,19 +99,21 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(graphs: StepGraphs) -> No
     ("name", "most"),
     [("llama31-70b", 1024), ("llama31-8b", 1024), ("llama32-1b", 1920), ("qwen3-30b-a3b", 4096)],
 )
-def test_steps_have_graphs_while_they_take_longer_to_launch_than_to_compute(
+def test_only_steps_that_take_longer_to_launch_than_to_compute_have_graphs(
     name: str, most: int
 ) -> None:
     assert graph_sizes(SHAPES[name], 8192) == tuple(size for size in GRAPH_SIZES if size <= most)
     assert graph_sizes(SHAPES[name], 100)[-1] == 96, "no step is larger"
 
 
-def test_products_of_large_graphs_are_tried_before() -> None:
-    """The warm-up runs the products of these sizes, and steps without graphs use no other sizes."""
+def test_the_warm_up_runs_the_matrix_products_of_large_graphs() -> None:
+    """The warm-up runs all sizes of `all_sizes`; steps without graphs use no other sizes."""
     assert {size for size in GRAPH_SIZES if size > FEW_TOKENS} <= set(all_sizes(GRAPH_SIZES[-1]))
 
 
-def test_steps_that_move_pages_or_copy_what_they_bring_have_no_graph(graphs: StepGraphs) -> None:
+def test_steps_that_move_pages_or_copy_what_they_write_or_load_have_no_graph(
+    graphs: StepGraphs,
+) -> None:
     step = a_step_of(4)
     slot = step.write_slots.max(keepdims=True) + 100
     copying = replace(step, copy_from=slot, copy_to=slot + 1)

@@ -1,4 +1,4 @@
-"""The noise of draws is uniform, independent and the same everywhere; rounding hardly changes
+"""The noise of draws is uniform, independent and as documented; rounding logits hardly changes
 draws."""
 
 import numpy as np
@@ -23,8 +23,8 @@ def plain_draws(logits: Float32s, keys: Int64s, temperature: float = 1.0) -> Int
 
 
 def test_the_hash_is_the_documented_one() -> None:
-    """lowbias32 of the id, then lowbias32 of the result and the key, with its upper half added
-    inside."""
+    """lowbias32 of the id; then lowbias32 of that result XOR the key's lower half, with the key's
+    upper half added inside."""
     mask = 0xFFFFFFFF
 
     def mixed(x: int, added: int) -> int:
@@ -84,7 +84,7 @@ def test_the_ends_of_the_noise_are_finite() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 100.0])
 def test_a_draw_is_the_largest_noisy_score(spread: float) -> None:
-    """The path that bounds scores before computing them never skips the largest."""
+    """Scores that a bound excludes are not computed; the largest is never excluded."""
     rng = np.random.default_rng(1)
     logits = (rng.standard_normal((40, VOCAB)) * spread).astype(np.float32)
     keys = some_keys(40)
@@ -102,13 +102,12 @@ def inverted(logits: Float32s, uniform: NDArray[np.float64]) -> Int64s:
 
 
 def test_rounding_hardly_changes_a_draw() -> None:
-    """Logits that are off by at most d change a draw with a probability of at most 2 d: token i
-    keeps winning unless some token j has noise between p_j / p_i and e^(2 d) times that, so it
-    wins both times with a probability of at least e^(-2 d) p_i.
+    """Logits that are off by at most d change a draw with a probability of at most 2 d: token i is
+    drawn both times with a probability of at least e^(-2 d) p_i.
 
-    Here d is 1e-5 of logits up to 200: at most 4 changes are expected in 1,000 rows, and 20 come
-    in one case of 10^8. Inverting the distribution with one random number per row would sum errors
-    over ids: about d sqrt(vocabulary) / 5 of the rows change, here about 50.
+    Here logits are up to 200 and off by 1e-5 of that, so d is 0.002. At most 4 changes are expected
+    in 1,000 rows; 20 or more come in one case of 10^8. Inverting the distribution with one random
+    number per row sums errors over ids: about d sqrt(vocabulary) / 5 of the rows change, here 50.
     """
     rng = np.random.default_rng(2)
     rows = 1000

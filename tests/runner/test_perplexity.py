@@ -46,7 +46,7 @@ def test_windows_score_each_token_once(
 
 @pytest.mark.parametrize("num_tokens", [512, pytest.param(1024, marks=pytest.mark.slow)])
 def test_int8_costs_at_most_two_percent_on_real_text(smollm2_folder: Path, num_tokens: int) -> None:
-    """The beginning of WikiText-2; over 6,144 tokens it is 1.2 % (docs/log/cpu.md)."""
+    """The beginning of WikiText-2; the cost over 6,144 tokens is 1.2 % (docs/log/cpu.md)."""
     tokenizer = Tokenizer.from_file(str(smollm2_folder / "tokenizer.json"))
     ids = np.array(tokenizer.encode(TEXT.read_text()).ids[:num_tokens], np.int32)
     dense = load_decoder(smollm2_folder, read_spec(smollm2_folder), torch.float32)

@@ -32,7 +32,7 @@ def test_weights_and_pages_are_divided_by_ranks(tmp_path: Path) -> None:
     one, two, four = rank_sizes(write(tmp_path))
     assert one == RankSize(1, 2 * (LAYERS + ENDS), 2 * 2 * 2 * 2 * 16, 2 * (LAYERS + ENDS))
     assert two == RankSize(2, LAYERS + ENDS, 2 * 2 * 2 * 16, LAYERS + ENDS)
-    copies = 2 * 64 * 16  # keys and values of half a head in each of two layers, 2 bytes each
+    copies = 2 * 64 * 16  # numbers of 2 bytes: K and V weights of half a head in two layers
     assert four.num_ranks == 4
     assert four.kv_bytes_per_token == two.kv_bytes_per_token
     vocabulary = 2 * 2 * 64 * 32  # 24 rows are padded to 32

@@ -170,7 +170,7 @@ def test_only_possible_tokens_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.5, top_k=9)])
-def test_rows_that_are_not_numbers_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
+def test_draws_from_nan_and_infinity_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
     logits = torch.full((4, VOCAB), float("nan"))
     logits[1] = float("-inf")
     logits[2, 5] = float("inf")

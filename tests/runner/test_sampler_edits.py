@@ -88,7 +88,7 @@ def test_every_sequence_is_edited_as_if_it_were_alone(seed: int) -> None:
         start(int(rng.integers(0, 50)))
 
 
-def test_an_answer_may_grow_longer_than_its_row() -> None:
+def test_an_answer_may_grow_longer_than_its_row_of_the_buffer() -> None:
     sampling = SamplingParams(max_tokens=2000, frequency_penalty=0.001, temperature=0.0)
     edits = LogitEdits(Uploads(CPU))
     for slot in range(20):  # more rows than the buffer has at first
@@ -104,7 +104,7 @@ def test_an_answer_may_grow_longer_than_its_row() -> None:
     torch.testing.assert_close(logits, expected.expand(20, -1))
 
 
-def test_an_end_token_that_the_model_does_not_have_need_not_be_barred() -> None:
+def test_an_end_token_that_the_model_does_not_have_is_ignored() -> None:
     edits = LogitEdits(Uploads(CPU))
     sampling = SamplingParams(max_tokens=9, min_tokens=2)
     nothing = np.empty(0, np.int32)

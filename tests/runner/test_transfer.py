@@ -79,7 +79,7 @@ def test_logits_after_save_and_load_are_the_same_bits(preload: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copier_moves_whole_pages(dtype: torch.dtype) -> None:
+def test_a_copier_copies_whole_pages(dtype: torch.dtype) -> None:
     pages = DevicePages(tiny_spec(), 12, 4, dtype)
     for layer in range(pages.num_layers):
         pages.joint(layer).normal_()

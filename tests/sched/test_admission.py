@@ -10,10 +10,10 @@ from mainstem.sched.admission import Outlook
 
 
 def test_a_forecast_counts_pages_that_other_sequences_will_return() -> None:
-    """Two sequences share 40 pages. Each needs 20 more at its peak, but the first ends before."""
+    """Each of two sequences frees 20 pages at its end. If one ends early, the other uses them."""
     own = np.array([20, 20], np.float32)
     first_ends = np.array([10, 160], np.int32)
-    # both begin a page; then the first returns 20
+    # both begin a page; then the first returns 20 pages
     assert Outlook.of(first_ends, own).peak_need(16) == 2
     assert Outlook.of(np.array([160, 160], np.int32), own).peak_need(16) == 22
 

@@ -109,7 +109,7 @@ def test_short_histories_are_computed_if_the_link_is_busy() -> None:
         (1, 32),
     ],
 )
-def test_the_read_buffer_covers_load_time_that_the_prompt_does_not_hide(
+def test_a_prompt_starts_when_it_can_hide_the_rest_of_the_load(
     new_tokens: int, layers: int
 ) -> None:
     fetching, _ = a_fetching()
@@ -129,7 +129,7 @@ def test_a_started_prompt_waits_for_no_layer() -> None:
 
 
 @pytest.mark.parametrize(("preload", "layers"), [("all", 32), ("0", 0), ("5", 5), ("99", 32)])
-def test_the_read_buffer_can_be_set(preload: str, layers: int) -> None:
+def test_the_number_of_layers_loaded_before_the_start_can_be_set(preload: str, layers: int) -> None:
     fetching, _ = a_fetching(preload=preload)
     assert fetching.start_layers(Stored(HISTORY), 100) == layers
 
@@ -163,7 +163,7 @@ def test_a_step_in_flight_gives_loads_the_time_it_has_left() -> None:
 
 
 @pytest.mark.parametrize("preload", ["all", "5"])
-def test_a_read_buffer_that_was_set_is_waited_for(preload: str) -> None:
+def test_if_preload_is_set_a_step_in_flight_gives_loads_no_time(preload: str) -> None:
     fetching, _ = a_fetching(preload=preload)
     assert fetching.lead_s(100, ran_s=0.0) == 0.0
 
@@ -211,7 +211,7 @@ def test_a_slower_disk_is_noticed_in_the_middle_of_a_burst() -> None:
 
 
 def test_copies_in_progress_advance_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen reads that began together end together; no progress is reported before that."""
+    """Reads report no progress before they end, so the link estimates it from the time."""
     now_s = 100.0
     monkeypatch.setattr(transfer, "perf_counter", lambda: now_s)
     link = SharedLink(2e9)
@@ -257,7 +257,7 @@ def test_a_standing_queue_does_not_hide_that_a_link_is_slow(
     assert link.expect_s(0) >= 0.9 * (queued_bytes - 2.5e8) / rate
 
 
-def test_a_tier_is_busy_while_other_loads_have_its_slots() -> None:
+def test_a_tier_is_busy_while_other_loads_have_the_slots_it_needs() -> None:
     fetching, tiers = a_fetching()
     tiers.num_free_slots = HISTORY - 1
     assert fetching.is_busy(Stored(HISTORY, (HISTORY,)))
@@ -276,7 +276,7 @@ def test_a_history_without_stored_pages_is_not_loaded() -> None:
     assert not fetching.is_worth_it(Stored(0), 100, 3)
 
 
-def test_a_tier_with_work_until_the_next_check_is_busy() -> None:
+def test_a_link_with_work_until_the_next_step_is_busy() -> None:
     fetching, tiers = a_fetching()
     tiers.links[0].start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms
     assert fetching.is_busy(Stored(HISTORY))

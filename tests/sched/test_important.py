@@ -192,7 +192,7 @@ def test_every_answer_of_a_long_conversation_is_that_of_the_kept_tokens(
     assert num_chosen or ratio == 0.8, "every cut was a plain one"
 
 
-def test_a_cut_reads_few_tokens_and_later_turns_read_none() -> None:
+def test_weighing_computes_few_tokens_and_later_turns_do_not_weigh_again() -> None:
     bus = EventBus()
     counters = Counters().attach(bus)
     admitted: list[SequenceAdmitted] = []

@@ -36,8 +36,8 @@ ANSWERS = {
 
 
 class Interrupt:
-    """Raises Ctrl-C once, before line number `when` of those that run in the packages, in a call
-    that guards itself."""
+    """Raises Ctrl-C once, before the `when`-th line that runs in PACKAGES, and under
+    `guarded_interrupts`, as in calls of LLM."""
 
     def __init__(self, when: int) -> None:
         self._when = when
@@ -54,7 +54,7 @@ class Interrupt:
         self._guard.__exit__(None, None, None)
 
     def _on_call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        # outputs that were returned belong to the caller and cannot be delivered twice
+        # not in take_outputs: the engine cannot deliver again what it has returned
         is_ours = any(name in frame.f_code.co_filename for name in PACKAGES)
         return self._on_line if is_ours and frame.f_code is not TAKE_OUTPUTS else None
 
@@ -166,7 +166,7 @@ def test_an_interrupt_while_pages_are_flushed_loses_none(tmp_path: Path) -> None
         if interrupt.num_lines < when:
             assert when > 30
             return
-    raise AssertionError("there is no end to it")
+    raise AssertionError("the call runs more lines than were tested")
 
 
 def test_an_interrupt_during_an_abort_costs_other_requests_nothing() -> None:
@@ -189,7 +189,7 @@ def test_an_interrupt_during_an_abort_costs_other_requests_nothing() -> None:
         if interrupt.num_lines < when:
             assert when > 30
             return
-    raise AssertionError("there is no end to it")
+    raise AssertionError("the call runs more lines than were tested")
 
 
 def test_an_interrupt_while_prompts_are_announced_costs_nothing() -> None:
@@ -203,4 +203,4 @@ def test_an_interrupt_while_prompts_are_announced_costs_nothing() -> None:
         if interrupt.num_lines < when:
             assert when > 5
             return
-    raise AssertionError("there is no end to it")
+    raise AssertionError("the call runs more lines than were tested")

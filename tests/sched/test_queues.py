@@ -1,5 +1,5 @@
-"""The order of BatchLLM's three queues (4.3.1) in a step: answers in progress, then prompts whose
-prefix is cached, then prefixes; and the limit on answers in progress."""
+"""The order of the three queues of BatchLLM's section 4.3.1 in a step: answers in progress, prompts
+whose prefix is cached, prefixes. Also the limit on answers in progress."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def prompt_tokens(step: Step) -> list[int]:
     own=st.integers(1, 11),
     chunk_tokens=st.integers(1, 50),
 )
-def test_a_step_has_answers_then_own_prompts_then_the_next_prefix(
+def test_a_step_has_answers_then_own_parts_then_the_next_prefix(
     groups: int, degree: int, prefix_pages: int, own: int, chunk_tokens: int
 ) -> None:
     engine = an_engine(512, PAGE, SchedConfig(chunk_tokens=chunk_tokens))
@@ -62,7 +62,7 @@ def test_a_step_has_answers_then_own_prompts_then_the_next_prefix(
 
 
 def test_every_answer_that_can_continue_is_in_the_step() -> None:
-    """Decodes are subtracted from the budget before any prompt."""
+    """Decodes are subtracted from the step's token budget before any prompt."""
     engine = an_engine(512, PAGE, SchedConfig(chunk_tokens=16))
     prompts = a_job(3, 4, 24, 3)
     run_all(engine, [a_request(ids, max_tokens=30, name=str(at)) for at, ids in enumerate(prompts)])

@@ -197,7 +197,7 @@ def test_noise_keys_depend_on_seed_and_index_only() -> None:
     assert len(np.unique(np.concatenate((by_seed, by_index[1:])))) == 1999
     for keys in (by_seed, by_index):
         bits = np.unpackbits(keys.view(np.uint8)).reshape(1000, 64)
-        # each of 64 bits is set about 500 of 1,000 times; it differs by 110 in one case of 10^9
+        # each of 64 bits is set about 500 of 1,000 times; 110 more or fewer is one case of 10^9
         assert np.abs(bits.sum(axis=0, dtype=np.int64) - 500).max() < 110
 
 
@@ -228,7 +228,7 @@ def test_wrong_expected_lengths_do_not_cause_thrashing() -> None:
 
 
 def test_pages_of_a_finished_group_are_evicted_first() -> None:
-    """Group a has ended and b has members left: pages of a are evicted, although b is older."""
+    """Group a has ended, b has members left: a's pages are evicted, though b's are older."""
     engine = an_engine(num_pages=20, page_size=4, config=SchedConfig(chunk_tokens=512))
     a, b = list(range(16)), list(range(20, 36))
     first = engine.expect(np.array([16, 0, 16, 0], np.int32))  # b-1, b-2 | a-1, a-2

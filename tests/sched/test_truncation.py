@@ -1,5 +1,5 @@
 """Conversations that outgrow the window: which tokens are kept, where their KV comes from, and
-which requests may use it."""
+which requests may use moved pages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -114,7 +114,7 @@ def keep_even(pages: Int32s, limit: int) -> list[int]:
     return [number for number, page in enumerate(pages) if page[0] % 8 == 0][:limit]
 
 
-def test_the_cut_does_not_move_until_the_conversation_grows_by_a_step() -> None:
+def test_the_cut_moves_only_after_the_conversation_grew_by_half_a_window() -> None:
     truncator = a_truncator()
     places: list[int] = []
     for length in range(WINDOW, 4 * WINDOW):
@@ -158,7 +158,7 @@ def test_a_ratio_that_drops_nothing_or_everything_is_refused(ratio: float) -> No
         SchedConfig(truncation_ratio=ratio)
 
 
-# --- where its KV comes from ----------------------------------------------------------------------
+# --- where the KV of kept tokens comes from -------------------------------------------------------
 
 
 def test_kept_pages_are_moved_and_the_answer_is_that_of_the_kept_tokens() -> None:
@@ -235,7 +235,7 @@ def test_keys_are_moved_from_the_original_page_while_it_exists() -> None:
     engine = an_engine(256, PAGE, SchedConfig(truncation_ratio=0.2), max_model_len=WINDOW)
     chat = Chat(engine, "s")
     chat.say(tokens(28))
-    runner = engine._runner  # the steps that were launched
+    runner = engine._runner  # it records the launched steps
     by: set[int] = set()
     for turn in range(4):
         chat.say(tokens(4, seed=turn), max_tokens=2)
@@ -301,8 +301,8 @@ def test_a_long_conversation_over_tiers_is_right_in_every_turn(tmp_path: Path) -
 
 @pytest.mark.parametrize("seed", [0, 40, 42, 44])
 def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: Path) -> None:
-    """Turns arrive before the last one is answered, some are aborted, and there are few pages and
-    slots, so pages loaded for one sequence are evicted for the next."""
+    """Turns arrive before the session's previous turn is answered, and some are aborted. There are
+    few pages and slots, so pages loaded for one sequence are evicted for the next."""
     rng = Random(seed)
     window = rng.choice([16, 24, 40])
     page_size = rng.choice([2, 4])
@@ -350,7 +350,7 @@ def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: P
     engine.close()
 
 
-# --- which requests may use it --------------------------------------------------------------------
+# --- which requests may use moved pages -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -359,8 +359,8 @@ def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: P
 def test_moved_pages_serve_neither_other_sessions_nor_plain_prompts(
     salt: bytes, session: str | None, shared: int
 ) -> None:
-    """The sink has not moved, so any request may use it; tokens of the page after it may be
-    copied."""
+    """The sink has not moved, so any request with the same salt may use it; tokens of the page
+    after it may be copied."""
     engine = an_engine(num_pages=128, page_size=PAGE, max_model_len=WINDOW)
     chat = Chat(engine, "a")
     chat.say(tokens(28))
@@ -384,8 +384,8 @@ def test_another_session_with_the_same_words_has_its_own_truncated_pages() -> No
 
 
 def test_a_session_with_a_changed_past_does_not_use_its_old_pages() -> None:
-    """The session and the kept tokens are the same, the dropped ones are not; moved pages depend on
-    them."""
+    """The session and the kept tokens are the same, the dropped tokens are not. Moved pages depend
+    on the dropped tokens, too."""
     engine = an_engine(num_pages=128, page_size=PAGE, max_model_len=WINDOW)
     chat = Chat(engine, "a")
     chat.say(tokens(28))

@@ -1,4 +1,4 @@
-"""The engine's process; its exit status is 3 if a page was lost."""
+"""The engine's process; its exit status is 3 if a page was lost or a request is still open."""
 
 import sys
 

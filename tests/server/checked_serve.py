@@ -1,4 +1,4 @@
-"""`mainstem serve` as a program whose status is 3 if a page was lost.
+"""`mainstem serve` as a program; exit status 3: a page was lost or a request is still open.
 
 python -m tests.server.checked_serve fake|slow|mortal|split|real [flags of mainstem serve]
 

@@ -1,4 +1,4 @@
-"""One server for all tests that do not change its state."""
+"""Two servers, without and with keys, for all tests that do not change their state."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def shared_server() -> Iterator[Running]:
 
 @pytest.fixture
 def server(shared_server: Running) -> Iterator[Running]:
-    """The shared server; after the test, nothing may be open or lost."""
+    """The shared server; after the test, no request may be open and no page held."""
     yield shared_server
     shared_server.settle()
 
@@ -32,6 +32,6 @@ def shared_locked_server() -> Iterator[Running]:
 
 @pytest.fixture
 def locked(shared_locked_server: Running) -> Iterator[Running]:
-    """A server with keys; after the test, nothing may be open or lost."""
+    """A server with keys; after the test, no request may be open and no page held."""
     yield shared_locked_server
     shared_locked_server.settle()

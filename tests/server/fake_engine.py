@@ -1,4 +1,4 @@
-"""The engine's process over FakeRunner: exact answers, steps of 5 ms, no tensors."""
+"""The engine's process with FakeRunner, whose answers tests can compute; steps take 5 ms."""
 
 import sys
 from time import sleep

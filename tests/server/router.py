@@ -9,7 +9,7 @@ from tests.kv.mirror import Mirror
 
 TOPIC = "kv@pod@model"
 END = b"\xff" * 8
-FEW_BYTES = 1 << 16  # small, so that a client that does not read is soon noticed
+FEW_BYTES = 1 << 16  # small, so that batches are soon dropped if the router does not read
 
 Apply = Callable[[Mirror, bytes], None]
 
@@ -48,7 +48,7 @@ class Router:
         return self.mirror
 
     def _take(self, message: list[bytes]) -> bool:
-        """Whether the batch was the next one or an old one."""
+        """Apply the batch if it is the next one. False: earlier batches are missing."""
         topic, number, payload = message
         assert topic == TOPIC.encode()
         found = int.from_bytes(number, "big")

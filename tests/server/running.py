@@ -68,7 +68,7 @@ class Running:
         return self.send("GET", path, None, key)
 
     def raw(self, data: bytes) -> bytes:
-        """All bytes that the server sends on a new connection, until it closes it."""
+        """Send `data` on a new connection; returns all bytes until the server closes it."""
         with socket.create_connection((self.host, self.port), timeout=20) as connection:
             connection.sendall(data)
             received = b""
@@ -77,7 +77,7 @@ class Running:
             return received
 
     def complete(self, prompt: object, key: str | None = None, **fields: object) -> Json:
-        """A completion that must succeed."""
+        """Send a completion, which must succeed; returns the reply."""
         body = {"prompt": prompt, "temperature": 0, "ignore_eos": True} | fields
         response = self.post("/v1/completions", body, key)
         assert response.status_code == 200, response.text
@@ -88,11 +88,11 @@ class Running:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
     def pause(self, seconds: float) -> None:
-        """From now on every step takes this long."""
+        """From now on every step takes this much longer."""
         self.engines.at_step = lambda _: sleep(seconds)
 
     def settle(self) -> None:
-        """Wait until nothing is open, then check that nothing was lost."""
+        """Wait until no request is open, then check that no page is held."""
         self.engines.at_step = None
         until(lambda: self.gateway.engine.num_open == 0 and self.gateway.gate.open_answers == 0)
 

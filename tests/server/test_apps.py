@@ -1,4 +1,4 @@
-"""Apps: prefixes are computed before they are asked for, and many run in one batch."""
+"""Apps: prefixes are computed before they are asked for; several apps run in one batch."""
 
 from concurrent.futures import ThreadPoolExecutor
 from errno import ENOSPC
@@ -50,7 +50,7 @@ def test_the_prompt_of_an_app_precedes_the_messages(server: Running) -> None:
     assert text == f"<system>{POLITE.prompt}\n<user>How are you?\n<assistant>"
 
 
-def test_a_system_message_is_joined_to_the_apps(server: Running) -> None:
+def test_a_system_message_is_joined_to_the_prompt_of_the_app(server: Running) -> None:
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
     found = server.post("/tokenize", {"messages": chat, "app": "polite"}).json()
     text = server.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"]
@@ -134,7 +134,8 @@ def test_an_apps_pages_are_pinned_again_after_the_cache_was_lost(loss: str) -> N
             running.engines.at_launch = fail_once
             assert running.post("/v1/completions", {"prompt": "x"}).status_code == 200
             until(lambda: running.gateway.engine.num_recoveries == 1)
-            running.on_loop(running.gateway.filler.fill_all())  # the recovery has filled it, too
+            # the recovery's own refill may not have ended
+            running.on_loop(running.gateway.filler.fill_all())
         for number in range(12):
             running.complete(f"{number:03} " * 30, max_tokens=4)
         assert cached_tokens(running.complete("Hm", app="polite")) == len(POLITE.prompt)

@@ -24,7 +24,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Disk:
-    """A disk that refuses some kinds of writes while a test says so, and counts them."""
+    """A disk that refuses some kinds of writes while a test says so, and counts refusals."""
 
     def __init__(self) -> None:
         self.refuses: tuple[str, ...] = ()
@@ -101,10 +101,10 @@ def test_writes_to_a_full_disk_are_tried_less_and_less_often(tmp_path: Path, dis
         batch_id = begin(client, 10)
         with disk.full("answer", "state"):
             sleep(1.0)
-            assert disk.num_refused < 20, "0.05 s, 0.1 s, 0.2 s and so on: five tries"
+            assert disk.num_refused < 20, "pauses of 0.05 s, 0.1 s, 0.2 s, ...: five tries"
             assert client.batches.retrieve(batch_id).status in ("validating", "in_progress")
             cancelled = running.post(f"/v1/batches/{batch_id}/cancel", {})
-            assert cancelled.json()["status"] == "cancelling"  # in memory
+            assert cancelled.json()["status"] == "cancelling"  # in memory, until it can be stored
         until(lambda: client.batches.retrieve(batch_id).status == "cancelled")
 
 
@@ -132,8 +132,8 @@ def test_files_that_do_not_fit_on_a_full_disk_are_refused(tmp_path: Path, disk: 
         assert running.client.post("/v1/files", **rows).status_code == 200
 
 
-def test_a_batch_that_was_killed_before_its_end_was_recorded_ends(tmp_path: Path) -> None:
-    """Every row is answered and its files exist; only its stored state is old."""
+def test_a_batch_ends_although_a_kill_came_before_its_end_was_recorded(tmp_path: Path) -> None:
+    """Every row is answered and the batch's files exist; only the batch's state is old."""
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         batch_id = begin(client, 20)
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
@@ -209,7 +209,7 @@ def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
         assert [batch.status for batch in client.batches.list()] == ["cancelled", "cancelled"]
 
 
-def test_files_of_a_batch_that_is_cancelled_while_they_are_made_are_made_once_at_a_time(
+def test_a_batch_cancelled_while_its_files_are_made_does_not_make_them_twice_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, at_it, most_at_it = batch_runner._part, [], []

@@ -48,7 +48,7 @@ def a_client(running: Running, key: str = ALICE) -> OpenAI:
 
 
 def run(client: OpenAI, rows: list[Json], **fields: Any) -> openai.types.Batch:
-    """A batch that has ended."""
+    """Run a batch; returns it when it has ended."""
     made = client.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
     fields = {"endpoint": "/v1/completions", "completion_window": "24h"} | fields
     batch = client.batches.create(input_file_id=made.id, **fields)
@@ -165,7 +165,7 @@ def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
 def test_cached_texts_of_a_batch_are_used_for_its_key_only(
     shared: Running, url: str, asked: Json
 ) -> None:
-    """The time of a prompt must not reveal whether another tenant has sent it."""
+    """The time that a prompt takes must not reveal whether another tenant has sent it."""
     messages = [{"role": "user", "content": f"A text that only Alice's batch of {url} has had."}]
     body = {"messages": messages} | asked
     rows: list[Json] = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
@@ -195,7 +195,9 @@ def test_files_can_be_made_read_listed_and_deleted(shared: Running) -> None:
 def test_lists_are_returned_in_pages(shared: Running) -> None:
     with a_client(shared, BOB) as client:
         made = {client.files.create(file=("f", b"x"), purpose="batch").id for _ in range(5)}
-        assert {item.id for item in client.files.list(limit=2)} == made  # follows the pages
+        assert {
+            item.id for item in client.files.list(limit=2)
+        } == made  # the client asks for all pages of the list
         page = shared.get("/v1/files?limit=2", BOB).json()
         assert (len(page["data"]), page["has_more"]) == (2, True)
         for query in ("limit=0", "limit=x", "limit=-1", "after=file-none"):
@@ -298,7 +300,7 @@ def test_wrong_multipart_forms_are_refused(shared: Running) -> None:
     assert len(shared.get("/v1/files", ALICE).json()["data"]) == before
 
 
-def test_a_huge_file_is_refused_with_any_headers(shared: Running) -> None:
+def test_a_huge_file_is_refused_with_and_without_a_length_header(shared: Running) -> None:
     big = b"x" * (2 << 20)
     assert send_form(shared, files={"file": big}, data={"purpose": "batch"}).status_code == 413
 
@@ -311,11 +313,11 @@ def test_a_huge_file_is_refused_with_any_headers(shared: Running) -> None:
     try:
         response = shared.client.post("/v1/files", content=pieces(), headers=kind)
     except httpx.WriteError:
-        return  # the connection was closed on it
+        return  # the server closed the connection
     assert response.status_code == 413
 
 
-def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> None:
+def test_simultaneous_uploads_do_not_exceed_the_storage_limit(tmp_path: Path) -> None:
     """All of them are in progress before the first is complete."""
     size, num_uploads = 60_000, 8
     head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -340,7 +342,7 @@ def test_uploads_at_once_do_not_exceed_what_may_be_stored(tmp_path: Path) -> Non
             try:
                 return httpx.post(url, content=pieces(), headers=headers, timeout=30).status_code
             except httpx.WriteError:
-                return 413  # the connection was closed on it
+                return 413  # the server closed the connection
 
         with ThreadPoolExecutor(num_uploads) as pool:
             codes = list(pool.map(upload, range(num_uploads)))
@@ -381,7 +383,7 @@ def test_batches_give_way_to_interactive_requests(shared: Running) -> None:
         answer = shared.complete("hello", BOB, max_tokens=2)
         assert answer["usage"]["completion_tokens"] == 2
         assert client.batches.retrieve(batch.id).status == "in_progress", (
-            "the row ran before the interactive request"
+            "the batch ended before the interactive request"
         )
         cancelled = client.batches.cancel(batch.id)
         assert cancelled.status == "cancelling"
@@ -422,7 +424,7 @@ def test_a_batch_does_not_wait_for_the_batch_of_another_key(shared: Running) -> 
     shared.settle()
 
 
-def test_without_a_folder_there_are_no_files(server: Running) -> None:
+def test_without_a_data_folder_there_are_no_files_and_batches(server: Running) -> None:
     for path in ("/v1/files", "/v1/batches"):
         response = server.get(path)
         assert response.status_code == 404
@@ -442,8 +444,8 @@ def test_the_number_of_files_per_key_is_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [a_row("a", "x"), {"custom_id": "bad"}], ids=["answers", "errors"])
-def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
-    """Many batches over one upload do not fill the disk, nor do many rows in one upload."""
+def test_answers_of_batches_count_towards_the_storage_limit(tmp_path: Path, row: Json) -> None:
+    """Otherwise many batches over one upload, or many rows in it, could fill the disk."""
     rows = [row | {"custom_id": f"r{n}"} for n in range(300)]
     limits = ServerLimits(stored_bytes=len(lines(rows)) + 20_000)
     with a_server(data_dir=tmp_path, limits=limits) as running, a_client(running) as client:
@@ -467,7 +469,7 @@ def test_answers_of_batches_count_as_files(tmp_path: Path, row: Json) -> None:
         assert run(client, [a_row("a", "x")]).status == "completed"
 
 
-def test_answers_of_a_running_batch_count_towards_the_limit_of_uploads(tmp_path: Path) -> None:
+def test_uploads_are_refused_if_answers_of_a_running_batch_leave_no_room(tmp_path: Path) -> None:
     limits = ServerLimits(stored_bytes=45_000)
     rows = [a_row(f"r{n}", f"row {n}", max_tokens=3 + n) for n in range(60)]
     form: dict[str, Any] = {"files": {"file": ("in", b"x" * 30_000)}, "data": {"purpose": "batch"}}
@@ -505,7 +507,7 @@ def test_a_killed_server_continues_its_batches_after_a_restart(tmp_path: Path) -
             found: Json = second.request("GET", f"/v1/batches/{batch_id}").json()
             return found
 
-        # the answers of the first server
+        # at least the answers of the first server
         until(lambda: batch()["request_counts"]["completed"] >= 20)
         until(lambda: batch()["status"] in ENDED, within_s=300)
         ended = batch()

@@ -22,7 +22,7 @@ ASKS = {
 def test_an_allowed_site_may_send_requests_and_read_answers(named: str) -> None:
     with a_server(origins=[named], has_keys=True) as server:
         path = "/v1/completions"
-        asked = server.client.options(path, headers=ASKS)  # browsers send no key with this
+        asked = server.client.options(path, headers=ASKS)  # browsers send no key with a preflight
         assert asked.status_code == 200
         assert asked.headers["access-control-allow-origin"] == named
         assert "authorization" in asked.headers["access-control-allow-headers"].lower()
@@ -46,7 +46,7 @@ def test_other_sites_may_not_send_requests(named: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("named", "status"), [([], 403), ([SITE], 200), (["*"], 200)])
-def test_requests_that_browsers_send_without_preflight_are_refused(
+def test_a_page_of_another_site_needs_permission_even_without_preflight(
     named: list[str], status: int
 ) -> None:
     body = {"prompt": "x", "max_tokens": 2}
@@ -61,7 +61,7 @@ def test_requests_that_browsers_send_without_preflight_are_refused(
 
 
 def test_a_request_of_a_page_needs_a_content_type() -> None:
-    body = b'{"prompt": "x", "max_tokens": 2}'  # browsers send a body without a type to any site
+    body = b'{"prompt": "x", "max_tokens": 2}'  # without a type, browsers send it to any site
     with a_server(origins=[SITE]) as server:
         for headers, status in (({"origin": SITE}, 415), ({}, 200)):
             reply = server.client.post("/v1/completions", content=body, headers=headers)
@@ -132,7 +132,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "is_known"), NAMES)
-def test_the_name_in_host_must_be_one_of_the_servers(name: str, is_known: bool) -> None:
+def test_the_host_header_must_name_the_server(name: str, is_known: bool) -> None:
     """This prevents DNS rebinding: a page whose name was pointed at this machine sends its own
     name."""
     sites = Sites(hosts=["box.example.com"])
@@ -152,7 +152,7 @@ def test_requests_with_another_host_name_are_refused(server: Running, locked: Ru
     assert "--allowed-hosts" in refused.json()["error"]["message"]
     assert server.client.get("/ready", headers=rebound).status_code == 200
     keyed = rebound | {"authorization": f"Bearer {ALICE}"}
-    # for example behind a proxy
+    # with keys any name is allowed, for example behind a proxy
     assert locked.client.get("/v1/models", headers=keyed).status_code == 200
 
 
@@ -173,7 +173,9 @@ def test_this_machines_name_is_allowed_if_others_can_reach_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a b", ""])
-def test_an_allowed_host_is_a_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_allowed_host_has_no_scheme_and_no_port(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["--allowed-hosts", name])
     assert "a name without a port" in capsys.readouterr().err

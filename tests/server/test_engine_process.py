@@ -113,7 +113,7 @@ def kill_under_load(process: Process) -> None:
 def check_repeated_kills(process: Process, times: int) -> None:
     chat(process, "remember me", session_id="kept")
     before = chat(process, "the same question", model="smollm2:brief")
-    kill_under_load(process)  # files that are opened once stay open
+    kill_under_load(process)  # the first kill opens files that stay open
     num_files = open_files(process)
     for _ in range(times - 1):
         kill_under_load(process)
@@ -122,14 +122,14 @@ def check_repeated_kills(process: Process, times: int) -> None:
     assert "kept" in [session["id"] for session in sessions]
     after = chat(process, "the same question", model="smollm2:brief")
     assert after["choices"] == before["choices"]
-    # the cache is filled again
+    # the app's prompt was computed again
     assert after["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(APP)
     assert process.request("GET", "/live").json()["running"] == 0
     children = Path(f"/proc/{process.popen.pid}/task/{process.popen.pid}/children").read_text()
     assert len(children.split()) <= 1
 
 
-def test_a_killed_engine_is_replaced_and_nothing_is_lost(split: Process) -> None:
+def test_a_killed_engine_is_replaced_and_open_streams_get_an_error(split: Process) -> None:
     check_repeated_kills(split, times=2)
 
 
@@ -139,7 +139,7 @@ def test_an_engine_that_is_killed_repeatedly_is_replaced_each_time(split: Proces
 
 
 def test_each_engine_reports_only_its_own_pages_to_routers(split: Process) -> None:
-    """Addresses stay, numbers start again: a router that starts again learns the current pages."""
+    """The new engine has the same addresses and counts batches from 0. Each router here is new."""
 
     def told() -> Mirror:
         said = [line for line in split.lines if line["event"] == "publishing KV events"][-1]
@@ -173,7 +173,7 @@ def test_while_there_is_no_engine_requests_get_an_error(split: Process) -> None:
     until(lambda: is_ready(split))
 
 
-def test_an_engine_does_not_outlive_its_front() -> None:
+def test_an_engine_does_not_outlive_its_server() -> None:
     with a_process([], "split") as process:
         engine = process.engine_pid
         process.kill()
@@ -187,7 +187,7 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
-def test_an_engine_that_is_loading_ends_when_its_front_dies() -> None:
+def test_an_engine_that_is_loading_ends_when_its_server_dies() -> None:
     """While it loads its engine, the process does not read messages."""
     ours, theirs = socket.socketpair()
     code = (
@@ -204,7 +204,7 @@ def test_an_engine_that_is_loading_ends_when_its_front_dies() -> None:
         assert loading.wait(10) != 0
 
 
-def test_the_front_reports_what_is_wrong_with_a_model(tmp_path: Path) -> None:
+def test_the_server_reports_what_is_wrong_with_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchFamily"]}')
     (tmp_path / "tokenizer.json").write_text(a_tokenizer().to_json())
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)))
@@ -286,7 +286,7 @@ def loads_for_ever(is_killed: Flag) -> Ready:
 
 
 def a_client(later: Iterator[Callable[[Flag], Ready]]) -> EngineClient:
-    """A client whose first engine is ready; `later` makes the next engines."""
+    """A client whose first engine is ready; `later` has the `wait` of each engine after that."""
     waits = chain([lambda _: READY], later)
     return EngineClient(a_tokenizer(), lambda: Unready(next(waits)))
 

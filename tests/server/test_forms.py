@@ -20,7 +20,7 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 
 
-def test_chats_have_the_form_whole_and_streamed(server: Running) -> None:
+def test_whole_and_streamed_chats_have_the_form(server: Running) -> None:
     body = {"messages": CHAT, "response_format": FORMAT, "n": 4, "temperature": 0.7, "seed": 3}
     whole = server.post("/v1/chat/completions", body).json()
     texts = [choice["message"]["content"] for choice in whole["choices"]]
@@ -49,7 +49,7 @@ def test_vllms_fields_work_in_completions(server: Running) -> None:
         assert re.fullmatch(pattern, response.json()["choices"][0]["text"])
 
 
-def test_the_engine_does_not_wait_for_forms(
+def test_a_form_is_compiled_once_and_on_its_own_thread(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []

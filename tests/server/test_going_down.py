@@ -1,4 +1,4 @@
-"""Shutdown: answers finish, or end with an error at the deadline; then the thread has ended."""
+"""Shutdown: answers finish, or end with an error at the deadline; the engine's thread ends."""
 
 import json
 import threading

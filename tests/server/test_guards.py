@@ -18,7 +18,7 @@ from mainstem.server.limits import Gate, ServerLimits
 from tests.batch.fake_batch import FakeEngines
 from tests.server.running import Running, a_server, until
 
-pytestmark = pytest.mark.serial  # half a second is not enough on a busy machine
+pytestmark = pytest.mark.serial  # on a busy machine, limits of half a second are too short
 
 TIGHT = ServerLimits(
     body_bytes=20_000, header_bytes=4_000, header_s=0.4, body_s=0.4, write_s=0.5, open_answers=6
@@ -33,7 +33,7 @@ def tight_server() -> Iterator[Running]:
 
 @pytest.fixture
 def tight(tight_server: Running) -> Iterator[Running]:
-    """A server with small limits; after the test, nothing may be open or lost."""
+    """A server with small limits; after the test, no request may be open and no page held."""
     yield tight_server
     tight_server.settle()
     assert tight_server.complete("alive?", max_tokens=1)["usage"]["completion_tokens"] == 1
@@ -142,7 +142,7 @@ def test_other_content_types_are_refused(tight: Running) -> None:
 
 
 def test_a_body_that_says_it_is_compressed_is_refused(tight: Running) -> None:
-    """Bodies are not decompressed: with this header, compressed ones would be bad JSON."""
+    """Bodies are not decompressed; an error about bad JSON would not say why."""
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     plain = {"content-type": "application/json"}
     for encoding, content in (("gzip", gzip.compress(body)), ("gzip", body), ("br", body)):
@@ -291,7 +291,7 @@ def test_a_full_queue_answers_429_with_retry_after(tight: Running) -> None:
 
 
 def test_more_answers_than_the_queue_can_hold_get_400() -> None:
-    """Issue 25: with 429, clients would retry requests that can never fit."""
+    """With 429, clients would retry requests that can never fit."""
     gate = Gate(ServerLimits(open_answers=4))
     with gate.enter(ANYBODY, 3), pytest.raises(ApiError) as caught, gate.enter(ANYBODY, 5):
         pass

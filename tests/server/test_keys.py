@@ -1,4 +1,4 @@
-"""Keys: which requests are let in, and that tenants share nothing."""
+"""API keys: which requests they admit, and that tenants share no cached page."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_admin_routes_need_an_admin_key(
     assert locked.send(method, path, {"prompt": "x"}, key).status_code == 401
 
 
-def test_an_admin_key_reads_numbers_and_sends_no_requests(locked: Running) -> None:
+def test_an_admin_key_reads_metrics_but_cannot_send_completions(locked: Running) -> None:
     assert locked.get("/metrics", ADMIN).status_code == 200
     assert locked.get("/live", ADMIN).status_code == 200
     assert locked.post("/v1/completions", {"prompt": "x"}, ADMIN).status_code == 401
@@ -117,7 +117,9 @@ def test_salts_of_tenants_differ_and_do_not_show_the_key() -> None:
         ([(b"authorization", b"Bearer \xff\xfe")], b"\xff\xfe"),
     ],
 )
-def test_the_key_is_read_from_either_header(headers: list[tuple[bytes, bytes]], key: bytes) -> None:
+def test_the_key_is_read_from_a_single_bearer_header(
+    headers: list[tuple[bytes, bytes]], key: bytes
+) -> None:
     assert bearer_key(headers) == key
 
 

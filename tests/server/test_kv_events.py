@@ -34,7 +34,7 @@ NUM_OPERATIONS = 1000
 
 
 def apply_vllm(mirror: Mirror, payload: bytes) -> None:
-    """Decode with copies of vLLM's classes: events must have their fields."""
+    """Decode with vLLM's own classes: our events must have the fields of theirs."""
     theirs = pytest.importorskip("vllm.distributed.kv_events")
     batch = msgspec.msgpack.decode(payload, type=theirs.KVEventBatch)
     assert batch.data_parallel_rank == 0
@@ -53,7 +53,7 @@ def apply_vllm(mirror: Mirror, payload: bytes) -> None:
 
 
 class Pod:
-    """An engine with tiers that publishes, and a router that follows it."""
+    """An engine with tiers that publishes KV events, and a router that follows them."""
 
     def __init__(self, folder: Path, rng: Random, apply: Apply) -> None:
         self._folder, self._rng, self._apply = folder, rng, apply
@@ -234,7 +234,7 @@ def test_replay_starts_at_the_oldest_kept_batch(monkeypatch: pytest.MonkeyPatch)
         router.close()
 
 
-def test_no_event_is_built_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_built_without_a_subscriber(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("an event was built")
 
@@ -312,7 +312,7 @@ def test_an_address_that_is_taken_is_refused() -> None:
         KvEventPublisher(KvEventsConfig(bind=publisher.endpoint), bus)
 
 
-def test_events_go_to_a_subscriber_that_listens() -> None:
+def test_the_publisher_can_connect_to_a_subscriber_that_listens() -> None:
     context = zmq.Context()
     listener = context.socket(zmq.SUB)
     listener.subscribe(b"")
@@ -334,7 +334,7 @@ def no_engine(config: EngineConfig, log_level: str, _: KvEventsConfig | None) ->
 
 
 @pytest.mark.parametrize("flags", [["--kv-events-replay", LOCAL], ["--kv-events-topic", "kv"]])
-def test_flags_that_need_another_flag_are_refused_alone(flags: list[str]) -> None:
+def test_flags_that_need_another_flag_are_refused_without_it(flags: list[str]) -> None:
     with pytest.raises(ConfigError, match="need --kv-events"):
         serve.main(flags, no_engine)
 

@@ -167,7 +167,7 @@ def test_the_client_raises_its_own_error_classes(locked: Running) -> None:
     assert closed.value.body["error"]["type"] == "authentication_error"
 
 
-# --- what is asked -------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
 # a request of Claude Code 2.1, with shorter texts
 CLAUDE_CODE: Json = {
@@ -285,8 +285,8 @@ def test_the_texts_of_claude_code_reach_the_model(with_tools: Running) -> None:
 
 
 def test_blocks_become_messages() -> None:
-    """Tool results before text, reasoning and calls together with it, and results marked as
-    errors."""
+    """Texts and tool results keep their order, reasoning and calls share a message, and results
+    that are errors say so."""
     turns: list[Json] = [
         {"role": "user", "content": []},
         {
@@ -449,7 +449,7 @@ def test_the_error_names_a_refused_argument(server: Running, fields: Json, said:
     assert error["request_id"] == response.headers["request-id"]
 
 
-def test_other_errors_have_the_same_form(server: Running) -> None:
+def test_other_errors_have_the_same_format(server: Running) -> None:
     wrong = server.get("/v1/messages")
     assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
     assert wrong.headers["allow"] == "POST"
@@ -591,7 +591,7 @@ def test_a_key_pins_no_more_than_its_share() -> None:
         running.settle()
 
 
-def test_pins_end_with_the_cache() -> None:
+def test_pins_end_when_the_cache_is_reset_or_lost() -> None:
     with a_server(has_keys=True) as running:
         send(running, ALICE, system=kept(), max_tokens=1)
         assert running.gateway.pins.num_pages()

@@ -36,7 +36,7 @@ def prefix(*runs: tuple[int, int], salt: bytes = b"") -> Prefix:
 
 
 def run(work: object) -> tuple[FakeEngine, PrefixPins]:
-    """Run `work` on the pins of an engine, and return the pinned prefixes afterwards."""
+    """Run `work` on a new engine and its pins; returns both."""
     engine = FakeEngine()
     pins = PrefixPins(engine, 0.25)  # type: ignore[arg-type]
 
@@ -84,7 +84,7 @@ def test_each_use_extends_a_pin() -> None:
     assert len(engine.pinned) == 1
 
 
-def test_a_shorter_time_does_not_end_a_longer_one() -> None:
+def test_pinning_again_for_a_shorter_time_does_not_shorten_a_pin() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 3600)
         pins.keep("a", prefix((1, 20)), 0.01)
@@ -97,7 +97,7 @@ def test_a_shorter_time_does_not_end_a_longer_one() -> None:
 def test_the_least_recently_used_pin_ends_first() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         for token in (1, 2, 1, 3):
-            pins.keep("a", prefix((token, 40)), 300)  # ten pages each, of 25
+            pins.keep("a", prefix((token, 40)), 300)  # ten pages each; a key may pin 25
 
     engine, pins = run(work)
     assert pins.num_pages("a") == 20

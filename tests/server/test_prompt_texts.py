@@ -118,7 +118,7 @@ def test_a_long_prompt_that_may_be_truncated_is_encoded(server: Running) -> None
 
 
 def test_cached_texts_of_one_key_are_not_used_for_another(locked: Running) -> None:
-    """The time of a prompt must not reveal whether another tenant has sent it."""
+    """The time that a prompt takes must not reveal whether another tenant has sent it."""
     tokenizer = locked.gateway.engine.tokenizer
     messages = [{"role": "user", "content": "A text that only Alice has sent until now."}]
     body = {"messages": messages, "max_tokens": 1}
@@ -130,7 +130,9 @@ def test_cached_texts_of_one_key_are_not_used_for_another(locked: Running) -> No
     assert new[1] > 0
 
 
-def test_many_ids_are_decoded_on_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ids_are_not_decoded_on_the_event_loops_thread(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = server.gateway.engine.tokenizer
     threads: set[Thread] = set()
 

@@ -69,7 +69,9 @@ def test_expired_files_and_batches_are_removed_and_others_stay(tmp_path: Path) -
         assert set(answers(client, young.output_file_id)) == {"young"}
 
 
-def test_old_files_are_removed_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_files_are_removed_while_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pruning, "PRUNE_S", 0.05)
     with a_server(data_dir=tmp_path) as running:
         for _ in range(2):
@@ -120,7 +122,7 @@ def a_batch(shelf: BatchStore, status: BatchStatus) -> Batch:
     return moved
 
 
-def test_the_time_of_a_long_batch_counts_from_its_end(tmp_path: Path) -> None:
+def test_the_time_to_live_of_a_batch_counts_from_its_end(tmp_path: Path) -> None:
     """The batch was made long ago but has just ended, so no client can have read its answers
     before."""
     batches = BatchStore(tmp_path / "batches")
@@ -129,7 +131,7 @@ def test_the_time_of_a_long_batch_counts_from_its_end(tmp_path: Path) -> None:
     assert batches.find("owner", batch.batch_id) == batch
 
 
-def test_files_of_a_batch_that_was_killed_at_its_end_are_kept(tmp_path: Path) -> None:
+def test_files_of_a_batch_are_kept_if_its_server_was_killed_at_its_end(tmp_path: Path) -> None:
     """The server was down for a long time: the files are old, and the batch has not recorded them
     yet."""
     files, batches = FileStore(tmp_path / "files"), BatchStore(tmp_path / "batches")
@@ -171,7 +173,7 @@ def test_a_batch_that_fails_keeps_its_answers(tmp_path: Path) -> None:
         made = upload(running, lines(rows))
         batch_id = create(running, made["id"]).json()["id"]
         until(lambda: num_answered(running, batch_id) > 5)
-        client.files.delete(made["id"])  # takes effect when it continues after a restart
+        client.files.delete(made["id"])  # the batch notices after a restart
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         until(lambda: client.batches.retrieve(batch_id).status in ENDED)
         batch = client.batches.retrieve(batch_id)

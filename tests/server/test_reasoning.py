@@ -36,7 +36,7 @@ def message(running: Running, **fields: object) -> Json:
     return found
 
 
-def test_an_answer_may_begin_inside_its_reasoning(thinking: Running) -> None:
+def test_an_answer_begins_with_reasoning_if_the_prompt_opens_it(thinking: Running) -> None:
     fields = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     thought = message(thinking, **fields)
     assert thought["content"] is None
@@ -53,7 +53,7 @@ def test_an_answer_may_begin_inside_its_reasoning(thinking: Running) -> None:
     thinking.settle()
 
 
-def test_an_answer_may_begin_its_reasoning_itself(thinking: Running) -> None:
+def test_an_answer_may_open_its_reasoning_itself(thinking: Running) -> None:
     found = message(thinking, guided_choice=[SAID])
     assert (found["reasoning_content"], found["content"]) == ("Hm, hm.", "Yes.")
 
@@ -91,7 +91,7 @@ def test_a_template_without_reasoning_leaves_it_in_the_text(server: Running) -> 
 
 
 @pytest.mark.parametrize(("flags", "is_parsed"), [([], True), (["--reasoning-parser=none"], False)])
-def test_rows_of_a_batch_are_read_the_same_way(
+def test_reasoning_in_rows_of_a_batch_is_parsed_the_same_way(
     tmp_path: Path, flags: list[str], is_parsed: bool
 ) -> None:
     row = {"custom_id": "1", "messages": CHAT, "max_tokens": 12, "temperature": 0}

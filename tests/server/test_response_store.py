@@ -1,4 +1,4 @@
-"""Stored responses: limited in number, separate for each owner, removed when deleted."""
+"""Stored responses: limited in number and size, separate for each owner, kept on disk."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_a_chain_returns_the_conversation_in_order() -> None:
     assert store.find("me", "c") is not None
 
 
-def test_a_response_that_was_continued_does_not_expire() -> None:
+def test_continuing_a_response_restarts_its_time_to_live() -> None:
     clock = Clock()
     store = a_store(clock, response_ttl_s=10)
     keep(store, "me", "a")
@@ -59,7 +59,7 @@ def test_a_response_that_was_continued_does_not_expire() -> None:
     store.check()
 
 
-def test_the_oldest_response_of_the_largest_owner_is_removed_first() -> None:
+def test_the_oldest_response_of_the_owner_with_most_is_removed_first() -> None:
     store = a_store(Clock(), kept_responses=4)
     for name in "abc":
         keep(store, "me", name)

@@ -176,7 +176,7 @@ def test_a_response_has_the_form_that_was_asked_for(client: OpenAI) -> None:
 
 
 def test_a_response_continues_an_earlier_one(server: Running, client: OpenAI) -> None:
-    """The conversation is that of a chat, and the ids of the first turn are found in the cache."""
+    """The answer is that of the same chat, and the first turn is found in the cache."""
     first = client.responses.create(model="fake", input=LONG, max_output_tokens=12, temperature=0)
     second = client.responses.create(
         model="fake",
@@ -207,8 +207,8 @@ def test_a_response_continues_an_earlier_one(server: Running, client: OpenAI) ->
     assert server.get("/v1/sessions").json()["data"][0]["id"] == first.id
 
 
-def test_ids_of_an_answer_are_extended_and_not_encoded_again(server: Running) -> None:
-    """The session's ids of an earlier answer are changed, so they could not come from its text."""
+def test_token_ids_of_earlier_turns_are_kept_and_not_encoded_again(server: Running) -> None:
+    """The test changes a token id of the session. Encoding its text again would undo that."""
     first = server.post("/v1/responses", {"input": LONG, "max_output_tokens": 4}).json()
     sessions = server.gateway.sessions
     (owner,) = {key[0] for key in sessions._sessions if key[1] == first["id"]}
@@ -296,7 +296,7 @@ def test_responses_belong_to_their_key(locked: Running) -> None:
     assert locked.get(path, ALICE).json() == made
 
 
-def test_a_conversation_may_outgrow_the_window_if_it_is_truncated(server: Running) -> None:
+def test_a_conversation_may_outgrow_the_context_window_if_it_is_truncated(server: Running) -> None:
     error = refused(server, input="x" * 900)
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
     for store in (True, False):
@@ -341,7 +341,7 @@ def test_a_function_is_called_and_its_result_is_answered(tools: Running) -> None
         assert by_id.output_text == by_items.output_text
 
 
-def test_a_call_is_streamed(tools: Running) -> None:
+def test_a_function_call_is_streamed(tools: Running) -> None:
     choice = {"type": "function", "name": "weather"}
     body: Json = {"input": "Will it rain?", "tools": [WEATHER], "tool_choice": choice}
     events = streamed(tools, body)

@@ -117,7 +117,7 @@ def test_the_error_names_the_field_that_cannot_be_scored(
     assert error["param"] == param or param is None
 
 
-def test_scores_need_a_key_and_share_nothing_between_keys(locked: Running) -> None:
+def test_scores_need_a_key(locked: Running) -> None:
     body = {"prompt": CONTEXT, "choices": CHOICES}
     assert locked.post("/v1/score", body).status_code == 401
     reply = asked(locked, body, key=ALICE)

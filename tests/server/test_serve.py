@@ -1,4 +1,4 @@
-"""The command itself: errors are reported before a model is loaded; logs are JSON lines."""
+"""`mainstem serve`: errors are reported before a model is loaded; logs are JSON lines."""
 
 import json
 import logging
@@ -141,7 +141,7 @@ def test_generation_config_is_used_unless_it_is_turned_off(
     assert served == [expected]
 
 
-def test_work_that_may_take_long_is_announced_before_it_begins(
+def test_loading_a_model_is_logged_before_it_begins(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Seen(Exception):

@@ -1,5 +1,5 @@
 """Sessions over HTTP: turns extend each other, tenants share nothing, and a conversation may
-outgrow the window."""
+outgrow the context window."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +69,7 @@ def test_a_streamed_turn_is_stored_before_its_last_event(server: Running) -> Non
     assert found["tokens"] >= len("stream")
 
 
-def test_ids_of_an_answer_are_used_again_and_not_encoded_again(server: Running) -> None:
+def test_token_ids_of_a_session_are_used_again_and_not_encoded_again(server: Running) -> None:
     """The ids of the first turn could not have come from a text."""
     strange = [5, 6, 96, 7]  # an end token in the middle
     first = server.post(
@@ -136,7 +136,7 @@ def test_invalid_session_fields_are_refused(server: Running, fields: Json) -> No
 
 
 @pytest.mark.parametrize("policy", ["kv", "important", "recompute"])
-def test_a_conversation_may_outgrow_the_window(policy: str) -> None:
+def test_a_conversation_may_outgrow_the_context_window(policy: str) -> None:
     with a_server([POLITE]) as running:
         talk = Talk(running, session_id="long", context_overflow=policy, app="polite")
         for number in range(12):
@@ -147,7 +147,7 @@ def test_a_conversation_may_outgrow_the_window(policy: str) -> None:
         running.settle()
 
 
-def test_without_a_policy_a_conversation_beyond_the_window_is_refused(server: Running) -> None:
+def test_without_context_overflow_a_prompt_beyond_the_window_is_refused(server: Running) -> None:
     body = {"prompt": "x" * 900, "max_tokens": 1}
     refused = server.post("/v1/completions", body)
     assert refused.json()["error"]["code"] == "context_length_exceeded"
@@ -157,7 +157,7 @@ def test_without_a_policy_a_conversation_beyond_the_window_is_refused(server: Ru
     assert cut["usage"]["prompt_tokens_details"]["dropped_tokens"] > 0
 
 
-def test_a_prompt_many_times_longer_than_the_window_is_refused_before_the_engine(
+def test_a_prompt_many_times_longer_than_the_window_does_not_reach_the_engine(
     server: Running,
 ) -> None:
     most = MAX_WINDOWS * server.gateway.engine.max_model_len
@@ -170,7 +170,7 @@ def test_a_prompt_many_times_longer_than_the_window_is_refused_before_the_engine
 
 
 def test_two_apps_and_forty_sessions_at_once_answer_as_each_alone() -> None:
-    """Bar 4: greedy answers to two turns each, all in one batch."""
+    """Each session has two turns; the answers are greedy."""
 
     def talk(running: Running, number: int, name: str) -> list[str]:
         app = (POLITE, PIRATE)[number % 2].name
@@ -192,7 +192,7 @@ def test_two_apps_and_forty_sessions_at_once_answer_as_each_alone() -> None:
 def test_forty_sessions_of_a_real_model_answer_as_each_alone(
     smollm2_folder: Path, tmp_path: Path
 ) -> None:
-    """Bar 4 with smollm2 in fp32: rounding may depend on the batch, argmax does not."""
+    """In fp32: rounding may depend on the batch, but does not change the argmax here."""
     flags = ["--model", str(smollm2_folder), "--kv-tokens", "16384"]
     for app in (POLITE, PIRATE):
         (tmp_path / app.name).write_text(app.prompt)

@@ -37,7 +37,7 @@ def stream(server: Running, path: str, body: Json) -> list[Json]:
     return [json.loads(data) for data in found[:-1]]
 
 
-def test_a_chat_has_the_form_of_openai(server: Running) -> None:
+def test_a_chat_has_the_format_of_openai(server: Running) -> None:
     body = {"model": "fake", "messages": CHAT, "max_tokens": 6, "temperature": 0}
     reply = server.post("/v1/chat/completions", body | {"ignore_eos": True}).json()
     assert reply["object"] == "chat.completion"
@@ -52,7 +52,7 @@ def test_a_chat_has_the_form_of_openai(server: Running) -> None:
     assert reply["usage"]["total_tokens"] == len(RENDERED) + 6
 
 
-def test_a_completion_has_the_form_of_openai(server: Running) -> None:
+def test_a_completion_has_the_format_of_openai(server: Running) -> None:
     reply = server.complete("Once upon", max_tokens=5)
     assert reply["object"] == "text_completion"
     [choice] = reply["choices"]
@@ -485,7 +485,7 @@ def test_replies_have_a_fingerprint(server: Running) -> None:
     assert len({first, *(model.fingerprint for model in others)}) == 4
 
 
-def test_errors_of_http_have_the_form_of_openai(server: Running) -> None:
+def test_errors_of_http_have_the_format_of_openai(server: Running) -> None:
     assert server.get("/nowhere").json()["error"]["type"] == "invalid_request_error"
     assert server.get("/nowhere").status_code == 404
     assert server.get("/v1/completions").status_code == 405

@@ -16,7 +16,7 @@ from mainstem.text.text_engine import TextEngine
 
 
 class ThreadEngine:
-    """Has the interface of EngineProcess for the front."""
+    """Has the interface of EngineProcess."""
 
     def __init__(self, text_engine: TextEngine) -> None:
         self.connection, self._theirs = socket.socketpair()

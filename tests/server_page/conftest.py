@@ -1,4 +1,4 @@
-"""One browser for all tests of the page; each opens its own tab."""
+"""One browser for all tests of the page; each test opens its own tab."""
 
 from collections.abc import Iterator
 

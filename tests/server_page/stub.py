@@ -77,7 +77,7 @@ That is all."""
 
 
 class StubServer(ThreadingHTTPServer):
-    """Records its requests; answers one word per event."""
+    """Records its requests; streams its answers in small pieces."""
 
     daemon_threads = True
 
@@ -89,7 +89,7 @@ class StubServer(ThreadingHTTPServer):
         self.fails_next = False
         self.live: dict[str, Any] = deepcopy(LIVE)
         self.is_old = False  # sends nothing before the first token
-        self.is_prompt_read = Event()  # "slow" is answered from then on
+        self.is_prompt_read = Event()  # when set, the question "slow" is answered
 
     @property
     def url(self) -> str:

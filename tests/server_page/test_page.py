@@ -166,7 +166,7 @@ def test_the_live_view_shows_the_tree_the_pages_and_the_requests(page: Page) -> 
     assert page.complaints == []
 
 
-def test_a_request_whose_client_disconnected_counts_as_stopped(
+def test_a_request_whose_client_disconnected_is_shown_as_stopped(
     server: StubServer, chrome: Page
 ) -> None:
     server.live["recent"][0]["state"] = "aborted"
@@ -282,7 +282,7 @@ def test_the_last_answer_can_be_regenerated(page: Page, server: StubServer) -> N
     server.fails_next = True
     click(page, ".again")
     page.wait("document.querySelector('.turn.failed')")
-    assert texts_of(page, ".turn.assistant .said") == answers  # no other answer replaced it
+    assert texts_of(page, ".turn.assistant .said") == answers  # the earlier answer stays
     assert "the queue is full" in text_of(page, ".turn.failed .note")
 
 
@@ -367,7 +367,7 @@ def test_choices_are_scored_in_a_tab(page: Page, server: StubServer) -> None:
     assert page.run("document.activeElement.id") == "scores-tab"
     assert page.run("document.querySelector('[aria-selected=true]').id") == "scores-tab"
     assert page.run("document.getElementById('chat').offsetHeight") == 0
-    assert page.run("document.getElementById('new').offsetHeight") == 0  # of the chat
+    assert page.run("document.getElementById('new').offsetHeight") == 0  # the button for a new chat
 
     page.run("document.getElementById('app').value = 'legal'")
     ask_for_scores(page, f" Rome\n Paris, of course\n\n{HOSTILE}\n")

@@ -38,7 +38,7 @@ def test_the_capacity_found_reaches_the_target_and_less_does_not() -> None:
     assert replay.hit_rate(round(pages / 1.1)) < target
 
 
-def test_the_three_numbers_of_the_paper_are_computed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_ccps_dsput_and_ccput_are_computed(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--target-hit-rate", "0.5", "--ttl", "1800", "--context-tokens", "4000", "--json"]
     assert capacity.main([str(SESSIONS), *args, *FLAGS]) == 0
     row = json.loads(capsys.readouterr().out)
@@ -68,7 +68,7 @@ def of_length(arrival_s: float, session: int, tokens: int) -> TraceRequest:
     return TraceRequest(arrival_s, tokens - 1, 1, [], [], session)
 
 
-def test_sessions_count_with_their_longest_turn_within_the_ttl() -> None:
+def test_sessions_within_the_ttl_count_with_their_longest_turn_of_the_trace() -> None:
     requests = [
         of_length(0, 1, 10),
         of_length(1, 1, 30),
@@ -84,7 +84,7 @@ def test_sessions_count_with_their_longest_turn_within_the_ttl() -> None:
 def test_one_long_request_does_not_make_every_session_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If the longest request counted for all, CCpUT was 100 times what the sessions could fill."""
+    """If the longest request counted for all, CCpUT (room for all) would be 50 times too large."""
     path = tmp_path / "sessions.jsonl"
     turns = [[[500, 500]]] * 99 + [[[100_000, 1000]]]
     path.write_text("".join(json.dumps({"turns": turn}) + "\n" for turn in turns))
@@ -138,7 +138,7 @@ LLAMA = {
 def test_the_size_of_kv_is_read_from_the_models_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, kv_bytes: int
 ) -> None:
-    """Its weights are not needed."""
+    """The model's weights are not needed."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     trace = [str(SESSIONS), "--limit", "100", "--json"]
     model = ["--model", str(tmp_path), "--dtype", dtype]

@@ -89,7 +89,7 @@ def test_small_pages_are_joined() -> None:
     assert trace.num_pages == 2
 
 
-def test_the_memory_is_an_lru_of_chains() -> None:
+def test_the_device_memory_evicts_like_an_lru_of_chains() -> None:
     draw, memory = Random(1), DevicePages(30, 400)
     plain: OrderedDict[int, None] = OrderedDict()
     for _ in range(2000):

@@ -99,7 +99,7 @@ def test_the_device_keeps_pages_that_the_queue_waits_for() -> None:
     assert ahead.hit_rate_device == pytest.approx(3 * PAGE / (8 * (PAGE + 5)))
 
 
-def test_a_disk_too_slow_for_the_queue_delays_requests() -> None:
+def test_requests_read_what_a_slow_disk_did_not_prefetch_in_time() -> None:
     chains = [[i, i + 100] for i in range(20)] * 3
     slow_disk = ServiceRates(prefill_tokens_per_s=1e6, disk_gb_per_s=0.01)
     report = run(a_trace(chains), 10, 50, rates=slow_disk)
@@ -160,7 +160,7 @@ def test_unused_pages_expire() -> None:
 def test_look_ahead_finds_more_than_lru_and_fifo_and_nearly_as_much_as_belady(
     path: Path, page_tokens: int | None, sizes: tuple[int, ...]
 ) -> None:
-    """The first bar of the store, on the shipped samples."""
+    """On the shipped samples, for three sizes of the store each."""
     trace = read_trace(path, ReadOptions(page_tokens=page_tokens, limit=700))
     page_gb = trace.page_tokens * KV_BYTES / 1e9
     for pages in sizes:
@@ -282,8 +282,8 @@ def test_host_and_disk_sizes_must_be_equal_in_number() -> None:
 def test_a_trace_read_with_the_wrong_page_size_gives_no_hit_rate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ids are of 256 tokens, and all requests share the first of four; read as 512, half were
-    hits."""
+    """All requests share the first of their four ids of 256 tokens. Read as two ids of 512 tokens,
+    half of the tokens would be hits."""
     lines = []
     for index in range(400):
         ids = [0, *range(3 * index + 1, 3 * index + 4)]

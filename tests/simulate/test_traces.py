@@ -129,8 +129,8 @@ GOOD = mooncake(0, 512, [1])
 def test_ids_of_another_page_size_are_refused_with_the_size_that_fits(
     tmp_path: Path, page_tokens: int
 ) -> None:
-    """Ids are of 256 tokens. Read as 512, the first half of the ids counted as all of them: the hit
-    rate was 0.499 instead of 0.25."""
+    """Ids of 256 tokens that were read as ids of 512 once gave a hit rate of 0.499 instead of
+    0.25."""
     sizes = [100 * page_tokens // 3, 7 * page_tokens + 1, 41 * page_tokens]
     lines = [mooncake(0, 100, [7])] if page_tokens >= 100 else []
     for size in sizes:
@@ -149,7 +149,7 @@ def test_the_error_names_the_first_request_that_does_not_fit(tmp_path: Path) -> 
         read(tmp_path, "".join(lines))
 
 
-def test_ids_of_no_page_size_are_refused_without_advice(tmp_path: Path) -> None:
+def test_ids_that_fit_no_page_size_are_refused_without_advice(tmp_path: Path) -> None:
     lines = [mooncake(1, 1024, [1, 2, 3, 4]), mooncake(2, 1024, [9] * 8)]
     with pytest.raises(InvalidRequest, match=r"trace:1: .* no page size fits every request"):
         read(tmp_path, "".join(lines))
@@ -193,7 +193,7 @@ def test_weka_ids_are_local_to_a_session_and_agents_run_independently(tmp_path: 
     assert not keys[0] & keys[1]
 
 
-def test_weka_sessions_of_the_sample_share_within_themselves() -> None:
+def test_the_weka_sample_has_three_sessions_with_an_id_per_page() -> None:
     trace = read_trace(DATA / "weka_sample.jsonl.gz")
     assert (len(trace.requests), len({r.session for r in trace.requests})) == (29, 3)
     assert all(len(r.keys) == r.input_tokens // 64 for r in trace.requests)
@@ -213,7 +213,7 @@ def test_chitchat_turns_are_prompts_and_answers_at_their_own_times(tmp_path: Pat
     first, second = read(tmp_path, text, ReadOptions(page_tokens=10)).requests
     assert (first.input_tokens, first.output_tokens) == (100, 30)
     assert (second.input_tokens, second.output_tokens) == (137, 5)
-    assert second.think_s == 10  # from the answer's last message to the prompt's
+    assert second.think_s == 10  # from the end of the answer to the end of the next prompt
     assert second.arrival_s - first.arrival_s == 18
     assert list(second.keys) == [*first.kept]
 
@@ -235,7 +235,7 @@ def test_servegen_draws_as_many_requests_as_the_rates_say(tmp_path: Path) -> Non
     assert len(slow.requests) == pytest.approx(96, abs=2)
 
 
-def test_servegen_needs_lengths_and_a_bound(tmp_path: Path) -> None:
+def test_servegen_needs_lengths_and_a_limit(tmp_path: Path) -> None:
     text = SERVEGEN + "0,0,9000,1,Gamma,1,1\n"
     with pytest.raises(InvalidRequest, match="--prompt-tokens"):
         read(tmp_path, text)
@@ -316,7 +316,7 @@ def test_think_times_are_read_from_timings_of_people(tmp_path: Path) -> None:
 def test_a_session_that_outgrows_the_window_is_truncated(
     tmp_path: Path, outgrown: Outgrown
 ) -> None:
-    """Turns of 30 and 20 tokens, pages of 10: the third turn would reach 150; the window is 120."""
+    """A turn has 30 prompt and 20 answer tokens. The third would reach 150, the window is 120."""
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps({"turns": [[30, 20]] * 4}) + "\n")
     options = ReadOptions(page_tokens=10, context_tokens=120, outgrown=outgrown)

@@ -55,7 +55,7 @@ class Ranked:
 
 
 def step_until(engine: Engine, end_s: float) -> None:
-    """Step, whether there is work or not."""
+    """Step until `end_s`, whether there is work or not."""
     while monotonic() < end_s:
         engine.step()
 
@@ -88,7 +88,7 @@ def test_answers_are_those_of_one_runner(can_overlap: bool) -> None:
             assert got.tokens[str(prompt), 0] == fake_answer(prompt, 20, VOCAB)
 
 
-def test_no_rank_is_more_than_a_few_steps_late() -> None:
+def test_a_quick_rank_waits_for_a_slow_one_after_a_few_steps() -> None:
     """Rank 1 takes 20 ms per step, rank 0 almost no time."""
     with ranked(FakeOrigin(slow_rank=1)) as ranks:
         began_s = monotonic()
@@ -123,7 +123,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_error_names_a_rank_that_ended_while_another_hangs(name: str) -> None:
-    """This happens if ranks wait for each other in the middle of a product."""
+    """This happens if ranks wait for each other in the middle of a matrix product."""
     fault, words = FAULTS[name]
     hanging = Fault(1 - fault.rank, 3, "hang")
     with ranked(FakeOrigin(can_overlap=name == "raises", faults=(fault, hanging))) as ranks:
@@ -188,7 +188,7 @@ with ranked(FakeOrigin(faults=(Fault(1, 3, "hang"),))) as ranks:
 
 @pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them() -> None:
-    """One of the ranks waits in the middle of a step."""
+    """One of the ranks hangs in the middle of a step."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -1,8 +1,8 @@
 """A model on ranks, over gloo, gives the answers of one process, token for token. Failures are
 tested, too.
 
-Greedy decoding in fp32. Ranks add in another order, so logits differ in their last bits; the chance
-that one of a few hundred tokens of a random model is decided by them is below one in a thousand.
+Greedy decoding in fp32. Ranks add in another order, so logits differ in their last bits. The chance
+that these bits decide one of a few hundred tokens of a random model is below one in a thousand.
 """
 
 import random
@@ -106,8 +106,8 @@ def assert_same(got: Answers, expected: Answers) -> None:
 
 
 def answers(engine: Engine) -> Answers:
-    """Answers to a conversation that outgrows the window, to prompts that share, with draws and
-    edited logits; then to the same prompts again, after their pages were evicted."""
+    """Answers to a conversation that outgrows the window, to prompts that share a prefix, to one
+    with draws and one with edited logits; then to the shared prompts again, after eviction."""
     turns = [
         a_request(
             TEXT[:length], name=f"turn {length}", sampling=greedy(4), session="s",
@@ -133,7 +133,7 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 def kill_a_rank(engine: Engine, after_s: float, victim: int) -> None:
-    """Kill a rank while requests run: the error comes in time and names it, and all ranks end."""
+    """Kill a rank while requests run: an error in time names the rank, and all ranks end."""
     ranks = rank_processes()
     assert len(ranks) == 2
     timer = Timer(after_s, ranks[victim].kill)
@@ -240,7 +240,7 @@ def test_quantized_models_answer_on_ranks_as_in_one_process(name: str, tmp_path:
 def test_a_rank_may_be_killed_at_any_moment(
     folder: Path, tmp_path: Path, expected: Answers
 ) -> None:
-    """Also while it loads. 20 engines use one store, and then one more without a kill."""
+    """Also while it loads. 20 engines on one store lose a rank; then one more is not killed."""
     config, moments = a_config(2, tmp_path), random.Random(1)
     load_s = 10.0
     for _ in range(20):
@@ -268,7 +268,7 @@ def load_and_ask(folder: Path, config: EngineConfig, end_s: float) -> None:
 
 @pytest.mark.slow
 def test_smollm2_on_three_ranks_answers_as_one_process(smollm2_folder: Path) -> None:
-    """smollm2 has 9 query heads and 3 KV heads. LLM gets vLLM's name of the setting."""
+    """smollm2 has 9 query heads and 3 KV heads. `tensor_parallel_size` is vLLM's name."""
     prompts = ["The capital of France is", "Water boils at", "The capital of France is not"]
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     texts = []

@@ -6,7 +6,7 @@ const { stateWords, stepWords, waitWords } = await import(`${process.env.PAGE}/r
 const own = { id: "own", prompt_tokens: 3049, output_tokens: 0, state: "running" };
 const live = (fields) => ({ recent: [{ id: "other", state: "running" }, { ...own, ...fields }] });
 
-test("a prompt in progress is told with its length and share", () => {
+test("a prompt in progress is shown with its length and the computed share", () => {
   assert.equal(waitWords(live({ computed_tokens: 1024 }), "own"), "reading 3,049 tokens\u2026 34 %");
   assert.equal(waitWords(live({ computed_tokens: 0 }), "own"), "reading 3,049 tokens\u2026");
   assert.equal(waitWords(live({ computed_tokens: 3049 }), "own"), "reading 3,049 tokens\u2026");
@@ -14,7 +14,7 @@ test("a prompt in progress is told with its length and share", () => {
   assert.equal(waitWords(live({ output_tokens: 1 }), "own"), "answering\u2026");
 });
 
-test("without the new fields, an id or an answer of /live there is no estimate", () => {
+test("no share is shown without computed_tokens, an id or a reply of /live", () => {
   assert.equal(waitWords(live({}), "own"), "reading 3,049 tokens\u2026");
   assert.equal(waitWords(live({}), null), "reading\u2026");
   assert.equal(waitWords(live({}), "gone"), "reading\u2026");
@@ -22,19 +22,19 @@ test("without the new fields, an id or an answer of /live there is no estimate",
   assert.equal(waitWords({}, "own"), "reading\u2026");
 });
 
-test("a stop is a stop, not a failure", () => {
+test("an aborted request is shown as stopped, not as failed", () => {
   assert.equal(stateWords({ ...own, state: "aborted" }), "stopped");
   assert.equal(stateWords({ ...own, state: "failed" }), "failed");
 });
 
-test("a running request reads until its first token", () => {
+test("a running request is shown as reading until its first token", () => {
   assert.equal(stateWords({ ...own, computed_tokens: 1024 }), "reading 34 %");
   assert.equal(stateWords({ ...own, computed_tokens: 1024, output_tokens: 2 }), "running");
   assert.equal(stateWords(own), "running");
   assert.equal(stateWords({ ...own, state: "waiting", computed_tokens: 0 }), "waiting");
 });
 
-test("only a long step is told", () => {
+test("only a long step is shown", () => {
   assert.equal(stepWords({ tokens: 2048, seconds: 3.2 }), "step of 2,048 tokens: 3.20 s");
   for (const step of [undefined, null, { tokens: 4, seconds: 0.02 }]) {
     assert.equal(stepWords(step), "");

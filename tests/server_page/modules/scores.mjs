@@ -5,13 +5,13 @@ const { probabilityWords, scoreBody, scoreRows, usageWords } = await import(
   `${process.env.PAGE}/scores.js`
 );
 
-test("choices are lines with their spaces; blank lines are none", () => {
+test("each line is a choice, with its spaces; blank lines are not", () => {
   const body = scoreBody("The sky is ", " blue\r\n\n  \n green \n", "");
   assert.deepEqual(body, { prompt: "The sky is ", choices: [" blue", " green "] });
   assert.equal(scoreBody("a", "b", "legal").app, "legal");
 });
 
-test("only what is certain reads as certain", () => {
+test("only 0 and 1 are shown as 0 % and 100 %", () => {
   const shown = [0, 1e-9, 0.0005, 0.934, 0.9994, 0.9999, 1].map(probabilityWords);
   const words = ["0 %", "< 0.1 %", "0.1 %", "93.4 %", "99.9 %", "> 99.9 %", "100 %"];
   assert.deepEqual(shown, words);
@@ -31,7 +31,7 @@ test("rows keep the order of the choices and mark the likeliest", () => {
   });
 });
 
-test("cached tokens are told where the reply has them", () => {
+test("cached tokens are shown if the reply has them", () => {
   const usage = { prompt_tokens: 1571, prompt_tokens_details: { cached_tokens: 1536 } };
   assert.equal(usageWords(usage), "1,536 of 1,571 tokens cached");
   assert.equal(usageWords({ prompt_tokens: 3 }), "");

@@ -4,7 +4,7 @@ import test from "node:test";
 const page = await import(`${process.env.PAGE}/talks.js`);
 const { dividerBefore, dropUnanswered, endTurn, load, messagesBefore, newTalk, save } = page;
 
-/** Session storage that holds so many characters. */
+/** Session storage whose values have at most `room` characters. */
 function storage(room = Infinity) {
   const held = new Map();
   return {
@@ -20,21 +20,21 @@ const user = (content, app = "") => ({ role: "user", content, app });
 const said = (content, state = "done") => ({ role: "assistant", content, state, note: "" });
 const talkOf = (...turns) => ({ ...newTalk(), turns });
 
-test("what was kept comes back", () => {
+test("saved conversations are loaded again", () => {
   const kept = storage();
   const talks = [talkOf(user("a"), said("b")), talkOf(user("c", "legal"), said("d", "stopped"))];
   assert.equal(save(kept, { talks, talk: talks[1], draft: "half" }), true);
   assert.deepEqual(load(kept), { talks, talk: talks[1], draft: "half" });
 });
 
-test("nothing, and what another version wrote, is no conversation", () => {
+test("no conversation is loaded from empty storage or from data of another version", () => {
   for (const wrong of [null, "", "{", "[]", '{"talks": [{}]}', '{"talks": []}',
     '{"talks": [{"turns": [{"content": 5}]}]}']) {
     assert.equal(load({ getItem: () => wrong }), null);
   }
 });
 
-test("an answer that the page was left in is stopped, not failed", () => {
+test("an answer that was open when the page was left is stopped, not failed", () => {
   const kept = storage();
   const talk = talkOf(user("a"), said("so f", "open"));
   save(kept, { talks: [talk], talk, draft: "" });
@@ -44,7 +44,7 @@ test("an answer that the page was left in is stopped, not failed", () => {
   assert.match(turn.note, /^stopped/);
 });
 
-test("an answer that nothing came in place of stays, over a reload too", () => {
+test("the earlier answer stays if regenerating fails, also after a reload", () => {
   const turn = { ...said("", "open"), earlier: "old" };
   const kept = storage();
   const talk = talkOf(user("a"), turn);
@@ -59,7 +59,7 @@ test("an answer that nothing came in place of stays, over a reload too", () => {
   assert.deepEqual([better.content, better.note, better.earlier], ["new", "", ""]);
 });
 
-test("what is kept is bounded: the oldest go, the shown one stays", () => {
+test("the number and size of kept conversations is limited; the shown one is kept", () => {
   const talks = Array.from({ length: 30 }, (_, index) => talkOf(user(`question ${index}`)));
   const kept = storage();
   assert.equal(save(kept, { talks, talk: talks[29], draft: "" }), true);
@@ -80,7 +80,7 @@ test("a browser with less room keeps less", () => {
   assert.equal(save(storage(10), { talks, talk: talks[3], draft: "" }), false);
 });
 
-test("a conversation beyond the bound is reported and costs no other", () => {
+test("a conversation that is too large is reported, and the others are kept", () => {
   const kept = storage();
   const [other, huge] = [talkOf(user("a")), talkOf(user("x".repeat(3_000_000)))];
   assert.equal(save(kept, { talks: [huge, other], talk: huge, draft: "" }), false);
@@ -89,13 +89,13 @@ test("a conversation beyond the bound is reported and costs no other", () => {
   assert.deepEqual(talk.turns, []);
 });
 
-test("the API gets the turns before the answer, as it wants them", () => {
+test("the API gets the turns before the answer, without fields of the page", () => {
   const [question, answer] = [user("a", "legal"), said("", "open")];
   const talk = talkOf(question, answer);
   assert.deepEqual(messagesBefore(talk, answer), [{ role: "user", content: "a" }]);
 });
 
-test("a question without an answer makes room for the next", () => {
+test("a question without an answer is dropped before the next question", () => {
   const talk = talkOf(user("a"), said("b"), user("c"), said("", "failed"));
   dropUnanswered(talk);
   assert.deepEqual(talk.turns.map(({ content }) => content), ["a", "b"]);
@@ -103,7 +103,7 @@ test("a question without an answer makes room for the next", () => {
   assert.equal(talk.turns.length, 2);
 });
 
-test("a divider stands where the app changes in the middle", () => {
+test("a divider shows where the app changes within a conversation", () => {
   const turns = [user("a", "legal"), said("b"), user("c", "legal"), said("d"), user("e")];
   const talk = talkOf(...turns, said("f"), user("g", "support"));
   assert.deepEqual(talk.turns.map((turn) => dividerBefore(talk, turn)), [
@@ -111,7 +111,7 @@ test("a divider stands where the app changes in the middle", () => {
   ]);
 });
 
-test("conversations have names of their own that the server takes", () => {
+test("each conversation has its own id, which the server accepts", () => {
   assert.match(newTalk().id, /^page-[0-9a-f]{32}$/);
   assert.notEqual(newTalk().id, newTalk().id);
 });
