@@ -103,7 +103,7 @@ def test_windows_agree_with_the_reference(window: int) -> None:
     check(clipped)
 
 
-def test_a_window_longer_than_the_context_changes_nothing() -> None:
+def test_a_kernel_with_windows_agrees_on_spans_without_one() -> None:
     check(a_case()[0])
 
 
@@ -131,15 +131,16 @@ def test_sinks_agree_for_merged_and_unmerged_rows() -> None:
     check(a_case(prompt=2)[0], has_sinks=True)
 
 
-def test_rows_that_see_no_key_of_a_piece_agree() -> None:
-    """Every stretch of a span has such rows, in large and small units; one row sees no key."""
+def test_rows_whose_window_begins_after_a_unit_agree() -> None:
+    """Spans are cut, and every unit, large or small, has a row that sees none of its keys. The last
+    row sees no key at all."""
     runs = (Run(tuple(range(12)), 128), Run((0, 12), 150), Run((13,), 32))
     spans = AttentionCase("", runs).spans()
     first_keys = np.r_[np.arange(12) * 11, 20, 149, 32].astype(np.int32)
     check(replace(spans, first_keys=first_keys))
 
 
-def test_deterministic_rows_do_not_depend_on_batch_sharing_or_chunks() -> None:
+def test_deterministic_rows_do_not_depend_on_other_rows_sharing_or_chunks() -> None:
     """A row has the same bits alone, with a shared prefix and in a chunk. Its window begins within
     a stretch."""
     heads, window = (4, 2, 64, 16), 50
@@ -208,7 +209,7 @@ def test_decode_steps_with_windows_reuse_the_plan(made: list[Spans]) -> None:
     assert len(made) <= 8
 
 
-def test_joined_runs_keep_their_first_keys() -> None:
+def test_unshared_spans_keep_their_first_keys() -> None:
     spans, positions = a_case()
     clipped = clip_spans(spans, positions, 60, 16)
     joined = unshare(clipped, 16, least_queries=1)
@@ -240,7 +241,7 @@ def test_attentions_that_run_in_turn_share_memory_for_partials() -> None:
         an_attention((4, 2, 64, 16), partials=room[:-4])
 
 
-def test_the_error_names_a_missing_argument() -> None:
+def test_the_error_names_a_missing_or_wrong_argument() -> None:
     spans, positions = a_case()
     with pytest.raises(LayoutError, match="has_window"):
         an_attention((4, 2, 64, 16)).plan(clip_spans(spans, positions, 25, 16))

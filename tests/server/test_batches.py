@@ -507,7 +507,7 @@ def test_a_killed_server_continues_its_batches_after_a_restart(tmp_path: Path) -
             found: Json = second.request("GET", f"/v1/batches/{batch_id}").json()
             return found
 
-        # at least the answers of the first server
+        # the first server wrote at least 20 answers before it was killed
         until(lambda: batch()["request_counts"]["completed"] >= 20)
         until(lambda: batch()["status"] in ENDED, within_s=300)
         ended = batch()

@@ -1,5 +1,5 @@
-"""Reads and writes JSON lines as bytes. A file is compressed if its name ends in .gz or .zst; the
-name - is standard input or output.
+"""Reads and writes JSON lines as bytes. A file is compressed if its name ends in .gz or .zst.
+The name "-" means standard input or output.
 
 Compressed output is one stream that is flushed after every line, so after a kill it can be read up
 to the last whole line.

@@ -1,7 +1,7 @@
 """In which order pages leave a tier: the smallest rank goes first.
 
-A ranking computes a page's new rank at each use. `TierPolicy` calls it for single pages, the index
-of the device for arrays of pages, so `used` takes and returns numbers or arrays of them.
+A ranking computes a page's new rank at each use. `TierPolicy` has one page at a time, the
+device's index has arrays of pages. So `used` takes a number or an array, and returns the same.
 """
 
 from enum import Enum
@@ -19,8 +19,8 @@ class Ranking(Protocol):
 
     @property
     def sees_queue(self) -> bool:
-        """Whether pages that queued requests wait for leave after all others. Among them, those of
-        the last requests leave first."""
+        """Whether pages of queued requests leave after all others. Among them, those of the last
+        requests leave first."""
         ...
 
     @property
@@ -54,8 +54,8 @@ class Fifo:
 
 
 class Lookahead(Lru):
-    """Pages that no request waits for leave first, the least recently used first; then pages of
-    queued requests, beginning with the last request (AttentionStore 3.3)."""
+    """First to leave are pages without a queued request, the least recently used first; then pages
+    of queued requests, beginning with the last request (AttentionStore 3.3)."""
 
     sees_queue = True
 

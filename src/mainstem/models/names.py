@@ -1,7 +1,7 @@
 """Names of the tensors in a family's checkpoints; the defaults are Llama's.
 
-Names of products and norms are without ".weight" and ".bias". Inside a layer they follow the
-layer's prefix.
+Names of linear layers and norms have no ".weight" or ".bias" at the end. Inside a layer they
+follow the layer's prefix.
 """
 
 from dataclasses import dataclass
@@ -40,8 +40,7 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
-    # MLP. If `gate_up` has one name, it is a tensor with gate and up or, in an MLP without a gate,
-    # up alone
+    # MLP. One name in `gate_up` is a tensor with both parts, or with `up` if there is no gate.
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     # experts

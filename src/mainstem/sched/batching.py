@@ -27,8 +27,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copies the first tokens of page `source` to page `target`: a sequence that starts shares only
-    these tokens with the page, not all of it."""
+    """Copies the first tokens of page `source` to page `target`, for a new sequence that shares
+    only these tokens of the page."""
 
     source: int
     target: int
@@ -116,7 +116,7 @@ def _packed(batch: StepWork, table: SeqTable) -> tuple[Int32s, Int32s, Int32s]:
     """Return slots, the number of tokens of each, and all token ids. Decodes come first."""
     slots, token_ids = batch.decodes, table.last_token[batch.decodes]
     counts = np.ones(len(slots), np.int32)
-    if not batch.chunks:  # kept short: with one sequence the device waits for this
+    if not batch.chunks:  # a shortcut: with few sequences, the device is ready before the host
         return slots, counts, token_ids
     chunk_slots = np.array([chunk.slot for chunk in batch.chunks], np.int32)
     chunk_lens = np.array([len(chunk.token_ids) for chunk in batch.chunks], np.int32)

@@ -43,7 +43,7 @@ class Cut:
         return place if self.head[place : place + 1] == (number,) else None
 
     def without(self, numbers: Collection[int]) -> "Cut":
-        """Return a cut that also drops the kept pages `numbers`, which are at least one."""
+        """Return a cut that also drops the kept pages `numbers`. There must be at least one."""
         end = max(len(self.head), max(numbers) + 1)
         kept = (self.place_before(number) for number in range(end) if number not in numbers)
         return Cut(tuple(kept), self.sink_pages, self.place_before(end))

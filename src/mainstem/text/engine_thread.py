@@ -75,7 +75,7 @@ class EngineThread:
             if self._run_until_stopped():
                 self._stop()
         except Exception:
-            log.exception("the engine failed while it was closed")
+            log.exception("the engine failed while it was being closed")
         finally:
             self._engine.engine.close()
 
@@ -140,7 +140,7 @@ class EngineThread:
             self._deliver(news)
 
     def _stop(self) -> None:
-        """End open requests and close the engine."""
+        """End open requests, and run the steps that this takes."""
         for request_id in self._num_open:
             self._engine.abort(request_id)
         self._end_all(_closed)
