@@ -73,8 +73,8 @@ class Truncator:
         not allow a cut. If pages must be weighed first, pass the Weighing to `settle` after that,
         and call `fit` again.
 
-        The cut also leaves room for the answer: max_tokens, but at most half of the window without
-        the sink.
+        The cut also leaves room for the answer: max_tokens, but at most half of what a full window
+        keeps after a cut, the sink not counted.
         """
         num_prompt, window = len(request.prompt_ids), self._window
         fixed = max(self._sink_tokens, request.keep_tokens)
