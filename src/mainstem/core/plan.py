@@ -88,7 +88,7 @@ class Plan:
     node_tokens: Int64s  # [nodes]
     node_begins: Int64s  # [nodes] first member
     node_ends: Int64s  # [nodes] one past the last member
-    node_is_span: Bools  # [nodes] whether attention reads it as a span
+    node_is_span: Bools  # [nodes] whether it was a span when groups were formed
 
     @property
     def num_groups(self) -> int:
