@@ -90,7 +90,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Turns rows into calls and token ids, for jobs, for batches of a server and for plans. The
+    """What turns rows into calls and token ids, for jobs, batches of a server and plans. The
     tokenizer is loaded when the first row needs it. `find_app` returns the app of a row, or raises
     WireError if the app is unknown. `marker` is for outputs that can be resumed. `find_salt`
     returns a row's salt: only requests with the same salt find the row's encoded texts

@@ -103,11 +103,11 @@ class Engine:
     def step(self) -> list[Output]:
         """Advance by one step; returns the new outputs.
 
-        After a failed step its sequences restart and the cache is cleared. Sequences that fail
-        again are tried alone; a request that fails alone, while others do not, ends with the error
-        in its last Output. Raises EngineLost if every step fails, whatever is in it, or if a rank
-        has ended. After an interrupt, which is raised again, all sequences wait, and outputs come
-        with the next step.
+        After a failed step all sequences restart, and the device's cache is cleared. Those that
+        fail again are tried alone; a request that fails alone, while others do not, ends with the
+        error in its last Output. Raises EngineLost if every step fails, whatever is in it, or if a
+        rank has ended. After an interrupt, which is raised again, all sequences wait, and outputs
+        come with the next step.
         """
         self.check_process()
         if self._is_torn:  # another interrupt came before recovery was complete

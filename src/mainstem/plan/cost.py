@@ -129,8 +129,8 @@ def worth_sharing(card: Card, model: Heads, members: Ints, tokens: Ints) -> Bool
 
 
 def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_dim: int) -> float:
-    """Return the least time of a step's attention: the time to read each byte of K and V once, or
-    the time of the arithmetic if that is longer.
+    """Return the least time of a step's attention: the time to move K, V, queries and outputs once,
+    or the time of the arithmetic if that is longer.
     """
     model = Heads(heads, kv_heads, head_dim)
     keys = spans.key_tokens.astype(np.int64)

@@ -270,7 +270,7 @@ def _deal_under(
     limit_s: float, line: _Line, ranges: list[Range], num_workers: int, leeway: float
 ) -> Dealt | None:
     """Assign ranges, longest first, each to the worker with the least work. The part that exceeds
-    the limit goes to the next worker. Returns None if a row does not fit.
+    the limit goes back to the queue. Returns None if a row does not fit.
     """
     queue = [(-line.seconds(begin, end), begin, end) for begin, end in ranges]
     heapify(queue)
