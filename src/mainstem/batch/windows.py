@@ -290,5 +290,5 @@ class WindowReader:
 
     def _too_long(self, num_tokens: str) -> WireError:
         window = self._rows.max_model_len
-        reason = f"the prompt's {num_tokens} tokens leave no room for an answer in the context of"
+        reason = f"the prompt has {num_tokens} tokens; an answer has no room in the context of"
         return WireError("prompt_too_long", f"{reason} {window} tokens", "prompt")

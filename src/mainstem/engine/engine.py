@@ -15,9 +15,10 @@ from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
-# the engine is lost after this many failed steps in a row, if no request is to blame or all are
+# the engine is lost after this many failed steps without a request to blame, or after this many
+# with one if every request has failed in a step of its own
 MAX_FAILURES = 8
-MAX_BLAMED = 64  # the same limit if a request is to blame for each, and others are left to try
+MAX_BLAMED = 64  # the limit for steps with a request to blame while other requests are left to try
 
 log = logging.getLogger("mainstem.engine")
 

@@ -33,7 +33,7 @@ K = TypeVar("K", bound=Hashable)
 HOST = 0  # the number of the fastest tier
 NOWHERE = 1 << 10  # the tier of a page that is in none
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
-WAITED_FOR = 1 << 100  # a page that a request waits for is worth this minus its `when`
+WAITED_FOR = 1 << 100  # a page that requests wait for is worth this minus its `when` (window.py)
 UNWAITED = 1 << 90  # above every rank, below pages that requests wait for
 RETURNS_KNOWN = 0.25  # one load of this share of the host sets `_soon`; smaller ones adjust it
 SPARE_ITEMS = 4096  # heaps with fewer outdated items are not rebuilt
@@ -259,11 +259,11 @@ class TierPolicy(Generic[K]):
     def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
         """A request has loaded these stored pages: may those from lower tiers stay in the host?
 
-        If most conversations return soon, yes: they evict the least recently used pages. Otherwise
-        a page evicts only pages whose last use is older than its own previous use (as in LIRS, the
-        distance between two uses decides). If more conversations return in turn than the host
-        holds, LRU would evict each one before its next turn; this rule keeps some of them. The LRU
-        and FIFO policies admit all pages.
+        If most conversations return soon, yes: these pages evict the least recently used ones.
+        Otherwise a page evicts only pages whose last use is older than its own previous use (as in
+        LIRS, the distance between two uses decides). If more conversations return in turn than the
+        host holds, LRU would evict each one before its next turn; this rule keeps some of them. The
+        LRU and FIFO policies admit all pages.
         """
         entries = [(key, entry) for key in keys if (entry := self._entries.get(key)) is not None]
         self._note_returns([entry for _, entry in entries])
@@ -614,12 +614,12 @@ class TierPolicy(Generic[K]):
             for key in keys - copies:
                 entry = entries[key]
                 assert entry.top == tier, "a page is in a faster tier than it knows"
-                assert (self._worth(key, entry), key) in items, "a page cannot leave"
+                assert (self._worth(key, entry), key) in items, "a page is missing in its heap"
             places |= 1 << tier
         for entry in entries.values():
             assert entry.places, "an entry is in no tier"
             assert not entry.places & ~places, "an entry is in a tier that does not exist"
         if self.config.ttl_s is not None:
-            assert self._by_use.keys() == entries.keys(), "a page cannot expire"
+            assert self._by_use.keys() == entries.keys(), "a page is missing in the order of use"
             times = [entries[key].used_s for key in self._by_use]
             assert all(a <= b for a, b in zip(times, islice(times, 1, None), strict=False))

@@ -65,7 +65,7 @@ class PageIndex:
         for name, value in about.items():
             if name != MODEL and name in found and found[name] != value:
                 raise StoreError(
-                    f"{folder} holds pages of {name} {found[name]}, this is {name} {value}; "
+                    f"{folder} holds pages of {name} {found[name]}, and {name} {value} is needed; "
                     f"use another folder or `mainstem cache clear`"
                 )
         with database:
