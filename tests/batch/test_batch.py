@@ -443,7 +443,7 @@ def test_a_bad_line_becomes_an_error_row_and_other_lines_are_answered(folder: Fo
     assert "frobnicate" in failed[4]["error"]["message"]
     assert "500 tokens" in failed[5]["error"]["message"]
     for line in (12, 13):  # refused before encoding: no token has more than 7 bytes
-        assert "prompt's at least 7" in failed[line]["error"]["message"]
+        assert "prompt has at least 7" in failed[line]["error"]["message"]
     assert "messages[0].role" in failed[14]["error"]["message"]
     assert sorted(row["custom_id"] for row in rows if row["error"] is None) == ["a", "z"]
     summary = folder.summary()

@@ -95,7 +95,7 @@ def test_an_input_that_shrinks_is_a_fault(tmp_path: Path) -> None:
     source.close()
 
 
-def test_a_line_beyond_the_limit_is_skipped(
+def test_a_line_beyond_the_limit_is_read_without_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 8)

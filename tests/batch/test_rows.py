@@ -100,7 +100,7 @@ def test_chat_logprobs_are_a_boolean_and_a_count() -> None:
     assert refused(chat_row(logprobs=2)).param == "logprobs"
 
 
-def test_every_sampling_field_reaches_the_engine() -> None:
+def test_sampling_fields_are_read() -> None:
     fields = {
         "n": 2,
         "temperature": 0.5,

@@ -33,7 +33,7 @@ def engines() -> FakeEngines:
 
 
 def rows(count: int = NUM_ROWS) -> list[Json]:
-    """Questions over documents: chats and prompts, greedy and sampled, with and without seeds."""
+    """Questions over documents: chats and prompts, greedy and sampled, with one answer or two."""
     found: list[Json] = []
     for index in range(count):
         text = f"document {index % 7} and all that is in it, word for word; question {index}"
@@ -60,7 +60,7 @@ def answer(source: Path, output: Path, *flags: str) -> int:
 
 
 def answers(path: Path) -> list[str]:
-    """Rows as a sorted list, without times, cached tokens and the worker's name."""
+    """Rows as a sorted list, without marks, times, token counts and the server's fingerprint."""
     found = []
     for line in path.read_text().splitlines():
         row = json.loads(line)

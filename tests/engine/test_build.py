@@ -49,8 +49,8 @@ def test_an_unknown_field_is_ignored_with_a_line_on_stderr(
     assert "mine: ignored scale_depth because of" in told[0]
 
 
-def test_ignored_fields_change_the_name_of_pages(folder: Path) -> None:
-    """A version that knows the field computes other pages from the same file."""
+def test_ignoring_a_field_that_is_absent_or_null_does_not_rename_pages(folder: Path) -> None:
+    """Names depend only on fields that the file has and that are ignored."""
     ignoring = folder_origin(folder, ["scale_depth"]).digest()
     assert folder_origin(folder, ["scale_depth", "not_there"]).digest() == ignoring
     path = folder / "config.json"

@@ -124,7 +124,7 @@ def test_a_similar_page_does_not_keep_a_large_prompt_from_starting() -> None:
 
 
 def test_a_prefix_is_not_evicted_before_its_tail() -> None:
-    """A page that is copied from is touched without its prefix, so it is younger than that."""
+    """Copying from a page is no use of it: otherwise it would be younger than its prefix."""
     engine = an_engine(num_pages=12, page_size=2)
     run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1)])
     run_all(engine, [a_request([1, 2, 3, 4, 5, 8], 1)])  # copies from [5 6], ends at once
@@ -136,8 +136,8 @@ def test_a_prefix_is_not_evicted_before_its_tail() -> None:
 def test_no_request_waits_for_a_page_that_is_ready() -> None:
     engine = an_engine(12, 2, SchedConfig(chunk_tokens=2), can_overlap=True)
     run_all(engine, [a_request([1, 2, 3, 4, 5, 6, 9], 1)])
-    run_all(engine, [a_request([1, 2, 3, 4, 5, 8], 1)])  # [5 6] is now younger than its prefix
-    large = a_request(list(range(20, 41)), 1)  # all but [5 6] must be evicted
+    run_all(engine, [a_request([1, 2, 3, 4, 5, 8], 1)])  # copies from [5 6]
+    large = a_request(list(range(20, 41)), 1)  # evicts all pages but [1 2]
     engine.submit(large)
     engine.step()
     engine.abort(large.request_id)
@@ -304,7 +304,7 @@ class _LateStep:
 
 
 def test_a_step_still_on_the_device_does_not_write_to_pages_of_others() -> None:
-    """A launch fails while the previous step runs. That step's pages are free when it ends."""
+    """A launch fails while the previous step runs. That step's pages are not free until it ends."""
     runner = LateRunner(16, 4)
     bus = EventBus()
     store = KVStore(16, 4, b"fake", bus)

@@ -91,7 +91,7 @@ def test_a_context_is_computed_once_for_all_its_choices(num_context: int) -> Non
     assert counters.computed_tokens == num_context - 1 + 2 * len(CHOICES) * 3
 
 
-def test_labels_of_one_token_need_one_row_of_logits() -> None:
+def test_to_score_labels_of_one_token_only_the_context_is_computed() -> None:
     engine, counters = counted(200, 16)
     got = told(run_all(engine, [scored(CONTEXT, [], (1, 2, 3), "a")]).outputs)
     assert got["a"] == scores_of(CONTEXT, [], (1, 2, 3))
@@ -202,7 +202,7 @@ def test_impossible_scorings_are_refused(sampling: SamplingParams, scoring: Scor
 
 
 @pytest.mark.parametrize("top", [0, 1, 2])
-def test_prompts_with_logprobs_that_cannot_be_reused_do_not_wait_for_each_other(top: int) -> None:
+def test_prompts_with_logprobs_do_not_run_one_by_one(top: int) -> None:
     engine = an_engine(num_pages=512, config=SchedConfig(chunk_tokens=512))
     counters = Counters().attach(engine.bus)
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=top, ignore_eos=True)

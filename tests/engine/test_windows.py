@@ -1,6 +1,6 @@
 """Models with sliding windows in the whole engine: greedy tokens equal transformers', alone, in
-a batch, over shared prefixes, in chunks and after preemption. Prompts are longer than the window,
-and one grows beyond it.
+a batch, over shared prefixes, in chunks and after preemption. Four prompts are longer than the
+window, and one grows beyond it.
 """
 
 from pathlib import Path

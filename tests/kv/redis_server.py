@@ -1,4 +1,4 @@
-"""A real redis-server on a free port, and a proxy that delays, cuts and drops bytes."""
+"""A real redis-server on a free port, and a proxy that delays bytes and cuts connections."""
 
 import shutil
 import signal

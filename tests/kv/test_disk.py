@@ -313,7 +313,7 @@ def test_a_temporary_error_of_the_index_costs_no_page(
     tier.close()
 
 
-def test_an_index_without_its_journal_costs_no_page(stored: Path) -> None:
+def test_a_journal_that_cannot_be_opened_costs_no_page(stored: Path) -> None:
     journal = stored / f"{FILE}-wal"
     journal.mkdir()  # SQLite: unable to open database file
     with pytest.raises(StoreError, match="unable to open"):

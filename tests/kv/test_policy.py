@@ -175,7 +175,7 @@ def test_pages_that_return_from_disk_after_a_long_pause_evict_nothing() -> None:
     for now, key in enumerate("abcd"):
         policy.admit(key, now)
     assert tiers(policy, "abcd") == "ddhh"
-    assert not policy.keep("a", 4)  # all host pages were used later than a
+    assert not policy.keep("a", 4)  # all host pages were used later than `a`
     assert tiers(policy, "abcd") == "ddhh"
     policy.note_use("a", 5)
     policy.keep("a", 6)
@@ -189,7 +189,7 @@ def test_loading_a_page_counts_as_a_use() -> None:
         policy.admit(key, now)
     policy.note_use("x", 4)
     assert tiers(policy, "xyab") == "ddhh"
-    policy.keep("a", 5)  # a is loaded from host memory: its conversation runs
+    policy.keep("a", 5)  # `a` is loaded from host memory: its conversation runs
     policy.keep("x", 6)
     assert tiers(policy, "xyab") == "hdhd"
 
@@ -243,7 +243,7 @@ def test_if_most_chains_return_soon_any_that_returns_evicts_the_least_recently_u
     assert HOST not in policy.find(chains[30])  # the first of the thirty chains in host memory
     policy.admit(["1-4"], 11, after=["1-3"])
     assert policy.tier_of("1-4") == HOST
-    policy.drop(["1-4", *(key for chain in chains for key in chain)])  # the pages below are new
+    policy.drop(["1-4", *(key for chain in chains for key in chain)])  # now the store is empty
     for chain in chains:
         policy.admit(chain, 12)
     policy.keep(chains[0], 13)
@@ -255,7 +255,7 @@ def test_a_kept_page_is_not_evicted_for_itself() -> None:
     for now, key in enumerate("abc"):
         policy.admit(key, now)
     assert tiers(policy, "abc") == "ddh"
-    for now in range(3, 9):  # the page that a replaces needs room on disk, where a is
+    for now in range(3, 9):  # the page that `a` replaces needs room on disk, where `a` is
         policy.keep("a", now)
         policy.note_use("a", now)
         policy.check()

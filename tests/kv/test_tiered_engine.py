@@ -62,7 +62,7 @@ def test_pages_evicted_from_the_device_come_back(
 
 
 @pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO])
-def test_requests_start_one_by_one_as_their_pages_arrive(
+def test_requests_that_load_pages_at_the_same_time_get_right_answers(
     policy: PolicyKind, tmp_path: Path
 ) -> None:
     tiered = a_tiered_engine(

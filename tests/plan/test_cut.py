@@ -65,7 +65,7 @@ def test_the_cost_of_a_share_is_its_number_of_different_prefixes(
 def test_rows_that_share_nothing_are_cut_as_evenly_as_the_longest_allows(
     lengths: list[int], num_workers: int
 ) -> None:
-    """The worker that gets the last range of the longest share had the smallest share before."""
+    """When a worker gets the last range of the longest share, its share is the smallest."""
     prompts = [[1000 * row + place for place in range(size)] for row, size in enumerate(lengths)]
     cut, _ = cut_of(prompts, num_workers, TOKENS_ONLY)
     mean = sum(lengths) / num_workers  # small rows are assigned together, up to mean / 16

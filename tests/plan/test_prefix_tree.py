@@ -102,8 +102,8 @@ def test_any_int32_is_a_token(tokens: list[int]) -> None:
     assert tree.order.tolist() == sorted(range(len(prompts)), key=lambda i: (prompts[i], i))
 
 
-def test_a_long_chain_of_prefixes_takes_few_rounds() -> None:
-    """2,000 turns of one conversation; the number of rounds is the logarithm of that."""
+def test_a_long_chain_of_prefixes_is_sorted() -> None:
+    """2,000 turns of one conversation: each prompt is a prefix of the next."""
     tokens = np.arange(2000, dtype=np.int32)
     prompts = Prompts.from_lists([tokens[: n + 1] for n in range(2000)])
     tree = build_tree(prompts)

@@ -52,7 +52,7 @@ class Existing(Enum):
 
 
 class AnswerFile:
-    """Appends rows to the output. Nothing on the disk changes before `start` or `forget`.
+    """Appends rows to the output. An existing file does not change before `start` or `forget`.
 
     Raises InvalidRequest on opening and FileFault afterwards. A lock keeps other processes out.
     """

@@ -24,8 +24,8 @@ class JobBar:
     """Shows what the job does (reading, planning, running) and its progress.
 
     While rows run: prompt tokens done and time left, rows done, requests/s, tokens/s and saving so
-    far. `preparing` returns a text: what the reading thread is doing. Totals are unknown at first,
-    then estimated from the bytes of the input, and exact once everything is read.
+    far. `preparing` returns a text: what the reading thread is doing. Totals are estimated from the
+    bytes of the input, and exact once everything is read; those of a pipe are unknown.
     """
 
     def __init__(self, summary: Summary, preparing: Callable[[], str], is_shown: bool) -> None:

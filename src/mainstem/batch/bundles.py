@@ -59,7 +59,7 @@ class Bundles:
         self._seconds[worker] += bundle.seconds
 
     def give_back(self, tasks: Sequence[Task]) -> None:
-        """Return tasks that were taken and not answered."""
+        """Put back tasks that were taken and not answered."""
         if tasks:
             self._returned.append(Bundle(tasks, 0.0))
 

@@ -61,11 +61,12 @@ class Desk:
         self._driver.fail(task, error)
 
     def give_back(self, tasks: Sequence[Task]) -> None:
-        """Return rows that were not started, for other workers."""
+        """Put rows back for any worker, without blaming them."""
         self._driver.give_back(tasks)
 
     def lose(self, tasks: Sequence[Task], reason: str) -> None:
-        """Return rows whose worker failed, perhaps because of one of them."""
+        """Put back rows whose worker failed, perhaps because of one of them. A row that is lost
+        MOST_LOSSES times becomes an error row."""
         self._driver.lose(tasks, reason)
 
 

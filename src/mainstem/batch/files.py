@@ -26,7 +26,7 @@ LINES_PER_LOOK = 64  # between two updates of an input's progress
 
 
 class FileFault(MainstemError):
-    """A file failed while the job ran; what was written before is safe."""
+    """A file failed while the job ran, or no worker is left; what was written before is safe."""
 
 
 class Unpack(Protocol):

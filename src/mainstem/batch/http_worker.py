@@ -26,7 +26,7 @@ from mainstem.wire.errors import WireError
 
 PATIENCE_S = 60.0  # a server that cannot be reached for longer is lost
 RETRY_S = 1.0
-BUSY_S = 0.5  # pause after a server refused rows because it had too many
+BUSY_S = 0.5  # longest pause after a server refused rows because it had too many
 CONNECT_S = 10.0
 MAX_HEADERS = 100
 MAX_BODY_BYTES = 1 << 30
@@ -142,7 +142,7 @@ class HttpWorker:
                     break
                 task = self._waiting.popleft()
                 if task.row.choices:
-                    reason = "choices: not supported with --workers; leave it out, or use --ray"
+                    reason = "choices: not supported with --workers; leave them out, or use --ray"
                     desk.fail(task, WireError("not_supported", reason, "choices"))
                     continue
                 self._running[asyncio.create_task(self._ask(task))] = task

@@ -305,8 +305,8 @@ class Job:
 
 
 def seeded(row: Row, seed: int) -> SamplingParams:
-    """A row without a seed gets one from the job's seed and its id, so that a resumed job gives the
-    same answers."""
+    """Return a row's sampling. If it is not greedy and has no seed, it gets one from the job's seed
+    and the row's id, so that a resumed job gives the same answers."""
     sampling = row.call.sampling
     if sampling.is_greedy or sampling.seed is not None:
         return sampling

@@ -29,7 +29,8 @@ from mainstem.plan.order import (
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
 
-STRETCH_ROWS = 4096  # a stretch has one to two times as many rows, or more if a group is larger
+# a stretch has one to two times this many rows; more if one group is larger, fewer at the end
+STRETCH_ROWS = 4096
 TEMPLATE_TOKENS = 64  # this many first tokens of a shared prefix identify a kind of prompt
 MAX_TEMPLATES = 1 << 16
 FEW_ANSWERS = 16  # with fewer answers, output lengths are not estimated
@@ -41,7 +42,7 @@ UNLIMITED_TOKENS = 512  # assumed as the limit of a row without max_tokens
 
 def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
     """Return which rows must run and, for each of them, the later rows that get its answer: those
-    with the same prompt and the same greedy settings."""
+    with the same prompt, salt and greedy settings."""
     leaders: dict[bytes, int] = {}
     groups: dict[int, list[int]] = {}
     settings: dict[int, bytes] = {}  # by id(): rows with equal settings share one SamplingParams
@@ -110,7 +111,7 @@ class Templates:
         self._numbers: dict[bytes, int] = {}
 
     def of(self, tree: PrefixTree, prompts: Prompts) -> Int64s:
-        """[prompts] the template of every prompt; 0 for those that share nothing."""
+        """[prompts] the template of each prompt; 0 if it shares nothing, or after MAX_TEMPLATES."""
         tops = np.flatnonzero((tree.node_parents == 0) & (np.arange(len(tree.node_parents)) > 0))
         numbers = np.zeros(len(tops) + 1, dtype=np.int64)
         for place, node in enumerate(tops.tolist(), start=1):

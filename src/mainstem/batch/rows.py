@@ -26,7 +26,7 @@ from mainstem.wire.replies import Heading, PromptAnswers, Reply
 from mainstem.wire.scores import choices_reply, read_scores
 
 MAX_CUSTOM_ID_CHARS = 512
-# fields that need a waiting client, or server-side state
+# fields that only the server supports
 SERVER_ONLY = frozenset(
     [
         "context_overflow", "echo", "return_token_ids", "session_id", "stream",

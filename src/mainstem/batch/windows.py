@@ -90,7 +90,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Turns rows into calls and token ids, for jobs, for batches of a server and for plans. The
+    """What turns rows into calls and token ids, for jobs, batches of a server and plans. The
     tokenizer is loaded when the first row needs it. `find_app` returns the app of a row, or raises
     WireError if the app is unknown. `marker` is for outputs that can be resumed. `find_salt`
     returns a row's salt: only requests with the same salt find the row's encoded texts
@@ -290,5 +290,5 @@ class WindowReader:
 
     def _too_long(self, num_tokens: str) -> WireError:
         window = self._rows.max_model_len
-        reason = f"the prompt's {num_tokens} tokens leave no room for an answer in the context of"
+        reason = f"the prompt has {num_tokens} tokens; an answer has no room in the context of"
         return WireError("prompt_too_long", f"{reason} {window} tokens", "prompt")

@@ -1,4 +1,4 @@
-"""Config -> Engine: the only place where parts are chosen and joined."""
+"""Config -> Engine: loads a model, and joins runner, tiers, store and scheduler."""
 
 import logging
 from collections.abc import Callable, Iterator

@@ -15,9 +15,10 @@ from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
 from mainstem.sched.scheduler import Scheduler
 
-# the engine is lost after this many failed steps in a row, if no request is to blame or all are
+# the engine is lost after this many failed steps without a request to blame, or after this many
+# with one if every request has failed in a step of its own
 MAX_FAILURES = 8
-MAX_BLAMED = 64  # the same limit if a request is to blame for each, and others are left to try
+MAX_BLAMED = 64  # the limit for steps with a request to blame while other requests are left to try
 
 log = logging.getLogger("mainstem.engine")
 
@@ -103,11 +104,11 @@ class Engine:
     def step(self) -> list[Output]:
         """Advance by one step; returns the new outputs.
 
-        After a failed step its sequences restart and the cache is cleared. Sequences that fail
-        again are tried alone; a request that fails alone, while others do not, ends with the error
-        in its last Output. Raises EngineLost if every step fails, whatever is in it, or if a rank
-        has ended. After an interrupt, which is raised again, all sequences wait, and outputs come
-        with the next step.
+        After a failed step all sequences restart, and the device's cache is cleared. Those that
+        fail again are tried alone; a request that fails alone, while others do not, ends with the
+        error in its last Output. Raises EngineLost if every step fails, whatever is in it, or if a
+        rank has ended. After an interrupt, which is raised again, all sequences wait, and outputs
+        come with the next step.
         """
         self.check_process()
         if self._is_torn:  # another interrupt came before recovery was complete

@@ -1,1 +1,1 @@
-"""Decides which pages are kept, and in which tier. Only kv/bytes uses tensors."""
+"""Decides which pages are kept, and in which tier. Only kv/bytes uses files and connections."""

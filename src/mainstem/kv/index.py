@@ -108,7 +108,7 @@ class PrefixIndex:
                     del self._pins[page]
 
     def match(self, keys: Sequence[PageKey]) -> tuple[Int32s, int]:
-        """Pages of the longest indexed prefix of `keys`, and how many of them are ready."""
+        """Pages of the longest indexed prefix of `keys`, and how many leading ones are READY."""
         found: list[int] = []
         with suppress(KeyError):  # the first missing key; the pages before it are the match
             found.extend(map(self._page_of.__getitem__, keys))

@@ -33,9 +33,9 @@ K = TypeVar("K", bound=Hashable)
 HOST = 0  # the number of the fastest tier
 NOWHERE = 1 << 10  # the tier of a page that is in none
 HEADROOM = 0.05  # share of the host tier that is kept free for saves and loads
-WAITED_FOR = 1 << 100  # a page that a request waits for is worth this minus its `when`
+WAITED_FOR = 1 << 100  # a page that requests wait for is worth this minus its `when` (window.py)
 UNWAITED = 1 << 90  # above every rank, below pages that requests wait for
-RETURNS_KNOWN = 0.25  # a load of this share of the host alone decides `_soon`
+RETURNS_KNOWN = 0.25  # one load of this share of the host sets `_soon`; smaller ones adjust it
 SPARE_ITEMS = 4096  # heaps with fewer outdated items are not rebuilt
 
 
@@ -48,7 +48,7 @@ class Moves(Generic[K]):
     """
 
     load: list[K] = field(default_factory=list)  # copy to host; the lower tier keeps its copy
-    write: list[K] = field(default_factory=list)  # write to a lower tier, then free the old place
+    write: list[K] = field(default_factory=list)  # to a lower tier, then free the old place
     free: list[K] = field(default_factory=list)  # free in one tier; another one has it
     drop: list[K] = field(default_factory=list)  # evicted from every tier, or refused on arrival
     # (tier, key) of copies freed in this call; their bytes are still there
@@ -119,8 +119,8 @@ class TierPolicy(Generic[K]):
     Call order per request: `expect` when it is queued; `dismiss` when it is served; then `admit`
     with all its pages, used and new ones (`finish` does both). `admit` comes last, since until
     `dismiss` the pages of the request are worth more than all others. `make_headroom` and
-    `choose_prefetch` may be called at any time. All calls cost O(log n) a page; nothing scans a
-    tier.
+    `choose_prefetch` may be called at any time. Calls cost O(log n) a page; only `_clean`
+    scans all pages, and rarely.
 
     Invariant: a tier never holds more pages than its size, and every entry is in a tier. The heap
     of the fastest tier that has a page has an item of the page's present worth. In slower tiers the
@@ -228,8 +228,8 @@ class TierPolicy(Generic[K]):
 
         Afterwards `places` says where each of its pages belongs. New pages in `write` go to a lower
         tier without staying in the host; those in `drop` are not kept. `after` names the page
-        before each, if known. A page whose predecessor is only in lower tiers evicts nothing from
-        the host: a request for it has to wait for those tiers anyway.
+        before each, if known. Under the stricter rule of `keep`, a page whose predecessor is only
+        in lower tiers evicts nothing: a request for it has to wait for those tiers anyway.
         """
         moves: Moves[K] = Moves()
         entries, missing = self._entries, []
@@ -259,11 +259,11 @@ class TierPolicy(Generic[K]):
     def keep(self, keys: Sequence[K], now: float) -> Moves[K]:
         """A request has loaded these stored pages: may those from lower tiers stay in the host?
 
-        If most conversations return soon, yes: they evict the least recently used pages. Otherwise
-        a page evicts only pages whose last use is older than its own previous use (as in LIRS, the
-        distance between two uses decides). If more conversations return in turn than the host
-        holds, LRU would evict each one before its next turn; this rule keeps some of them. The LRU
-        and FIFO policies admit all pages.
+        If most conversations return soon, yes: these pages evict the least recently used ones.
+        Otherwise a page evicts only pages whose last use is older than its own previous use (as in
+        LIRS, the distance between two uses decides). If more conversations return in turn than the
+        host holds, LRU would evict each one before its next turn; this rule keeps some of them. The
+        LRU and FIFO policies admit all pages.
         """
         entries = [(key, entry) for key in keys if (entry := self._entries.get(key)) is not None]
         self._note_returns([entry for _, entry in entries])
@@ -327,7 +327,7 @@ class TierPolicy(Generic[K]):
     def back_up(self, tier: int, keys: Sequence[K]) -> Moves[K]:
         """Copy host pages to a lower tier too, unless that would evict newer pages.
 
-        The copies are listed in `write`; the host keeps its own.
+        The copies are listed in `write`; unlike after other writes, the host keeps its own.
         """
         moves: Moves[K] = Moves()
         for key in keys:
@@ -515,8 +515,8 @@ class TierPolicy(Generic[K]):
         return None
 
     def _make_room(self, tier: int, worth: int, moves: Moves[K], spared: int = 0) -> bool:
-        """Make room for a page of `worth` and leave `spared` places free: evict copies first, then
-        pages of less worth. False: all pages are worth more."""
+        """Make room for a page of `worth` without using the last `spared` places: evict a copy, or
+        else the page of least worth. False: no page is worth less."""
         if self._counts[tier] + spared < self._pages[tier]:
             return True
         if self._copies[tier]:
@@ -614,12 +614,12 @@ class TierPolicy(Generic[K]):
             for key in keys - copies:
                 entry = entries[key]
                 assert entry.top == tier, "a page is in a faster tier than it knows"
-                assert (self._worth(key, entry), key) in items, "a page cannot leave"
+                assert (self._worth(key, entry), key) in items, "a page is missing in its heap"
             places |= 1 << tier
         for entry in entries.values():
             assert entry.places, "an entry is in no tier"
             assert not entry.places & ~places, "an entry is in a tier that does not exist"
         if self.config.ttl_s is not None:
-            assert self._by_use.keys() == entries.keys(), "a page cannot expire"
+            assert self._by_use.keys() == entries.keys(), "a page is missing in the order of use"
             times = [entries[key].used_s for key in self._by_use]
             assert all(a <= b for a, b in zip(times, islice(times, 1, None), strict=False))

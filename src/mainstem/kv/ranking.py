@@ -1,7 +1,7 @@
 """In which order pages leave a tier: the smallest rank goes first.
 
 A ranking computes a page's new rank at each use. `TierPolicy` has one page at a time, the
-device's index has arrays of pages. So `used` takes a number or an array, and returns the same.
+device's index has arrays of pages. So `used` takes one rank or an array of ranks.
 """
 
 from enum import Enum

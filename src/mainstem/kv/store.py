@@ -22,7 +22,7 @@ from mainstem.kv.stored import NOTHING_STORED, Stored
 from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
 from mainstem.kv.traffic import Traffic
 
-EVICT_SHARE = 64  # an eviction frees 1/64 of all pages, or more if more are needed
+EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
 DEFAULT_CONFIG = StoreConfig()
 
 
@@ -383,7 +383,7 @@ class KVStore:
             self._traffic.flush()
 
     def close(self) -> None:
-        """Finish all pending saves."""
+        """Finish pending saves, of which a slow shared tier may skip some, and close the tiers."""
         if self._traffic is not None:
             self._traffic.tiers.end_soon()
             self._traffic.flush()

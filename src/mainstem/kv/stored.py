@@ -20,7 +20,7 @@ class Entry:
     full: int = 0  # one bit for each tier that has the page's bytes
     holds: int = 0  # copies that use its places
     is_lost: bool = False
-    skips_load: bool = False  # a load whose first page it was failed: the next request computes it
+    skips_load: bool = False  # a load that began with it failed: the next request computes it
     is_recovered: bool = False  # written by an earlier or another process: `parent` is not known
 
 

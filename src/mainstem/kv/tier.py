@@ -86,7 +86,7 @@ class Tier(Protocol):
 
     @property
     def link(self) -> Link:
-        """The link to the next faster tier, with the latest rate that was measured."""
+        """The link by which pages are read from the tier, with its latest measured rate."""
         ...
 
     def take(self, key: PageKey) -> bool:

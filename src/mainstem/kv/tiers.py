@@ -47,7 +47,7 @@ from mainstem.kv.transfer import Link, LoadId, PageCopier
 SLACK = 16  # 1/16 of the slots is reserved for copies in flight
 READ_LIMIT_S = 5.0  # limit of a read, unless the request that needs it sets another
 READ_AHEAD_S = 0.02  # no more work than this is queued in a tier by prefetches: loads come first
-CHORE_S = 0.5  # between checks for expired pages
+CHORE_S = 0.5  # between checks for expired pages and headroom
 IN_HOST = 1 << HOST
 NO_PAGES = np.empty(0, np.int32)
 

@@ -27,7 +27,7 @@ from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import LoadId
 
 WRITE_BUFFER = 2  # at most 1/2 of the device pages may be under a save
-SAVE_PIECE = 64  # postponed saves are tried again when this many slots are free
+SAVE_PIECE = 64  # postponed saves are tried again when a save ends, or this many slots are free
 READ_PIECE = 32  # pages read from a lower tier, then copied to the device, at a time
 
 

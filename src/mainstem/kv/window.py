@@ -86,8 +86,8 @@ class QueueWindow(Generic[K]):
         return keys
 
     def take_news(self) -> list[K]:
-        """Return the keys that became near since the last call and are still near, soonest
-        first."""
+        """Return the keys that became near since the last call and are still near, in this
+        order."""
         news, self._news = self._news, {}
         return list(news)
 

@@ -36,7 +36,7 @@ class Card:
 H200 = Card("NVIDIA H200", 4.3e12, 666e12, 7e-6, 10e-6, 264, 64, 5e-6)
 GENERIC_CPU = Card("cpu", 20e9, 60e9, 30e-6, 10e-6, 1, 1 << 30, 0.0)
 # Cards that nobody calibrated: bytes/s and dense 16-bit FLOP/s from the datasheet, and the number
-# of SMs. Long copies reach about 9/10 of these bytes/s, long products about 2/3 of these FLOP/s.
+# of SMs. Long copies reach about 9/10 of these bytes/s, large GEMMs about 2/3 of these FLOP/s.
 DATASHEETS = {
     "H200": (4.8e12, 989e12, 132),
     "H100": (3.35e12, 989e12, 132),
@@ -129,8 +129,8 @@ def worth_sharing(card: Card, model: Heads, members: Ints, tokens: Ints) -> Bool
 
 
 def span_floor_s(card: Card, spans: Spans, *, heads: int, kv_heads: int, head_dim: int) -> float:
-    """Return the least time of a step's attention: the time to read each byte of K and V once, or
-    the time of the arithmetic if that is longer.
+    """Return the least time of a step's attention: the time to move K, V, queries and outputs once,
+    or the time of the arithmetic if that is longer.
     """
     model = Heads(heads, kv_heads, head_dim)
     keys = spans.key_tokens.astype(np.int64)
@@ -153,9 +153,9 @@ def relay_speedup(system_tokens: float, context_tokens: float, batch: float) -> 
     """RelayAttention Eq. 10: the speedup of decoding if the system prompt is read once.
 
     Counts memory accesses per head in units of one key and value vector (K and V count as one, each
-    head has its own KV). A plain kernel reads s + c and moves 2 more: query and answer. Relay reads
-    s once for the batch (s / b) and c, and moves 7 more: query and answer twice, and two inputs and
-    one output of the fusion.
+    head has its own KV). For s system and c context tokens, a plain kernel reads s + c and moves 2
+    more: query and answer. Relay reads s once for a batch of b (s / b) and c, and moves 7 more:
+    query and answer twice, and two inputs and one output of the fusion.
     """
     plain = system_tokens + context_tokens + 2
     relay = system_tokens / batch + context_tokens + 7
@@ -222,8 +222,8 @@ def token_costs(card: Card = H200, model: ModelSize = LLAMA_8B, batch: int = 256
 
 
 def full_speed_tokens(card: Card, bytes_per_param: float = 2.0) -> int:
-    """S_chunk: the smallest step size, a power of two, at which reading the weights takes at most a
-    twentieth of the time of the products. In fp8 both times are halved, so the size is the same.
+    """S_chunk of BatchLLM: the smallest step size, a power of two, at which GEMMs take at least 20
+    times as long as reading the weights. In fp8 both times are halved, so the size is the same.
     """
     tokens_per_read = card.flops_per_s / card.bytes_per_s * bytes_per_param / 2  # 2 FLOPs a weight
     return 1 << (int(20 * tokens_per_read) - 1).bit_length()

@@ -29,9 +29,9 @@ from mainstem.plan.cost import TokenCosts, token_costs
 from mainstem.plan.order import shared_with_next
 
 BUNDLES_PER_SHARE = 16
-# pairs of numbers, tried in this order. First: a range may begin at a group if what it shares with
-# the group before it costs at most this part of the group. Second: the last part of a range that is
-# searched for the cheapest place to split it
+# pairs of numbers, tried in this order. First: a range may begin with a group if what the group
+# shares with the one before costs at most this part of the group. Second: the last part of a range
+# that is searched for the cheapest place to split it
 WAYS_TO_CUT = ((0.05, 0.03), (0.5, 0.03), (0.5, 0.2), (1.0, 0.03))
 BUNDLE_LEEWAY = 0.5  # the second number for bundles
 BALANCE = 1.05  # if the longest share / mean is at most this, no more groups are split
@@ -270,7 +270,7 @@ def _deal_under(
     limit_s: float, line: _Line, ranges: list[Range], num_workers: int, leeway: float
 ) -> Dealt | None:
     """Assign ranges, longest first, each to the worker with the least work. The part that exceeds
-    the limit goes to the next worker. Returns None if a row does not fit.
+    the limit goes back to the queue. Returns None if a row does not fit.
     """
     queue = [(-line.seconds(begin, end), begin, end) for begin, end in ranges]
     heapify(queue)
@@ -346,7 +346,7 @@ def _costs(line: _Line, dealt: Dealt) -> tuple[Float64s, int]:
 
 
 def _known_tokens(line: _Line, workers: Int64s, begins: Int64s, ends: Int64s) -> Float64s:
-    """Return [ranges] how many leading tokens its worker has from the previous range of its share.
+    """Return [ranges] how many leading tokens the worker has from the previous range of its share.
 
     Ranges are sorted and cover all members. Two ranges share the minimum of what neighbouring
     members share, from the end of the first range to the beginning of the second.

@@ -15,7 +15,7 @@ from mainstem.plan.prefix_tree import PrefixTree, build_tree
 class PlanConfig:
     """How prompts are grouped, and whether groups are put in another order."""
 
-    levels: int = 4  # spans on one path; 1: the paper's single level by Algorithm 1
+    levels: int = 4  # most spans on one path; 1: the paper's single level by Algorithm 1
     group_tokens: int = 65_536  # distinct tokens in a group; larger groups are split if possible
     worth_span: SpanChoice = field(default_factory=LongRuns)
     reorders: bool = (

@@ -104,7 +104,7 @@ class DiskTier:
         """Open the store of one model in `folder`, which is created if it does not exist.
 
         `model` is a name to show to people. `ledger` is a file that remembers the number of pages:
-        if there are fewer now, the store was emptied. Raises StoreError if the store is in use, has
+        if there are far fewer now, pages were lost. Raises StoreError if the store is in use, has
         another format or cannot be opened. A store with a damaged or missing index is opened empty.
         `found` then says what is wrong, and `lost` counts the pages that the ledger remembers.
         """
@@ -284,8 +284,8 @@ class DiskTier:
         return index, kept
 
     def _note_fewer(self, num_rows: int) -> None:
-        """Compare the number of pages with the number that the ledger has. A killed process may
-        have deleted up to MAX_BATCH pages after it last wrote the ledger: these are not lost."""
+        """Compare the number of pages with the number that the ledger has. Up to MAX_BATCH fewer
+        are no loss: a killed process may have deleted pages after it last wrote the ledger."""
         before = self._ledger.read() or 0
         if self.found is not None and num_rows == 0:
             self.lost["index"] = before
@@ -297,8 +297,8 @@ class DiskTier:
             self.lost["index"] = before - num_rows
 
     def _sound_index(self) -> tuple[PageIndex, list[PageRow]]:
-        """Replace a damaged index by an empty one. Other errors, such as a full disk or a locked
-        file, do not mean damage."""
+        """Return the index and its rows. A damaged index is replaced by an empty one; other errors,
+        such as a full disk or a locked file, do not mean damage."""
         had_index = (self.folder / FILE).is_file()
         try:
             index, rows = self._read_index()
@@ -326,7 +326,7 @@ class DiskTier:
         try:
             return index, index.rows()
         except sqlite3.Error:
-            index.close()  # now: after a new index is made, this would remove the new journals
+            index.close()  # now, since closing it later would remove the journals of a new index
             raise
 
     def _is_full(self, error: sqlite3.Error) -> bool:

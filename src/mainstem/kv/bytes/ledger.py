@@ -1,4 +1,4 @@
-"""Remembers how many pages a store held at its last use. If it holds fewer now, it was emptied.
+"""Remembers how many pages a store held at its last use. If it holds far fewer, pages were lost.
 
 The count is kept in the user's cache folder, because the store's own folder may be missing:
 deleted, or on a disk that is not mounted.

@@ -1,7 +1,7 @@
 """The index of a disk store: which record holds which page. SQLite in WAL mode.
 
 A row is committed only after its record is on the disk, and deleted before its record is written
-again. So after a crash at any moment a row matches its record; the checksum finds other damage.
+again. So after a kill at any moment a row matches its record; the checksum finds other damage.
 """
 
 import sqlite3
@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS pages (
 
 @dataclass(frozen=True, slots=True)
 class PageRow:
-    """A committed page."""
+    """A row of the index: a page and its record."""
 
     key: PageKey
     record: int
@@ -65,7 +65,7 @@ class PageIndex:
         for name, value in about.items():
             if name != MODEL and name in found and found[name] != value:
                 raise StoreError(
-                    f"{folder} holds pages of {name} {found[name]}, this is {name} {value}; "
+                    f"{folder} holds pages of {name} {found[name]}, and {name} {value} is needed; "
                     f"use another folder or `mainstem cache clear`"
                 )
         with database:

@@ -2,7 +2,7 @@
 
     engine thread      asking thread        writing thread           reading threads
     ask(keys) -------> EXISTS ... ---.
-    write(job) ---------------------- | --> sign, SET ... EX ---.
+    write(job) ---------------------- | --> sign, SET ... PX ---.
     read(jobs) ---------------------- | ----------------------- | --> GET ..., compare the signature
     poll() <--------------------------+-------------------------+---------------'
 

@@ -1,9 +1,10 @@
-"""Segment files of equal length. A file consists of equal records, each with one page.
+"""Segment files. Each has room for the same number of records, and a record for one page.
 
     0000.pages | record 0 | record 1 | ... | record n-1 |     0001.pages | record n | ...
 
-Every record begins at a multiple of ALIGNMENT, so reads and writes can bypass the page cache
-(O_DIRECT) if the file system allows it. Only the index knows which page a record holds.
+Every record begins at a multiple of ALIGNMENT, so reads and writes can bypass the system's cache
+(O_DIRECT) if the file system and the size of a page allow it. Only the index knows which page a
+record holds.
 """
 
 import errno
