@@ -48,7 +48,7 @@ _READ_TOKENS = 256  # tokens read in one call, when a new lexer reads the whole 
 # an answer's lexer may be renewed twice, and once more for every 128 tokens of the answer
 _RENEWAL_TOKENS = 128
 
-# Memory of all compiled forms together, by an upper estimate.
+# Limits for the memory of compiled forms, and rates for an upper estimate of it.
 KEPT_BYTES = 1 << 30  # memory of forms that are kept for later use
 OWNER_BYTES = 2 << 30  # memory of one owner's forms, kept or in use
 _MIN_BYTES = 1 << 20
@@ -308,8 +308,8 @@ def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
 
 
 def _num_remainders(form: str) -> int:
-    """Return how many remainders a lexer must distinguish for `multipleOf`: those of each divisor
-    and, if schemas are joined, of products of divisors."""
+    """Return how many remainders a lexer must distinguish for `multipleOf`: the sum of the divisors
+    or, if schemas are joined, their product."""
     text = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), form)
     found = re.findall(r'multipleOf\\*"\s*:\s*([0-9.]+)', text)
     divisors = {int("0" + digits.replace(".", "").rstrip("0")[:18]) for digits in found}

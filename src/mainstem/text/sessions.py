@@ -144,7 +144,8 @@ def tokenizer_identity(tokenizer: Tokenizer) -> str:
 
 
 def said_before(session: Session | None, text: str, tokenizer: Tokenizer) -> Int32s | None:
-    """Return the session's ids if `text` begins with `session.text`; otherwise None."""
+    """Return the session's ids if `text` begins with `session.text` and the tokenizer can continue
+    a text; otherwise None."""
     if session is None or not tokenizer.can_continue or not text.startswith(session.text):
         return None
     return session.token_ids

@@ -58,7 +58,7 @@ class Layer:
     mlp_norm: Norm
     mlp: Mlp | CpuExperts
     finish: "Finish"
-    tails: tuple[Norm, Norm] = (Identity(), Identity())  # see `_tail`; of attention and of the MLP
+    tails: tuple[Norm, Norm] = (Identity(), Identity())  # `_tail` of attention and of the MLP
 
 
 Finish = Callable[[Layer, Tensor, Tensor], None]  # (layer, x, attention's output): adds to x
