@@ -301,7 +301,7 @@ class LLM(LoadedModel):
         self._lock = RLock()
         self._is_called = False
         self._streams: dict[str, deque[TextOutput]] = {}  # news not read yet, by request
-        self._abandoned: deque[str] = deque()  # streams that were closed early
+        self._abandoned: deque[str] = deque()  # streams that are no longer read
 
     def generate(
         self,
@@ -452,7 +452,8 @@ class LLM(LoadedModel):
 
     def _leave(self, request_id: str) -> None:
         """Note that a stream was read to its end, or was closed early. May be called at any time
-        and on any thread, since Python closes unused generators; the next step does the work."""
+        and on any thread, since Python closes unused generators. The work is done at once if no
+        call is running, otherwise by the next step."""
         self._abandoned.append(request_id)
         if not self._lock.acquire(blocking=False):
             return
