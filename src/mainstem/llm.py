@@ -167,7 +167,7 @@ class LoadedModel:
         try:
             return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
         except InvalidRequest as error:
-            raise ConfigError(f"{GENERATION_FILE}: {error}; or give SamplingParams") from None
+            raise ConfigError(f"{GENERATION_FILE}: {error}; give SamplingParams instead") from None
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
         """Return the ids of a conversation whose text is from `Tokenizer.chat_text`. If it
