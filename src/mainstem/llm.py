@@ -616,8 +616,8 @@ class LLM(LoadedModel):
         self.text_engine.submit(request)
 
     def _order(self, ids: Mapping[int, Int32s]) -> list[tuple[int, int | None]]:
-        """Return the prompts in the order to run, with their places in that order. Prompts with a
-        common prefix are neighbours."""
+        """Return the prompts in the order to run, with their plan places. Prompts with a common
+        prefix are neighbours; without sharing, the order is the given one, without places."""
         if not self._shares or len(ids) < 2:
             return [(index, None) for index in ids]
         starts = np.zeros(len(ids) + 1, np.int64)

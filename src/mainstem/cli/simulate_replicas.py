@@ -1,8 +1,8 @@
 """`mainstem simulate TRACE --replicas N`: simulates this workload on many replicas behind a router.
 
-The router is the same as in serving. The trace's times are scaled such that devices with one common
-memory would be busy for the share --busy of the time. With comma lists, each combination is one
-line of the output.
+The router is the same as in serving. The trace's times are scaled so that the devices, if they had
+one common memory, would be busy for a share --busy of the time. With comma lists, each combination
+is one line of the output.
 """
 
 import argparse

@@ -80,7 +80,7 @@ class ControlTokens:
         since templates compare them.
         """
         if len(text) < SHORT_CHARS and self._suspect.search(text) is None:
-            return text  # true for most names and words in tools
+            return text  # most names and words in tools end here
         text = without_marks(text)
         bare = text.strip()
         if self._is_within(bare):

@@ -37,11 +37,11 @@ JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 # Limits for the cost of a form. Schemas of 64 KiB stay far below: they take 0.05 s and 1 MB.
 _MAX_SYMBOLS = 100_000  # symbols of a grammar
 _MAX_STATES = 50_000  # states of its lexer; text of limited length needs 7 for each character
-_LEXER_FUEL = 200_000  # for text that a form prescribes at its beginning; 150 bytes per unit
+_LEXER_FUEL = 200_000  # for text that a form prescribes at its beginning; each takes 150 bytes
 _MAX_ITEMS = 20_000  # items of the parser, per token
 # remainders that a lexer must distinguish for `multipleOf`; this many take 0.4 s and 25 MB
 _MAX_REMAINDERS = 50_000
-_MAX_SLOW_S = 1.0  # processor time of one answer in tokens that took _SLOW_S or more
+_MAX_SLOW_S = 1.0  # processor time of an answer's slow tokens: those that took _SLOW_S or more
 _SLOW_S = 0.02
 _RENEWABLE_S = 0.1  # a form that took longer to compile is not compiled again between two steps
 _READ_TOKENS = 256  # tokens read in one call, when a new lexer reads the whole answer again

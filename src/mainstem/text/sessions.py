@@ -47,7 +47,7 @@ class SessionLimits:
 
 
 class Sessions:
-    """All sessions, by owner. One thread uses it.
+    """All sessions, by owner. One thread at a time uses it.
 
     An owner is a secret that identifies a tenant; no owner finds another's session.
     """
@@ -139,7 +139,7 @@ class Sessions:
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """Return a hash that is equal for tokenizers that give the same ids."""
+    """Return a hash; tokenizers with the same hash give the same ids."""
     return sha256(tokenizer.to_json().encode()).hexdigest()
 
 
