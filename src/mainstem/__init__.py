@@ -49,7 +49,7 @@ __all__ = [
     "__version__",
 ]
 
-# imported on first use: LLM imports torch, and the others import the tokenizer's library
+# imported on first use: LLM and AsyncLLM import torch, the others the tokenizer's library
 _LAZY = {
     "LLM": "mainstem.llm",
     "AsyncLLM": "mainstem.async_llm",

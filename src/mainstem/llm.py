@@ -167,7 +167,7 @@ class LoadedModel:
         try:
             return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
         except InvalidRequest as error:
-            raise ConfigError(f"{GENERATION_FILE}: {error}; or give SamplingParams") from None
+            raise ConfigError(f"{GENERATION_FILE}: {error}; give SamplingParams instead") from None
 
     def encode_turn(self, session: str | None, text: str) -> list[int]:
         """Return the ids of a conversation whose text is from `Tokenizer.chat_text`. If it
@@ -301,7 +301,7 @@ class LLM(LoadedModel):
         self._lock = RLock()
         self._is_called = False
         self._streams: dict[str, deque[TextOutput]] = {}  # news not read yet, by request
-        self._abandoned: deque[str] = deque()  # streams that were closed early
+        self._abandoned: deque[str] = deque()  # streams that are no longer read
 
     def generate(
         self,
@@ -452,7 +452,8 @@ class LLM(LoadedModel):
 
     def _leave(self, request_id: str) -> None:
         """Note that a stream was read to its end, or was closed early. May be called at any time
-        and on any thread, since Python closes unused generators; the next step does the work."""
+        and on any thread, since Python closes unused generators. The work is done at once if no
+        call is running, otherwise by the next step."""
         self._abandoned.append(request_id)
         if not self._lock.acquire(blocking=False):
             return
@@ -615,8 +616,8 @@ class LLM(LoadedModel):
         self.text_engine.submit(request)
 
     def _order(self, ids: Mapping[int, Int32s]) -> list[tuple[int, int | None]]:
-        """Return the prompts in the order to run, with their places in that order. Prompts with a
-        common prefix are neighbours."""
+        """Return the prompts in the order to run, with their plan places. Prompts with a common
+        prefix are neighbours; without sharing, the order is the given one, without places."""
         if not self._shares or len(ids) < 2:
             return [(index, None) for index in ids]
         starts = np.zeros(len(ids) + 1, np.int64)

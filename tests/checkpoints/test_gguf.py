@@ -1,4 +1,4 @@
-"""GGUF files of other architectures than the default model's -> folders that transformers reads."""
+"""GGUF files of other architectures than the default model's become Hugging Face folders."""
 
 import importlib
 import json

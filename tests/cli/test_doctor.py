@@ -57,7 +57,7 @@ def test_the_report_is_json_and_complete(
     assert {"device", "dtype", "why_dtype", "attention", "threads"} <= set(found["use"])
 
 
-def test_the_text_names_the_dtype_and_kernels_in_use(
+def test_the_text_has_facts_and_what_will_be_used(
     empty_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor.main([]) == 0

@@ -76,7 +76,7 @@ def test_a_misspelt_command_is_answered_with_the_likely_one(
     assert "usage: " in captured
 
 
-def test_a_closed_standard_input_is_an_empty_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_accepts_a_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # Python sets None if standard input is closed
     with pytest.raises(ModelNotFound, match="no such folder"):
         generate.main(["-", "--model", "./nowhere"])

@@ -122,7 +122,7 @@ def _engine(
 
 
 def _with_dirty_pages(runner: Runner) -> Runner:
-    """The contents of uninitialised memory must not matter."""
+    """Fill all pages with NaN: the contents of uninitialised memory must not matter."""
     assert isinstance(runner, CpuRunner)
     for layer in range(runner.pages.num_layers):
         runner.pages.keys(layer).fill_(float("nan"))

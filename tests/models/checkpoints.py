@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture, written by transformers."""
+"""Tiny random checkpoints, written by transformers."""
 
 import json
 import struct

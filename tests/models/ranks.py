@@ -15,7 +15,7 @@ from torch import Tensor
 from mainstem.models.shard import Shard
 
 T = TypeVar("T")
-_WAIT_S = 60.0  # a rank that does not come within this time makes other calls
+_WAIT_S = 60.0  # if a rank does not come within this time, it has made another call
 
 
 class _Meeting:

@@ -15,7 +15,7 @@ from tests.models.checkpoints import make_checkpoint
 
 
 class RunningMean:
-    """Stands in for attention: every token sees the mean of all before it."""
+    """Stands in for attention: every token sees about the mean of all tokens up to it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._width = spec.num_heads * spec.head_dim

@@ -307,6 +307,6 @@ def test_activations_do_not_change_their_inputs(activation: Activation) -> None:
     assert torch.equal(x, kept)
 
 
-def test_a_clamped_gate_needs_an_up_product() -> None:
+def test_the_clamped_activation_needs_a_gate() -> None:
     with pytest.raises(UnsupportedModel, match="clamped"):
         plain(Activation.CLAMPED_SILU)

@@ -1,4 +1,4 @@
-"""int8 linears: close to fp32, and a token's output does not depend on other tokens."""
+"""int8 linears: close to fp32, and a token's output hardly depends on other tokens."""
 
 from pathlib import Path
 

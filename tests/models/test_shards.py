@@ -146,7 +146,7 @@ def test_the_error_names_a_size_that_cannot_be_divided() -> None:
     small = spec_from_config(
         LlamaConfig(**SMALL).to_dict() | {"architectures": ["LlamaForCausalLM"]}
     )
-    assert shards_that_divide(small) == (1, 2)  # 6 heads; 2 KV heads rule out 3 and 6 ranks
+    assert shards_that_divide(small) == (1, 2)  # 2 KV heads rule out 3 ranks, MLPs rule out 6
     with pytest.raises(ConfigError, match=r"over 4 ranks: num_attention_heads=6 .*: 1, 2$"):
         part_of(small, Shard(0, 4))
     with pytest.raises(ConfigError, match="num_key_value_heads=2 is neither"):

@@ -1,5 +1,5 @@
-"""Search for any of many texts: finds the leftmost and longest, at a cost independent of their
-number."""
+"""Search for any of many texts: finds the leftmost and longest, at a cost that hardly depends on
+their number."""
 
 import re
 from time import process_time

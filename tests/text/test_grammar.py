@@ -352,7 +352,7 @@ def test_cached_forms_are_bounded_and_those_of_the_largest_owner_are_removed(
     assert [grammars.find(form, "large") is not None for form in forms] == [False] * 20 + [
         True
     ] * 10
-    assert grammars.find(forms[-1], "small") is None, "a form of another owner was removed"
+    assert grammars.find(forms[-1], "small") is None, "an owner found the form of another owner"
 
 
 def test_forms_in_use_are_bounded_per_owner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def smollm2() -> tokenizers.Tokenizer:
 
 
 def deepseek() -> tokenizers.Tokenizer:
-    """The tokens of turns are not special; the other added tokens are found after normalizing."""
+    """The token of a user's turn is not special; the end token is found after normalizing."""
     backend = smollm2()
     backend.normalizer = normalizers.Sequence([])
     plain = [AddedToken(text, normalized=False) for text in ("<｜User｜>", "<think>")]  # noqa: RUF001

@@ -152,7 +152,8 @@ session_file.SessionFile(pathlib.Path(sys.argv[1]), sys.argv[2]).save({("me", "s
 
 @pytest.mark.parametrize("identity", ["t", "another tokenizer"])
 def test_a_save_that_is_killed_changes_nothing(tmp_path: Path, identity: str) -> None:
-    """The kill comes after all old rows were deleted and before a new one is written."""
+    """The kill comes before changed rows are deleted and written; with another tokenizer, all old
+    rows were deleted before it."""
     path = tmp_path / "sessions.sqlite"
     kill = [sys.executable, "-c", KILLED_SAVE, str(path), identity]
     assert subprocess.run(kill, check=False).returncode == -signal.SIGKILL

@@ -444,9 +444,9 @@ def test_the_first_word_keeps_its_space_after_a_prompt() -> None:
 
 @pytest.mark.serial
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
-def test_a_long_answer_costs_the_same_per_token(tokenizer: Tokenizer, name: str) -> None:
-    """Eight times as many tokens may do at most 40 times the work; quadratic work would be 64
-    times."""
+def test_the_time_of_a_long_answer_is_not_quadratic(tokenizer: Tokenizer, name: str) -> None:
+    """Eight times as many tokens may take at most 40 times as long; quadratic work would take 64
+    times as long."""
     subject, token_id = (tokenizer, 300) if name == "byte level" else (LLAMA, 5)
 
     def seconds(count: int) -> float:

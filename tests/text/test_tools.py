@@ -199,7 +199,7 @@ WRITTEN: list[tuple[ToolFormat, bool, str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("format", "has_special", "text", "arguments"), WRITTEN)
-def test_the_form_of_a_required_call_accepts_only_that_call(
+def test_the_form_of_a_required_call_accepts_a_call_and_not_other_text(
     format: ToolFormat, has_special: bool, text: str, arguments: dict[str, object]
 ) -> None:
     tokenizer = a_marked_tokenizer(*(MARKS[format] if has_special else ()))

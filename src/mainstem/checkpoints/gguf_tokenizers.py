@@ -28,7 +28,7 @@ def tokenizer_files(fields: Fields) -> tuple[str, dict[str, object]]:
     kind = (fields.text("tokenizer.ggml.model"), fields.text("tokenizer.ggml.pre"))
     tokens = [str(token) for token in fields.items("tokenizer.ggml.tokens")]
     if kind == ("gpt2", "smollm"):
-        # split digits one by one, then split bytes as usual
+        # split digits one by one, then words as GPT-2 does
         tokenizer = _byte_level(fields, tokens)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [

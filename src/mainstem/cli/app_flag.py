@@ -1,5 +1,5 @@
-"""The flag `--app NAME=FILE` of commands that read rows: defines the app of rows with `model:
-"M:NAME"`."""
+"""The flag `--app NAME=FILE` of commands that read rows: defines the app of rows with `app: "NAME"`
+or `model: "M:NAME"`."""
 
 import argparse
 from collections.abc import Callable, Sequence

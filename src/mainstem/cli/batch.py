@@ -1,12 +1,12 @@
 """`mainstem batch IN -o OUT`: answers a file of requests, one JSON line each, resumable.
 
 IN is OpenAI's batch format (/v1/chat/completions, /v1/completions), or lines with a "prompt" (text
-or token ids) or "messages" and sampling fields. Files may end in .gz or .zst; - is
+or token ids) or "messages" and sampling fields. Files may end in .gz or .zst; the name "-" is
 standard input or output. Each answer is appended as soon as it is known; a line that cannot be
 answered becomes an error row, and the job continues.
 
 Exit status: 0 all rows answered, 1 some failed or the job stopped early, 2 the call was wrong,
-130 stopped by Ctrl-C (continue with --resume).
+130 stopped by Ctrl-C, 143 by SIGTERM (continue with --resume).
 """
 
 import argparse
@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--window-mib", type=int, metavar="N",
-        help="memory for rows that are planned together (an eighth of the free memory)",
+        help="memory for rows that are planned together (1/8 of the free memory, up to 2048)",
     )  # fmt: skip
     made.add_argument("--summary-json", type=Path, metavar="FILE", help="also write the summary")
     made.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -131,7 +131,7 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
         "--ignore-eos",
         action="store_true",
         default=None,
-        help="do not stop at end tokens, only at --max-tokens",
+        help="do not stop at end tokens",
     )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N",

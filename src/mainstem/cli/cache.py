@@ -78,7 +78,8 @@ def main(argv: list[str]) -> int:
 
 
 def find_stores(folder: Path) -> list[Path]:
-    """Folders of models in a store's folder, or that folder itself; StoreError if there is none."""
+    """Return the models' folders in `folder`, or `folder` itself if it is one. Raises StoreError if
+    there is none."""
     if (folder / FILE).is_file():
         return [folder]
     stores = sorted(path.parent for path in folder.glob(f"*/{FILE}"))

@@ -1,9 +1,9 @@
 """`mainstem calibrate`: measures the rates of this device for the cost model. On a GPU, it also
 measures the costs that the planner of attention needs.
 
-The results are written to `cards.json` and `paces.json` in the cache folder, where
-`plan.cost.card_for` and `kernels.attention.tuning.with_fitted_pace` find them; each as soon as it
-is measured. If attention is already tuned for this GPU, its costs are not saved.
+Each result is written, as soon as it is measured, to `cards.json` or `paces.json` in the cache
+folder, where `plan.cost.card_for` and `kernels.attention.tuning.with_fitted_pace` find it. If
+attention is already tuned for this GPU, its costs are not saved.
 """
 
 import argparse

@@ -230,7 +230,7 @@ def _triton_words(libraries: Section) -> str:
 
 
 def _cache(models: list[ModelRecord], free_bytes: int) -> Section:
-    """The folder of converted models, its contents, and the free space."""
+    """The cache folder, its free space, and all cached models, those of the hub included."""
     entries = [
         {
             "name": record.name,

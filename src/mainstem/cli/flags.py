@@ -83,7 +83,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
         help="end the answer before this text; repeatable",
     )
     group.add_argument(
-        "--ignore-eos", action="store_true", help="do not stop at end tokens, only at --max-tokens"
+        "--ignore-eos", action="store_true", help="do not stop at the end tokens of the model"
     )
 
 

@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "mainstem generate", usage="%(prog)s PROMPT [flags]", description=__doc__
     )
-    made.add_argument("prompt", help="the text to continue; - reads standard input")
+    made.add_argument("prompt", help="the text to continue; -: standard input")
     made.add_argument("--chat", action="store_true", help="send the text as a chat message")
     made.add_argument("--json", action="store_true", help="print one JSON object at the end")
     add_sampling_flags(made, max_tokens=128)

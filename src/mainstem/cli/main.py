@@ -60,7 +60,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit status: 0 done, 1 the work failed, 2 the call was wrong."""
+    """Entry point. Exit status: 0 done, 1 the work failed, 2 the call was wrong, 130 Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     sys.setswitchinterval(SWITCH_S)
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal may lack characters that a model writes

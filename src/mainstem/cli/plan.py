@@ -261,8 +261,8 @@ def _save_plot(path: Path, plan: Plan, read: ReadPrompts, savings: Savings) -> N
 
 
 def _write_lines(name: str, lines: Iterable[bytes]) -> None:
-    """Write lines to a file, which appears only when it is complete; - writes to standard
-    output."""
+    """Write lines to a file, which appears only when it is complete, or to standard output if the
+    name is "-"."""
     if name == "-":
         sys.stdout.flush()
         sys.stdout.buffer.writelines(lines)

@@ -294,7 +294,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a limit of files if no files are stored."""
+    """Raise ConfigError for a limit on files if there is no folder to store files in."""
     limits = ("max_upload_mib", "max_stored_gib", "max_files", "file_ttl_s")
     unset = parser()
     for name in limits if args.data_dir is None else ():

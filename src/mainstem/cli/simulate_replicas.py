@@ -1,8 +1,8 @@
-"""`mainstem simulate TRACE --replicas N`: simulates many replicas behind a router on this workload.
+"""`mainstem simulate TRACE --replicas N`: simulates this workload on many replicas behind a router.
 
-The router is the same as in serving. The trace's times are scaled such that devices with one common
-memory would be busy for the share --busy of the time. With comma lists, each combination is one
-line of the output.
+The router is the same as in serving. The trace's times are scaled so that the devices, if they had
+one common memory, would be busy for a share --busy of the time. With comma lists, each combination
+is one line of the output.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     add_trace_flags(made)
     fleet = made.add_argument_group("replicas")
     fleet.add_argument(
-        "--replicas", type=comma_list(positive_count), required=True, metavar="N", help="number"
+        "--replicas", type=comma_list(positive_count), required=True, metavar="N", help="how many"
     )
     fleet.add_argument(
         "--router",
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _configs(args: argparse.Namespace, kv_bytes: float) -> Iterator[FleetConfig]:
-    """Return one config for every number of replicas and every memory size; raises ConfigError."""
+    """Yield one config for every number of replicas and every memory size; raises ConfigError."""
     rates = ServiceRates(args.prefill_tokens_per_s, args.decode_tokens_per_s)
     for num_replicas in args.replicas:
         for device_tokens in args.device_tokens:

@@ -1,7 +1,7 @@
 """Collectives between the ranks of a tensor-parallel model during a forward pass.
 
 Every rank runs the same Steps, so every rank makes the same calls in the same order. Results have
-the same bits on all ranks: ranks that sample from gathered logits sample the same tokens.
+the same bits on all ranks, so that ranks sample the same tokens from gathered logits.
 """
 
 from typing import Protocol

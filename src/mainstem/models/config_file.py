@@ -163,7 +163,7 @@ def read_object(path: Path) -> dict[str, object]:
 
 def check_unread(config: Config, architecture: str, ignored: Collection[str]) -> tuple[str, ...]:
     """Return the names of unknown fields that are in `ignored`. Raises UnsupportedModel for other
-    unknown fields, and for known fields with unsupported values."""
+    unknown fields, for known fields with unsupported values, and for known fields in `ignored`."""
     unknown = []
     for name, value in config.unread().items():
         if name in _HARMLESS or name.startswith("_") or value is None:

@@ -1,6 +1,6 @@
 """Shapes of well-known models, for measuring speed with random weights.
 
-Each is read by its family from the fields of the model's own config.json.
+Each is read by its family from a config.json with the model's own sizes.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,8 @@
 
     split over ranks      query heads with their KV heads, columns of MLPs and of every expert,
                           rows of the vocabulary
-    kept by every rank    norms, routers, and KV heads if there are fewer than ranks
+    kept by every rank    norms, routers
+    kept by some ranks    each KV head, if there are fewer KV heads than ranks
 
 Each expert is cut like an MLP, instead of giving whole experts to ranks. So a step's tokens load
 all ranks equally, and for a single token each rank reads 1 / ranks of the token's experts.

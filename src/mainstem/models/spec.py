@@ -297,7 +297,7 @@ class ModelSpec:
 
     @property
     def num_weights(self) -> int:
-        """All weights in memory, with every expert and the embedding; norms and biases are few."""
+        """All weights in memory, with every expert and the embedding, without norms and biases."""
         ends = (1 if self.has_tied_embeddings else 2) * self.num_head_params
         return self.num_layer_params + self.num_idle_params + ends
 

@@ -1,5 +1,5 @@
-"""Reads tensors by name from safetensors files in the Hugging Face layout; digest of a
-checkpoint."""
+"""Reads tensors by name from safetensors files in the Hugging Face layout, and computes the digest
+of a checkpoint."""
 
 import hashlib
 import json
@@ -144,7 +144,7 @@ class Checkpoint:
         ignored = () if quantized is None else quantized.ignored_endings
         self._missing: set[str] = set()
         self._taken: set[str] = set()
-        # biases stored next to packed products; if not taken, they must be 0: some tools add those
+        # biases stored next to packed products; those not taken must be 0, as some tools write them
         self._maybe_biases: set[str] = set()
         self._open = {}  # canonical name -> file, and the tensor's name in the file
         for file in weight_files(folder):
@@ -245,7 +245,7 @@ def _shorten(names: Collection[str]) -> str:
 
 
 def checkpoint_digest(folder: Path) -> bytes:
-    """Return a digest, which is equal for checkpoints whose config and weights have equal bytes."""
+    """Return a digest of the config, and of the names and bytes of the weight files."""
     return WeightDigest(folder).wait()
 
 

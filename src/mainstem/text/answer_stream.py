@@ -13,8 +13,9 @@ from mainstem.text.tokenizer import Tokenizer
 class Detokenizer:
     """Makes the text of an answer as its tokens arrive. It never splits a character.
 
-    The pieces joined equal `decode` of all ids (after `finish`). With `context`, the prompt's ids,
-    the first word keeps the space that a sentencepiece decoder would strip at a text's start.
+    All pieces together, with that of `finish`, equal `decode` of all ids. With `context`, the
+    prompt's ids, the first word keeps the space that a sentencepiece decoder would strip at a
+    text's start.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class TextStream:
         self._checker: StopChecker | None = None
         if params.stop_strings:
             self._checker = StopChecker(params.stop_strings, params.include_stop_str_in_output)
-        self._num_unchecked = params.min_tokens  # tokens before stop strings are checked
+        self._num_unchecked = params.min_tokens  # tokens left before stop strings are checked
 
     @property
     def stop(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Searches a text for any of many others, in a time that does not depend on their number.
+"""Searches a text for any of many others, in a time that hardly depends on their number.
 
 The texts become one regular expression in which a common beginning occurs once:
 
@@ -36,7 +36,7 @@ class AnyOf:
         return None if found is None else found[0]
 
     def matches(self, text: str, start: int, end: int) -> Iterator[re.Match[str]]:
-        """Yield all matches within text[start:end]."""
+        """Yield the matches within text[start:end]; they do not overlap."""
         while start < end and self._longest:
             stop = min(end, start + SLICE_CHARS + self._longest)
             found = self.pattern.search(text, start, stop)
@@ -79,7 +79,7 @@ def _pattern(texts: Sequence[str], num_nested: int = 0) -> str:
 
 
 def _by_first(texts: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Group sorted texts by first character; yields this character, and the rest of each text."""
+    """Group sorted texts by first character; returns this character, and the rest of each text."""
     groups = groupby(texts, key=lambda text: text[0])
     return [(first, [text[1:] for text in group]) for first, group in groups]
 

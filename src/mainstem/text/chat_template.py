@@ -124,8 +124,8 @@ _TEMPLATE_FAULTS = (
 
 def checked_messages(messages: object, roles: Container[str] | None) -> list[dict[str, object]]:
     """Return the messages; raises InvalidRequest unless they have the right shape and their roles
-    are among `roles` (None: any). An assistant message without content gets an empty content, as in
-    OpenAI's API."""
+    are among `roles` (None: any). An assistant message with neither content nor calls gets an empty
+    content, as in OpenAI's API."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "must be a list with at least one message")
     return [_checked_message(message, index, roles) for index, message in enumerate(messages)]

@@ -14,8 +14,8 @@ between "<" and ">"). So text that could be a piece of a control token gets a ma
 
 Some tokenizers cannot read a control token as text (text/parts.py says which). With these, a
 request that spells one out is refused, even if its text becomes a control token only when the
-tokenizer normalizes it ("<|IM_END|>", with a tokenizer that ignores case). All other text gets
-marks at both edges, and a request is refused if a control token extends over a mark.
+tokenizer normalizes it ("<|IM_END|>", with a tokenizer that ignores case). Other text gets marks at
+both edges (`fence`), and a request is refused if a control token extends over a mark.
 """
 
 import re
@@ -80,7 +80,7 @@ class ControlTokens:
         since templates compare them.
         """
         if len(text) < SHORT_CHARS and self._suspect.search(text) is None:
-            return text  # true for most names and words in tools
+            return text  # most names and words in tools end here
         text = without_marks(text)
         bare = text.strip()
         if self._is_within(bare):
@@ -103,8 +103,8 @@ class ControlTokens:
         return self.fence(text)
 
     def fence(self, text: str) -> str:
-        """Put marks at both edges of `text`, inside the white space around it; plain words are not
-        changed."""
+        """Put marks at both edges of `text`, inside the white space around it. A single word, or
+        text without a sign of any control token ("<"), is not changed."""
         text = without_marks(text)
         bare = text.strip()
         has_signs = any(map(self._suspect.search, (bare, self._normalize(bare))))

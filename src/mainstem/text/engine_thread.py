@@ -58,7 +58,7 @@ class EngineThread:
             self._commands.put(request)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; no more news of it is delivered, except what was already sent."""
+        """Stop a request; only news of a step that is already running may still be delivered."""
         self._commands.put(request_id)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ _Job = tuple[str, "Future[CompiledForm]"]
 
 
 class FormQueue:
-    """Owns the threads, which start with the first form. May be used on any thread."""
+    """Owns the threads; each of the first forms starts one. May be used on any thread."""
 
     def __init__(self, grammars: Grammars, num_threads: int = NUM_THREADS) -> None:
         self._grammars = grammars

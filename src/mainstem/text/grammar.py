@@ -37,18 +37,18 @@ JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 # Limits for the cost of a form. Schemas of 64 KiB stay far below: they take 0.05 s and 1 MB.
 _MAX_SYMBOLS = 100_000  # symbols of a grammar
 _MAX_STATES = 50_000  # states of its lexer; text of limited length needs 7 for each character
-_LEXER_FUEL = 200_000  # for text that a form prescribes at its beginning; 150 bytes per unit
+_LEXER_FUEL = 200_000  # for text that a form prescribes at its beginning; each takes 150 bytes
 _MAX_ITEMS = 20_000  # items of the parser, per token
 # remainders that a lexer must distinguish for `multipleOf`; this many take 0.4 s and 25 MB
 _MAX_REMAINDERS = 50_000
-_MAX_SLOW_S = 1.0  # processor time of one answer in tokens that took _SLOW_S or more
+_MAX_SLOW_S = 1.0  # processor time of an answer's slow tokens: those that took _SLOW_S or more
 _SLOW_S = 0.02
 _RENEWABLE_S = 0.1  # a form that took longer to compile is not compiled again between two steps
 _READ_TOKENS = 256  # tokens read in one call, when a new lexer reads the whole answer again
 # an answer's lexer may be renewed twice, and once more for every 128 tokens of the answer
 _RENEWAL_TOKENS = 128
 
-# Memory of all compiled forms together, by an upper estimate.
+# Limits for the memory of compiled forms, and rates for an upper estimate of it.
 KEPT_BYTES = 1 << 30  # memory of forms that are kept for later use
 OWNER_BYTES = 2 << 30  # memory of one owner's forms, kept or in use
 _MIN_BYTES = 1 << 20
@@ -308,8 +308,8 @@ def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
 
 
 def _num_remainders(form: str) -> int:
-    """Return how many remainders a lexer must distinguish for `multipleOf`: those of each divisor
-    and, if schemas are joined, of products of divisors."""
+    """Return how many remainders a lexer must distinguish for `multipleOf`: the sum of the divisors
+    or, if schemas are joined, their product."""
     text = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), form)
     found = re.findall(r'multipleOf\\*"\s*:\s*([0-9.]+)', text)
     divisors = {int("0" + digits.replace(".", "").rstrip("0")[:18]) for digits in found}

@@ -46,8 +46,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
-    """Return the kinds of the decoder's steps. A nested sequence is flattened; without a decoder
-    the list is empty."""
+    """Return the kinds of the decoder's steps: one, or all of a sequence; none if there is no
+    decoder."""
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())

@@ -1,5 +1,5 @@
-"""Encodes texts part by part: splits them at added tokens, and looks up or encodes each part
-between.
+"""Encodes texts part by part: splits them at added tokens, and looks up or encodes the parts
+between these tokens.
 
 A tokenizer first cuts a text at its added tokens, and the ids between two of them do not depend on
 the rest. So a system prompt, or an earlier turn, has the same ids as in the last request that
@@ -37,7 +37,7 @@ class Pending:
     finish: Callable[[], list[int]]
 
     def after(self, ids: Sequence[int]) -> "Pending":
-        """Return the same text with other ids before it."""
+        """Return the same text with `ids` before its own."""
         return Pending(self.num_new_chars, lambda: [*ids, *self.finish()])
 
 

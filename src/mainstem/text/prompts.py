@@ -22,7 +22,7 @@ Conversation = Sequence[Message]
 class OnError(Enum):
     """What happens if a prompt of a call cannot be answered."""
 
-    RAISE = "raise"  # the call ends before anything runs
+    RAISE = "raise"  # the call raises: before anything runs or, if steps fail, after everything ran
     RETURN = "return"  # the call continues; the prompt's result says why
 
 
@@ -57,7 +57,7 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """See Refusals.at. A class for speed, since three are made for each prompt of a call."""
+    """See Refusals.at. A class for speed, since three or more are made for each prompt."""
 
     refusals: Refusals
     index: int

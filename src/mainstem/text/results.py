@@ -60,7 +60,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """The new part of one answer in a stream. All its pieces together make a CompletionOutput."""
+    """The new part of one answer in a stream. All pieces of an answer make a CompletionOutput."""
 
     index: int  # which of the n answers
     text: str  # may be empty, for example within a character or a possible stop string
@@ -76,7 +76,7 @@ class AnswerPiece:
 def empty_result(
     request_id: str, prompt: str | None, prompt_ids: list[int], sampling: SamplingParams
 ) -> RequestOutput:
-    """Make a result without answers."""
+    """Make a result whose answers are still empty."""
     wants_logprobs = sampling.logprobs is not None
     answers = [
         CompletionOutput(index, logprobs=[] if wants_logprobs else None)

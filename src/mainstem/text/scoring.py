@@ -4,8 +4,8 @@ results.
     context  = c1 c2 c3        choices that differ only in their last token are one prompt,
     choices  = a b | a d | e   which leaves out that token:
 
-        c1 c2 c3 a  -> logprob of a, then of b and of d as the next token
-        c1 c2 c3    -> of e as the next token
+        c1 c2 c3 a  -> logprob of a, then of b and of d as next tokens
+        c1 c2 c3    -> logprob of e as the next token
 
 The prompts share the context, which is computed once.
 """

@@ -47,7 +47,7 @@ class SessionLimits:
 
 
 class Sessions:
-    """All sessions, by owner. One thread uses it.
+    """All sessions, by owner. One thread at a time uses it.
 
     An owner is a secret that identifies a tenant; no owner finds another's session.
     """
@@ -139,12 +139,13 @@ class Sessions:
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:
-    """Return a hash that is equal for tokenizers that give the same ids."""
+    """Return a hash; tokenizers with the same hash give the same ids."""
     return sha256(tokenizer.to_json().encode()).hexdigest()
 
 
 def said_before(session: Session | None, text: str, tokenizer: Tokenizer) -> Int32s | None:
-    """Return the session's ids if `text` begins with `session.text`; otherwise None."""
+    """Return the session's ids if `text` begins with `session.text` and the tokenizer can continue
+    a text; otherwise None."""
     if session is None or not tokenizer.can_continue or not text.startswith(session.text):
         return None
     return session.token_ids

@@ -1,4 +1,4 @@
-"""Adds text to the engine: takes prompts, returns pieces of answers, and ends answers at stop
+"""Adds text to the engine: takes requests, returns pieces of answers, and ends answers at stop
 strings."""
 
 from dataclasses import dataclass, replace

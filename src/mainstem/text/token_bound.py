@@ -11,7 +11,7 @@ from mainstem.text.parts import steps
 # canonical composition shortens a text by a factor of at most 3 (Hangul); 4 to be safe
 COMPOSED = 4
 SLICE_CHARS = 1 << 17  # characters processed in one call; other threads run in between
-# steps of a normalizer that drop no characters
+# steps of a pre-tokenizer that drop no characters
 _KEEPS = ("ByteLevel", "Digits", "Metaspace", "Split", "UnicodeScripts")
 
 

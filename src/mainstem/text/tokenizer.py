@@ -26,8 +26,8 @@ from mainstem.text.parts import PartEncoder, Pending, encode_whole
 from mainstem.text.token_bound import TokenBound
 
 GENERATION_FILE = "generation_config.json"
-# fields of generation_config.json that are used; requests set the others, or only Hugging Face uses
-# them
+# sampling fields of generation_config.json that are used; requests set the others, or only Hugging
+# Face uses them
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MANY_IDS = 1 << 10  # decoding this many ids takes longer than a change of threads
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -178,7 +178,7 @@ class Tokenizer:
         """Return the conversation as the model was trained to read it.
 
         `template_args` are further variables of the template (Qwen3: enable_thinking). Raises
-        InvalidRequest("messages") when the template refuses them or there is no template.
+        InvalidRequest("messages") when the template refuses the messages or there is no template.
         """
         return without_marks(self.chat_text(messages, tools, add_generation_prompt, template_args))
 

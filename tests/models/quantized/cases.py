@@ -1,4 +1,4 @@
-"""Every format that is read, with its quantization_config."""
+"""Every format that is read, except MXFP4, with its quantization_config."""
 
 from functools import partial
 from typing import Any

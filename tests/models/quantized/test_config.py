@@ -163,7 +163,7 @@ def test_excluded_modules_are_plain() -> None:
         assert found.packing_of("model.layers.1.mlp.gate") == found.packing
 
 
-def test_compressed_groups_are_found_by_name_then_pattern_then_class() -> None:
+def test_compressed_groups_are_found_by_name_or_pattern_and_else_by_class() -> None:
     config = compressed_config(ints(), "mixed-precision")
     config["ignore"] = ["lm_head", r"re:.*\.k_proj"]
     config["config_groups"]["fp8"] = {

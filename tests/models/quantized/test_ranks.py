@@ -153,7 +153,7 @@ def test_a_rank_never_reads_a_whole_matrix(name: str, tmp_path: Path) -> None:
         assert source.largest == 0.5
 
 
-def test_a_rank_in_another_process_reads_packed_weights(tmp_path: Path) -> None:
+def test_the_origin_of_a_rank_reads_packed_weights(tmp_path: Path) -> None:
     write_quantized(LlamaConfig(**WIDE), tmp_path, BY_NAME["awq"])
     source = for_rank(folder_origin(tmp_path)).open(torch.float32, torch.device("cpu"))
     part = (slice(0, 64), slice(0, 128))

@@ -1,4 +1,4 @@
-"""Every format is read exactly, whole and in parts."""
+"""Every format except MXFP4 is read exactly, whole and in parts."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -58,7 +58,7 @@ class Layer:
     mlp_norm: Norm
     mlp: Mlp | CpuExperts
     finish: "Finish"
-    tails: tuple[Norm, Norm] = (Identity(), Identity())  # see `_tail`; of attention and of the MLP
+    tails: tuple[Norm, Norm] = (Identity(), Identity())  # `_tail` of attention and of the MLP
 
 
 Finish = Callable[[Layer, Tensor, Tensor], None]  # (layer, x, attention's output): adds to x
@@ -85,7 +85,7 @@ def finish_parallel(layer: Layer, x: Tensor, mixed: Tensor) -> None:
 
 
 def finish_parallel_with_tail(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """Like `finish_parallel` with several ranks: both outputs are summed over ranks in one call."""
+    """Like `finish_parallel`, for several ranks: both outputs are summed over ranks in one call."""
     normed = layer.mlp_norm(x)
     x.add_(layer.tails[0](layer.out(mixed).add_(layer.mlp(normed))))
 

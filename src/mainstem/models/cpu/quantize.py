@@ -162,8 +162,8 @@ def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
     """Divide the norm's channels by sqrt(loudness / largest weight), and multiply the columns of
     the weights by it.
 
-    Only quantizes the product if the norm's gain was not folded: then other products may read the
-    norm as well."""
+    If the norm's gain was not folded, other products may read the norm, too. Then the norm is left
+    unchanged, and the product is only quantized."""
     assert isinstance(linear, DenseLinear)
     if not isinstance(norm, RmsNorm) or norm.has_scale:
         return norm, _quantize(linear, x)

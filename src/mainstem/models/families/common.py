@@ -294,8 +294,8 @@ def _yarn(table: Config, theta: float, rotary_dim: int, max_positions: int) -> R
 def _longrope(
     table: Config, config: Config, theta: float, rotary_dim: int, max_positions: int
 ) -> RopeSpec:
-    """Return two sets of divisors: for contexts up to the original length, and for longer
-    contexts."""
+    """Return a rope with two sets of divisors: for contexts up to the original length, and for
+    longer contexts."""
     outside = config.get("original_max_position_embeddings")
     if outside is not None:  # a field outside of the table
         original = config.whole("original_max_position_embeddings")

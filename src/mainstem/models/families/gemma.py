@@ -60,8 +60,8 @@ def _read_sizes(config: Config, vocab: int, positions: int) -> Sizes:
 
 
 def _read_two_ropes(config: Config, sizes: Sizes) -> dict[str, RopeSpec]:
-    """Read both ropes: only layers without a window have a scaled rope. Newer files have a table
-    for each kind of layer."""
+    """Read both ropes. In older files only layers without a window have a scaled rope; newer files
+    have a table for each kind of layer."""
     tables = config.table("rope_parameters")
     full, sliding = tables.table("full_attention"), tables.table("sliding_attention")
     if unknown := tables.unread():

@@ -23,7 +23,8 @@ def _read(config: Config) -> ModelSpec:
 
 
 def _read_part(config: Config) -> ModelSpec:
-    """Refuse later models, which have the same architecture name but other decoders."""
+    """Like `_read`, but later models, which have the same architecture name and other decoders, are
+    refused."""
     config.table("text_config").only("model_type", "mistral")
     return _read(config)
 

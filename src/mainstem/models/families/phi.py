@@ -44,5 +44,5 @@ def _read(config: Config) -> ModelSpec:
 
 
 FAMILY = Family(
-    "Phi 1, 1.5, 2", ("PhiForCausalLM",), _read, notes="parallel residual, a part of heads rotated"
+    "Phi 1, 1.5, 2", ("PhiForCausalLM",), _read, notes="parallel residual, heads rotated in part"
 )

@@ -1,4 +1,4 @@
-"""StableLM 3B and StableLM 2 1.6B: Llama's block with LayerNorm, a quarter of heads rotated."""
+"""StableLM 3B and StableLM 2 1.6B: Llama's block, LayerNorm, a quarter of each head rotated."""
 
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (

@@ -13,7 +13,7 @@ from mainstem.core.errors import UnsupportedModel
 def column_order(name: str, groups: Tensor, group: int) -> Tensor | None:
     """Return int32 [in], the columns sorted by their group; None if they are sorted already.
 
-    `groups` [in] is the group of each column."""
+    `groups` [in] is the group of each column; if all are negative, the columns count as sorted."""
     usual = torch.arange(len(groups), device=groups.device) // group
     if torch.equal(groups.long(), usual) or bool((groups < 0).all()):
         return None

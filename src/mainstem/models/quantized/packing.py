@@ -48,7 +48,7 @@ class Packing:
 
     @property
     def bytes_per_param(self) -> float:
-        """The mean bytes of one number of a weight, including scales."""
+        """The mean bytes of one number of a weight, including the scales of groups."""
         scale_bytes = {PackedKind.FP8: 4, PackedKind.MXFP4: 1}.get(self.kind, 2) + self.has_zeros
         found = 1 / self.kind.columns_per_value
         if self.group is not None and self.block_rows is not None:

@@ -31,7 +31,7 @@ def arguments_rules(functions: Sequence[Json]) -> list[str]:
 
 
 def json_call_rules(functions: Sequence[Json], arguments: str) -> list[str]:
-    """Return the rule `call`: {"name": ..., `arguments`: ...} of one of the functions."""
+    """Return the rule `call`, {"name": ..., `arguments`: ...}, and the rules that it needs."""
     calls = []
     for number, function in enumerate(functions):
         opening = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
@@ -40,7 +40,7 @@ def json_call_rules(functions: Sequence[Json], arguments: str) -> list[str]:
 
 
 def either(calls: Sequence[str]) -> list[str]:
-    """Return the rule `call`: one of some calls."""
+    """Return the rule `call`, which is one of some calls, and a rule for each of them."""
     names = [f"call_{number}" for number in range(len(calls))]
     rules = [f"{name}: {call}" for name, call in zip(names, calls, strict=True)]
     return [f"call: {' | '.join(names)}", *rules]

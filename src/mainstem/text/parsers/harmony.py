@@ -48,7 +48,7 @@ class HarmonyParser:
     def __init__(self, has_reasoning: bool, has_calls: bool) -> None:
         self._has_reasoning, self._has_calls = has_reasoning, has_calls
         self._held = ""
-        self._header: str | None = ""  # header of the next message so far; None: within a message
+        self._header: str | None = ""  # the next message's header so far; None: within a message
         self._has_mark = False  # a mark of the header was seen
         self._kind = _Kind.TEXT
         self._name = ""  # the function that is called

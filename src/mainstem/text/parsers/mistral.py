@@ -79,7 +79,7 @@ def _read(body: str) -> list[ToolCall]:
 
 
 def _call_id(value: object) -> str:
-    """Return the id that the model wrote, or a new one if templates would refuse that id."""
+    """Return the id that the model wrote; a new one if it is missing or templates refuse it."""
     given = value.get("id") if isinstance(value, dict) else None
     if isinstance(given, str) and re.fullmatch(rf"[A-Za-z0-9]{{{ID_CHARS}}}", given):
         return given
