@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from mainstem.batch.files import Line
-from mainstem.batch.rows import Row, custom_id_of, parse_json, parse_row
+from mainstem.batch.rows import Row, custom_id_of, parse_json, parse_row, served_row
 from mainstem.core.errors import InvalidRequest
 from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.grammar import json_form
@@ -35,6 +35,24 @@ def chat_row(**body: object) -> dict[str, object]:
         "url": "/v1/chat/completions",
         "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}], **body},
     }
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"prompt": "hi", "choices": ["a", "b"]}, "score-"),
+        ({"prompt": "hi"}, "cmpl-"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "chatcmpl-"),
+    ],
+    ids=["choices", "prompt", "chat"],
+)
+def test_the_id_of_a_workers_answer_depends_on_the_row_not_on_the_worker(
+    row: dict[str, object], wanted: str
+) -> None:
+    line = served_row(parsed(row)[0], {"id": "abc"}, "m", is_copy=False)
+    response = line["response"]
+    assert isinstance(response, dict)
+    assert response["body"]["id"].startswith(wanted)
 
 
 def test_an_openai_chat_row_is_read() -> None:

@@ -246,6 +246,27 @@ def test_the_ledger_counts_writes_and_deletions(tmp_path: Path, ledger: Path) ->
     tier.close()
 
 
+def test_the_ledger_counts_a_page_once_whose_row_was_not_deleted(
+    tmp_path: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: PageIndex, keys: object) -> int:
+        raise sqlite3.OperationalError("database is locked")
+
+    tier = open_counted(tmp_path, ledger)
+    write(tier, *range(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(PageIndex, "delete", fail)
+        for number in range(5):
+            tier.delete(key(number))
+        tier.flush()
+    write(tier, *range(5))
+    assert int(ledger.read_text().split()[0]) == 5
+    tier.close()
+    tier = open_counted(tmp_path, ledger)
+    assert not tier.lost
+    tier.close()
+
+
 def test_an_index_restored_from_an_earlier_day_is_reported(
     counted: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 
-from mainstem.core.events import EventBus, PagesLost, SavesSkipped, StoreOpened
+from mainstem.core.events import EventBus, PagesEvicted, PagesLost, SavesSkipped, StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.kv.keys import PageChain
 from mainstem.kv.ranking import PolicyKind
@@ -172,6 +172,19 @@ def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
     tiered.engine.check()
     tiered.engine.close()
+
+
+def test_pages_that_no_longer_fit_on_the_disk_are_evicted_for_room(tmp_path: Path) -> None:
+    tiered = a_tiered_engine(disk_dir=tmp_path)
+    ask(tiered, [CHATS[0]])
+    tiered.engine.close()
+    num_stored, bus, evicted = tiered.tiers.num_pages("disk"), EventBus(), list[PagesEvicted]()
+    assert num_stored > 4
+    bus.subscribe(PagesEvicted, evicted.append)
+    again = a_tiered_engine(disk_dir=tmp_path, num_records=4, bus=bus)
+    assert {(event.reason, event.tier) for event in evicted} == {("room", "disk")}
+    assert sum(event.num_pages for event in evicted) == num_stored - again.tiers.num_pages("disk")
+    again.engine.close()
 
 
 @pytest.mark.serial

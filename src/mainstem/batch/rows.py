@@ -136,16 +136,21 @@ def answer_row(
     row: Row, answers: PromptAnswers, model: str, tokenizer: Tokenizer, now: int
 ) -> dict[str, object]:
     """The output line of a row that was answered; `now` is in seconds since 1970."""
-    prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
-    heading = Heading(f"{prefix}-{_name(row.custom_id)}", model, now)
+    heading = Heading(_answer_id(row), model, now)
     return _answered(row, Reply(row.call, heading, tokenizer).whole([answers]))
 
 
 def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, object]:
     """The output line of a row whose choices were scored."""
-    return _answered(
-        row, choices_reply(Heading(f"score-{_name(row.custom_id)}", model, now), result)
-    )
+    return _answered(row, choices_reply(Heading(_answer_id(row), model, now), result))
+
+
+def _answer_id(row: Row) -> str:
+    if row.call.choices:
+        prefix = "score"
+    else:
+        prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
+    return f"{prefix}-{_name(row.custom_id)}"
 
 
 def _answered(row: Row, body: dict[str, object]) -> dict[str, object]:
@@ -161,19 +166,12 @@ def _answered(row: Row, body: dict[str, object]) -> dict[str, object]:
 def served_row(row: Row, body: Json, model: str, is_copy: bool) -> dict[str, object]:
     """The output line of a row that a worker answered with `body`; a copy counts no computed
     tokens."""
-    name = _name(row.custom_id)
-    prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
-    body = {**body, "id": f"{prefix}-{name}", "model": model}
+    body = {**body, "id": _answer_id(row), "model": model}
     usage = body.get("usage")
     if is_copy and isinstance(usage, dict):
         details = {"cached_tokens": usage.get("prompt_tokens")}
         body["usage"] = {**usage, "prompt_tokens_details": details}
-    return {
-        "id": f"batch_req_{name}",
-        "custom_id": row.custom_id,
-        "response": {"status_code": 200, "request_id": f"req-{name}", "body": body},
-        "error": None,
-    }
+    return _answered(row, body)
 
 
 def row_body(line: Line) -> dict[str, object]:

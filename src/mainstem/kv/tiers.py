@@ -454,9 +454,9 @@ class LowerTiers:
         entries = [self._entries[page.key] for page in found]
         self._publish_stored(tier.name, entries)
         moves = self._policy.recover(number, [page.key for page in fresh], monotonic())
-        num_old = len(found) - len(fresh)
-        if moves.drop or num_old:
-            self._bus.publish(PagesEvicted(len(moves.drop) + num_old, "ttl", tier.name))
+        for count, reason in ((len(found) - len(fresh), "ttl"), (len(moves.drop), "room")):
+            if count:
+                self._bus.publish(PagesEvicted(count, reason, tier.name))
         for entry in entries:
             self._settle(entry)
         if (opened := tier.opened(self._policy.num_pages(number))) is not None:

@@ -390,8 +390,7 @@ class DiskTier:
         rows = [row for row in self._writers.map(self._write_page, writes) if row is not None]
         with self._reporting([row.key for row in rows]):
             self._files.sync([row.record for row in rows])
-            self._index.insert(rows)
-            self._num_rows += len(rows)
+            self._num_rows += self._index.insert(rows)
             self._ledger.note(self._num_rows)
             for row in rows:
                 self._done.put(_Committed(row.key, row.crc32))

@@ -78,12 +78,19 @@ class PageIndex:
         )
         return [PageRow(PageKey(row[0]), *row[1:]) for row in found]
 
-    def insert(self, rows: Sequence[PageRow]) -> None:
+    def insert(self, rows: Sequence[PageRow]) -> int:
+        """Add pages; returns by how many rows the index grew. A stale row, of the same page or of
+        the same record, is replaced."""
         with self._database:
+            replaced = self._database.executemany(
+                "DELETE FROM pages WHERE key = ? OR record = ?",
+                [(row.key, row.record) for row in rows],
+            ).rowcount
             self._database.executemany(
-                "INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO pages VALUES (?, ?, ?, ?, ?)",
                 [(row.key, row.record, row.token_ids, row.crc32, row.used_at) for row in rows],
             )
+        return len(rows) - replaced
 
     def delete(self, keys: Sequence[PageKey]) -> int:
         """Forget pages; returns how many of them the index had."""
