@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Kernels that are launched while the previous kernel still runs (programmatic dependent launch,
 from Hopper on). Such a kernel fetches its code and data that never changes, then waits for the
-previous kernel to end. Until then it touches nothing that the previous kernel may read or write.
+previous kernel to end. Until then it writes nothing, and reads nothing that may still be written.
 
     a (product) | runs ............ ends
     b (norm)    |      let in: waits ... runs ... ends
@@ -30,7 +30,7 @@ def wait_for_ahead(OVERLAPS: tl.constexpr):
 @triton.jit
 def wait_alone(OVERLAPS: tl.constexpr):
     """Wait for the previous kernel; `let_in` is called later. For kernels with as many programs as
-    fit the device: if let in early, programs of the next kernel would take the places of theirs."""
+    fit the device: if let in early, the next kernel would take places that their programs need."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
 
