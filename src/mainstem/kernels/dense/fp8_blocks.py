@@ -24,7 +24,7 @@ from mainstem.kernels.dense.fp8_rows import (
 from mainstem.kernels.errors import LayoutError
 
 BLOCK = GROUP  # rows and columns of a block
-_ALIGN_BLOCKS = 4  # columns come in fours of blocks, so that a row of scales is a multiple of 16 bytes
+_ALIGN_BLOCKS = 4  # of a row's blocks, so that a row of scales is a multiple of 16 bytes long
 _HOPPER = 9
 _CHECKED_ROWS = 16
 _MOST_OFF = 0.01  # largest relative error of a product; rounding to bf16 alone gives 0.002
