@@ -12,7 +12,8 @@ Prints one JSON line per number of tokens, in microseconds:
 
 `weights_us` is the time to read the weights of the experts in use at the card's speed. `busiest` is
 the load of the busiest expert divided by the average. Inputs are used in turn, so that in small
-steps the weights come from memory, not from the cache. --sweep times other tiles instead; --checks-only only checks.
+steps the weights come from memory, not from the cache. --sweep times other tiles instead;
+--checks-only only checks.
 """
 
 import argparse

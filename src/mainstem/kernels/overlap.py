@@ -7,9 +7,9 @@ previous kernel to end. Until then it writes nothing, and reads nothing that may
     b (norm)    |      let in: waits ... runs ... ends
     c           |           let in: waits for b only ... runs
 
-A kernel lets the next kernel in before it waits itself, so `c` may start while `a` still runs, and
-`c` waits only for `b`. When `b` has ended, `a` has ended too: in every such kernel all programs, or
-at least one that always runs, wait for the previous kernel.
+Most kernels let the next one in before they wait themselves, so `c` may start while `a` still runs,
+and `c` waits only for `b`. When `b` has ended, `a` has ended too: in every such kernel all
+programs, or at least one that always runs, wait for the previous kernel.
 """
 
 from functools import cache

@@ -47,7 +47,7 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
     if shape.tiles.queued_share and kept:
         free = free[before[free] == 0.0]
         # The time at which all programs would end if units could be divided. `before` must be
-        # sorted. Split tiles have it sorted, and only these have a queue.
+        # sorted. It is sorted for split tiles, and only these have a queue.
         end_us = ((before.cumsum() + us.sum()) / np.arange(1, len(before) + 1)).min()
         own_us = (1.0 - shape.tiles.queued_share) * end_us * len(free)
         kept = max(int(us.cumsum().searchsorted(own_us)), min(len(free), kept))

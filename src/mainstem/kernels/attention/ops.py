@@ -414,10 +414,10 @@ class SpanAttention:
     ) -> Tensor:
         """Attention of the planned step in one layer; returns `out`, [tokens, heads, head_dim].
 
-        `lse`, if given, is [tokens, heads] fp32 and receives the log-sum-exp, natural. `sinks`,
-        [heads] fp32, are scores that count in this sum and have no value. They need an `lse`, and
-        with them the rows of tokens in no span get arbitrary values. `launches` must include those
-        that `plan` returned.
+        `lse`, if given, is [tokens, heads] fp32 and receives the log-sum-exp (natural log).
+        `sinks`, [heads] fp32, are scores that count in this sum and have no value. They need an
+        `lse`, and with them the rows of tokens in no span get arbitrary values. `launches` must
+        include those that `plan` returned.
         """
         if out is None:
             out = torch.empty_like(q)

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     """What all units of a kind have in common."""
 
     rows: int  # maximum rows of a unit, for each of its KV heads
-    units: int  # that cover all KV heads for a tile of rows over one stretch
+    units: int  # of a piece
     slots: int  # units that run at once
     stretch: int  # stretches are multiples of this number of keys
     step: int  # keys in a step of the loop

@@ -9,7 +9,7 @@ from mainstem.core.step import Spans
 from mainstem.kernels.attention.cpu.keys import Longs, PageShape, Part, find_windows
 
 _MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys, or of a mask: 16 MB in fp32
-_MAX_PADDED_QUERIES = 16  # parts with this many or more are batched only at equal numbers of keys
+_MAX_PADDED_QUERIES = 16  # with this many queries or more, only parts of equal length are batched
 _CALL_SLOTS = 256  # gathering this many slots takes as long as one more kernel call
 _TRIANGLE = 128  # queries in a piece of a long causal span
 _MAX_PIECED_PAST = 2048  # with more past keys, cutting a part costs more than it saves
