@@ -67,7 +67,7 @@ def check(case: AttentionCase, shape: Shape) -> None:
 
 
 def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
-    """Count (row, key) pairs per KV head, and Partials per token, as the kernel would."""
+    """Count (row, key) pairs per KV head and collect the slots of Partials, as the kernel would."""
     ints = plan.ints
     small_at, large_at, entries_at, num_entries, pages_at, merges_at, num_merges = ints[:7]
     table = ints[layout.HEADER_INTS :][: shape.num_programs * layout.SHARE_INTS]

@@ -95,8 +95,9 @@ def _shares(order: Int64s, program: Int64s, shape: Shape) -> Shares:
 
 
 def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:
-    """How long each program waits for large units before its first small unit. `slots` have the
-    large units, `load` is their time. A wait is multiplied by the speed of small units meanwhile.
+    """How long each program waits for large units before its first small unit: the time times the
+    speed that small units have meanwhile (`Pace.beside`). `slots` have the large units, `load` is
+    their time.
 
     Where a large unit takes a whole multiprocessor, programs of small units start as large units
     end; the first programs start on multiprocessors without large units.

@@ -93,7 +93,8 @@ def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
 
 
 def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:
-    """Group parts by length, if all can be read in place and that is worth the extra calls."""
+    """Group parts by length; return no groups unless all parts can be read in place and that is
+    worth the extra calls."""
     by_length: dict[int, list[Part]] = {}
     for part in group:
         by_length.setdefault(part.num_keys, []).append(part)
