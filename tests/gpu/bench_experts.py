@@ -1,4 +1,4 @@
-"""Mixtures of experts on a card: checked against torch, then timed at the shapes of three models.
+"""Mixtures of experts on a card: timed at the shapes of three models, or checked against torch.
 
 `PYTHONPATH=src:. python -m tests.gpu.bench_experts [--checks-only | --sweep] [--seconds 60]
 [--methods ours,hopper,library] [--json FILE]`
@@ -12,7 +12,8 @@ Prints one JSON line per number of tokens, in microseconds:
 
 `weights_us` is the time to read the weights of the experts in use at the card's speed. `busiest` is
 the load of the busiest expert divided by the average. Inputs are used in turn, so that in small
-steps the weights come from memory, not from the cache. --sweep times other tiles instead.
+steps the weights come from memory, not from the cache. --sweep times other tiles instead;
+--checks-only only checks.
 """
 
 import argparse

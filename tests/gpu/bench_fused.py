@@ -163,8 +163,7 @@ def check_logits() -> None:
 
 
 def check_rope_append() -> None:
-    """Check heads of other sizes, rotated partly or not at all. The CPU's sines differ by an
-    ulp."""
+    """Check heads of other sizes, rotated partly or not at all. Torch's sines differ by an ulp."""
     cases = ((32, 32, 80, 16), (71, 1, 64, 32), (128, 8, 64, 32), (16, 8, 256, 128),
              (32, 32, 96, 48), (16, 4, 128, 0))  # fmt: skip
     for heads, kv_heads, dim, half in cases:
@@ -186,8 +185,9 @@ def check_rope_append() -> None:
 
 
 def check_fp8_rows() -> None:
-    """The fp8 output of the kernels equals their plain output quantized by torch. Torch multiplies
-    by reciprocals where the kernels divide, so a few values may differ by one step of fp8 (1/8)."""
+    """The fp8 output of the kernels is their plain output quantized by torch, up to rounding: torch
+    may multiply by a reciprocal where the kernels divide. So a few values may differ by one step of
+    fp8 (1/8). With groups, the kernels quantize both, and bits are equal."""
     x, rows, gate_up = some(100, HIDDEN), some(100, HIDDEN, seed=2), some(100, 2 * MLP)
     layer, rms = a_norm("layer", HIDDEN), a_norm("rms", HIDDEN)
     for found, plain in (
@@ -228,8 +228,8 @@ def check_fp8_linear() -> None:
 
 
 def check_rows_are_independent() -> None:
-    """In all kernels of deterministic mode a row has the same bits alone, among 200 and among
-    3,000."""
+    """In norms, activations and the product of deterministic mode a row has the same bits alone,
+    among 200 and among 3,000."""
     x, weight, bias = some(3000, HIDDEN), some(6144, HIDDEN, seed=1), some(6144, seed=3)
     rms, layer = a_norm("rms", HIDDEN), a_norm("layer", HIDDEN)
     runs: dict[str, Callable[[Tensor], Tensor]] = {

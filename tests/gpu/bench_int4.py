@@ -1,9 +1,9 @@
 # ruff: noqa: B023
-"""Products with packed weights on a card: checked against dequantized ones, then timed.
+"""Products with packed weights on a card, timed; `test_packed_gpu.py` runs the checks.
 
 `PYTHONPATH=src:. python -m tests.gpu.bench_int4 [--only PART] [--sweep] [--warm I/N]`
 
-Prints one line per result: microseconds, GB/s of packed weights read, TFLOP/s. Copies of the
+Prints one line per result: microseconds, GB/s of weights read, TFLOP/s. Copies of the INT4
 weights are used in turn, so that they come from memory. A graph of several products is replayed.
 `--sweep` tries many tiles; `--warm I/N` only compiles, so that each of N processes compiles its
 share.
@@ -56,7 +56,7 @@ _SWEPT = tuple(
         (128, 128, 8, 3, 1), (256, 128, 8, 3, 1), (128, 256, 8, 3, 1),
     )
 )  # fmt: skip
-# relative error: both sides sum the same numbers in fp32 and round the output once
+# relative error: kernels sum in fp32 and round the output once; most right answers are in fp64
 LIMITS = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 
 
@@ -248,8 +248,8 @@ def show(what: str, us: float, weight_bytes: float, flops: float) -> None:
 
 
 def tiles_for(tokens: int, args: Arguments) -> Iterator[Int4Tile]:
-    """Tiles that hold the tokens and waste few rows, and tiles of 128 or more whose multiple the
-    tokens are."""
+    """Tiles that hold the tokens and waste few rows, and tiles of 128 tokens or more that divide
+    the number of tokens."""
     for tile in _SWEPT if args.is_sweep else TILES:
         fits = tile.tokens >= tokens and (tile.tokens < 2 * tokens or tile.tokens <= 16)
         if fits or (tokens > tile.tokens >= 128 and tokens % tile.tokens == 0):

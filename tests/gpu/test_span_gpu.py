@@ -254,9 +254,7 @@ def test_the_deterministic_setting_agrees(name: str) -> None:
 
 
 def test_deterministic_rows_do_not_depend_on_batch_or_sharing() -> None:
-    """A sequence of 700 keys has the same bits alone, in a batch, with 512 shared keys and as part
-    of a prompt.
-    """
+    """A sequence of 700 keys has the same bits alone, in a batch, and with 512 shared keys."""
     torch.manual_seed(1)
     heads, kv_heads, dim, page = 32, 8, 128, 16
     k_pages, v_pages = (

@@ -121,7 +121,7 @@ def test_logits_after_save_and_load_are_the_same_bits(preload: str, tmp_path: Pa
     again.close()
 
 
-def test_logits_of_sessions_that_start_while_others_load_are_the_same_bits(tmp_path: Path) -> None:
+def test_logits_of_requests_that_start_while_others_load_are_the_same_bits(tmp_path: Path) -> None:
     """All requests at once: steps are prepared while others run, and rely on loads in flight."""
 
     def ask_all(engine: Engine) -> dict[str, list[TokenLogits]]:

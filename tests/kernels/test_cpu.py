@@ -215,7 +215,7 @@ def test_any_page_size_matches_the_reference(page_size: int) -> None:
 
 
 def test_long_shared_run_is_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough work to be cut for two cores, with a remainder that fills no page."""
+    """Enough work to be cut for two cores, with a remainder that ends within a page."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     group = list(range(64))
     own = [([row], [100 + row], 1 + row % 16, True) for row in group]
@@ -231,8 +231,8 @@ def test_many_queries_over_one_run_match_the_reference(num_queries: int) -> None
     check(spans_of(shared, *own), num_queries, heads=6, kv_heads=2, dim=8)
 
 
-def test_an_lse_spread_of_80_is_merged_without_overflow() -> None:
-    """One part outweighs the other by e^80: no overflow, no NaN."""
+def test_an_lse_spread_above_80_is_merged_without_overflow() -> None:
+    """One part outweighs the other by more than e^80: no overflow, no NaN."""
     check(*CASES["shared prefix, own tails"], spread=40.0)
 
 

@@ -190,8 +190,8 @@ def test_rows_may_have_gaps_between_them() -> None:
 def test_a_deterministic_row_does_not_depend_on_other_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Enough tokens that router sums are not split over programs. The interpreter multiplies
-    tiles with numpy, whose bits depend on the tile's shape alone."""
+    """Router sums are split over programs for the parts, but not for all 18 tokens. The interpreter
+    multiplies tiles with numpy, whose bits depend on the tile's shape alone."""
     monkeypatch.setattr(route_module, "SPLIT_TOKENS", 4)
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(18, case.hidden)

@@ -1,4 +1,4 @@
-"""fp8 weights with a scale for each block: a CPU multiplies the same rounded numbers as a card."""
+"""fp8 weights with a scale for each block: a CPU multiplies the rounded numbers."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_the_linear_multiplies_the_rounded_numbers() -> None:
     assert torch.equal(linear((x_values, x_scales)), linear(x))
 
 
-def test_products_need_128_n_rows_and_512_n_columns_and_no_fp16() -> None:
+def test_products_need_multiples_of_128_rows_and_512_columns_and_no_fp16() -> None:
     cpu = torch.device("cpu")
     assert has_block_product(256, 512, torch.bfloat16, cpu)
     assert not has_block_product(200, 512, torch.bfloat16, cpu)

@@ -153,7 +153,7 @@ def test_many_tokens_with_split_sums_take_several_launches(
     assert not nibbles.arrived.any()
 
 
-def test_a_tile_holds_the_tokens_and_wastes_less_than_half() -> None:
+def test_a_tile_holds_the_tokens_and_wastes_little() -> None:
     for tokens in (1, 8, 9, 64, 65, 256):
         assert 2 * tokens + 8 > tile_for(tokens, torch.bfloat16, CPU).tokens >= tokens
     assert tile_for(5000, torch.bfloat16, CPU) == tile_for(256, torch.bfloat16, CPU)

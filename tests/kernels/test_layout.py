@@ -1,4 +1,4 @@
-"""The planner and kernels read the same fields."""
+"""Kernels read the fields that the planner writes."""
 
 import pytest
 

@@ -196,7 +196,7 @@ def test_nan_rows_stay_within_the_vocabulary(sampling: SamplingParams) -> None:
         assert bool(((found >= 0) & (found < 600)).all())
 
 
-def test_draws_stay_within_top_k_and_top_p() -> None:
+def test_draws_stay_within_top_p() -> None:
     """Draws equal those of the sampler that sorts; `test_sampler.py` counts how often that sampler
     draws each token."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(7, -1).contiguous()

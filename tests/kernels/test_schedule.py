@@ -67,7 +67,7 @@ def check(case: AttentionCase, shape: Shape) -> None:
 
 
 def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
-    """Count (row, key) pairs per KV head, and Partials per token, as the kernel would."""
+    """Count (row, key) pairs per KV head and collect the slots of Partials, as the kernel would."""
     ints = plan.ints
     small_at, large_at, entries_at, num_entries, pages_at, merges_at, num_merges = ints[:7]
     table = ints[layout.HEADER_INTS :][: shape.num_programs * layout.SHARE_INTS]
@@ -249,7 +249,7 @@ def test_random_steps_are_covered(seed: int) -> None:
 
 @pytest.mark.parametrize("tiles", [HOPPER, HOPPER_SPLIT], ids=["one kernel", "split"])
 @pytest.mark.parametrize("seed", seeds(12, {8, 9, 10, 11}))
-def test_every_way_to_cut_gives_a_complete_plan(seed: int, tiles: Tiles) -> None:
+def test_ways_to_cut_give_complete_plans(seed: int, tiles: Tiles) -> None:
     case = random_step(random.Random(seed))
     case = replace(case, page_size=(16, 16, 32, 64)[seed % 4])
     spans, shape = case.spans(), shape_of(case, tiles)
@@ -287,7 +287,8 @@ def test_large_units_take_few_multiprocessors_if_small_units_take_long() -> None
 
 
 def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:
-    """A step of 8,192 tokens: prompts over prefixes of three levels, and 1,600 decodes."""
+    """A step of 8,192 tokens, 1,600 of them decodes, over prefixes of up to three levels. Its
+    Partials fit once prompts no longer share."""
     runs = [Run(tuple(range(8192)), 512), Run(tuple(range(4096)), 512)]
     runs += [Run(tuple(range(1600 * i // 4, 1600 * (i + 1) // 4)), 2000) for i in range(4)]
     runs += [Run((row,), 200) for row in range(1600)]

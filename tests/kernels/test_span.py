@@ -180,7 +180,7 @@ def test_a_costly_launch_does_not_change_the_tiles_of_a_single_kernel() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> list[Run]:
-    """Any tree of shared runs over a few sequences, then their own runs, some of them prompts."""
+    """Runs that any of a few sequences share, then their own runs, some of them prompts."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))  # tokens of each sequence
     starts = np.cumsum([0, *sizes])
     tokens = [list(range(starts[i], starts[i + 1])) for i in range(len(sizes))]

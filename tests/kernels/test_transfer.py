@@ -41,7 +41,7 @@ def test_odd_layouts_are_refused() -> None:
         spread_pages(layers.transpose(4, 5), buffer, first)
     with pytest.raises(LayoutError, match="int32"):
         spread_pages(layers, buffer, first.long())
-    with pytest.raises(LayoutError, match="must have 256 bytes, got 64"):
+    with pytest.raises(LayoutError, match="must have at least 256 bytes, got 64"):
         spread_pages(layers, buffer, first)
     with pytest.raises(LayoutError, match="multiple of 4 bytes per layer, got 2"):
         spread_pages(torch.zeros(1, 2, 2, 1, 1, 1).half(), buffer, first)

@@ -117,7 +117,7 @@ def test_a_window_that_hides_nothing_does_not_change_spans() -> None:
 
 @pytest.mark.parametrize("window", [5, 64, 300])
 def test_a_long_prompt_reads_its_keys_in_runs(window: int) -> None:
-    """No run of queries reads keys outside its own windows."""
+    """Each run of queries reads its own windows and at most a page more."""
     count, before = 500, 37
     pages = list(range(-(-(count + before) // 4)))
     spans = make_spans([(list(range(count)), pages, count + before, True)])

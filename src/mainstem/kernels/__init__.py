@@ -1,4 +1,4 @@
-"""Kernels: tensors in, tensors out. Span attention can be used without the rest of Mainstem:
+"""Kernels: tensors in, tensors out. Span attention can be used without an engine:
 
     from mainstem.kernels import AttentionLimits, SpanAttention
 

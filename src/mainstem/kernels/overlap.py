@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Kernels that are launched while the previous kernel still runs (programmatic dependent launch,
 from Hopper on). Such a kernel fetches its code and data that never changes, then waits for the
-previous kernel to end. Until then it touches nothing that the previous kernel may read or write.
+previous kernel to end. Until then it writes nothing, and reads nothing that may still be written.
 
     a (product) | runs ............ ends
     b (norm)    |      let in: waits ... runs ... ends
     c           |           let in: waits for b only ... runs
 
-A kernel lets the next kernel in before it waits itself, so `c` may start while `a` still runs, and
-`c` waits only for `b`. When `b` has ended, `a` has ended too: in every such kernel all programs, or
-at least one that always runs, wait for the previous kernel.
+Most kernels let the next one in before they wait themselves, so `c` may start while `a` still runs,
+and `c` waits only for `b`. When `b` has ended, `a` has ended too: in every such kernel all
+programs, or at least one that always runs, wait for the previous kernel.
 """
 
 from functools import cache
@@ -30,7 +30,7 @@ def wait_for_ahead(OVERLAPS: tl.constexpr):
 @triton.jit
 def wait_alone(OVERLAPS: tl.constexpr):
     """Wait for the previous kernel; `let_in` is called later. For kernels with as many programs as
-    fit the device: if let in early, programs of the next kernel would take the places of theirs."""
+    fit the device: if let in early, the next kernel would take places that their programs need."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
 

@@ -2,5 +2,5 @@
 
 `ops.py` and `merge.py` are the operations. They need Triton, as do the folders `triton` (kernels
 for any card) and `hopper`; the planner, `reference.py` and `cpu` do not. In all these folders,
-`import triton` imports the library.
+`import triton` imports the library, not a folder.
 """

@@ -1,4 +1,4 @@
-"""Units -> programs: longest-processing-time-first, so that all programs end together. Numpy only.
+"""Units -> programs: longest-processing-time-first, so that all programs end together. In numpy.
 
 In practice programs end at different times: large units delay some, and memory is faster for some
 multiprocessors. So the shortest small units are not assigned but queued. A program that has ended
@@ -33,8 +33,9 @@ class Shares(NamedTuple):
 
 
 def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[Shares, Shares]:
-    """Assign large units to `sms` multiprocessors, and small units to programs. `large` and `small`
-    have for each piece the microseconds of one of its units.
+    """Assign large units to at most `sms` slots (multiprocessors, or programs if one kernel
+    computes both kinds), and small units to programs. `large` and `small` have for each piece the
+    microseconds of one of its units.
     """
     order, us = _longest_first(large, shape.large.units)
     slots = large_slots(min(sms, len(order)), shape.large.slots, shape.tiles.is_split)
@@ -46,7 +47,7 @@ def assign_units(large: Floats, small: Floats, sms: int, shape: Shape) -> tuple[
     if shape.tiles.queued_share and kept:
         free = free[before[free] == 0.0]
         # The time at which all programs would end if units could be divided. `before` must be
-        # sorted; it is for split tiles, and only these have a queue.
+        # sorted. It is sorted for split tiles, and only these have a queue.
         end_us = ((before.cumsum() + us.sum()) / np.arange(1, len(before) + 1)).min()
         own_us = (1.0 - shape.tiles.queued_share) * end_us * len(free)
         kept = max(int(us.cumsum().searchsorted(own_us)), min(len(free), kept))
@@ -64,8 +65,8 @@ def _longest_first(us: Floats, units: int) -> tuple[Int64s, Floats]:
 
 def _turns(us: Floats, slots: Int64s, load: Floats) -> Int64s:
     """Return the slot of each unit, and add its time to `load`. In each round the longest units
-    left go to the least loaded slots. Slots that already have more than the least loaded slot has
-    with its new unit skip the round.
+    left go to the least loaded slots. A slot skips the round if its load already exceeds that of
+    the least loaded slot with its new unit, unless too few would be left (`LEAST_PLAYERS`).
     """
     if len(us) and us[0] == us[-1] and not load.any():  # equal units: slots simply take turns
         rounds, more = divmod(len(us), len(load))
@@ -94,8 +95,9 @@ def _shares(order: Int64s, program: Int64s, shape: Shape) -> Shares:
 
 
 def _before_small(slots: Int64s, load: Floats, shape: Shape) -> Floats:
-    """How long each program waits for large units before its first small unit. `slots` have the
-    large units, `load` is their time. A wait is multiplied by the speed of small units meanwhile.
+    """How long each program waits for large units before its first small unit: the time times the
+    speed that small units have meanwhile (`Pace.beside`). `slots` have the large units, `load` is
+    their time.
 
     Where a large unit takes a whole multiprocessor, programs of small units start as large units
     end; the first programs start on multiprocessors without large units.

@@ -1,6 +1,6 @@
-"""Spans -> units: how spans are cut, by an estimate of the step's time. Numpy only.
+"""Spans -> units: how spans are cut, by an estimate of the step's time. In numpy.
 
-A unit is a tile of rows over a stretch of keys, of one KV head if it is large. 64 sequences that
+A unit is a tile of rows over a stretch of keys. A large unit has one KV head. 64 sequences that
 share 2,048 keys, with 4 query heads for each of 8 KV heads, have 2 tiles of 128 rows. Cut into 4
 stretches of 512 keys, they are 2 x 4 x 8 = 64 units, for half of an H200's 132 multiprocessors.
 
@@ -28,7 +28,7 @@ LARGE_ON = tuple(n / 132 for n in (528, 264, 132, 120, 112, 96, 80, 64, 48, 32, 
 # Small units per program in a step without large ones. With 0.9 or 0.8, some programs are left for
 # short spans.
 SMALL_ON = (1.0, 0.9, 0.8, 2.0)
-ROUNDING = 0.97  # times the keys of a unit: otherwise rounding could give one unit less
+ROUNDING = 0.97  # times the keys of a unit: otherwise rounding could give one unit fewer
 EQUAL = 1.001  # within 0.1 %, prefer the way with large units on more multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
 NO_STRETCHES: Floats = np.empty(0)

@@ -10,7 +10,7 @@ A plan is one int32 array, so that it travels in one copy:
     large   | [pieces, PIECE_INTS]; a piece is a unit of every KV head
     small   | [pieces, PIECE_INTS]
     entries | [ENTRY_ROWS, entries]: a query token in a span; PLAIN_ENTRY_ROWS if no windows
-    merges  | [MERGE_ROWS, merges]: a token that leaves several Partials
+    merges  | [MERGE_ROWS, merges]: a token that leaves Partials
     pages   | page ids of all spans
 
 Kernels take the fields from `triton/layout.py`. Nothing here needs Triton.

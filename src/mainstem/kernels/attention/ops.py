@@ -142,8 +142,8 @@ def _hopper() -> _Hopper | None:
 def _with_kernel(
     tiles: Tiles, device: torch.device, head_dim: int, page_size: int
 ) -> tuple[Tiles, _Hopper | None]:
-    """Return the tiles, and Hopper's kernels if the tiles are split. If this Triton cannot compile
-    those kernels, return tiles that are not split."""
+    """Return the tiles, and Hopper's kernels if the tiles are split and the device is a card. If
+    this Triton cannot compile those kernels, return tiles that are not split."""
     if not tiles.is_split:
         if tiles.queued_share or tiles.divides_pages:
             raise LayoutError(
@@ -175,7 +175,7 @@ class _Descriptors:
 
 
 class SpanAttention:
-    """Attention of one step's tokens over the spans they lie in. One owner, one stream.
+    """Attention of one step's tokens over the spans they lie in, on one stream.
 
     With `deterministic_keys` every span is cut at multiples of that number, with one tile shape,
     and Partials are merged in order. A row's bits then depend on its own keys alone, provided that
@@ -290,7 +290,7 @@ class SpanAttention:
             partials = torch.empty(lse_bytes + out_bytes, dtype=torch.uint8, device=device)
         elif partials.dtype != torch.uint8 or len(partials) < lse_bytes + out_bytes:
             raise LayoutError(
-                f"partials must be {lse_bytes + out_bytes} bytes, got {len(partials)} of "
+                f"partials must be at least {lse_bytes + out_bytes} bytes, got {len(partials)} of "
                 f"{partials.dtype}"
             )
         self._partial = partials[:out_bytes].view(dtype).view(rows, self._dim)
@@ -414,10 +414,10 @@ class SpanAttention:
     ) -> Tensor:
         """Attention of the planned step in one layer; returns `out`, [tokens, heads, head_dim].
 
-        `lse`, if given, is [tokens, heads] fp32 and receives the natural log of the sum of
-        exponents. `sinks`, [heads] fp32, are scores that count in this sum and have no value. They
-        need an `lse`, and with them the rows of tokens in no span get arbitrary values. `launches`
-        must include those that `plan` returned.
+        `lse`, if given, is [tokens, heads] fp32 and receives the log-sum-exp (natural log).
+        `sinks`, [heads] fp32, are scores that count in this sum and have no value. They need an
+        `lse`, and with them the rows of tokens in no span get arbitrary values. `launches` must
+        include those that `plan` returned.
         """
         if out is None:
             out = torch.empty_like(q)

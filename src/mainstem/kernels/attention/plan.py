@@ -1,4 +1,4 @@
-"""Assigned units -> the arrays that kernels read (`layout.py`). Host side, numpy only, once a step.
+"""Assigned units -> the arrays that kernels read (`layout.py`). On the host, in numpy, once a step.
 
     plan = make_plan(spans, shape)    # cut (`cutting.py`), assign (`assign.py`), write down
     plan.write(ints)                  # one int32 array, which travels in one copy

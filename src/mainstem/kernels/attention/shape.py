@@ -3,7 +3,7 @@
     Shape(group=4, kv_heads=8, page_size=16, num_programs=264, tiles=HOPPER_SPLIT)
 
 is Llama-8B on one H200: a small unit has 4 of the 8 KV heads (`fold`). For each it has the 4 query
-heads of one token, and reads 16 keys in a step of its loop.
+heads of at most 4 tokens, and reads 16 keys in a step of its loop.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     """What all units of a kind have in common."""
 
     rows: int  # maximum rows of a unit, for each of its KV heads
-    units: int  # that cover all KV heads for a tile of rows over one stretch
+    units: int  # of a piece
     slots: int  # units that run at once
     stretch: int  # stretches are multiples of this number of keys
     step: int  # keys in a step of the loop
@@ -63,8 +63,9 @@ class Shape:
 
     @cached_property
     def fold(self) -> int:
-        """KV heads of a small unit: as many as fit in a tile of `small_k` keys x heads. Each has
-        the keys of a page in it; with `divides_pages`, the fewest that a matrix instruction takes.
+        """KV heads of a small unit: the largest of `FOLDS` that divides `kv_heads` and fits in a
+        tile, by keys x heads (`small_k`) and by rows. Each head has the keys of a page in it; with
+        `divides_pages`, the fewest keys that a matrix instruction takes.
         """
         keys = LEAST_KEYS if self.tiles.divides_pages else self.page_size
         most = min(
@@ -74,8 +75,8 @@ class Shape:
 
     @cached_property
     def small_q(self) -> int:
-        """Rows of the small tile: those of one token in all heads of a unit, rounded up to a power
-        of two; at least `tiles.small_q`, or 16 without it.
+        """Rows of the small tile: those of one token in all heads of a unit, up to 32, rounded up
+        to a power of two; at least `tiles.small_q`, or 16 without it.
         """
         rows = min(self.group * self.fold, MOST_SMALL_ROWS)
         return max(self.tiles.small_q or LEAST_ROWS, 1 << (rows - 1).bit_length())

@@ -33,7 +33,7 @@ class Pace:
     yields: float = 0.0  # large units' share of the delay if bandwidth is short
     late_us: float = 0.0  # delay of small units that follow large ones
     beside: float = 1.0  # small units' speed while large ones run, for `assign.py`; 1: undisturbed
-    least_speed: float = 0.15  # share of their fair speed that small units keep beside large ones
+    least_speed: float = 0.15  # beside large units, small ones keep this share of their fair speed
     apart: float = 0.35  # end times of programs differ by this share of the longest small unit
     merge_us: float = 0.0  # of one head's Partial
     launch_us: float = 0.0  # of the kernel for large units, if they have their own
@@ -162,8 +162,8 @@ def fitted_name(device_name: str, head_dim: int) -> str:
 
 
 def with_fitted_pace(tiles: Tiles, device: torch.device, head_dim: int) -> Tiles:
-    """The tiles with the pace that `mainstem calibrate` fitted for them, if it did and nobody tuned
-    this card. A pace that was fitted for other tiles is not used.
+    """The tiles, with the pace that `mainstem calibrate` fitted for them if there is one and nobody
+    tuned this card. A pace that was fitted for other tiles is not used.
     """
     device_name = torch.cuda.get_device_name(device)
     name = fitted_name(device_name, head_dim)

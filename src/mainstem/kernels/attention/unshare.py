@@ -1,7 +1,7 @@
 """The same attention with fewer Partials: each sequence reads shared runs again.
 
-A token that lies in one span needs no Partial. If a step has more Partials than there is room for,
-the shared runs of a sequence are joined with its own run:
+A token that lies in one uncut span needs no Partial. If a step has more Partials than there is room
+for, the shared runs of a sequence are joined with its own run:
 
     plain  rows 0 1 2 3    pages A B
     causal rows 0 1        pages C        ->   causal rows 0 1    pages A B C
@@ -19,8 +19,8 @@ from mainstem.core.step import Spans
 
 
 def unshare(spans: Spans, page_size: int, least_queries: int) -> Spans:
-    """Join spans with the runs before them: each span that is the last one of all its tokens, and
-    has at least `least_queries` tokens.
+    """Join each span of at least `least_queries` tokens with the runs before it, if it is the last
+    span of all its tokens and the runs before it are the same for all of them.
 
     Spans that cannot be joined stay as they are. Slow, but rarely needed.
     """

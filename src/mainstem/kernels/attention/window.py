@@ -10,7 +10,7 @@ A step has one list of spans. For each window that its layers have, the list is 
 Pages in front that no query of a span sees are left out, and so are queries that see none of its
 keys; spans without queries are dropped. Prompts are cut into runs of queries, so that each run
 reads its own window and not that of the whole prompt. Kernels still mask keys in front: fewer than
-a page plus the distance from the first query of a span to its last.
+a page (or `align_tokens`) plus the distance from the first query of a span to its last.
 
 Nothing here needs torch.
 """

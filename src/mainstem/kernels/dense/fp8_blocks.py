@@ -24,14 +24,14 @@ from mainstem.kernels.dense.fp8_rows import (
 from mainstem.kernels.errors import LayoutError
 
 BLOCK = GROUP  # rows and columns of a block
-_ALIGN_BLOCKS = 4  # columns are a multiple of 4 blocks, so that a row of scales has 16 n bytes
+_ALIGN_BLOCKS = 4  # blocks of columns: a row of scales must be a multiple of 16 bytes long
 _HOPPER = 9
 _CHECKED_ROWS = 16
 _MOST_OFF = 0.01  # largest relative error of a product; rounding to bf16 alone gives 0.002
 
 
 def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a weight of this shape can be multiplied without being dequantized."""
+    """Whether `Fp8BlockLinear` can multiply by a weight of this shape."""
     if num_out % BLOCK or num_in % (BLOCK * _ALIGN_BLOCKS) or dtype == torch.float16:
         return False
     if device.type != "cuda":
@@ -43,7 +43,7 @@ def has_block_product(num_out: int, num_in: int, dtype: torch.dtype, device: tor
 
 @cache
 def is_library_right(device: torch.device) -> bool:
-    """Check the library's product of a small weight against a product of the same rounded numbers.
+    """Whether the library's product of a small weight is near that of the same numbers in fp64.
     Versions of the library differ in the layout of scales, and a wrong layout raises no error."""
     generator = torch.Generator().manual_seed(0)
 

@@ -44,8 +44,8 @@ def with_padding(rows: Fp8Rows) -> Fp8Rows:
 
 
 def rounded(x: Tensor, peaks: Tensor) -> Fp8Rows:
-    """Return x (fp32) rounded to fp8, and its scales: a magnitude of `peaks` becomes MAX. The bits
-    are the same as in the kernels."""
+    """Return x (fp32) rounded to fp8, and its scales: a magnitude of `peaks` becomes MAX. On a
+    CPU the bits are the same as in the kernels."""
     peaks = peaks.clamp(min=MIN_PEAK)
     factors = torch.full_like(peaks, MAX) / peaks  # MAX / peaks would multiply by a reciprocal
     return (x * factors).clamp_(-MAX, MAX).to(FP8), peaks / MAX

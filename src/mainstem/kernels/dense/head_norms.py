@@ -151,9 +151,9 @@ def joint_norm_(
 def joint_squares(
     qkv: Tensor, heads: int, kv_heads: int, dim: int, num_parts: int, out: Tensor
 ) -> Tensor:
-    """Write out [tokens, 2] in fp32: the mean squares of a token's queries and of its keys, divided
-    by `num_parts`. The sum over `num_parts` equal parts of the heads is then the mean over all
-    heads."""
+    """Write the mean squares of a token's queries and of its keys, divided by `num_parts`, to
+    `out`, fp32 [tokens, 2], and return it. The sum over `num_parts` equal parts of the heads is
+    then the mean over all heads."""
     check_rows("qkv", qkv, (heads + 2 * kv_heads) * dim, 2 * MAX_MLP)
     _check_squares(out, len(qkv))
     if len(qkv):
@@ -186,7 +186,7 @@ def _check_squares(squares: Tensor, tokens: int) -> None:
 
 
 def _kind_of(q_norm: Norm, k_norm: Norm) -> tuple[float, bool]:
-    """Return eps and is_layer of both norms; raises LayoutError if they differ."""
+    """Return eps and is_layer of both norms; raises LayoutError if they differ or have a bias."""
     if q_norm.bias is not None or k_norm.bias is not None:
         raise LayoutError("norms of queries and keys take no bias")
     if q_norm.gain.dtype != k_norm.gain.dtype:

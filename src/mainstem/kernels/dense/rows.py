@@ -116,8 +116,8 @@ def quantized(
 
 
 def row_options(size: int) -> dict[str, int]:
-    """Block and number of warps, which depend only on the row's length: at least 16 bytes per
-    thread."""
+    """Block and number of warps, which depend only on the row's length: 16 columns per thread,
+    fewer in short rows and more in long ones."""
     block = next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 

@@ -57,8 +57,8 @@ def combine(
     out: Tensor,
 ) -> Tensor:
     """out [tokens, hidden]: for each token the sum of weight * (row + the expert's bias) over its
-    top_k experts, plus the shared expert's output. Rows [tokens * top_k, hidden] are sorted by
-    expert."""
+    top_k experts, plus the shared expert's output, times its weight if it has a gate. Rows
+    [tokens * top_k, hidden] are sorted by expert."""
     tokens, hidden = out.shape
     top_k = routing.ids.shape[1]
     if rows.shape != (tokens * top_k, hidden) or rows.stride(1) != 1 or out.stride(1) != 1:

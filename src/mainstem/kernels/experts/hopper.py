@@ -99,8 +99,8 @@ def _bring(
     tokens, start, end, first, second, num_in, stride_x,
     IS_GATED: gl.constexpr, STAGES: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Copy some steps of a tile, each into a stage that has been read. step: how many steps of
-    all tiles came before; tokens: those of the rows, -1 past the end; first, second: rows of
+    """Copy some steps of a tile, each into a stage that has been read. step: the number of steps of
+    all tiles before this one; tokens: those of the rows, -1 past the end; first, second: rows of
     weights."""
     x_boxes = as_tiles(x_tiles, 2 * STAGES, GROUP, STEP)
     w_boxes = as_tiles(w_tiles, 2 * STAGES, BOX, STEP)
@@ -218,7 +218,7 @@ def _multiply(
 
 @gluon.jit
 def _activate(acc, bias_ptr, column, num_out, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr):
-    """[64, 128] of gate and up side by side."""
+    """Return [64, 128], from gate and up side by side in [64, 256]."""
     gate, up = gl.split(acc.reshape([GROUP, 2, BOX]).permute((0, 2, 1)))
     if HAS_BIAS:
         columns = column + gl.arange(0, BOX, gl.SliceLayout(0, gate.type.layout))
@@ -353,8 +353,8 @@ class HopperProducts:
         check_activation(activation)
         if x.dtype != self._act.dtype or x.stride(0) % 16 or len(x) * top_k > len(self._act):
             raise LayoutError(
-                f"x must have at most {len(self._act) // top_k} rows of {self._act.dtype}, with a "
-                f"stride of 16 n elements, got {len(x)} of {x.dtype} with a stride of {x.stride(0)}"
+                f"x must have at most {len(self._act) // top_k} rows of {self._act.dtype} and a "
+                f"stride divisible by 16, got {len(x)} of {x.dtype} with a stride of {x.stride(0)}"
             )
         if len(x):
             self._launch(

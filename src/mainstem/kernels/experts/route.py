@@ -40,7 +40,7 @@ SPLIT_TOKENS = 256  # up to this many tokens, each part of the sum has its own p
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _TILE = 64  # rows, columns and k of a router program
-# tokens of a program of _route_kernel; if there are several, _place_kernel adds up their counts
+# tokens of a program of _route_kernel; _place_kernel adds up the counts of several programs
 _BLOCK_TOKENS = 16
 _MOST_PLACERS = 128  # programs of _place_kernel; each reads all counts
 
@@ -50,7 +50,7 @@ _TILES_AT_ONCE = tl.constexpr(64)
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A layer's router. If a shared expert has a gate, that gate is the last row."""
+    """A layer's router. If a shared expert has a gate, the gate is the last row of `weight`."""
 
     weight: Tensor  # [experts (+ 1), hidden]
     bias: Tensor | None  # [experts]

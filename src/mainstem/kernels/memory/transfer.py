@@ -58,7 +58,7 @@ def spread_pages(layers: Tensor, buffer: Tensor, pages: Tensor) -> None:
         raise LayoutError(f"pages must be int32 [pages], got {pages.dtype} {tuple(pages.shape)}")
     needed = len(pages) * len(layers) * 2 * half_bytes
     if buffer.dtype != torch.uint8 or buffer.numel() < needed:
-        raise LayoutError(f"buffer must have {needed} bytes, got {buffer.numel()}")
+        raise LayoutError(f"buffer must have at least {needed} bytes, got {buffer.numel()}")
     _spread_kernel[(NUM_PROGRAMS,)](
         layers.view(torch.int32), buffer.view(torch.int32), pages, len(layers), len(pages),
         half_bytes // 4, layers[0, 0].nbytes // 4, TILE=TILE_WORDS, num_warps=4,

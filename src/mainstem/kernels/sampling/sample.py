@@ -16,8 +16,8 @@ the first token at which a running sum passes a target (`search.py`):
     top_k   the sum counts tokens,          target k - 1
     top_p   the sum is probability mass,    target just below top_p of the whole
 
-A batch with limited rows takes four launches. Sums are of whole numbers, so the token drawn does
-not depend on how many parts a row has:
+Sums are of whole numbers, so the token drawn does not depend on how many parts a row has. A batch
+with limited rows takes four launches:
 
     tops     as above
     survey   mass of each part, and how many of its tokens lie within 1, 2, 4, 7, 10, 15 bits of

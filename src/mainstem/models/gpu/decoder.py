@@ -49,7 +49,7 @@ class GpuLayer:
 
 
 class GpuDecoder:
-    """Weights and the forward pass; a pass allocates only the rows that it returns."""
+    """Weights and the forward pass, which works in the buffers of a workspace."""
 
     def __init__(
         self,

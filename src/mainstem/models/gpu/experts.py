@@ -56,7 +56,7 @@ class ExpertSpace:
     """Buffers for the experts of a step, made once for all layers of a model."""
 
     routing: Routing
-    rows: Tensor  # [tokens * top_k, hidden]: the experts' inputs, and later their outputs
+    rows: Tensor  # [tokens * top_k, hidden]: outputs of experts; with Method.LIBRARY, inputs
     act: Tensor  # [tokens * top_k, size]
     shared: SharedSpace | None
 
@@ -189,8 +189,8 @@ class GpuExperts:
 def _packed_or_dense(
     tensors: ExpertTensors, dtype: torch.dtype
 ) -> tuple[Nibbles, Nibbles] | tuple[Tensor, Tensor]:
-    """Return both products in the form that the kernels read: 4-bit weights stay packed, others are
-    dequantized."""
+    """Return both products in the form that the kernels read: packed if the kernels support both
+    as 4-bit weights, dequantized otherwise."""
     gate_up, down = tensors.gate_up, tensors.down
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         packed = pack_nibbles(gate_up, dtype), pack_nibbles(down, dtype)

@@ -4,7 +4,7 @@ Spans become *parts*, and parts of like shape become *buckets*, one kernel call 
 
     span, plain            q x keys                     one part
     span, causal, n > 1    q x past keys | triangle     two parts: all n queries see all the past
-    ... and n >= 256       the same for each 128 q      a larger triangle would cost a whole square
+    ... and n >= 256       the same for each 128 q      saves half a square; not with a long past
     span, causal, n = 1    q x keys                     one part: a lone query sees everything
     with a window          q x keys, masked             one part, if a query does not see key 0
 

@@ -118,7 +118,7 @@ def _is_run(place: _Place, tokens: slice) -> bool:
 
 
 def _find_places(bucket: int, owners: Longs, num_tokens: int) -> Iterator[_Place]:
-    """Return one place for the whole bucket, or one for each part if parts have tokens in
+    """Yield one place for the whole bucket, or one for each part if parts have tokens in
     common."""
     flat = owners.reshape(-1)
     real = flat[flat < num_tokens]

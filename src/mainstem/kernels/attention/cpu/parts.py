@@ -9,9 +9,9 @@ from mainstem.core.step import Spans
 from mainstem.kernels.attention.cpu.keys import Longs, PageShape, Part, find_windows
 
 _MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys, or of a mask: 16 MB in fp32
-_MAX_PADDED_QUERIES = 16  # parts with this many or more are batched only at equal numbers of keys
+_MAX_PADDED_QUERIES = 16  # with this many queries or more, only parts of equal length are batched
 _CALL_SLOTS = 256  # gathering this many slots takes as long as one more kernel call
-_TRIANGLE = 128  # queries in a piece of a long causal part
+_TRIANGLE = 128  # queries in a piece of a long causal span
 _MAX_PIECED_PAST = 2048  # with more past keys, cutting a part costs more than it saves
 _MIN_SPLIT_KEYS = 256  # with shorter pieces, the merge costs more than a second core saves
 _MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitting
@@ -63,8 +63,8 @@ def _pieces(rows: Longs, past: int) -> list[Longs]:
 
 
 def group_parts(parts: list[Part], shape: PageShape) -> Iterator[list[Part]]:
-    """Group parts that run well together: of the same kind and number of queries, with similar
-    numbers of keys."""
+    """Group parts that run well together: of the same kind, with similar numbers of keys and,
+    except triangles, with the same number of queries."""
     groups: dict[tuple[bool, bool, int, int], list[Part]] = {}
     for part in parts:
         num_queries = len(part.rows)
@@ -93,7 +93,8 @@ def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
 
 
 def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:
-    """Group parts by length, if all can be read in place and that is worth the extra calls."""
+    """Group parts by length; return no groups unless all parts can be read in place and that is
+    worth the extra calls."""
     by_length: dict[int, list[Part]] = {}
     for part in group:
         by_length.setdefault(part.num_keys, []).append(part)

@@ -14,8 +14,8 @@ A consumer starts the scores of one tile together with the V products of the til
 computes the softmax while the tensor cores work for the other group. Barriers in shared memory say
 which tile has arrived (`full`) and which may be overwritten (`empty`).
 
-Special cases have no code of their own: most instructions run for the first time, and then they
-must be fetched from memory.
+Special cases share the code of the common case where possible: an instruction that runs for the
+first time must be fetched from memory.
 
 Queries are in registers, since K and V keep shared memory busy. The next unit's queries are copied
 to shared memory while a unit is computed. With a head_dim of 256, queries do not fit in registers
@@ -93,7 +93,7 @@ def _bring(
     rows_desc, tail_desc, tiles, tails, stage, pages_ptr, first_page, last_page, kv_head, barrier,
     KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE_K: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile's pages into shared memory. Past the span's last page, the last page is copied
+    """Copy a tile's pages into shared memory. Past the unit's last page, the last page is copied
     again."""
     PAGES: gl.constexpr = TILE_K // PAGE_SIZE
     ACROSS: gl.constexpr = HEAD_DIM // PANEL
@@ -160,8 +160,8 @@ def _produce(
                 k_desc, k_tail_desc, k_tiles, k_tails, stage, pages_ptr, first_page, last_page,
                 kv_head, k_full.index(stage), KV_HEADS, PAGE_SIZE, TILE_K, HEAD_DIM,
             )  # fmt: skip
-            # A tile of V with rows to clear first arrives at an extra barrier; once cleared, it is
-            # full.
+            # A tile of V that has rows to clear arrives at an extra barrier. Once they are cleared,
+            # it is full.
             is_cut = start + TILE_K > key_end
             mbarrier.wait(v_empty.index(stage), was_read)
             _bring(

@@ -110,7 +110,8 @@ def start_queries(
     q_ptr, q_rows, q_tail, tokens, row_begin, row_end, kv_head, stride_q_token, stride_q_head,
     GROUP: gl.constexpr, FOLD: gl.constexpr, SPLITS: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy a group's rows into shared memory; rows past the last are never used."""
+    """Begin to copy a group's rows into shared memory. Results past the last row are never
+    written."""
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     rows, head = rows_of(row_begin, kv_head, 64, GROUP, FOLD, SPLITS, gl.SliceLayout(1, QUERIES))
     dims = gl.arange(0, MAIN, gl.SliceLayout(0, QUERIES))
@@ -167,8 +168,8 @@ def find_first_keys(entries_ptr, num_entries, rows, row_end, GROUP: gl.constexpr
 
 @gluon.jit
 def capped(scores, scale, SOFTCAP: gl.constexpr):
-    """Return SOFTCAP * tanh(score / SOFTCAP) in base-2 units, and the scale that must still be
-    applied."""
+    """Return SOFTCAP * tanh(score / SOFTCAP) in base-2 units, or the scores if there is no SOFTCAP,
+    and the scale that must still be applied."""
     if SOFTCAP > 0:
         doubled = gl.exp2(scores * (scale * (2.0 / SOFTCAP)))
         return (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (doubled + 1.0)), 1.0
@@ -218,13 +219,13 @@ def write_rows(
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_LSE: gl.constexpr,
     LAYOUT: gl.constexpr, TAIL_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply rows by their share and write them: to `out` if they are whole; packed, to their
-    slots, if they are Partials.
+    """Write rows: to `out`, multiplied by their share, if they are whole; packed, to their slots,
+    if they are Partials.
 
     A packed row is in fp16, divided by its largest magnitude: half of the bytes to write and read,
     and nothing overflows. If that magnitude is infinite, all dims of the row are NaN. The factor to
-    multiply the row by is next to its lse. Dims are in the order in which threads have them
-    (`merge_partials.py`).
+    multiply the row by (magnitude x share) is next to its lse. Dims are in the order in which
+    threads have them (`merge_partials.py`).
     """
     MAIN: gl.constexpr = HEAD_DIM // PANEL * PANEL
     TAIL: gl.constexpr = HEAD_DIM - MAIN

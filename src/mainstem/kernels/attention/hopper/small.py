@@ -13,8 +13,8 @@ SPLITS parts. Each part has its own softmax; parts are merged when the unit ends
 
 A program computes its share of the units, then claims others from the work queue (`assign.py`)
 until the queue is empty. A program without a share claims at once. The producer claims a unit some
-tiles before it needs it, since a claim takes a microsecond. It leaves a note about every unit for
-the consumer, which requests the unit's queries before the last tiles of the previous unit.
+tiles in advance, since a claim takes a microsecond. It leaves a note about every unit after the
+first for the consumer, which requests the unit's queries before the previous unit ends.
 
 In a step with large units this kernel runs after their kernel, takes over multiprocessors as they
 become free, and does not end before their kernel.
@@ -333,7 +333,7 @@ def _small_units_kernel(
     SOFTCAP of 0 means none.
 
     After the kernel of the large units (not IS_FIRST) this kernel need not wait at its start: the
-    large kernel has waited for the kernel before both when it lets this one start. The next kernel
+    large kernel lets it start only after its own wait for the kernel before. The next kernel
     waits only for this one. So one program of this kernel ends only after the large kernel.
     """
     if IS_FIRST:

@@ -2,8 +2,8 @@
 # ruff: noqa: PLR0917
 """Attention on Hopper: how small units are claimed and read.
 
-The producer of a program is one warp. It claims units of the work queue, leaves a note about each
-for the consumer, and copies their keys to shared memory by TMA.
+The producer of a program is one warp. It copies the keys of all units to shared memory by TMA,
+claims units of the work queue, and leaves a note about each unit after the first for the consumer.
 """
 
 from triton.experimental import gluon
@@ -28,8 +28,8 @@ from mainstem.kernels.attention.triton.layout import (
 from mainstem.kernels.hopper import as_tiles, claimed_unit, load_box, take_ticket
 
 LANES = gl.constexpr(64)  # keys x heads of a tile
-# How many tiles of a unit are left to copy when the next unit is claimed, when its fields are read,
-# and when it is noted for the consumer.
+# How many tiles of a unit with more than CLAIM_AHEAD tiles are left to copy when the next unit is
+# claimed, when its fields are read, and when it is noted for the consumer.
 CLAIM_AHEAD = gl.constexpr(4)
 READ_AHEAD = gl.constexpr(2)
 NOTE_AHEAD = gl.constexpr(1)
@@ -78,7 +78,7 @@ def _bring(
     KV_HEADS: gl.constexpr, FOLD: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy some tiles of a unit, each into a stage that has been read already. Past the span's last
+    """Copy some tiles of a unit, each into a stage that has been read already. Past the unit's last
     page, the last page is copied again. `at` is a tile's first key / min(PAGE_SIZE, KEYS).
     """
     KEYS: gl.constexpr = LANES // FOLD
@@ -119,7 +119,7 @@ def produce(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy K and V of all units of this program; claim units after its share, and leave a note
-    about each for the consumer.
+    about each unit after the first for the consumer.
     """
     UNITS: gl.constexpr = KV_HEADS // FOLD  # units in a piece
     KEYS: gl.constexpr = LANES // FOLD

@@ -16,8 +16,9 @@ Units with few rows (own tokens of a decoding sequence) are bound by memory and 
 tile takes the same keys of several KV heads at once, which are one block of a page. Units with many
 rows (shared prefixes, prompt chunks) use the large tile.
 
-A row that lies in only one unit is written to `out` at once. For any other row, each unit writes a
-Partial (fp32 output and base-2 lse) to a slot, and `merge_partials.py` merges them.
+If every row of a span lies in only one unit, the rows are written to `out` at once. Otherwise each
+unit writes a Partial (fp32 output and base-2 lse) of each of its rows to a slot, and
+`merge_partials.py` merges them.
 
 The plan buffer is int32, made by `plan.py`; `layout.py` says what lies where in it.
 """
@@ -71,7 +72,7 @@ def _capped(scores, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _page_of(pages_ptr, start, key_end, PAGE_SIZE: tl.constexpr, TILE_K: tl.constexpr):
-    """Page ids of the keys [start, start + TILE_K) of a span; 0 past its end."""
+    """Page ids of the keys [start, start + TILE_K) of a span; 0 from `key_end` on."""
     lanes = tl.arange(0, TILE_K)
     if TILE_K % PAGE_SIZE == 0:  # then every tile begins with a page
         ptrs = pages_ptr + start // PAGE_SIZE + lanes // PAGE_SIZE
@@ -100,7 +101,8 @@ def _key_offset(
 def _load_tile(
     ptr, offset, is_key, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, IS_MASKED: tl.constexpr
 ):
-    """Rows of K or V at some offsets, [keys, DIM]; zero past the last key and past HEAD_DIM."""
+    """Rows of Q, K or V at some offsets, [rows, DIM]; zero past HEAD_DIM and, if IS_MASKED, where
+    `is_key` is false."""
     dims = tl.arange(0, DIM)
     ptrs = ptr + offset[:, None] + dims[None, :]
     if IS_MASKED:
@@ -351,7 +353,8 @@ def _large_unit(
     HAS_LSE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute one unit of many rows. With windows, keys that no row sees are left out."""
+    """Compute one unit of many rows. With windows, the first tiles of keys are left out if no row
+    sees them."""
     entry = tl.load(piece_ptr + PIECE_ENTRY)
     row_begin = tl.load(piece_ptr + PIECE_ROW_BEGIN)
     row_end = tl.load(piece_ptr + PIECE_ROW_END)
