@@ -61,7 +61,7 @@ def test_a_turn_computes_only_its_new_tokens(server: Running) -> None:
     assert session["tokens"] == talk.usage["total_tokens"]
 
 
-def test_a_streamed_turn_is_stored_before_its_last_event(server: Running) -> None:
+def test_a_streamed_turn_is_stored_when_its_stream_has_ended(server: Running) -> None:
     body = {"prompt": "stream", "session_id": "streamed", "max_tokens": 3, "stream": True}
     text = server.post("/v1/completions", body).text
     assert events(text)[-1] == "[DONE]"

@@ -319,7 +319,7 @@ class Gateway:
 
     def _too_long(self, call: Call, num_tokens: str) -> ApiError:
         message = (
-            f"the prompt has {num_tokens} tokens; with room for an answer in the context of "
+            f"the prompt has {num_tokens} tokens; with a context window of "
             f"{self.engine.max_model_len}, it may have at most {self._most_tokens(call)}"
         )
         return ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")

@@ -14,7 +14,7 @@ from mainstem.wire.calls import BodyLimits
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits that are checked before anything is allocated for a request."""
+    """What clients may send, keep and have in progress, and how long they may take."""
 
     body_bytes: int = 8 << 20
     header_bytes: int = 32 << 10

@@ -1,4 +1,4 @@
-"""Decides which web sites' pages may call the server from a browser: none, unless a site was named.
+"""Decides which web pages may call the server from a browser: its own, and those of named sites.
 
 This prevents two attacks. Cross-site requests (CSRF): a page of another site sends a form, or a
 body without a type, which browsers send without a preflight; `Origin` and `Sec-Fetch-Site` reveal
