@@ -389,7 +389,7 @@ class Gateway:
         tokenizer = self.engine.tokenizer
         prompt, wants_special = prompts[0], options.add_special_tokens
         if wants_special and isinstance(prompt, Chat):
-            message = "add_special_tokens: a chat has those that its template writes"
+            message = "add_special_tokens: must not be true for a chat: its template writes them"
             raise ApiError(400, message, "add_special_tokens", "invalid_value")
         call = replace(call, overflow=Overflow.RECOMPUTE)  # the prompt may exceed the context
         salt = tenant.page_salt(call.cache_salt)

@@ -111,7 +111,7 @@ GAUGES = {
     "mainstem:disk_bytes": "Bytes of K and V on disk.",
     "mainstem:page_size_tokens": "Token slots of a page.",
     "mainstem:shared_runs": "Runs of tokens that two or more running sequences share.",
-    "mainstem:unfinished_prompts": "Prompts that take more than the running step.",
+    "mainstem:unfinished_prompts": "Prompts that the running step does not complete.",
     "mainstem:unfinished_prompt_tokens": "Computed or cached tokens of unfinished prompts.",
     "mainstem:step_tokens": "Tokens of a step that has been running for a while; 0: there is none.",
     "mainstem:step_seconds": "Seconds that the step of mainstem:step_tokens has been running.",

@@ -71,8 +71,8 @@ class Sites:
 
     def _is_foreign(self, headers: Headers) -> bool:
         """Whether a browser sends the request for a page of a site that is not allowed. To https
-        and localhost it sends `Sec-Fetch-Site`, otherwise only the page's `Origin`. Other clients
-        send neither. The scheme may differ from ours if a proxy handles TLS."""
+        servers and localhost, browsers send `Sec-Fetch-Site`; to others, only the page's `Origin`.
+        Other clients send neither. The scheme may differ from ours if a proxy handles TLS."""
         origins = _all(headers, b"origin")
         if ANY in self._origins or (origins and self._origins.issuperset(origins)):
             return False
