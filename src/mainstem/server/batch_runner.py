@@ -61,7 +61,7 @@ log = logging.getLogger("mainstem.server")
 
 
 class BatchRunner:
-    """Runs all batches; owns one task of the event loop."""
+    """Runs all batches, each in a task of the event loop."""
 
     def __init__(  # noqa: PLR0913, PLR0917  # parts of a server
         self,
@@ -255,7 +255,8 @@ class BatchRunner:
         self._num_since += max(0, change)
 
     def reader(self, tenant: Tenant, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
-        """Plan and yield the rows that are left; runs on a thread."""
+        """Return the rows that are left, in windows; each is planned when it is asked for, on a
+        thread."""
         engine = self._engine
         formats = self._model.formats_of(engine.tokenizer)
         parser = CallParser(self._model.sampling, find_formats=lambda: formats)

@@ -76,7 +76,7 @@ class Launched(Protocol):
 class EngineClient:
     """Sends requests to the engine and distributes its reports. Lives on the event loop.
 
-    `bus` repeats the events of the engine, and of engines started later.
+    `bus` repeats the events, except StepStarted, of the engine and of engines started later.
     """
 
     def __init__(self, tokenizer: Tokenizer, launch: Callable[[], Launched]) -> None:
