@@ -131,7 +131,7 @@ HISTOGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """How long a finished request took, as its client saw it; times count from its arrival."""
+    """How long a finished request took, as its client saw it; from its arrival, unless noted."""
 
     queue_s: float | None  # None: it never left the queue
     first_token_s: float | None  # None: it ended before its first token

@@ -232,8 +232,8 @@ class Routes:
         return JSONResponse({"name": name, "deleted": True})
 
     async def reset_cache(self, request: Request) -> Response:
-        """Unpin everything, forget every cached page that no sequence holds, then compute the pages
-        of the apps again."""
+        """Unpin the prefixes of clients, forget every cached page that no sequence holds, then
+        compute the pages of the apps again."""
         gateway = self._gateway
         gateway.pins.end_all()
         count = await self._on_engine(gateway.engine.clear_cache())
