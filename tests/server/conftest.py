@@ -1,4 +1,4 @@
-"""Two servers, without and with keys, for all tests that do not change their state."""
+"""Two servers, without and with keys, that many tests share."""
 
 from collections.abc import Iterator
 

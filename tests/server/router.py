@@ -43,7 +43,7 @@ class Router:
                 self._ask_again()
 
     def catch_up(self) -> Mirror:
-        """Read the batches that have arrived."""
+        """Ask for the batches that are missing, and read them."""
         self._ask_again()
         return self.mirror
 

@@ -1,4 +1,4 @@
-"""Apps: prefixes are computed before they are asked for; several apps run in one batch."""
+"""Apps: prefixes are computed before they are asked for; several apps run at the same time."""
 
 from concurrent.futures import ThreadPoolExecutor
 from errno import ENOSPC
@@ -66,7 +66,7 @@ def test_contradicting_and_unknown_apps_are_refused(server: Running) -> None:
     assert echo.json()["error"]["param"] == "echo"
 
 
-def test_two_apps_and_forty_conversations_at_once_answer_as_each_alone() -> None:
+def test_forty_conversations_with_two_apps_at_once_get_the_same_answers_as_alone() -> None:
     questions = [f"Question number {number}: what is it?" for number in range(20)]
     with a_server([POLITE, PIRATE]) as running:
 

@@ -49,7 +49,7 @@ def test_vllms_fields_work_in_completions(server: Running) -> None:
         assert re.fullmatch(pattern, response.json()["choices"][0]["text"])
 
 
-def test_a_form_is_compiled_once_and_on_its_own_thread(
+def test_a_form_is_compiled_once_and_on_a_separate_thread(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []

@@ -263,7 +263,7 @@ def stored(
     }
 
 
-def test_an_event_is_a_run_of_pages_that_follow_each_other() -> None:
+def test_consecutive_pages_are_joined_and_so_are_pages_without_tokens() -> None:
     a, b, c, d = (PageKey(name.encode()) for name in "abcd")
     tokens = [np.array([number] * PAGE, np.int32).tobytes() for number in range(4)]
     events: list[PageEvent] = [
@@ -369,7 +369,7 @@ def test_without_pyzmq_the_flag_says_what_is_missing(monkeypatch: pytest.MonkeyP
         ("tcp://eth0:5557", False),
     ],
 )
-def test_only_loopback_is_local(address: str, expected: bool) -> None:
+def test_only_loopback_and_ipc_are_local(address: str, expected: bool) -> None:
     assert is_local(address) == expected
 
 

@@ -1,4 +1,4 @@
-"""Two hundred streaming clients, every fifth disconnects early; another client polls /health."""
+"""Two hundred clients leave about every fifth stream early; another client polls /health."""
 
 import asyncio
 import json
@@ -110,7 +110,7 @@ class Crowd:
 @pytest.mark.parametrize(
     ("kind", "seconds", "most_health_s"),
     [
-        # a fake step holds the interpreter lock all the time, a real one hardly ever
+        # a fake engine shares the server's interpreter lock; a real one has its own process
         ("fake", 2, 5.0),
         pytest.param("real", 60, 0.1, marks=[pytest.mark.slow, pytest.mark.torch]),
     ],

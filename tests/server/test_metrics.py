@@ -62,7 +62,7 @@ def a_step(
     return StepFinished(tokens, prompt_tokens, 5, 7, read_, seen, 0.25, 0.5)
 
 
-def test_a_new_server_exposes_every_series_at_zero() -> None:
+def test_gauges_counters_and_histograms_begin_at_zero() -> None:
     values = read(ServerMetrics(EventBus()))
     for name in GAUGES:
         assert values[name] == 0
@@ -286,7 +286,7 @@ def test_responses_are_counted_by_status() -> None:
 
 
 def test_counters_never_fall_while_another_thread_publishes() -> None:
-    """Every render sees complete events: tokens and saved keys of a step change together."""
+    """Every render sees complete events: all counts of a step change together."""
     bus = EventBus()
     metrics = ServerMetrics(bus)
 

@@ -168,7 +168,7 @@ def test_answers_have_the_form_that_was_asked_for(client: OpenAI) -> None:
         assert choice.finish_reason == "stop"
 
 
-def test_a_session_finds_every_token_of_its_turns(client: OpenAI) -> None:
+def test_a_session_finds_the_pages_of_its_turns(client: OpenAI) -> None:
     messages: list[dict[str, str]] = []
     totals: list[tuple[int, int]] = []
     for question in ("Tell me about the river Rhine, please.", "And now something else."):

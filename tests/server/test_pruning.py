@@ -106,7 +106,7 @@ def test_the_file_of_a_running_batch_is_kept_however_old(tmp_path: Path) -> None
         assert running.get(f"/v1/files/{made['id']}").status_code == 404
 
 
-def test_a_batch_of_a_file_that_is_about_to_expire_is_refused(tmp_path: Path) -> None:
+def test_a_batch_of_an_expired_file_is_refused(tmp_path: Path) -> None:
     with a_server(data_dir=tmp_path) as running:
         made = upload(running)
         age_files(tmp_path)

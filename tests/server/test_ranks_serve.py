@@ -54,7 +54,7 @@ def is_over(process: psutil.Process) -> bool:
 
 
 @pytest.mark.slow
-def test_the_error_names_a_killed_rank_and_the_server_continues(server: Process) -> None:
+def test_the_log_names_a_killed_rank_and_the_server_continues(server: Process) -> None:
     expected = complete(server, 8)["choices"]
     engine, ranks = server.engine_pid, ranks_of(server)
     assert len(ranks) == 2

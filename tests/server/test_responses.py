@@ -266,7 +266,7 @@ def test_a_response_is_kept_until_it_is_deleted(server: Running, client: OpenAI)
     server.gateway.responses.check()
 
 
-def test_a_streamed_response_is_stored_before_its_last_event(server: Running) -> None:
+def test_a_streamed_response_is_stored_when_its_stream_has_ended(server: Running) -> None:
     last = streamed(server, {"input": "Hi", "max_output_tokens": 3})[-1]["response"]
     assert server.get(f"/v1/responses/{last['id']}").json() == last
     assert server.get(f"/v1/responses/{last['id']}?stream=true").status_code == 400
@@ -488,7 +488,7 @@ def test_a_request_of_codex_is_answered(tools: Running) -> None:
     ],
     ids=str,
 )
-def test_the_error_names_an_unsupported_field(
+def test_the_error_names_the_refused_field(
     server: Running, fields: Json, param: str, said: str
 ) -> None:
     error = refused(server, **fields)

@@ -180,8 +180,8 @@ def test_a_log_line_is_a_json_object() -> None:
     assert found["time"].endswith("Z")
 
 
-def test_a_port_is_in_use_as_soon_as_a_server_reports_it() -> None:
-    """While the first still loads its model: clients can connect, a second server cannot start."""
+def test_a_port_is_in_use_while_a_server_loads_its_model() -> None:
+    """Clients can connect, and a second server cannot start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -61,7 +61,7 @@ def test_a_turn_computes_only_its_new_tokens(server: Running) -> None:
     assert session["tokens"] == talk.usage["total_tokens"]
 
 
-def test_a_streamed_turn_is_stored_before_its_last_event(server: Running) -> None:
+def test_a_streamed_turn_is_stored_when_its_stream_has_ended(server: Running) -> None:
     body = {"prompt": "stream", "session_id": "streamed", "max_tokens": 3, "stream": True}
     text = server.post("/v1/completions", body).text
     assert events(text)[-1] == "[DONE]"
@@ -169,7 +169,7 @@ def test_a_prompt_many_times_longer_than_the_window_does_not_reach_the_engine(
     assert str(most) in refused.json()["error"]["message"]
 
 
-def test_two_apps_and_forty_sessions_at_once_answer_as_each_alone() -> None:
+def test_forty_sessions_with_two_apps_at_once_get_the_same_answers_as_alone() -> None:
     """Each session has two turns; the answers are greedy."""
 
     def talk(running: Running, number: int, name: str) -> list[str]:
@@ -189,7 +189,7 @@ def test_two_apps_and_forty_sessions_at_once_answer_as_each_alone() -> None:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_forty_sessions_of_a_real_model_answer_as_each_alone(
+def test_forty_sessions_of_a_real_model_get_the_same_answers_as_alone(
     smollm2_folder: Path, tmp_path: Path
 ) -> None:
     """In fp32: rounding may depend on the batch, but does not change the argmax here."""

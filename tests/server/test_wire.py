@@ -199,7 +199,7 @@ def test_another_cache_salt_shares_nothing(server: Running) -> None:
         assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) is is_cached
 
 
-def test_fields_of_sampling_reach_the_engine(server: Running) -> None:
+def test_fields_of_sampling_are_accepted(server: Running) -> None:
     fields = {
         "max_completion_tokens": 3, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1,
         "presence_penalty": 0.1, "frequency_penalty": 0.1, "min_tokens": 1, "seed": 7,
@@ -496,7 +496,7 @@ def test_every_response_has_an_id(server: Running) -> None:
     assert len(ids) == 3
 
 
-def test_live_has_exactly_the_fields_the_page_reads(server: Running) -> None:
+def test_live_has_exactly_these_fields(server: Running) -> None:
     server.complete("something to show", max_tokens=2)
     live = server.get("/live").json()
     assert set(live) == {
@@ -520,7 +520,7 @@ def test_live_has_exactly_the_fields_the_page_reads(server: Running) -> None:
     assert len(live["recent"]) <= 20
 
 
-def test_metrics_count_requests_and_responses(server: Running) -> None:
+def test_metrics_have_responses_and_latencies(server: Running) -> None:
     server.complete("counted", max_tokens=2)
     response = server.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
@@ -549,7 +549,7 @@ def test_health_ready_and_version_answer(server: Running) -> None:
     assert server.get("/version").json()["version"]
 
 
-def test_the_openapi_document_names_every_route(server: Running) -> None:
+def test_the_openapi_document_names_routes(server: Running) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     for path in ("/v1/chat/completions", "/v1/completions", "/admin/apps/{name}", "/live"):
         assert path in paths

@@ -178,7 +178,7 @@ def test_fields_of_the_other_kind_are_accepted_if_they_change_nothing() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_field_with_its_only_possible_value_is_accepted(fields: dict[str, object]) -> None:
+def test_a_field_that_changes_nothing_gives_the_same_call(fields: dict[str, object]) -> None:
     assert chat(**fields) == chat()
     assert completion(**fields) == completion()
 
@@ -337,7 +337,7 @@ def test_a_parser_that_has_seen_a_similar_body_gives_the_same_result_as_a_new_on
             assert read(seasoned, body, kind) == read(fresh, body, kind), body
 
 
-def test_marks_that_are_special_tokens_are_text_only_for_calls_that_are_parsed() -> None:
+def test_marks_that_are_special_tokens_are_shown_only_if_the_answer_is_parsed() -> None:
     special = {"[TOOL_CALLS]": 7, "[ARGS]": 8, "[THINK]": 9}
     formats = AnswerFormats(ToolFormat.MISTRAL, ReasoningFormat.MISTRAL, special)
     parser = CallParser(find_formats=lambda: formats)

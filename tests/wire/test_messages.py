@@ -41,7 +41,7 @@ def output(text: str, is_last: bool, stop: str | None = None) -> TextOutput:
 
 
 def both(reply: MessageReply, pieces: list[str]) -> tuple[Json, list[Json]]:
-    """The whole reply, and the reply assembled from a stream's events."""
+    """The whole reply, and the content blocks assembled from a stream's events."""
     stream, answers = MessageStream(reply), PromptAnswers(10, reply.call.sampling)
     sent = stream.opening(answers)
     for place, piece in enumerate(pieces):

@@ -19,7 +19,8 @@ class RequestFault(EngineFault):
 
 
 class FormFault(EngineFault):
-    """An answer cannot continue in its form, because the form is too expensive for the parser."""
+    """An answer cannot continue in its form: the parser of the form reached a limit, or no token is
+    allowed next."""
 
 
 Fault = EngineFault | InvalidRequest
@@ -65,8 +66,8 @@ class Ticket:
         )
 
     def hear(self, output: Output, now_s: float) -> TextOutput | None:
-        """Read news of an answer; None if a stop string has ended it already. The caller handles
-        faults, since they end all answers."""
+        """Read news of an answer; returns None if a stop string has ended the answer already. The
+        caller handles faults, since they end all answers."""
         news = self._reader.read(output)
         if news is None or news.fault is not None:
             return news
@@ -109,7 +110,7 @@ class Answering:
         self._wake.set()
 
     def fail(self, fault: Fault) -> None:
-        """End the request; the iteration raises `fault`."""
+        """Record that the request ended early; the iteration raises `fault`."""
         self.fault = fault
         self._wake.set()
 

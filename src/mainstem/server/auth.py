@@ -97,8 +97,8 @@ def bearer_key(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 def shown_key(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The key of a request: Bearer, or `x-api-key`, which Anthropic's clients send; empty if there
-    is none, or several."""
+    """The Bearer key of a request, or else its `x-api-key`, which Anthropic's clients send; empty
+    if there is none. A header that occurs several times is ignored."""
     values = [value for name, value in headers if name == b"x-api-key"]
     return bearer_key(headers) or (values[0].strip() if len(values) == 1 else b"")
 

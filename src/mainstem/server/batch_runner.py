@@ -61,7 +61,7 @@ log = logging.getLogger("mainstem.server")
 
 
 class BatchRunner:
-    """Runs all batches; owns one task of the event loop."""
+    """Runs all batches, each in a task of the event loop."""
 
     def __init__(  # noqa: PLR0913, PLR0917  # parts of a server
         self,
@@ -101,8 +101,8 @@ class BatchRunner:
 
     def cancel(self, batch: Batch) -> Batch:
         """End a batch early; answers so far are kept. If the disk fails, the batch stops as well,
-        and its state is saved when the disk works again. Only if the process is killed before that,
-        the batch continues after a restart.
+        and its state is saved when the disk works again. If the process is killed before that, the
+        batch continues after a restart.
         """
         if batch.is_ended or batch.status is BatchStatus.CANCELLING:
             return batch
@@ -129,8 +129,8 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Start batches as they come, one per owner at a time, so that owners do not wait for each
-        other."""
+        """Start batches as they come, one per owner at a time, so that up to MAX_BATCHES owners do
+        not wait for each other. A cancelled batch starts at once, to be finished."""
         while True:
             self._wake.clear()
             for batch in self._batches.opened():
@@ -159,7 +159,7 @@ class BatchRunner:
             self.wake()
 
     async def _attempt(self, batch: Batch) -> None:
-        """Run a batch until it has succeeded or failed; raises OSError while the disk fails."""
+        """Run a batch until it has ended; raises OSError while the disk fails."""
         try:
             await self._work(batch)
         except asyncio.CancelledError:
@@ -226,7 +226,7 @@ class BatchRunner:
         await self._finish(latest, status)
 
     async def _finish(self, batch: Batch, status: BatchStatus) -> None:
-        """Write answers and errors to two files."""
+        """Write answers and errors to two files, and save that the batch has ended."""
         finalizing = batch.moved(BatchStatus.FINALIZING)
         work = self._batches.work_path(batch)
         ids = await _parted(self._files, batch, work)
@@ -255,7 +255,8 @@ class BatchRunner:
         self._num_since += max(0, change)
 
     def reader(self, tenant: Tenant, source: InputFile, out: AnswerFile) -> Iterator[PlannedWindow]:
-        """Plan and yield the rows that are left; runs on a thread."""
+        """Return the rows that are left, in windows; each is planned when it is asked for, on a
+        thread."""
         engine = self._engine
         formats = self._model.formats_of(engine.tokenizer)
         parser = CallParser(self._model.sampling, find_formats=lambda: formats)
@@ -363,7 +364,7 @@ class _BatchRun:
         self._out = out
 
     def note_done(self) -> None:
-        """Count what an earlier process has written."""
+        """Count the rows that are in the file already, from an earlier process or attempt."""
         done = self._out.done
         self._count(total=0, completed=done.num_answered, failed=done.num_failed)
 
@@ -434,7 +435,8 @@ def _disk_fault(error: Exception) -> OSError | None:
 
 
 def _in_order(planned: PlannedWindow) -> Iterator[int]:
-    """Return the rows of a window in the order to run: rows that share a prefix are neighbours."""
+    """Yield the indices of a window's rows in the order to run: rows that share a prefix are
+    neighbours."""
     for stretch in planned.stretches(LengthEstimate()):
         yield from stretch.row_indices.tolist()
 

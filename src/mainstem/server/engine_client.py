@@ -1,9 +1,9 @@
 """Connects the front, the server's process that speaks HTTP, to the engine's process; docs/serve.md
 has a picture.
 
-The commands of one iteration of the event loop are sent as one message, and reports come once per
-step. Tokens become text here: the engine knows only token ids. When the engine's process ends, for
-any reason, requests in progress end with an EngineFault and another process is started.
+The commands of one iteration of the event loop are sent as one message, and a report comes after
+each step. Tokens become text here: the engine knows only token ids. When the engine's process ends,
+for any reason, requests in progress end with an EngineFault and another process is started.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Launched(Protocol):
 class EngineClient:
     """Sends requests to the engine and distributes its reports. Lives on the event loop.
 
-    `bus` repeats the events of the engine, and of engines started later.
+    `bus` repeats the events, except StepStarted, of the engine and of engines started later.
     """
 
     def __init__(self, tokenizer: Tokenizer, launch: Callable[[], Launched]) -> None:
@@ -130,8 +130,8 @@ class EngineClient:
 
     @property
     def num_unheard(self) -> int:
-        """The number of prompts that the engine has not received yet. It receives prompts between
-        two steps."""
+        """The number of prompts that the engine has not queued yet. It receives prompts between two
+        steps, and queues a prompt when its form is compiled."""
         return sum(not ticket.is_accepted for ticket in self._open.values())
 
     async def submit(self, requests: Sequence[Request], owner: str = "") -> Answering:
@@ -170,13 +170,15 @@ class EngineClient:
     async def pin(
         self, name: str, prefixes: Sequence[Int32s], salt: bytes = b"", public_tokens: int = 0
     ) -> int:
-        """Pin the pages of prefixes, in place of those pinned under this name before; returns their
-        number. `salt` and `public_tokens` are those of the requests that computed the prefixes."""
+        """Pin the pages of prefixes, in place of those pinned under this name before; returns how
+        many are pinned. `salt` and `public_tokens` are those of the requests that computed the
+        prefixes."""
         packed = tuple(np.asarray(prefix, np.int32).tobytes() for prefix in prefixes)
         return await self._call(lambda call: Pin(call, name, packed, salt, public_tokens))
 
     async def clear_cache(self) -> int:
-        """Forget every cached page that no sequence holds; returns how many were forgotten."""
+        """Forget every cached page, in every tier, that no sequence holds; returns how many were on
+        the device."""
         return await self._call(ClearCache)
 
     async def check(self) -> bool:

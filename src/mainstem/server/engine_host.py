@@ -49,7 +49,7 @@ from mainstem.server.messages import (
 from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import CompiledForm, Grammars
 
-SNAPSHOT_S = 0.2  # the front's view of a running engine is at most this old
+SNAPSHOT_S = 0.2  # the front's view is at most this much older than the start of the running step
 IDLE_S = 0.2  # if nothing runs: between two checks of pages that are being saved
 COMPILING_S = 0.002  # between two checks of forms being compiled
 PROBE = RequestId("probe")
@@ -76,7 +76,8 @@ class Link:
         self._unsent = bytearray()
 
     def receive(self, wait_s: float) -> Iterator[bytes]:
-        """Return the messages that have arrived; waits if there are none. Raises FrontLeft."""
+        """Yield the messages that have arrived; waits up to `wait_s` if there are none. Raises
+        FrontLeft."""
         self._poll.register(self._connection, IN_OR_OUT if self._unsent else select.POLLIN)
         self._poll.poll(wait_s * 1e3)
         self._flush()
@@ -93,7 +94,7 @@ class Link:
 
     def send(self, message: object) -> None:
         """Queue a message; it is sent as fast as the front reads. Raises FrontLeft if the front has
-        left, or has read nothing for very long."""
+        left, or if more than MAX_UNSENT_BYTES wait for it."""
         self._unsent += frame(message)
         self._flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:
@@ -317,7 +318,7 @@ class EngineHost:
                 self._send()
 
     def _look(self) -> None:
-        """Update the snapshot if it is old or the engine becomes idle."""
+        """Update the snapshot if it is old or the engine is idle."""
         now_s = monotonic()
         self._was_idle = not self._engine.has_work
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:

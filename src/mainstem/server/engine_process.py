@@ -150,7 +150,7 @@ def _how(status: int) -> str:
 
 def main(argv: list[str], make: MakeEngine | None = None) -> int:
     """Make the engine that the front asks for, and run it until the front leaves."""
-    # signals are ignored: the front gets them, too, and stops the engine
+    # ignored: a signal to all processes reaches the front, too, which stops the engine
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)

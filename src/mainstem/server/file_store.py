@@ -140,7 +140,7 @@ def remove_fresh(folder: Path) -> None:
 
 
 def lock_folder(folder: Path) -> BaseFileLock:
-    """Lock a folder against other processes until the result is released, on any thread."""
+    """Lock a folder against other processes until the result is released; any thread may do so."""
     lock = FileLock(folder / "lock", timeout=0, thread_local=False)
     try:
         lock.acquire()

@@ -35,8 +35,8 @@ class AppFiller:
         self.num_refills = 0  # refills in progress; if there are any, not all apps are filled
 
     def prefixes(self, app: App) -> list[list[int]]:
-        """Return the tokens that all requests to an app begin with; raises InvalidRequest if they
-        leave no room."""
+        """Return the prefixes with which requests to an app begin, of plain prompts and of chats;
+        raises InvalidRequest if one leaves no room."""
         prefixes = shared_prefixes(self._engine.tokenizer, app)
         for prefix in prefixes:
             if len(prefix) >= self._engine.max_model_len:
@@ -53,9 +53,9 @@ class AppFiller:
         return max((_num_common(prefix, prompt_ids) for prefix in prefixes), default=0)
 
     async def fill(self, app: App) -> int:
-        """Compute an app's prefix and pin its pages; returns how many tokens it has.
+        """Compute an app's prefixes and pin their pages; returns the length of the longest.
 
-        Raises InvalidRequest if the prefix does not fit, EngineFault if the engine fails.
+        Raises InvalidRequest if a prefix does not fit, EngineFault if the engine fails.
         """
         prefixes = await asyncio.to_thread(self.prefixes, app)
         requests = [

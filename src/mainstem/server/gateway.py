@@ -319,7 +319,7 @@ class Gateway:
 
     def _too_long(self, call: Call, num_tokens: str) -> ApiError:
         message = (
-            f"the prompt has {num_tokens} tokens; with room for an answer in the context of "
+            f"the prompt has {num_tokens} tokens; with a context window of "
             f"{self.engine.max_model_len}, it may have at most {self._most_tokens(call)}"
         )
         return ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
@@ -389,7 +389,7 @@ class Gateway:
         tokenizer = self.engine.tokenizer
         prompt, wants_special = prompts[0], options.add_special_tokens
         if wants_special and isinstance(prompt, Chat):
-            message = "add_special_tokens: a chat has those that its template writes"
+            message = "add_special_tokens: must not be true for a chat: its template writes them"
             raise ApiError(400, message, "add_special_tokens", "invalid_value")
         call = replace(call, overflow=Overflow.RECOMPUTE)  # the prompt may exceed the context
         salt = tenant.page_salt(call.cache_salt)

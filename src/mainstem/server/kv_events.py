@@ -59,7 +59,7 @@ class KvEventsConfig:
 
 class BlockStored(Struct, tag=True, frozen=True):
     """Consecutive pages. The first follows `parent_block_hash`, if there is one. If there are no
-    token ids and the size is 0, only the pages' names are known.
+    token ids and the size is 0, only the pages' names are known, and not which page follows which.
     """
 
     block_hashes: list[bytes]
@@ -116,7 +116,8 @@ def to_batch(ts: float, events: Sequence[PageEvent]) -> Batch:
 def _joined(
     run: BlockStored | None, medium: str, key: bytes, parent: bytes | None, token_ids: bytes
 ) -> BlockStored:
-    """Return the run extended by a page that follows its last page, or the page as a new run."""
+    """Add a page to a run of the same medium if it follows the last page of the run, or if neither
+    has token ids; otherwise begin a new run. Returns the page's run."""
     size = len(token_ids) // 4
     is_alike = run is not None and (run.medium, run.block_size) == (medium, size)
     if run is None or not is_alike or (size and run.block_hashes[-1] != parent):

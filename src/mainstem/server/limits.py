@@ -14,7 +14,7 @@ from mainstem.wire.calls import BodyLimits
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits that are checked before anything is allocated for a request."""
+    """What clients may send, keep and have in progress, and how long they may take."""
 
     body_bytes: int = 8 << 20
     header_bytes: int = 32 << 10
@@ -27,7 +27,7 @@ class ServerLimits:
     file_ttl_s: float = 30 * 86_400.0  # counted from a file's creation, and from a batch's end
     open_batches: int = 32  # batches of a key that have not ended
     kept_batches: int = 10_000  # of a key; above this, old batches without files are removed
-    write_s: float = 60.0  # a client that reads nothing for this long is disconnected
+    write_s: float = 60.0  # a stream's client that reads nothing for this long is disconnected
     max_depth: int = 32  # nesting of JSON
     body: BodyLimits = field(default_factory=BodyLimits)
     response_ttl_s: float = 30 * 86_400.0  # counted from a response's last use

@@ -35,7 +35,7 @@ class Record:
 
     def view(self, num_read: int | None) -> Json:
         """Return the object for the page. `num_read` is the number of prompt tokens computed so
-        far; None: the prompt takes only one step."""
+        far; None: the last snapshot does not list the prompt as unfinished."""
         ticket = self.ticket
         state = self.state.value
         if self.state is RequestState.OPEN:
@@ -84,7 +84,8 @@ class TokenRate:
 
 
 class Live:
-    """Collects data for the page. Used only on the event loop; the engine writes `counters`."""
+    """Collects data for the page. Used only on the event loop; events of the engine change
+    `counters`."""
 
     def __init__(self, model: str, counters: Counters) -> None:
         self._model = model

@@ -1,7 +1,7 @@
 """Messages between the front (see engine_process.py) and the engine's process, and their encoding.
 
     front  -- commands (Submit, Abort ...), a list per event loop iteration ----->  engine
-           <------------------------------- Report, one per step ------------------
+           <------------------------------- Report, after each step ---------------
 
 Messages are msgpack without field names, each after its length in four bytes. They contain no code:
 the worst that an invalid message can do is end the connection.
@@ -91,7 +91,8 @@ class Pin(Struct, array_like=True, frozen=True, tag="pin"):
 
 
 class ClearCache(Struct, array_like=True, frozen=True, tag="clear"):
-    """Forget every cached page that no sequence holds. Answered with their number."""
+    """Forget every cached page, in every tier, that no sequence holds. Answered with the number of
+    those on the device."""
 
     call: int
 
@@ -232,7 +233,8 @@ def unpack_event(packed: tuple[int, list[Any]]) -> Event:
 # --- requests ------------------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
-# fields that are not sent to the engine: the front turns tokens into text
+# fields that are not sent to the engine: those for the text, which the front makes, and the form
+# in vLLM's words, which is sent as `grammar`
 _FRONT_ONLY = {"stop", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
 _SENT = [each.name for each in fields(SamplingParams) if each.name not in _FRONT_ONLY]
 

@@ -111,7 +111,7 @@ GAUGES = {
     "mainstem:disk_bytes": "Bytes of K and V on disk.",
     "mainstem:page_size_tokens": "Token slots of a page.",
     "mainstem:shared_runs": "Runs of tokens that two or more running sequences share.",
-    "mainstem:unfinished_prompts": "Prompts that take more than the running step.",
+    "mainstem:unfinished_prompts": "Prompts that the running step does not complete.",
     "mainstem:unfinished_prompt_tokens": "Computed or cached tokens of unfinished prompts.",
     "mainstem:step_tokens": "Tokens of a step that has been running for a while; 0: there is none.",
     "mainstem:step_seconds": "Seconds that the step of mainstem:step_tokens has been running.",
@@ -131,7 +131,7 @@ HISTOGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """How long a finished request took, as its client saw it; seconds since its arrival."""
+    """How long a finished request took, as its client saw it; from its arrival, unless noted."""
 
     queue_s: float | None  # None: it never left the queue
     first_token_s: float | None  # None: it ended before its first token

@@ -18,7 +18,7 @@ from mainstem.server.answering import EngineFault
 from mainstem.server.engine_client import EngineClient
 
 TOTAL_SHARE = 0.5  # share of the device's pages for all keys together
-MAX_PINS = 64  # pins of a key
+MAX_PINS = 64  # most pins of a key
 
 log = logging.getLogger("mainstem.server")
 
@@ -84,8 +84,9 @@ class PrefixPins:
         )
 
     def keep(self, owner: str, prefix: Prefix, ttl_s: float) -> None:
-        """Pin a computed prefix for `ttl_s` from now on. An earlier pin of its beginning that would
-        end sooner is merged into it. If the prefix is longer than a key may keep, it is cut.
+        """Pin a computed prefix for `ttl_s` from now on. The key's earlier pin of the same prefix,
+        or of its beginning if that pin ends sooner, becomes this one. A prefix that is longer than
+        a key may keep is cut.
         """
         prefix = Prefix(prefix.token_ids[: self.max_tokens], prefix.salt, prefix.public_tokens)
         if not len(prefix):
@@ -161,7 +162,7 @@ async def _told(work: Coroutine[None, None, int]) -> None:
 
 
 def _is_part(pin: _Pin, owner: str, prefix: Prefix, ends_s: float) -> bool:
-    """Whether a pin has the same prefix, or has the beginning of `prefix` and ends sooner."""
+    """Whether the owner's pin has the same prefix, or has its beginning and ends sooner."""
     if pin.owner != owner or pin.prefix.num_common(prefix) < len(pin.prefix):
         return False
     return len(pin.prefix) == len(prefix) or pin.ends_s <= ends_s

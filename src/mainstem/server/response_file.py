@@ -53,7 +53,7 @@ class ResponseFile:
 
     def _has_table(self, database: sqlite3.Connection) -> bool:
         """Whether the file has the table. It has none if the process that made the file was killed
-        before the first save."""
+        during its first save."""
         (version,) = database.execute("PRAGMA user_version").fetchone()
         (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == num_tables == 0:

@@ -168,8 +168,8 @@ class Routes:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Reply 200 from the time the apps are filled until the server shuts down. For load
-        balancers."""
+        """Reply 200 while the engine runs and the apps are filled, until the server shuts down. For
+        load balancers."""
         gateway = self._gateway
         is_running = gateway.engine.state is EngineState.RUNNING
         is_filled = gateway.is_ready and not gateway.filler.num_refills
@@ -232,8 +232,8 @@ class Routes:
         return JSONResponse({"name": name, "deleted": True})
 
     async def reset_cache(self, request: Request) -> Response:
-        """Forget every cached page that no sequence holds, then compute the pages of the apps
-        again."""
+        """Unpin the prefixes of clients, forget every cached page that no sequence holds, then
+        compute the pages of the apps again."""
         gateway = self._gateway
         gateway.pins.end_all()
         count = await self._on_engine(gateway.engine.clear_cache())
@@ -281,7 +281,7 @@ def _file(name: str) -> Response:
 
 
 class AccessMiddleware:
-    """Checks keys, gives every request an id, and logs and counts its outcome."""
+    """Checks keys and sites, gives every request an id, and logs and counts its outcome."""
 
     def __init__(self, inside: ASGIApp, gateway: Gateway, sites: Sites) -> None:
         self._inside = inside

@@ -1,4 +1,4 @@
-"""Decides which web sites' pages may call the server from a browser: none, unless a site was named.
+"""Decides which web pages may call the server from a browser: its own, and those of named sites.
 
 This prevents two attacks. Cross-site requests (CSRF): a page of another site sends a form, or a
 body without a type, which browsers send without a preflight; `Origin` and `Sec-Fetch-Site` reveal
@@ -71,8 +71,8 @@ class Sites:
 
     def _is_foreign(self, headers: Headers) -> bool:
         """Whether a browser sends the request for a page of a site that is not allowed. To https
-        and localhost it sends `Sec-Fetch-Site`, otherwise only the page's `Origin`. Other clients
-        send neither. The scheme may differ from ours if a proxy handles TLS."""
+        servers and localhost, browsers send `Sec-Fetch-Site`; to others, only the page's `Origin`.
+        Other clients send neither. The scheme may differ from ours if a proxy handles TLS."""
         origins = _all(headers, b"origin")
         if ANY in self._origins or (origins and self._origins.issuperset(origins)):
             return False

@@ -62,7 +62,7 @@ class EventStream(Response):
         self._last_words = last_words
         self._held = held
         self._write_s = write_s
-        self._blocked_s: float | None = None  # when the client stopped reading
+        self._blocked_s: float | None = None  # when the send in progress began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:

@@ -201,9 +201,10 @@ class _Known:
 
 @dataclass(slots=True)
 class CallParser:
-    """Reads bodies; `defaults` are used for sampling fields that a body leaves out.
+    """Reads bodies.
 
-    `defaults` are fields of SamplingParams; raises InvalidRequest if they are not valid.
+    `defaults` has values for fields of SamplingParams that a body leaves out; invalid ones make the
+    constructor raise InvalidRequest.
     `find_formats` returns how the model writes tool calls and reasoning; it is called for chats.
     """
 
@@ -505,8 +506,8 @@ def _key_of(body: Json, prompt_field: str) -> str:
 
 
 def _room_left(value: object, room: int) -> int:
-    """Return `room` minus the approximate size of a value. Stops at 0, since clients choose the
-    size."""
+    """Return `room` minus the approximate size of a value. Stops when the result is below 0, since
+    clients choose the size."""
     if isinstance(value, str):
         return room - len(value)
     if not isinstance(value, dict | list):

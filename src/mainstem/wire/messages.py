@@ -51,7 +51,8 @@ class MessageReply:
         return message | self.ending(answer, reader.num_calls)
 
     def message(self, blocks: list[Json], usage: Json) -> Json:
-        """Return the reply to an answer that has not ended; `ending` has the fields to change."""
+        """Return the reply while the answer has not ended; `ending` returns the fields that change
+        at the end."""
         return {
             "id": self.heading.reply_id,
             "type": "message",

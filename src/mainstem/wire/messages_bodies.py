@@ -194,7 +194,7 @@ class Mark:
 
     ttl_s: int
     messages: list[Message] = field(default_factory=list)
-    num_tools: int | None = None  # the conversation has this many first tools; None: all
+    num_tools: int | None = None  # the conversation has only the first `num_tools` tools; None: all
     is_whole: bool = False  # whether to pin the whole prompt
 
 
@@ -256,7 +256,7 @@ _NAMES = {
 
 
 def in_messages_terms(error: WireError) -> WireError:
-    """Return an error in a chat's fields with the field names of this API."""
+    """Return an error about a field of a chat, with the name that the field has in this API."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error
@@ -362,7 +362,7 @@ def _assistant(blocks: Sequence[Block], index: int) -> Message:
 
 
 def _said(role: str, blocks: Sequence[Block], index: int) -> Iterator[Message]:
-    """Return tool results and text in their order; each result is a separate message."""
+    """Yield tool results and texts in their order; each result is a separate message."""
     _check_kinds(blocks, ToolUseBlock | ThinkingBlock, role, index)
     texts: list[TextBlock] = []
     for block in blocks:
@@ -403,7 +403,8 @@ def _joined(blocks: Sequence[TextBlock]) -> str:
 
 
 def _marks(body: CountBody) -> list[Mark]:
-    """Return one mark for each `cache_control`, in the order tools, system, messages."""
+    """Return one mark for each `cache_control` of a tool, a system text, a block of a message, and
+    the body, in this order. Texts within a tool result have no marks."""
     marks: list[Mark] = []
     system = [] if body.system is None else _system(body.system)
     for index, tool in enumerate(body.tools or ()):

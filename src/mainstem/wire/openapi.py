@@ -128,7 +128,7 @@ def document() -> Json:
             )
         },
         "/detokenize": {"post": _operation("Text of token ids", body=_body(DetokenizeBody))},
-        "/health": {"get": _operation("Whether the engine can answer")},
+        "/health": {"get": _operation("503 if the engine failed repeatedly")},
         "/ready": {"get": _operation("Whether requests should be sent here")},
         "/version": {"get": _operation("The version")},
         "/metrics": {"get": _operation("Metrics as Prometheus text")},
@@ -138,7 +138,7 @@ def document() -> Json:
             "put": _operation("Add an app, or change its prompt", "name", _body(AppBody)),
             "delete": _operation("Remove an app", "name"),
         },
-        "/admin/reset_prefix_cache": {"post": _operation("Forget all cached pages")},
+        "/admin/reset_prefix_cache": {"post": _operation("Forget cached pages not in use")},
     }
     return {
         "openapi": "3.1.0",

@@ -241,7 +241,7 @@ class _StreamedChoice:
 
     offsets: Offsets
     parser: AnswerParser | None
-    has_begun: bool = False  # a completion has begun when its echo was sent
+    has_begun: bool = False  # whether a completion's first chunk, with its echo, was made
     num_chars: int = 0
     plain: list[bytes] | None = None  # the bytes of a plain event around its text and usage
 

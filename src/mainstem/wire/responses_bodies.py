@@ -186,7 +186,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(description="lower goes first")] | None = None
 
 
-# fields of ResponsesBody that ChatBody has under the same name
+# fields that are copied to a ChatBody under the same name
 SAME_IN_CHATS = (
     "app",
     "cache_salt",

@@ -100,7 +100,7 @@ def _labels(parser: CallParser, body: LabelScoreBody) -> AskedScores:
     num_pairs = len(items) * len(body.label_token_ids)
     # each pair needs a row of logits in a step, which delays other requests
     if num_pairs > MAX_LABEL_PAIRS:
-        reason = f"items times labels may be at most {MAX_LABEL_PAIRS:,}, are {num_pairs:,}"
+        reason = f"at most {MAX_LABEL_PAIRS:,} pairs of an item and a label, got {num_pairs:,}"
         raise WireError("invalid_value", f"label_token_ids: {reason}", "label_token_ids")
     joined: list[str | list[int]] = []
     for item in items:

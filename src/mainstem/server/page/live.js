@@ -29,7 +29,7 @@ function element(name, className, text = "") {
   return made;
 }
 
-/** Stems in drawing order with their depth and first token; those of most sequences first. */
+/** Stems in drawing order, with their depth and where they start; the most shared sibling first. */
 function ordered(stems) {
   const children = new Map();
   for (const stem of stems) {

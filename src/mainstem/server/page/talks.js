@@ -1,4 +1,5 @@
-// The conversations of this tab, kept in its session storage: a reload, Back and *New* lose none.
+// The conversations of this tab, kept in its session storage, as far as there is room: a reload,
+// Back and *New* do not lose them.
 //
 // A talk is {id, app, turns}. A turn is {role, content, app} of a user, or {role, content, state,
 // note, earlier} of the assistant: its state is "open" while it streams, then "done", "stopped"
