@@ -1,4 +1,4 @@
-"""Every error the engine raises on purpose.
+"""The errors that are raised on purpose; some packages add their own.
 
 MainstemError
   ConfigError      a setting is out of range or does not fit the others

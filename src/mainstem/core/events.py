@@ -36,8 +36,8 @@ class SequenceResumed:
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
-    """Pages ran out: a sequence gave its pages back. When it resumes, pages of it that are still
-    cached need not be computed again."""
+    """A sequence gave its pages back and waits again: pages ran out, or a step failed. When it
+    resumes, pages of it that are still cached need not be computed again."""
 
     request_id: RequestId
     index: int
@@ -54,7 +54,8 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class PromptTruncated:
-    """A prompt was longer than the context window; `policy` says what happens to its KV."""
+    """A prompt left too little of the context window to its answer, and was cut; `policy` says what
+    happens to its KV."""
 
     request_id: RequestId
     policy: Overflow
@@ -81,7 +82,7 @@ class PagesEvicted:
 
 @dataclass(frozen=True, slots=True)
 class PagesSaved:
-    """Pages are in a lower tier (`host`, `disk`); on disk they outlive the process."""
+    """Pages are in a lower tier: `host`, or `disk` and `remote`, where they outlive the process."""
 
     num_pages: int
     tier: str
@@ -170,7 +171,8 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A step of `num_seqs` sequences failed. Its sequences wait again, and the cache is empty."""
+    """A step of `num_seqs` sequences failed. All sequences wait again, and the device's cache is
+    empty."""
 
     fault: str
     num_seqs: int
