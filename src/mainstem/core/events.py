@@ -90,7 +90,8 @@ class PagesSaved:
 
 @dataclass(frozen=True, slots=True)
 class SavesSkipped:
-    """Pages were not copied to a lower tier; later requests compute them again."""
+    """Pages were not copied to a lower tier; if they have no other copy, later requests compute
+    them again."""
 
     num_pages: int
     tier: str
@@ -115,8 +116,8 @@ class PagesPrefetched:
 
 @dataclass(frozen=True, slots=True)
 class PagesLost:
-    """A tier lost or damaged pages. Reasons: `checksum`, `truncated`, `missing`, `tokens`, `read`.
-    The pages are computed again when a request needs them."""
+    """A tier lost or damaged pages. Reasons: `checksum`, `truncated`, `missing`, `tokens`, or an
+    error of the disk (`EIO`). The pages are computed again when a request needs them."""
 
     num_pages: int
     tier: str
