@@ -1,4 +1,4 @@
-"""The errors that are raised on purpose; some packages add their own.
+"""Errors that the engine raises on purpose; some packages define more.
 
 MainstemError
   ConfigError      a setting is out of range or does not fit the others

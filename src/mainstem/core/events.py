@@ -54,8 +54,8 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class PromptTruncated:
-    """A prompt left too little of the context window to its answer, and was cut; `policy` says what
-    happens to its KV."""
+    """A prompt and room for its answer did not fit into the context window: the prompt was cut.
+    `policy` says what happens to its KV."""
 
     request_id: RequestId
     policy: Overflow

@@ -45,7 +45,7 @@ class Spans:
     tokens) with the first `key_tokens[i]` slots of `page_ids[page_starts[i]:page_starts[i+1]]`.
     In a plain span every query sees every key. In a causal span the n queries are the last n tokens
     of its keys: query j sees the keys up to and including number `key_tokens - n + j`. A token's
-    attention output is the log-sum-exp merge over all spans it is in; each is in at least one.
+    attention output is the log-sum-exp merge over all its spans; every token is in at least one.
 
     In layers with a window, a token sees only the last keys before it.
     `kernels/attention/window.py` makes the spans of such layers from those of the step;

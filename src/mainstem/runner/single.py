@@ -91,7 +91,7 @@ class SingleTokenPass:
     def make(
         cls, decoder: Decoder, pages: DevicePages, tables: Mapping[RopeSpec, Tensor]
     ) -> "SingleTokenPass | None":
-        """Make a pass. None if it cannot run the model: among others models with other dtypes,
+        """Make a pass. None if it cannot run the model, for example because of another dtype,
         quantized products, norms of heads, partial rotation or none, windows or experts. `tables`
         are those of `rotary_table`."""
         spec = decoder.spec

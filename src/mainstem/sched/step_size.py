@@ -1,4 +1,4 @@
-"""Decides how many tokens go into a step: decodes first, but some are always left to prompts."""
+"""Decides how many tokens go into a step: decodes first, but prompts always get a part."""
 
 import numpy as np
 
