@@ -242,9 +242,9 @@ def test_a_form_that_the_vocabulary_cannot_spell_is_an_error() -> None:
     engine.submit(a_request([1], sampling=a_form(regex_form("[0-9]é")), name="later"))
     (*_, last) = (output for _ in range(3) for output in engine.step())
     assert last.finish_reason is FinishReason.ERROR
-    assert last.fault == "the model has no token that its form allows next"
+    assert last.fault == "the model has no token that the form allows next"
     assert last.is_form_fault
-    with pytest.raises(InvalidRequest, match="no token that its form allows"):
+    with pytest.raises(InvalidRequest, match="no token that the form allows"):
         engine.submit(a_request([1], sampling=a_form(regex_form("é")), name="at once"))
 
 
