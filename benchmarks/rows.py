@@ -42,7 +42,7 @@ def _is(**wanted: object) -> Callable[[Line], bool]:
 
 
 def _case(name: str, what: str, headline: str | None = None) -> Row:
-    """A line of the kernel benchmark beside the best rival measured on the same card."""
+    """A line of the kernel benchmark beside the best rival on the same kind of card."""
     return Row(
         what=f"decode attention, {what}",
         file="kernel-h200.jsonl",
@@ -58,7 +58,7 @@ def _case(name: str, what: str, headline: str | None = None) -> Row:
 
 
 def _job(workload: str, what: str, headline: str | None = None) -> Row:
-    """A whole job; rivals ran the same one on the same card."""
+    """A whole job; rivals ran the same one on the same kind of card."""
     rival = max(known("offline", workload, order) for order in orders(workload))
     return Row(
         what=f"{what}, requests/s",
