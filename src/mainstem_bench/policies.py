@@ -6,7 +6,7 @@ in a random order, faster than the device answers, so that some always wait. Siz
 given in conversations: with room for all of them, all policies are equal.
 
 The model is a real one (--model), or random weights of a shape (--model-shape). For each policy a
-new engine answers all requests, with an empty disk folder unless --disk-dir names one.
+new engine answers all requests, with a disk folder that is empty at first.
 """
 
 import argparse

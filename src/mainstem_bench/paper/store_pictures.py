@@ -62,7 +62,7 @@ def judge_turns(lines: Sequence[Line]) -> Verdict:
     saved = 1 - last["new_ms"] / last["all_ms"]
     return Verdict(
         Outcome.REPRODUCED if share > 0.97 else Outcome.NOT,
-        f"in turn {last['turn']} {share:.1%} of the prompt is history, and computing it again is "
+        f"in turn {last['turn']}, {share:.1%} of the prompt is history, and computing it again is "
         f"{saved:.0%} of {last['all_ms']:.0f} ms to the first token. This is less than the paper's "
         f"99 % because a step takes {last['new_ms']:.0f} ms here, however few tokens it has",
     )
@@ -192,7 +192,7 @@ def judge_ttft(lines: Sequence[Line]) -> Verdict:
         f"at {longest:,} tokens the first token takes {old['ttft_ms']:.0f} ms if the document is "
         f"computed again, {new['ttft_ms']:.0f} ms if it is loaded: {less:.0%} less, "
         f"{old['ttft_ms'] / new['ttft_ms']:.1f} times the prefill throughput. The paper has 95 % "
-        "and 22 times; this card computes faster, and PCIe has not grown as much",
+        "and 22 times; this newer card speeds up computing more than loading",
     )
 
 
