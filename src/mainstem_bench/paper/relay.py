@@ -62,8 +62,8 @@ ITEMS: tuple[Item, ...] = (
         title="RelayAttention Fig. 8: latency against the rate of requests",
         claim="at 0.5 s per token, up to about 2.2 times the request rate of vLLM-PS, system "
         "prompt of 2,048",
-        differs=ON_H200 + RANDOM + CUT + "requests arrive for 5 s at each rate; the limit is 15 ms "
-        "per token, three times the time of an idle engine here",
+        differs=ON_H200 + RANDOM + CUT + "requests arrive for at least 5 s at each rate; the "
+        "limit is 15 ms per token, three times the time of an idle engine here",
         where=Where.GPU,
         full_s=110,
         quick_s=4,
@@ -128,7 +128,7 @@ ITEMS: tuple[Item, ...] = (
         claim="RelayAttention takes 39 %, 63 % and 76 % less time with 1, 3 and 5 examples "
         "(A100-80G)",
         differs=ON_H200 + RANDOM + "500 questions instead of all, with the lengths of real ones; "
-        "accuracy is measured in relay-answers",
+        "those of a subject run together if prefixes are shared; accuracy is in relay-answers",
         where=Where.GPU,
         full_s=40,
         quick_s=6,
