@@ -27,7 +27,7 @@ from mainstem.simulate.service import GB, ServiceRates
 from mainstem.simulate.simulator import without_garbage_collection
 from mainstem.simulate.trace_records import Trace, TraceRequest
 
-PRECISION = 1.03  # the search ends if the capacities that reach and miss the target are so close
+PRECISION = 1.03  # factor between a capacity that misses the target and the one that is found
 PLOTTED_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 DEFAULT_TTL_S = 3600.0
 
