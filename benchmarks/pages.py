@@ -106,7 +106,7 @@ def filled(text: str, parts: dict[str, str]) -> str:
 
 
 def plot_all() -> None:
-    """Plots of all items that have lines."""
+    """Draw the plots of all items that have lines."""
     for items in PAPERS.values():
         for item in items:
             lines = read_lines(LINES, item)

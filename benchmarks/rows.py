@@ -42,7 +42,7 @@ def _is(**wanted: object) -> Callable[[Line], bool]:
 
 
 def _case(name: str, what: str, headline: str | None = None) -> Row:
-    """A line of the kernel benchmark beside the best rival measured on the same card."""
+    """A line of the kernel benchmark beside the best rival on the same kind of card."""
     return Row(
         what=f"decode attention, {what}",
         file="kernel-h200.jsonl",
@@ -58,7 +58,7 @@ def _case(name: str, what: str, headline: str | None = None) -> Row:
 
 
 def _job(workload: str, what: str, headline: str | None = None) -> Row:
-    """A whole job; rivals ran the same one on the same card."""
+    """A whole job; rivals ran the same one on the same kind of card."""
     rival = max(known("offline", workload, order) for order in orders(workload))
     return Row(
         what=f"{what}, requests/s",
@@ -205,7 +205,7 @@ ROWS = [
     _turn(2, "24 conversations of 2,000 tokens come back at once, time to the first token"),
     _turn(3),
     Row(
-        what="102 real conversations come back, first token in turns 2 to 5",
+        what="SmolLM2-135M, 102 real conversations come back, first token in turns 2 to 5",
         file="conversations.jsonl",
         ours=_is(turn="later"),
         value="{mean_ttft_ms:.0f} ms",
@@ -215,7 +215,7 @@ ROWS = [
         command="mainstem bench sessions --conversations FILE",
     ),
     Row(
-        what="64 requests over one 1,024-token prefix, fp32",
+        what="SmolLM2-135M in fp32, 64 requests over one 1,024-token prefix",
         file="cpu.jsonl",
         ours=_is(engine="mainstem", requests=64, quantize="none"),
         value="{seconds} s",
@@ -231,7 +231,7 @@ ROWS = [
         command="mainstem bench cpu --chunk-tokens 3072 --page-size 64 --quantize int8",
     ),
     Row(
-        what="one conversation, tokens/s",
+        what="SmolLM2-135M in fp32, one conversation, tokens/s",
         file="cpu.jsonl",
         ours=_is(engine="mainstem", requests=1),
         value="{decode_tokens_per_s}",

@@ -60,8 +60,9 @@ class _Done:
 class FakeRunner:
     """Keeps token ids where a model keeps K and V, and reads them back through the spans.
 
-    A sample is a hash of the context the spans show, so a wrong page, a page written too early, a
-    missing or doubled key changes the answer. Positions must be complete: 0, 1, ... for each row.
+    A sample is a hash of the context the spans show, so a wrong page or a page written too early
+    changes the answer. Missing and doubled keys fail an assertion: each row must see the positions
+    0, 1, ... once.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ def test_no_command_runs_in_a_shell() -> None:
         assert all(isinstance(word, str) for word in json.loads(command))
 
 
-def test_no_password_has_a_default() -> None:
+def test_the_password_of_grafana_has_no_default() -> None:
     yaml = pytest.importorskip("yaml")
     made = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     given = made["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]

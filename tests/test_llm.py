@@ -110,7 +110,7 @@ def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
     ]
 
 
-def test_calls_from_several_threads_wait_for_each_other(llm: LLM) -> None:
+def test_calls_from_several_threads_get_their_own_answers(llm: LLM) -> None:
     prompts = ["The capital of France is", "Once upon", "One day"]
     alone = [llm.generate(prompt, greedy(4), use_tqdm=False)[0].outputs[0] for prompt in prompts]
     with ThreadPoolExecutor(3) as threads:
@@ -168,7 +168,7 @@ def test_generate_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> 
     assert report["text"].startswith(" Paris")
 
 
-def test_chat_remembers_and_reads_standard_input(
+def test_chat_answers_takes_commands_and_prints_statistics(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = iter(["What is the capital of France?", "/reset", "Hi", "/exit"])
@@ -216,7 +216,9 @@ def test_ctrl_c_in_a_chat_waits_for_the_step_and_the_history_stays_cached(
     assert int(found[2]) > int(found[1]) // 2
 
 
-def test_unknown_commands_and_models_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_an_unknown_command_and_says_that_a_folder_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["sing"]) == 2
     assert "no command 'sing'" in capsys.readouterr().err
     assert cli.main(["generate", "x", "--model", "./nowhere"]) == 2
@@ -266,7 +268,7 @@ def test_the_demo_uses_the_store_it_is_given(
 
 
 @pytest.mark.parametrize("value", [["--limit", "0"], ["--limit", "-1"], ["--max-tokens", "0"]])
-def test_a_demo_of_zero_questions_is_refused(value: list[str]) -> None:
+def test_a_demo_of_zero_questions_or_tokens_is_refused(value: list[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(value)
 

@@ -71,7 +71,7 @@ def test_a_signal_handler_may_close_the_llm_within_a_call(llm: LLM, engines: Fak
 
 
 class Presses:
-    """Presses Ctrl-C while the tokens of some steps are processed: of `steps`, or of 3 and 5."""
+    """Presses Ctrl-C while the tokens of the steps `steps` (by default 3 and 5) are processed."""
 
     def __init__(self, engines: FakeEngines, *steps: int) -> None:
         engines.at_step = self._press

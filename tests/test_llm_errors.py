@@ -136,7 +136,7 @@ def test_one_session_name_is_for_one_prompt(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_an_llm_cannot_be_pickled(llm: LLM, attempt: Any) -> None:
+def test_an_llm_cannot_be_pickled_or_copied(llm: LLM, attempt: Any) -> None:
     with pytest.raises(TypeError, match=r"LLM cannot be pickled or copied: .*in each process"):
         attempt(llm)
 
@@ -196,7 +196,7 @@ def test_logprobs_have_the_format_of_vllm(llm: LLM) -> None:
     ]
 
 
-def test_the_tokenizer_is_an_attribute(llm: LLM) -> None:
+def test_get_tokenizer_returns_the_tokenizer(llm: LLM) -> None:
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("one")) == "one"
 
 

@@ -350,7 +350,7 @@ def test_errors_of_an_async_request_do_not_affect_others(loop: Loop, engines: Fa
     loop.run(body)
 
 
-def test_a_lost_engine_ends_all_requests(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_to_a_lost_engine_raises(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(llm: AsyncLLM) -> None:
         def lost() -> None:
             raise EngineLost("step after step failed")

@@ -45,9 +45,7 @@ def test_recompute_needs_no_session(llm: LLM, text_ids: list[int]) -> None:
     assert got.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
-def test_a_session_keeps_pages_that_its_last_tokens_attend_to(
-    llm: LLM, text_ids: list[int]
-) -> None:
+def test_a_cut_by_attention_moves_pages_and_is_repeated(llm: LLM, text_ids: list[int]) -> None:
     llm.generate(text_ids[:80], GREEDY, use_tqdm=False, sessions=["b"])
     asked = {"use_tqdm": False, "sessions": ["b"], "overflow": "important"}
     got = llm.generate(text_ids[:110], GREEDY, **asked)[0]  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class ChatWork:
 
     files: tuple[str, ...]
     sessions: int
-    turns: int  # maximum turns of each conversation
+    turns: int  # of each conversation
     output: int  # tokens of an answer
     at_once: int
     ends: tuple[str, ...]  # close or kill: how the process ends before each of the last turns
@@ -199,7 +199,7 @@ class Chats:
             yield todo[first : first + self._work.at_once]
 
     def warm_up(self) -> None:
-        """Run each kind of work once, so that the first time in a process is not measured."""
+        """Answer one prompt, so that the first steps of a process are not measured."""
         words = [{"role": "user", "content": "Tell me about the tides of the sea. " * 4}]
         self.ask([(0, 0, self._tokenizer.encode_chat(words))])
 

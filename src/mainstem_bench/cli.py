@@ -1,4 +1,4 @@
-"""`mainstem bench NAME`: every number in the docs comes from one of these."""
+"""`mainstem bench NAME`: the benchmarks that the results in the docs come from."""
 
 import sys
 from importlib import import_module

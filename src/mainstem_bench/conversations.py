@@ -70,8 +70,8 @@ def from_file(path: Path) -> list[Conversation]:
     {"body": {"messages": [...]}}                        a line of a batch file
     {"conversations": [{"from": "human", "value": ...}, ...]}   ShareGPT, asked turn by turn
 
-    Recorded answers are replaced by the server's own. Raises ConfigError with the line number if a
-    line has none of these shapes.
+    Turn by turn, recorded answers are replaced by the server's own. Raises ConfigError with the
+    line number if a line has none of these shapes.
     """
     try:
         lines = read_plain_or_gzip(path).splitlines()

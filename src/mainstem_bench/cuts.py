@@ -1,8 +1,8 @@
 """`mainstem bench cuts`: how well the planner of span attention chooses, on random steps.
 
-A step has decodes, prefixes of one or two levels, and prompts, on one of six head shapes. Every
-way to cut the step that the planner compares is timed as in `mainstem bench kernel`; the way that
-the planner chooses is timed again.
+A step may have decodes, prefixes of one or two levels, and prompts, on one of six head shapes.
+Every way to cut the step that the planner compares is timed as in `mainstem bench kernel`; the way
+that the planner chooses is timed again.
 """
 
 import argparse

@@ -154,7 +154,7 @@ class StepLog:
 
     @property
     def busy(self) -> float:
-        """The share of the time, from the first step to the last, in which the device computed."""
+        """The share of the time, from start to last step, in which the device computed."""
         wall_s = self.ended_s - self.began_s
         return min(1.0, self.device_s / wall_s) if wall_s > 0 else 0.0
 

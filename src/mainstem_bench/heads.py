@@ -1,9 +1,9 @@
 """`mainstem bench heads`: compares span attention on a GPU, for many head layouts, with its floor,
 the least possible time (kernel.py).
 
-Some shapes have names: those of models whose heads differ from Llama's. The others are random, and
-equal seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and 256,
-groups of equal and unequal size, prompts together with decodes; every third shape has a window.
+Some shapes have names: layouts of models, and layouts that once were slow. The others are random,
+and equal seeds give equal shapes: 1 to 16 query heads for each KV head, head_dim 64, 80, 128 and
+256, groups of equal and unequal size, prompts together with decodes; every third one has a window.
 Each shape is checked against the reference before it is timed, as in `mainstem bench kernel`.
 
 The limits: 1.6 times the floor plus 8 us in the mean over the random shapes, and 2.2 times the

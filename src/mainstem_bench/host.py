@@ -1,5 +1,5 @@
-"""Measures host work per step, without a model: scheduler and input building at 1,000 running
-sequences."""
+"""Measures host work per step, without a model: the scheduler's next_step and commit at 1,000
+running sequences."""
 
 import argparse
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 def _run(args: argparse.Namespace, max_tokens: Callable[[int], int]) -> Milliseconds:
     """Return the milliseconds of (next_step, commit) for each decode step. Sequences that end are
-    replaced, so that their number stays the same."""
+    not replaced."""
     rng = np.random.default_rng(0)
     bus = EventBus()
     pages_each = -(-(args.own + args.steps + 100) // 16)

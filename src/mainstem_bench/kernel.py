@@ -113,7 +113,7 @@ class Bench:
         self._pages.clear()
 
     def make_pools(self, cases: Iterable[AttentionCase]) -> None:
-        """Pages for each of these cases."""
+        """Make pages for each of these cases."""
         spans = ((case, int(case.spans().page_ids.max()) + 1) for case in cases)
         for case, count in sorted(spans, key=lambda pair: -pair[1]):
             self.pages_of(case, count)

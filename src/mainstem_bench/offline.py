@@ -241,7 +241,8 @@ def warm_up(engine: Engine, job: OfflineJob, vocab: int, most_seqs: int) -> None
     """Run steps of every kind that the job will have, so that nothing is compiled or captured while
     it is timed.
 
-    Runs mixed steps of the job's own shape, then decodes of every batch size from `most_seqs` down.
+    Runs mixed steps of the job's own shape, then decodes of batches that shrink from at most
+    `most_seqs` sequences by 8, and at the end by 1.
     """
     sizes = job.group_sizes()
     degree = min(max(sizes), max(1, WARM_TOKENS // max(1, job.distinct)))

@@ -37,7 +37,7 @@ def shared_prompts(count: int, degree: int, prefix: int, distinct: int) -> Promp
 
 
 def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
-    """Print a line with the best of `repeats` plan times: wall time and processor time."""
+    """Print a line; return the least wall time and the least processor time of `repeats` plans."""
     times, cpu_times = [], []
     for _ in range(repeats):
         began_cpu_s, began_s = process_time(), perf_counter()

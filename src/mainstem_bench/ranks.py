@@ -60,8 +60,8 @@ class Silent:
 def collectives_s(
     spec: ModelSpec, of: int, num_tokens: float, num_samples: float, element_bytes: int = 2
 ) -> float:
-    """Return the seconds of a step's collectives. Sums are ring all-reduces: each rank sends 2 (of
-    - 1) / of times its bytes. Logits are gathered."""
+    """Return the seconds of a step's collectives. Sums are ring all-reduces: each rank sends its
+    bytes `2 * (of - 1) / of` times. Logits are gathered."""
     per_layer = 1 if spec.residual is not Residual.SERIAL else 2
     num_sums = 1 + spec.num_layers * per_layer  # one sum is for the embedding
     sum_bytes = num_sums * num_tokens * spec.hidden_size * element_bytes

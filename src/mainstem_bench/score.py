@@ -1,5 +1,5 @@
-"""Measures how many contexts per second have their choices scored, on random weights. For
-comparison, it also generates one token after each choice.
+"""Measures how many contexts are scored per second, each with all its choices, on random weights.
+For comparison, one token is generated after each choice.
 
 A context is computed once for all its choices; all tokens of a choice except the last are computed.
 Planning and submitting are timed; building the engine and warming it up are not.

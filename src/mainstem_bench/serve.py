@@ -1,8 +1,8 @@
 """Puts load on any OpenAI-compatible chat server, and measures what its clients see.
 
-Requests arrive at random at a given rate (--rate, Poisson: a slow server does not slow the
-arrivals), or a fixed number is kept in flight (--concurrency). Conversations come from a file or
-are generated with a shared system prompt of --prefix words. The turns of a conversation follow each
+Conversations begin at random at a given rate (--rate, Poisson: a slow server does not slow the
+arrivals), or a fixed number is kept in flight (--concurrency). They come from a file or are
+generated with a shared system prompt of --prefix words. The turns of a conversation follow each
 other; each contains the earlier answers.
 
 ttft_ms        from sending a request to its first text

@@ -96,9 +96,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --conversations, how the process ends before the last turn: closed, or kill -9 "
         "(close); given twice: before each of the last two turns",
     )  # fmt: skip
-    made.add_argument(
-        "--limit-s", type=float, metavar="S", help="leave out parts that would begin after S s"
-    )
+    made.add_argument("--limit-s", type=float, metavar="S", help="start no tier after S s")
     made.add_argument("--json", action="store_true", help="one JSON line for each result")
     add_engine_flags(made)
     return made

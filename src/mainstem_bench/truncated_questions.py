@@ -1,5 +1,4 @@
-"""Asks questions about a document after the text before it was cut off (AttentionStore, Table
-2)."""
+"""Asks questions about a document after a full window was cut (AttentionStore, Table 2)."""
 
 import json
 import math

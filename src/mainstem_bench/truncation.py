@@ -1,5 +1,5 @@
 """Measures how well a model continues after its conversation was cut to the window (AttentionStore
-4.3.6).
+4.3.7).
 
 A text is fed as one long conversation, a few tokens per turn. Whenever it fills the window, half of
 the window is dropped. For each of these ways, perplexity is measured over every token after the
@@ -64,7 +64,7 @@ class Reading:
 
     way: str
     perplexity: float
-    perplexity_later: float | None  # None: every turn has a cut, or no turn has one
+    perplexity_later: float | None  # None: every turn has a cut, or nothing was dropped
     agreement: float | None  # None: the text is longer than the model's context
     scored_tokens: int
     computed_tokens: int

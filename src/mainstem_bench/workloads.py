@@ -136,7 +136,7 @@ class AttentionCase:
         )
 
     def positions(self) -> Int32s:
-        """Return the positions of the tokens, each after all keys of its runs."""
+        """Return the position of each token: that of the last key that it sees."""
         spans, positions = self.spans(), np.zeros(self.num_tokens, np.int32)
         for run, depth in zip(self.runs, spans.key_positions.tolist(), strict=True):
             last = depth + run.key_tokens - 1

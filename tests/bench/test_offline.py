@@ -119,7 +119,7 @@ def test_host_time_includes_launching_if_steps_overlap(
 # --- checks and reports ---------------------------------------------------------------------------
 
 
-def test_busy_is_device_time_divided_by_the_time_between_first_and_last_step() -> None:
+def test_busy_is_device_time_divided_by_the_time_to_the_last_step() -> None:
     log = StepLog(began_s=10.0, ended_s=14.0, device_s=3.0)
     assert log.busy == 0.75
     assert StepLog().busy == 0.0
@@ -213,7 +213,7 @@ def test_settings_are_plain_json() -> None:
 
 
 def test_a_short_answer_is_an_error() -> None:
-    """The context window is full before the answer has 4 tokens: the prompt is not answered."""
+    """The context window is full before the answer has 4 tokens, so the answer ends there."""
     prompts = Prompts.from_lists([np.arange(1, 13).tolist()])
     engine = an_engine(num_pages=4, page_size=4, max_model_len=14)
     with pytest.raises(AssertionError, match="short"):

@@ -48,7 +48,7 @@ def test_a_part_that_fails_is_reported_and_the_others_run(
     assert lines[1]["error"] == "RuntimeError: no such layer"
 
 
-def test_parts_that_would_begin_after_the_time_limit_are_left_out(
+def test_tiers_that_would_begin_after_the_time_limit_are_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = run(capsys, "--tier", "none", "--tier", "host", "--limit-s", "0")

@@ -14,7 +14,7 @@ def results(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, f
     return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
 
 
-def test_a_planned_job_reaches_the_limit_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planned_job_comes_near_the_limit_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
     """A sixth of the workload in steps of 2,048 tokens. Time is lost at the start, at the end and
     by reading weights."""
     flags = ["--workload", "b2000-sd16", "--groups", "16", "--chunk-tokens", "2048"]
@@ -35,7 +35,7 @@ def test_answers_of_unequal_length_are_not_compared_with_the_limit(
     assert on["saving_ratio"] >= off["saving_ratio"]
 
 
-def test_a_spread_larger_than_the_mean_is_refused() -> None:
+def test_a_spread_as_large_as_the_mean_is_refused() -> None:
     with pytest.raises(ConfigError, match="--spread"):
         main(["--spread", "1"])
 

@@ -11,7 +11,13 @@ from mainstem.cli import generate, models
 from mainstem.cli import main as cli
 from mainstem.cli import plan as planning
 from mainstem.core.config import SWITCH_S
-from mainstem.core.errors import InvalidRequest, ModelNotFound
+from mainstem.core.errors import (
+    AnswerFailed,
+    EngineLost,
+    InvalidRequest,
+    MainstemError,
+    ModelNotFound,
+)
 from mainstem_bench import plan
 
 
@@ -74,6 +80,27 @@ def test_a_misspelt_command_is_answered_with_the_likely_one(
     captured = capsys.readouterr().err
     assert captured.startswith(said)
     assert "usage: " in captured
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(EngineLost("gone"), 1), (AnswerFailed("it failed"), 1), (InvalidRequest("x", "bad"), 2)],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_exit_status_says_whether_the_call_was_wrong(
+    error: MainstemError, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(generate, "main", fail)
+    assert cli.main(["generate", "hi"]) == status
+
+
+def test_a_model_is_fetched_or_verified_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        models.main(["--fetch", "x", "--verify", "smollm2"])
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_generate_accepts_a_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_a_process_that_ignores_interrupts_keeps_ignoring_them() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_holding_does_nothing_on_other_threads() -> None:
+def test_other_threads_do_not_replace_the_handler() -> None:
     handler, seen = signal.getsignal(signal.SIGINT), []
 
     def look() -> None:

@@ -52,6 +52,7 @@ from mainstem.kernels.experts.products import Tiles as ExpertTiles
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
 from mainstem.kernels.hopper import tiles_of
 from mainstem.kernels.memory.append import _rope_append_kernel
+from mainstem.kernels.memory.copy import _copy_slots_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
 from mainstem.kernels.memory.transfer import _spread_kernel
 from mainstem.kernels.memory.upload import _move_kernel
@@ -229,6 +230,8 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps})
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps, **no_norms})
     yield Job(_rerotate_kernel, {**HEAD, **half})
+    slots = {"KV_HEADS": 8, "HEAD_LANES": 8, "PAGE_SIZE": 16}
+    yield Job(_copy_slots_kernel, {**HEAD, **slots})
     still = {"HALF": 0, "HALF_LANES": 1, "PAGE_SIZE": 16, "inv_freq_ptr": None}
     yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps, **no_norms})
     yield Job(_rerotate_kernel, {**HEAD, **still})

@@ -1,4 +1,5 @@
-"""Distributing pages, under the interpreter: every word arrives, and no other memory changes."""
+"""Distributing pages and copying slots, under the interpreter: every word arrives, and no other
+memory changes."""
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tests.kernels.interpreted import require_interpreter
 require_interpreter()
 
 from mainstem.kernels.errors import LayoutError  # noqa: E402
+from mainstem.kernels.memory.copy import copy_slots  # noqa: E402
 from mainstem.kernels.memory.transfer import spread_pages  # noqa: E402
 
 SHAPES = {
@@ -31,6 +33,24 @@ def test_pages_arrive_where_they_belong(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(layers, expected)
     spread_pages(layers, buffer, torch.empty(0, dtype=torch.int32))
     assert torch.equal(layers, expected)
+
+
+@pytest.mark.parametrize("inner", [(2, 16, 64), (3, 4, 80)], ids=str)
+def test_slots_are_copied_in_all_layers(inner: tuple[int, int, int]) -> None:
+    _, page_size, _ = inner
+    pages = torch.randn(4, 5, *inner)  # K and V of two layers
+    right = pages.clone()
+    for offset in range(3):
+        right[:, 4, :, offset] = pages[:, 1, :, offset]
+    from_slots = torch.arange(3) + page_size
+    copy_slots(pages, from_slots, torch.arange(3) + 4 * page_size)
+    assert torch.equal(pages, right)
+    copy_slots(pages, from_slots[:0], from_slots[:0])
+    assert torch.equal(pages, right)
+    with pytest.raises(LayoutError, match="target_slots"):
+        copy_slots(pages, from_slots, from_slots[:1])
+    with pytest.raises(LayoutError, match="pages"):
+        copy_slots(pages[1:], from_slots, from_slots)
 
 
 def test_odd_layouts_are_refused() -> None:

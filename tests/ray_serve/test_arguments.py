@@ -44,7 +44,7 @@ def test_errors_name_the_wrong_argument(args: dict[str, Any], said: str) -> None
     assert said in str(caught.value)
 
 
-def test_the_error_names_a_missing_prompt(tmp_path: Path) -> None:
+def test_the_error_names_the_app_whose_file_is_missing(tmp_path: Path) -> None:
     given = read_arguments({"apps": {"shop": {"file": str(tmp_path / "none")}}})
     with pytest.raises(ConfigError, match="app shop: cannot read"):
         replica_settings(given, 0)

@@ -126,7 +126,7 @@ def test_models_are_listed_and_a_chat_is_streamed(fleet: Fleet) -> None:
     assert said == whole.choices[0].message.content
 
 
-def test_requests_without_a_key_are_refused(fleet: Fleet) -> None:
+def test_requests_with_a_wrong_key_and_for_files_are_refused(fleet: Fleet) -> None:
     reply = fleet.post("/v1/completions", {"prompt": "x"}, key="no such key")
     assert reply.status_code == 401
     assert fleet.post("/admin/replicas/0/drain").status_code == 401

@@ -1,4 +1,4 @@
-"""A conversation that outgrows its window several times, for models of one layer.
+"""A conversation that outgrows its window, for models of one layer.
 
 Keys and values of one layer depend on token and position alone, so moved pages equal recomputed
 ones: each answer must equal that to a prompt of the kept tokens.
@@ -26,7 +26,8 @@ def answer(engine: Engine, request: Request) -> tuple[int, ...]:
 def check_conversation(
     engine: Engine, overflow: Overflow, vocab: int, turns: int, turn_tokens: int
 ) -> int:
-    """Returns the number of turns in which pages were kept that a plain cut would have dropped."""
+    """Check the answer of each turn. Returns in how many turns pages were kept that a plain cut
+    would have dropped."""
     rng = np.random.default_rng(7)
     said: list[int] = []
     num_chosen = 0

@@ -79,7 +79,7 @@ def test_tokens_are_those_of_the_cpu(spec: ModelSpec) -> None:
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [None, 128])
-def test_fp8_weights_give_mostly_the_tokens_of_the_cpu(group: int | None) -> None:
+def test_fp8_weights_give_at_least_half_of_the_tokens_of_the_cpu(group: int | None) -> None:
     """Rows are rounded to fp8 too, so some tokens may differ from the CPU's."""
     shape = llama_shape(512, 512, 1, 4, 2, 128, 96, 10_000.0, max_positions=512)
     spec = packed(shape, Packing(PackedKind.FP8, group, 1 if group is None else 128))

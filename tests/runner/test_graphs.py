@@ -99,7 +99,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(graphs: StepGraphs) -> No
     ("name", "most"),
     [("llama31-70b", 1024), ("llama31-8b", 1024), ("llama32-1b", 1920), ("qwen3-30b-a3b", 4096)],
 )
-def test_only_steps_that_take_longer_to_launch_than_to_compute_have_graphs(
+def test_graphs_end_at_1024_tokens_or_where_computing_takes_longer_than_launching(
     name: str, most: int
 ) -> None:
     assert graph_sizes(SHAPES[name], 8192) == tuple(size for size in GRAPH_SIZES if size <= most)

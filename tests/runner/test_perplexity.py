@@ -26,7 +26,7 @@ TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
     ],
     ids=["overlapping", "side by side"],
 )
-def test_windows_score_each_token_once(
+def test_windows_score_each_token_at_most_once(
     stride: int, windows: tuple[tuple[int, int, int], ...], tmp_path: Path
 ) -> None:
     model = make_checkpoint("llama", tmp_path)

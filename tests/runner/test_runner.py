@@ -172,7 +172,7 @@ def test_carried_tokens_are_the_samples_of_the_previous_step(tmp_path: Path) -> 
     assert answers[0] == answers[1]
 
 
-def test_logprobs_are_of_the_model_not_of_the_sampler(tmp_path: Path) -> None:
+def test_logprobs_equal_those_of_transformers(tmp_path: Path) -> None:
     model = make_checkpoint("llama", tmp_path)
     runner = loaded(tmp_path)
     seq = Seq(0, tokens(9, seed=4), list(range(9)))

@@ -129,7 +129,7 @@ def test_ties_at_a_limit_are_broken_by_the_lowest_id() -> None:
 
 def test_top_p_beyond_the_candidates_sorts_everything() -> None:
     """Nearly flat logits over a large vocabulary: 1,024 candidates do not reach 0.9. The chance
-    that none of 300 draws is in the last tenth of the kept tokens is 10^-13."""
+    that none of 300 draws is in the last tenth of the kept tokens is below 10^-13."""
     vocab, rows = 5000, 300
     logits = torch.linspace(0.001, 0.0, vocab).expand(rows, -1)
     step = step_for([SamplingParams(top_p=0.9)] * rows, some_keys(rows))

@@ -75,7 +75,8 @@ def test_pages_may_lie_anywhere(
 def test_rows_added_for_more_threads_change_nothing(
     min_elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output product (48 x 48), and then the down product (48 x 80), get rows of zeros."""
+    """Rows of zeros are added to the output product (48 x 48) and, in the second case, also to the
+    down product (48 x 80)."""
     make_checkpoint("llama", tmp_path)
     config = EngineConfig(cache=CacheConfig(page_size=4, kv_tokens=40))
 

@@ -174,7 +174,7 @@ def test_a_gate_delays_a_layer_until_its_pages_are_loaded() -> None:
     assert transfer.num_layers_done() == 2
 
 
-def test_waiting_for_a_failed_copy_returns() -> None:
+def test_waiting_for_a_failed_copy_raises_its_error() -> None:
     def fail(_: int) -> None:
         raise ValueError("no such page")
 

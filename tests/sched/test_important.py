@@ -48,9 +48,7 @@ def important_request(prompt: list[int], **given: object) -> Request:
 
 @settings(max_examples=80, deadline=None)
 @given(sink=st.integers(0, 3), drops=st.lists(st.sets(st.integers(0, 12), min_size=1), max_size=4))
-def test_repeated_cuts_drop_the_announced_number_of_tokens(
-    sink: int, drops: list[set[int]]
-) -> None:
+def test_repeated_cuts_drop_exactly_the_given_pages(sink: int, drops: list[set[int]]) -> None:
     cut, left = sink_only(sink), list(range(80))
     assert cut.is_whole
     for numbers in drops:
@@ -145,7 +143,7 @@ def test_the_first_of_two_turns_makes_the_choice() -> None:
         assert truncation.cut.head == (0, 2)
 
 
-def test_the_oldest_choices_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_choices_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(important, "MAX_CHOICES", 3)
     choices, cut = important.Choices(), sink_only(1)
     for name in (b"a", b"b", b"c"):
@@ -290,7 +288,7 @@ def test_weighing_is_repeated_after_a_failed_step() -> None:
     engine.check()
 
 
-def test_if_weighing_always_fails_only_its_request_ends() -> None:
+def test_if_weighing_always_fails_only_its_request_fails() -> None:
     runner = FakeRunner(128, PAGE)
     engine = an_engine(128, PAGE, max_model_len=100, runner=runner)
 

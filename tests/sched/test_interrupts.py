@@ -36,8 +36,8 @@ ANSWERS = {
 
 
 class Interrupt:
-    """Raises Ctrl-C once, before the `when`-th line that runs in PACKAGES, and under
-    `guarded_interrupts`, as in calls of LLM."""
+    """Runs its block under `guarded_interrupts`, as calls of LLM do, and raises Ctrl-C once, before
+    the `when`-th line that runs in PACKAGES."""
 
     def __init__(self, when: int) -> None:
         self._when = when
@@ -149,7 +149,7 @@ def test_an_interrupt_while_pages_are_copied_costs_nothing() -> None:
     interrupt_anywhere(make_engine)
 
 
-def test_an_interrupt_while_pages_are_flushed_loses_none(tmp_path: Path) -> None:
+def test_after_an_interrupt_of_a_flush_no_write_stays_pending(tmp_path: Path) -> None:
     for when in range(1, 1000, 3):
         tiered = a_tiered_engine(num_pages=40, disk_dir=tmp_path / str(when))
         run_all(tiered.engine, [a_request(range(20), 4)])

@@ -16,8 +16,8 @@ OWN = 20  # smaller ids belong to prefixes
 
 
 def a_job(groups: int, degree: int, prefix: int, own: int) -> list[list[int]]:
-    """Prompts group by group: the prefix of group g repeats token g, and each prompt has its
-    own."""
+    """Prompts group by group: the prefix of group g repeats token g; after it, each prompt repeats
+    a token of its own."""
     return [
         [group] * prefix + [OWN + 8 * group + member] * own
         for group in range(groups)

@@ -1,4 +1,4 @@
-"""SharingTree and spans, compared with a brute-force search for the holders of each page."""
+"""SharingTree keeps each sequence's pages, and through spans each query sees its context once."""
 
 import numpy as np
 from hypothesis import given, settings

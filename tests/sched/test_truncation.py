@@ -421,7 +421,7 @@ def test_many_answers_of_one_truncated_prompt_move_its_pages_once() -> None:
     assert moves == 2
 
 
-def test_pages_are_not_moved_if_too_few_are_free() -> None:
+def test_answers_are_right_if_too_few_pages_are_free_to_move_all() -> None:
     """Window and memory have the same size, so originals and copies do not both fit."""
     config = SchedConfig(truncation_ratio=0.2)
     engine = an_engine(WINDOW // PAGE, PAGE, config, max_model_len=WINDOW)

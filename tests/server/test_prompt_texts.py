@@ -43,6 +43,13 @@ def test_special_tokens_in_a_raw_prompt_are_control_tokens(server: Running) -> N
     assert ids[-1] == EOS_ID
 
 
+def test_only_one_prompt_is_tokenized(server: Running) -> None:
+    assert server.post("/tokenize", {"prompt": ["a"]}).status_code == 200
+    reply = server.post("/tokenize", {"prompt": ["a", "bc"]})
+    assert reply.status_code == 400
+    assert "one text" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("flags", [[], ["--allow-special-tokens"]])
 def test_special_tokens_in_messages_are_control_tokens_with_the_flag(
     smollm2_folder: Path, flags: list[str]

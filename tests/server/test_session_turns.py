@@ -235,6 +235,24 @@ def test_sessions_that_could_not_be_saved_are_saved_later(tmp_path: Path) -> Non
     assert [session.text for session in file.load().values()] == ["abc"]
 
 
+@pytest.mark.parametrize("can_save", [True, False])
+def test_a_server_that_ends_before_it_is_ready_saves_its_sessions(
+    tmp_path: Path, can_save: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = SessionFile((tmp_path if can_save else tmp_path / "gone") / "sessions.sqlite", "t")
+    sessions = Sessions(SessionLimits())
+    sessions.keep("me", "s", np.arange(3, dtype=np.int32), "abc")
+
+    async def serve() -> None:
+        await Saver("sessions", sessions, file).close()  # it was not started
+
+    with caplog.at_level("INFO", logger="mainstem.server"):
+        asyncio.run(serve())
+    assert caplog.messages == ["sessions saved" if can_save else "sessions not saved"]
+    if can_save:
+        assert [session.text for session in file.load().values()] == ["abc"]
+
+
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_sessions_and_responses_outlive_the_process(tmp_path: Path, end: str) -> None:
     folder = tmp_path / "data"

@@ -140,7 +140,7 @@ def test_the_command_prints_a_line_for_each_router(
     assert plot.stat().st_size > 10_000
 
 
-def test_flags_that_do_not_fit_together_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     common = [str(MOONCAKE), "--replicas", "2", "--kv-bytes-per-token", "1"]
     with pytest.raises(ConfigError, match="busy must be between 0 and 1"):
         cli.main([*common, "--busy", "1.5"])

@@ -199,7 +199,7 @@ def test_the_weka_sample_has_three_sessions_with_an_id_per_page() -> None:
     assert all(len(r.keys) == r.input_tokens // 64 for r in trace.requests)
 
 
-def test_weka_pages_have_the_size_of_the_ids(tmp_path: Path) -> None:
+def test_weka_ids_that_do_not_fit_the_pages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"trace:1: block_size is 32.*--page-tokens 32"):
         read(tmp_path, weka([(0.0, "main", 64, [[1, 2]])], block_size=32))
     with pytest.raises(InvalidRequest, match=r"trace:1: hash_runs has 9 ids"):
@@ -313,7 +313,7 @@ def test_think_times_are_read_from_timings_of_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outgrown", list(Outgrown))
-def test_a_session_that_outgrows_the_window_is_truncated(
+def test_a_session_that_outgrows_the_window_ends_or_is_truncated(
     tmp_path: Path, outgrown: Outgrown
 ) -> None:
     """A turn has 30 prompt and 20 answer tokens. The third would reach 150, the window is 120."""

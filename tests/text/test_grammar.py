@@ -242,9 +242,9 @@ def test_a_form_that_the_vocabulary_cannot_spell_is_an_error() -> None:
     engine.submit(a_request([1], sampling=a_form(regex_form("[0-9]é")), name="later"))
     (*_, last) = (output for _ in range(3) for output in engine.step())
     assert last.finish_reason is FinishReason.ERROR
-    assert last.fault == "the model has no token that its form allows next"
+    assert last.fault == "the model has no token that the form allows next"
     assert last.is_form_fault
-    with pytest.raises(InvalidRequest, match="no token that its form allows"):
+    with pytest.raises(InvalidRequest, match="no token that the form allows"):
         engine.submit(a_request([1], sampling=a_form(regex_form("é")), name="at once"))
 
 
@@ -335,6 +335,22 @@ def test_a_parser_that_takes_long_ends_the_answer(monkeypatch: pytest.MonkeyPatc
     assert walk(mask, 1000) < 1000
     assert mask.fault is not None
     assert "too long" in mask.fault
+
+
+def test_a_form_that_is_found_stays_longer_than_one_that_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar, "_MIN_BYTES", 100)
+    monkeypatch.setattr(grammar, "_BYTES_PER_S", 0.0)
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 1000)
+    grammars = Grammars(a_tokenizer())
+    hot, cold = regex_form("hot"), regex_form("cold")
+    for form in (hot, cold):
+        grammars.compile(form)
+    for number in range(20):
+        assert grammars.find(hot) is not None
+        grammars.compile(regex_form(f"other {number}"))
+    assert grammars.find(cold) is None
 
 
 def test_cached_forms_are_bounded_and_those_of_the_largest_owner_are_removed(

@@ -146,11 +146,8 @@ def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, 
 
 
 def _answer_id(row: Row) -> str:
-    if row.call.choices:
-        prefix = "score"
-    else:
-        prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
-    return f"{prefix}-{_name(row.custom_id)}"
+    prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
+    return f"{'score' if row.call.choices else prefix}-{_name(row.custom_id)}"
 
 
 def _answered(row: Row, body: dict[str, object]) -> dict[str, object]:

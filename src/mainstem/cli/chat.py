@@ -141,7 +141,7 @@ def stream_answer(
         print(f"({part} of this conversation, {num_dropped} tokens, is out of the window)")
     if shows_stats:
         seconds = perf_counter() - began_s
-        rate = (len(token_ids) - 1) / max(seconds - first_s, 1e-9)
+        rate = max(len(token_ids) - 1, 0) / max(seconds - first_s, 1e-9)
         print(
             f"({len(ids)} prompt tokens, {num_cached} cached; first token {first_s * 1e3:.0f} ms; "
             f"{len(token_ids)} tokens, {rate:.1f} tokens/s)"

@@ -8,7 +8,7 @@ from io import TextIOWrapper
 
 from mainstem import __version__
 from mainstem.core.config import SWITCH_S
-from mainstem.core.errors import MainstemError
+from mainstem.core.errors import AnswerFailed, EngineLost, MainstemError
 from mainstem.core.spelling import did_you_mean
 
 
@@ -21,6 +21,7 @@ class Command:
     summary: str
 
 
+WORK_FAILED = (AnswerFailed, EngineLost)  # the call was right
 COMMANDS = {
     "generate": Command("mainstem.cli.generate", "answer one prompt, streaming"),
     "chat": Command("mainstem.cli.chat", "talk with a model in the terminal"),
@@ -94,7 +95,7 @@ def run(name: str, command: Command, argv: list[str]) -> int:
         return 2
     except MainstemError as error:
         print(f"mainstem {name}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, WORK_FAILED) else 2
     except BrokenPipeError:
         # the reader of our output has closed it; Python would report that again at exit
         sys.stderr.close()

@@ -18,8 +18,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--families", action="store_true", help="the model families that can be loaded"
     )
-    made.add_argument("--fetch", metavar="MODEL", help="fetch (and convert) a model now")
-    made.add_argument(
+    either = made.add_mutually_exclusive_group()
+    either.add_argument("--fetch", metavar="MODEL", help="fetch (and convert) a model now")
+    either.add_argument(
         "--verify",
         metavar="MODEL",
         help=f"check every byte of {SMOLLM2.name}, and rebuild it if one is wrong",

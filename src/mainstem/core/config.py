@@ -2,11 +2,13 @@
 Their help texts (core/settings.py) are written here and nowhere else.
 
 The only place that reads the environment:
-    MAINSTEM_CACHE   folder for converted models and stores
+    MAINSTEM_CACHE   folder for converted models, calibrations and notes about other files
     XDG_CACHE_HOME   the parent of that folder, if MAINSTEM_CACHE is not set
     MAINSTEM_REMOTE_USERNAME, _PASSWORD, _KEY   secrets of a remote store, see RemoteSecrets
+    OMP_WAIT_POLICY, GOMP_SPINCOUNT   see child_environment
 The only place that sets variables, here or for child processes (child_environment):
     MIMALLOC_PURGE_DELAY   unless set, see keep_freed_memory
+    PYTHONPATH, GOMP_SPINCOUNT   see child_environment
     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   unless set, see rank_environment
 """
 
@@ -40,7 +42,7 @@ SWITCH_S = 0.0005
 
 
 def cache_dir() -> Path:
-    """Where converted models live; not created here."""
+    """The folder of MAINSTEM_CACHE; not created here."""
     if own := os.environ.get("MAINSTEM_CACHE"):
         return Path(own).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -103,7 +105,7 @@ class RemoteSecrets:
         for name, value in table.items():
             if name not in names or not isinstance(value, str) or not value:
                 known = ", ".join(names)
-                raise ConfigError(f"{path}: {name!r} is unknown or not a string. Known: {known}")
+                raise ConfigError(f"{path}: {name!r} is unknown, empty or no text. Known: {known}")
         return cls(**found | table)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Every error the engine raises on purpose.
+"""Errors that the engine raises on purpose; some packages define more.
 
 MainstemError
   ConfigError      a setting is out of range or does not fit the others
@@ -8,9 +8,9 @@ MainstemError
   UnsupportedModel a checkpoint with an architecture that this engine does not have
   ModelNotFound    a model argument that leads to no model
   OutOfPages       too few free pages: the scheduler catches it and waits
-  StoreError       a folder of saved pages that cannot be used: in use, or of another format
+  StoreError       a folder or server for saved pages that cannot be used
   OutOfDeviceMemory  a step did not fit the device: the engine retries with smaller ones
-  AnswerFailed     steps failed on a request whenever it was tried; others are answered
+  AnswerFailed     steps failed on a request, or its form cannot be followed; others are answered
   EngineLost       every step fails, or a rank has ended: nothing can be answered any more
   ForkedProcess    an engine was called in a child of the process that loaded it
 """
@@ -66,9 +66,11 @@ class OutOfDeviceMemory(MainstemError):
 
 
 class AnswerFailed(MainstemError):
-    """Steps failed on a request whenever it was tried; the message names the error.
+    """Steps failed on a request whenever it was tried, or its form cannot be followed; the message
+    names the error.
 
-    `results` has every answer of the call. The answers that failed have the finish reason `error`.
+    `results` has every answer of a call of `LLM`; for streams and AsyncLLM it is empty. The answers
+    that failed have the finish reason `error`.
     """
 
     def __init__(self, message: str, results: Sequence[object] = ()) -> None:
@@ -93,4 +95,4 @@ class ForkedProcess(MainstemError):
 
 
 class StoreError(MainstemError):
-    """A folder of saved pages that cannot be used; the message names it and says why."""
+    """A folder or server for saved pages cannot be used; the message says why."""

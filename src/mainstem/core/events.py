@@ -36,8 +36,8 @@ class SequenceResumed:
 
 @dataclass(frozen=True, slots=True)
 class SequencePreempted:
-    """Pages ran out: a sequence gave its pages back. When it resumes, pages of it that are still
-    cached need not be computed again."""
+    """A sequence gave its pages back and waits again: pages ran out, or a step failed. When it
+    resumes, pages of it that are still cached need not be computed again."""
 
     request_id: RequestId
     index: int
@@ -54,7 +54,8 @@ class SequenceFinished:
 
 @dataclass(frozen=True, slots=True)
 class PromptTruncated:
-    """A prompt was longer than the context window; `policy` says what happens to its KV."""
+    """A prompt and room for its answer did not fit into the context window: the prompt was cut.
+    `policy` says what happens to its KV."""
 
     request_id: RequestId
     policy: Overflow
@@ -81,7 +82,7 @@ class PagesEvicted:
 
 @dataclass(frozen=True, slots=True)
 class PagesSaved:
-    """Pages are in a lower tier (`host`, `disk`); on disk they outlive the process."""
+    """Pages are in a lower tier: `host`, or `disk` and `remote`, where they outlive the process."""
 
     num_pages: int
     tier: str
@@ -89,7 +90,8 @@ class PagesSaved:
 
 @dataclass(frozen=True, slots=True)
 class SavesSkipped:
-    """Pages were not copied to a lower tier; later requests compute them again."""
+    """Pages were not copied to a lower tier; if they have no other copy, later requests compute
+    them again."""
 
     num_pages: int
     tier: str
@@ -114,8 +116,8 @@ class PagesPrefetched:
 
 @dataclass(frozen=True, slots=True)
 class PagesLost:
-    """A tier lost or damaged pages. Reasons: `checksum`, `truncated`, `missing`, `tokens`, `read`.
-    The pages are computed again when a request needs them."""
+    """A tier lost or damaged pages. Reasons: `checksum`, `truncated`, `missing`, `tokens`, or an
+    error of the disk (`EIO`). The pages are computed again when a request needs them."""
 
     num_pages: int
     tier: str
@@ -170,7 +172,8 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A step of `num_seqs` sequences failed. Its sequences wait again, and the cache is empty."""
+    """A step of `num_seqs` sequences failed. All sequences wait again, and the device's cache is
+    empty."""
 
     fault: str
     num_seqs: int

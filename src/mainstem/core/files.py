@@ -56,7 +56,7 @@ def remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def open_plain_or_gzip(path: Path) -> Iterator[TextIO]:
-    """A UTF-8 file to read, unpacked if its first bytes are gzip's; reading raises UNREADABLE."""
+    """A UTF-8 file to read, unpacked if it begins as gzip does; reading may raise UNREADABLE."""
     with path.open("rb") as raw:
         is_gzip = raw.peek(2)[:2] == GZIP_MAGIC
         stream = gzip.GzipFile(fileobj=raw) if is_gzip else raw

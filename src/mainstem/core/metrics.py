@@ -41,13 +41,13 @@ class Counters:
     key_tokens_saved: int = 0  # keys that were not read again, because readers share a span
     preemptions: int = 0
     evicted_pages: int = 0  # from the device
-    # tiers below the device, by name: host, disk
+    # tiers below the device, by name: host, disk, remote
     loaded_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     saved_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     dropped_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     unsaved_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     lost_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
-    damaged_stores: int = 0  # disk stores that were opened with pages lost
+    damaged_stores: int = 0  # disk stores in which something was wrong when they were opened
     prefetched_pages: int = 0
     truncated_prompts: int = 0
     dropped_tokens: int = 0  # of truncated prompts

@@ -15,7 +15,7 @@ from mainstem.core.vllm_names import SAMPLING_ARGUMENTS
 
 MAX_N = 128
 MIN_TEMPERATURE = 1e-5  # a lower temperature counts as 0: only the likeliest token is left
-MIN_TOP_P = 1e-6  # a lower top_p has the same effect
+MIN_TOP_P = 1e-6  # a lower top_p counts as temperature 0, too
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 1024
@@ -402,16 +402,16 @@ class TokenLogprobs:
 
 @dataclass(slots=True)  # not frozen: a thousand are made per step, and frozen costs 3x
 class Output:
-    """What one sequence produced in a step."""
+    """What one sequence produced since its last Output."""
 
     request_id: RequestId
     index: int  # which of the n answers
     token_ids: tuple[int, ...]  # new ones; an end token is included
     logprobs: tuple[TokenLogprobs, ...] = ()
-    # given once, with the first token of the first answer; with Scoring, the logprobs it asked for
+    # given once, in the first Output of the first answer; with Scoring, the logprobs it asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens that were not computed for this sequence
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
     fault: str | None = None  # the error that ended the answer (FinishReason.ERROR)
-    is_form_fault: bool = False  # whether the parser of the answer's form failed, and not a step
+    is_form_fault: bool = False  # whether it ended because it cannot continue in its form

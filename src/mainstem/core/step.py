@@ -1,11 +1,11 @@
 """A Step: the work of one forward pass, as plain arrays.
 
-The scheduler makes it and the runner runs it; neither sees the other. All fields are numpy arrays
-that belong to the Step, so a Step can be sent to another process as it is.
+The scheduler makes it and the runner runs it; neither sees the other. Fields are numpy arrays and
+small records without references to either, so a Step can be sent to another process as it is.
 
-    packed tokens   | seq a: 1 decode | seq b: 512 of a prompt  | seq c: 1 decode | ...
-    seq_starts      0                 1                         513              514
-    sample_rows     ^ 0                                   (none: not its last chunk) ^ 513
+    packed tokens   | seq a: 1 decode | seq b: 1 decode | seq c: 512 of a prompt   | ...
+    seq_starts      0                 1                 2                          514
+    sample_rows     ^ 0               ^ 1               (none: not its last chunk)
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class Spans:
     tokens) with the first `key_tokens[i]` slots of `page_ids[page_starts[i]:page_starts[i+1]]`.
     In a plain span every query sees every key. In a causal span the n queries are the last n tokens
     of its keys: query j sees the keys up to and including number `key_tokens - n + j`. A token's
-    attention output is the log-sum-exp merge over all spans it is in, at least one.
+    attention output is the log-sum-exp merge over all its spans; every token is in at least one.
 
     In layers with a window, a token sees only the last keys before it.
     `kernels/attention/window.py` makes the spans of such layers from those of the step;
@@ -85,7 +85,8 @@ class SampleBatch:
     num_logprobs: Int32s  # top tokens wanted, 0 where `wants_logprobs` is false
     wants_logprobs: Bools
     special_rows: Int32s  # rows whose logits need editing: penalties, bias, min_tokens
-    is_greedy: bool  # every temperature is 0 and nothing needs editing: argmax is enough
+    # every temperature is 0, nothing needs editing, and no logprobs are wanted: argmax is enough
+    is_greedy: bool
     mask_rows: Int32s = field(default_factory=_no_rows)  # rows in which a grammar restricts tokens
     # the allowed tokens: [mask_rows, ceil(vocab / 8)], token t is bit t % 8 of byte t // 8
     masks: Bytes = field(default_factory=_no_masks)

@@ -25,7 +25,7 @@ class OnlyAt:
 
 
 _ONE_ENGINE = "an engine is split by tensor_parallel only; leave it out"
-_FIXED_MEMORY = "pages and weights share one budget: gpu_memory_utilization or kv_tokens sets it"
+_FIXED_MEMORY = "use kv_tokens, or gpu_memory_utilization for weights and pages together"
 
 # vLLM's name of an argument of LLM -> our name for the same
 SAME_MEANING = {
@@ -68,10 +68,10 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "hf_token": OnlyAt((None,), "log in with `hf auth login`"),
     "hf_overrides": OnlyAt((None,), "edit config.json in a copy of the model's folder"),
     "load_format": OnlyAt(("auto", "safetensors", None), "weights are read from safetensors"),
-    "disable_log_stats": OnlyAt((True, None), "nothing is logged; llm.counters has the numbers"),
+    "disable_log_stats": OnlyAt((True, None), "no statistics are logged; llm.counters has them"),
     "enable_lora": OnlyAt((False, None), "not supported: merge adapters into the weights"),
     "speculative_config": OnlyAt((None,), "not supported; leave it out"),
-    "compilation_config": OnlyAt((None,), "nothing is compiled; leave it out"),
+    "compilation_config": OnlyAt((None,), "torch.compile is not used; leave it out"),
     "runner": OnlyAt(("auto", "generate", None), "only models that generate text are supported"),
     "task": OnlyAt(("auto", "generate", None), "only models that generate text are supported"),
 }

@@ -95,8 +95,8 @@ def plan(
     """Return the same rows, sorted into bundles of one block each, for
     `map_batches(batch_size=None)`.
 
-    Rows that share a prefix are neighbours in one bundle. Bundles take about the same time, and
-    there are a few per worker. The whole Dataset is held in the caller's memory.
+    Rows that share a prefix are neighbours, if possible in one bundle. Bundles take about the same
+    time; there are up to four per worker. The whole Dataset is held in the caller's memory.
     """
     import pyarrow as pa  # noqa: PLC0415  # comes with the extra
     import ray  # noqa: PLC0415  # an extra

@@ -229,7 +229,7 @@ class Front:
         return reply or self._nobody()
 
     async def _ask_all(self, call: HttpCall, places: Sequence[int]) -> Response:
-        """Apply a change to all replicas; the reply is the first refusal, or the last success."""
+        """Apply a change to these replicas; the reply is the first refusal, or the last success."""
         reply: Response | None = None
         for place in places:
             try:

@@ -68,7 +68,7 @@ def app_of(body: Body) -> str | None:
 
 
 def _pieces(body: Body) -> Iterator[bytes]:
-    """Yield the prompt as bytes, in order. If there are several prompts, only the first is used."""
+    """Yield the prompt as bytes, in order. Only the first of several `prompt`s is used."""
     for name in FIRST_FIELDS:
         if body.get(name):
             yield msgspec.json.encode(body[name])

@@ -79,7 +79,7 @@ class Head:
 class ReplicaStatus:
     """The state of a replica."""
 
-    boot: str  # changes if the replica or its engine was restarted, which empties its cache
+    boot: str  # changes if the replica or its engine restarted, or its cache was lost
     is_ready: bool
     kv_tokens: int  # capacity of all tiers
 
@@ -158,7 +158,7 @@ class Replica:
         if snapshot.stored_page_bytes:
             lower_bytes = store.host_bytes + (store.disk_bytes if store.disk_dir else 0)
             num_pages += lower_bytes // snapshot.stored_page_bytes
-        boot = f"{self._boot}.{gateway.engine.num_restarts}"
+        boot = f"{self._boot}.{gateway.engine.num_recoveries}"
         return ReplicaStatus(boot, is_running, num_pages * snapshot.page_size)
 
     def check_health(self) -> None:

@@ -4,7 +4,7 @@
                       <--finished()---                                         rows
 
 An actor runs one Job for its whole life. It takes the next bundle while rows of the last bundle are
-still running, so that its engine is never idle.
+still running, so that its engine does not wait for rows.
 """
 
 import asyncio

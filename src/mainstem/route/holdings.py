@@ -5,8 +5,8 @@ each replica.
     in_order[i] the pages of replica i in order of use         at most `pages_per_replica`
 
 The least recently used page is dropped first; within a chain, the last page. A replica evicts pages
-without reporting it, but the same limit and the same order of eviction keep the guess close. If the
-guess is wrong, a prompt is computed that was thought to be cached, or the other way round.
+without reporting it, but the same limit and the same order of eviction keep the guess close. A
+wrong guess costs time: a prompt goes to a replica that has to compute it.
 """
 
 from collections import OrderedDict

@@ -16,8 +16,8 @@ spread over all replicas instead of going to the first idle one.
 must_stay can be answered only there: while its replica is down or refuses it, requests fail.
 - The router learns where a session is, and what a replica holds, only when a request is answered.
 Until then the request's pages count as coming, so that others with these pages go there, too.
-- A draining replica gets no requests. A replica that was down is assumed to hold its pages, unless
-`forget` is called.
+- A draining replica gets only requests that must stay there. A replica that was down is assumed to
+hold its pages, unless `forget` is called.
 
 Memory is bounded: the router keeps page hashes of each replica (held and coming), sessions, and
 counts.
@@ -54,7 +54,7 @@ class RouterKind(Enum):
 
 class ReplicaState(Enum):
     UP = "up"
-    DRAINING = "draining"  # finishes its requests, gets no new ones
+    DRAINING = "draining"  # finishes its requests, gets no new ones except those that must stay
     DOWN = "down"
 
 
@@ -287,7 +287,7 @@ class Router:
         return ticket
 
     def check(self) -> None:
-        """Raise if a bound is exceeded, or if open work is counted without a request."""
+        """Raise if a bound is exceeded, or if open work or coming pages have no request."""
         self._holdings.check()
         self._coming.check()
         assert len(self._sessions) <= self._config.max_sessions, "more sessions than the bound"

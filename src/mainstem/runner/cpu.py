@@ -72,7 +72,7 @@ class CpuRunner:
         """Do nothing: there is no other process."""
 
     def close(self) -> None:
-        """Drop the references; the last one frees the memory."""
+        """Drop the latest samples; weights and pages are freed with the runner."""
         self._previous = torch.empty(0, dtype=torch.long)
 
     def _run(self, step: Step) -> StepResult:

@@ -151,7 +151,8 @@ class GpuRunner:
         """Do nothing: a step raises if the device is lost."""
 
     def close(self) -> None:
-        """Wait for running steps and drop the references."""
+        """Wait for running steps; drop graphs and the latest samples. The rest is freed with the
+        runner."""
         self.drain()
         self._graphs = None
         self._before_last.clear()

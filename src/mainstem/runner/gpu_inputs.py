@@ -25,7 +25,7 @@ def padded_size(rows: int) -> int:
 
 
 def all_sizes(max_rows: int) -> list[int]:
-    """Every size that `padded_size` returns for up to `max_rows` rows."""
+    """The sizes that `padded_size` can return, up to `max_rows`."""
     few = range(FINE_ROWS, min(FEW_ROWS, max_rows) + 1, FINE_ROWS)
     return [*few, *range(FEW_ROWS + COARSE_ROWS, max_rows + 1, COARSE_ROWS)]
 

@@ -49,6 +49,7 @@ def load_gpu_runner(
     part = part_of(spec, ranks.shard)
     dtype = _dtype(model, spec)
     max_tokens = config.sched.chunk_tokens or DEFAULT_TOKENS
+    max_tokens = max(max_tokens, 2)  # a step has room for a decode and a token of a prompt
     space = Workspace.make(part, max_tokens, dtype, device)
     decoder = load_gpu_decoder(
         origin.open(dtype, device),

@@ -37,7 +37,7 @@ class GpuTransfer:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self.kept: Tensor | None = None  # pinned memory that a kernel reads, kept alive until then
+        self.kept: Tensor | None = None  # pinned memory, kept alive while a kernel reads it
         self.begin = _event()
         self.events: list[torch.cuda.Event] = []
         self._num_groups_done = 0

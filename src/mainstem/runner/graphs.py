@@ -1,8 +1,7 @@
 """CUDA graphs of steps, several per padded size, in pieces of a few layers.
 
-A step that needs pages still being loaded waits for them between the pieces; without a graph it
-would wait between the layers. Small steps also have graphs without the attention launches that
-decodes often do not need.
+A step that needs pages still being loaded waits for them between the pieces. Small steps also have
+graphs without the attention launches that decodes often do not need.
 """
 
 from bisect import bisect_left
@@ -32,8 +31,8 @@ MOST_TOKENS_OF_FEWER = 256
 
 
 def graph_sizes(spec: ModelSpec, max_tokens: int) -> tuple[int, ...]:
-    """The sizes to capture, up to `max_tokens`: those of steps that take longer to launch than to
-    compute. A larger step keeps the device busy while the host launches.
+    """The sizes to capture, up to `max_tokens`: all up to FEW_TOKENS, and those of steps that take
+    longer to launch than to compute. A larger step keeps the device busy while the host launches.
 
     Llama-3.1-8B: up to 1,024 tokens, Llama-3.2-1B: 1,920, Qwen3-30B-A3B: 4,096.
     """

@@ -29,7 +29,7 @@ from mainstem.runner.edits import LogitEdits
 from mainstem.runner.noise import bits_of, draw, pick
 from mainstem.runner.uploads import Uploads
 
-_CANDIDATES = 1024  # tokens that are sorted first; if top_p needs more, the whole row is sorted
+_CANDIDATES = 1024  # tokens sorted first; if top_k or top_p needs more, the whole row is sorted
 _LOGPROB_ROWS = 128  # rows whose log-probabilities over the whole vocabulary are held at once
 
 

@@ -91,9 +91,9 @@ class SingleTokenPass:
     def make(
         cls, decoder: Decoder, pages: DevicePages, tables: Mapping[RopeSpec, Tensor]
     ) -> "SingleTokenPass | None":
-        """Make a pass. None if the model has parts that it cannot run: other dtypes, quantized or
-        biased products, norms of heads, partial rotation or none, windows, experts. `tables` are
-        those of `rotary_table`."""
+        """Make a pass. None if it cannot run the model, for example because of another dtype,
+        quantized products, norms of heads, partial rotation or none, windows or experts. `tables`
+        are those of `rotary_table`."""
         spec = decoder.spec
         layers = [_weights(layer) for layer in decoder.layers]
         is_plain = decoder.dtype == torch.float32 and spec.rotary_dim == spec.head_dim

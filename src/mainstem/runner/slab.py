@@ -64,7 +64,7 @@ class HostSlab:
         self.address = self._start + self._first
         self._is_pinned = is_pinned
         if is_pinned:  # not by torch, which rounds pinned memory up to powers of two
-            _check(torch.cuda.cudart().cudaHostRegister(self._start, len(words), 0))  # type: ignore[no-untyped-call]
+            _check(torch.cuda.cudart().cudaHostRegister(self._start, len(words), 0), "pinned")  # type: ignore[no-untyped-call]
         used = words.view(num_slots, -1).narrow(1, self._first, self.page_bytes).view(dtype)
         self.pages: Tensor = used.view(num_slots, *page_shape)
 
@@ -80,13 +80,14 @@ class HostSlab:
     def close(self) -> None:
         """Unpin the memory; no copy may use it any more."""
         if self._is_pinned:
-            _check(torch.cuda.cudart().cudaHostUnregister(self._start))  # type: ignore[no-untyped-call]
+            _check(torch.cuda.cudart().cudaHostUnregister(self._start), "unpinned")  # type: ignore[no-untyped-call]
             self._is_pinned = False
 
 
-def _check(result: object) -> None:
+def _check(result: object, wanted: str) -> None:
     if int(result) != 0:  # type: ignore[call-overload]
-        raise ConfigError(f"host memory for pages cannot be pinned: {result}; lower host_gb")
+        hint = "; lower host_gb" if wanted == "pinned" else ""
+        raise ConfigError(f"host memory for pages cannot be {wanted}: {result}{hint}")
 
 
 def slot_bytes(page_bytes: int) -> int:

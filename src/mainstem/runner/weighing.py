@@ -23,7 +23,7 @@ class KeyPages(Protocol):
 
 
 class WeighingAttention:
-    """Runs a step's attention, and sums the attention that `Step.weighings` ask for over all
+    """Runs a step's attention. For `Step.weighings`, it also sums attention weights over all
     layers."""
 
     def __init__(

@@ -44,7 +44,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Starts a sequence if the outlook says that the running ones will not run out of pages.
+    """Lets a sequence start if, by the outlook, the running ones will not run out of pages.
 
     Every running sequence grows by a token a step and gives its own pages back when it ends. Just
     before sequence k of n (from 0) ends, all running sequences have grown by the same number of

@@ -96,7 +96,7 @@ class Fetching:
 
     def limit_s(self, stored: Stored) -> float:
         """Return the seconds after which a load is cancelled, if the tier can do that: the time
-        that computing the pages would take."""
+        that computing the pages would take, but at least MIN_LIMIT_S."""
         if self.config.fetch is Fetch.ALWAYS:
             return READ_LIMIT_S
         return max(MIN_LIMIT_S, stored.num_pages * self.page_size * self.steps.token_s)
@@ -111,8 +111,9 @@ class Fetching:
         return stored.num_pages > 0 and self.config.fetch is not Fetch.NEVER
 
     def is_busy(self, stored: Stored) -> bool:
-        """Whether the links have enough work until the next step. If so, no load is started now: a
-        later load can serve a more urgent sequence, and does not delay the step being made."""
+        """Whether a link has enough work until the next step, or slots are short. If so, no load is
+        started now: a later load can serve a more urgent sequence, and does not delay the step
+        being made."""
         if stored.num_below and self.tiers.is_crowded(stored.num_below):
             return True
         enough_s = BUSY_S + self.steps.interval_s
@@ -138,9 +139,9 @@ class Fetching:
         return math.ceil(num_layers - (num_layers - 1) * prompt_s / load_s)
 
     def lead_s(self, prompt_tokens: int, ran_s: float) -> float:
-        """Return the seconds that a step with `prompt_tokens`, which has run for `ran_s`, will
-        still take. The next step does not begin earlier, so it may rely on loads that end by
-        then."""
+        """Return the least time that a step with `prompt_tokens`, which has run for `ran_s`, will
+        still take; 0 unless `preload` is "auto". The next step begins after this time, so it may
+        rely on loads that end by then."""
         if self.config.preload != "auto":
             return 0.0
         return max(0.0, CAUTION * self.steps.expect_s(prompt_tokens) - ran_s)

@@ -113,9 +113,9 @@ class Choices:
 
 
 def cut_names(request: Request, sink_pages: int, step: int, page_size: int) -> Iterator[bytes]:
-    """Return the name of each cut of a conversation, first to last. It is made from the session and
-    from the tokens that plain cuts would have dropped. A plain cut drops the oldest `step`
-    pages."""
+    """Return the name of each cut of a conversation, first to last. A name is made from session,
+    salt, sizes, and the tokens up to where a plain cut would be. A plain cut drops the oldest
+    `step` pages after the sink."""
     digest = sha256(b"important")
     for part in (str(request.session).encode(), request.salt, b"%d %d" % (sink_pages, step)):
         digest.update(len(part).to_bytes(8, "little"))

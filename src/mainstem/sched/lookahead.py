@@ -11,7 +11,7 @@ UNSEEN = 256  # tokens expected at first; a request's limit is often far above t
 class OutputLengths:
     """The mean length of about the last `memory` answers; UNSEEN before the first answer.
 
-    A sequence that is longer than expected is expected to double its length.
+    A sequence that starts again is expected to reach at least twice its length so far.
     """
 
     def __init__(self, memory: int = 256) -> None:
@@ -36,8 +36,9 @@ class OutputLengths:
 class PlannedOrder:
     """The announced order of a known workload: what each prompt shares with the next.
 
-    Prompts start in this order. Prompts after `last` can still use some leading tokens of prompt i:
-    the least number that two neighbours from i to `last` + 1 have in common.
+    Prompts start in this order. If `last` is the last that has started, later prompts can still use
+    some leading tokens of prompt i: the least number that two neighbours from i to `last` + 1 have
+    in common.
     """
 
     def __init__(self) -> None:

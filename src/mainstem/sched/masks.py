@@ -20,5 +20,5 @@ def form_fault(mask: TokenMask, output_ids: Int32s, vocab_size: int) -> str | No
     """Return why an answer cannot continue in its form; None if it can."""
     is_stuck = not allowed_tokens(mask, output_ids, vocab_size).any()
     if mask.fault is None and is_stuck:
-        return "the model has no token that its form allows next"
+        return "the model has no token that the form allows next"
     return mask.fault

@@ -6,7 +6,8 @@ from mainstem.core.step import Int32s, StartedSequence
 from mainstem.sched.admission import Outlook
 from mainstem.sched.batching import Chunk, PageCopy, PageMove
 
-# maximum pages looked up in one step for sequences that do not start; later steps continue
+# once this many pages were looked up for sequences that a step parks, it starts no more sequences;
+# the same limit ends its look-ahead
 LOOK_UP_PAGES = 8192
 
 

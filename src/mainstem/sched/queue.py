@@ -9,8 +9,8 @@ from mainstem.core.ids import PageKey
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 
 OVERTAKEN = 64  # a sequence that arrived this many places earlier is not overtaken
-LOOK_AHEAD = 64  # waiting sequences whose pages the device evicts last
-LIGHT = 4  # a loaded prompt overtakes only if at most 1/4 of its tokens are computed
+LOOK_AHEAD = 64  # up to 64 parked and 64 queued sequences: the device evicts their pages last
+LIGHT = 4  # a loaded prompt overtakes only if at most 1/4 of its tokens are left to compute
 
 _Entry = tuple[int, int, int, int, Sequence]  # rank, priority, turn, arrival
 
@@ -19,10 +19,10 @@ class WaitingQueue:
     """A heap of sequences ready to start, and those parked on a page that is LOADING.
 
     A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
-    were aborted while they waited are dropped when they reach the head. Suspects (sched/retry.py)
-    go first: nothing else can run while they are tried. There is one exception: if a request is at
-    fault and no other step has succeeded since, suspects go last, because other sequences can show
-    that steps still succeed.
+    were aborted while they waited are dropped at the head, or many at once. Suspects
+    (sched/retry.py) go first: nothing else can run while they are tried. There is one exception: if
+    a request is at fault and no other step has succeeded since, suspects go last, because other
+    sequences can show that steps still succeed.
 
     A sequence whose history is loaded overtakes some sequences that compute theirs: it delays them
     only by its few new tokens, and would otherwise wait for all their tokens.
@@ -79,7 +79,7 @@ class WaitingQueue:
         return self._heap[0][-1] if self._heap and not self._heap[0][-1].is_at_fault else None
 
     def first(self, count: int) -> list[Sequence]:
-        """About the next `count` sequences to start; the head is always among them."""
+        """About the next `count` sequences to start; fewer if some of them were aborted."""
         near = sorted(self._heap[: 2 * count])[:count]
         found = [entry[-1] for entry in near]
         return [seq for seq in found if seq.state is not SeqState.DONE and not seq.is_at_fault]
@@ -104,8 +104,7 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[-1]
 
     def park(self, sequence: Sequence, awaited: PageKey) -> None:
-        """Park a sequence until `awaited` is ready, or until it is certain that it never will
-        be."""
+        """Park a sequence until `awaited` is ready, or is certain never to be ready."""
         self._parked[awaited].append(sequence)
         self._num_parked += 1
 

@@ -159,8 +159,8 @@ class Scheduler:
 
     @property
     def step_tokens(self) -> int:
-        """The maximum number of tokens in a step; fewer after a step that ran out of device
-        memory."""
+        """The token budget of a step; smaller after a step that ran out of device memory. Many
+        decodes may exceed it if the runner's buffers have no limit."""
         return self._size.tokens
 
     @property
@@ -179,9 +179,9 @@ class Scheduler:
     # --- steps ----------------------------------------------------------------------------------
 
     def next_step(self, has_ended: Callable[[], bool] = lambda: True) -> Step | None:
-        """Return the next step, or None if nothing can run before the step in flight commits.
-        `has_ended` says whether the device has finished the step in flight. After an error, call
-        `recover`."""
+        """Return the next step, or None if nothing can run now, perhaps until the step in flight
+        commits. `has_ended` says whether the device has finished the step in flight. After an
+        error, call `recover`."""
         self._look_at_reads(has_ended)
         begin = perf_counter()
         self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
@@ -266,10 +266,11 @@ class Scheduler:
     def recover(self) -> None:
         """After a failed or interrupted step: forget what it may have written to pages.
 
-        Every sequence goes back to the queue with the tokens that were read back, and the cache is
-        emptied; the next step tries again. A commit that had begun is completed: the tokens it read
-        are delivered, and sequences that end with them end. All slots and pages are freed together,
-        not one by one, since the interrupt may have come while some were being given back.
+        Every sequence goes back to the queue with the tokens that were read back, and the device's
+        cache is emptied; the next step tries again. A commit that had begun is completed: the
+        tokens it read are delivered, and sequences that end with them end. All slots and pages are
+        freed together, not one by one, since the interrupt may have come while some were being
+        given back.
         """
         table = self._table
         self._in_flight = None
@@ -379,7 +380,8 @@ class Scheduler:
         return self._store.clear()
 
     def clear_device(self) -> int:
-        """Forget every page on the device that no sequence holds, without saving it."""
+        """Forget every page on the device that no sequence holds, without saving it; returns how
+        many."""
         before = self._store.num_cached_pages
         with self._store.distrust():
             pass
@@ -491,8 +493,8 @@ class Scheduler:
                 weighing.add(masses)
 
     def _end_reader(self, reader: Sequence, reason: FinishReason) -> None:
-        """After a sequence that weighed pages has ended, start the answers that wait for it. If it
-        failed or was stopped, they end as well."""
+        """After a sequence that weighed pages has ended, let the answers that wait for it start. If
+        it failed or was stopped, the caller ends them as well."""
         request_id, weighing = reader.request.request_id, reader.weighing
         assert weighing is not None
         reader.state = SeqState.DONE
@@ -545,7 +547,7 @@ class Scheduler:
         return [sequence for sequence in answers if sequence.state is state]
 
     def _release_sources(self, step_id: StepId) -> None:
-        """End the leases on pages that steps up to this one copied from."""
+        """End the leases on pages that steps up to this one copied or moved."""
         while self._copy_sources and self._copy_sources[0][0] <= step_id:
             for source in self._copy_sources.pop(0)[1]:
                 self._store.release(source[None])

@@ -44,10 +44,11 @@ class Sequence:
     weighing: Weighing | None = None  # it reads only to find this cut
     has_fetched: bool = False  # pages were loaded for it from lower tiers
     num_loaded_pages: int = 0  # pages loaded for it before its turn
-    num_pages_then: int = -1  # its pages on the device when its last load began; -1: no load yet
+    # its pages on the device when its last load began; -1: no load since it began to wait
+    num_pages_then: int = -1
     has_asked: bool = False  # shared tiers were asked for its pages
     asked: PageKey | None = None  # the key of the answer while it is awaited
-    last_name: PageName | None = None  # of the answer's last full page; None: there is none
+    last_name: PageName | None = None  # of the answer's last named page; None: there is none
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # used while waiting

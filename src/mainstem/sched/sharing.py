@@ -34,7 +34,8 @@ class _Stem:
 
 
 class SharingTree:
-    """Sequences attach with their full prompt pages and detach when they end."""
+    """Sequences attach with the full pages of their known tokens when they start, and detach when
+    they leave."""
 
     def __init__(self, version: int = 0) -> None:
         self._stems: list[_Stem | None] = [_Stem(np.empty(0, np.int32), 0, ROOT)]

@@ -49,8 +49,8 @@ class Starter:
         self._admission = Admission(running.page_size)
 
     def fill(self, work: PromptWork) -> None:
-        """Add prompt chunks within the budget, by priority: first of sequences that have started,
-        then of new ones."""
+        """Add prompt chunks within the budget, by priority; at the same priority, sequences that
+        have started come before new ones."""
         for sequence in self._running.unfinished():
             self._start_waiting(work, before=sequence.request.priority)
             if work.budget <= 0:
@@ -166,8 +166,8 @@ class Starter:
         return slot
 
     def _lease_similar(self, match: Match, num_new: int) -> bool:
-        """Lease the page to copy from until the step has run. False if there is none, or if it must
-        be evicted to get `num_new` pages."""
+        """Lease the page to copy from; the lease ends after the step. False if there is no such
+        page, or if it must be evicted to get `num_new` pages."""
         if match.similar_page is None:
             return False
         page = np.array([match.similar_page], np.int32)

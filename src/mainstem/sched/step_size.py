@@ -1,4 +1,4 @@
-"""Decides how many tokens go into a step: decodes first, but they never get the whole budget."""
+"""Decides how many tokens go into a step: decodes first, but prompts always get a part."""
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class StepSize:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a step may have at present."""
+        """The present token budget of a step."""
         return self._chunk_tokens
 
     @property

@@ -145,7 +145,8 @@ class SeqTable:
         self._free_slots[:] = range(len(self.sequences) - 1, -1, -1)
 
     def expect_remaining(self, slots: Int32s, at_least: int) -> Int32s:
-        """Expected output tokens to come; `at_least` for sequences longer than expected."""
+        """Expected output tokens to come: at least `at_least`, but at most what is left of the
+        sequence's limit."""
         likely = np.maximum(self.expected_total[slots] - self.total[slots], at_least)
         remaining: Int32s = np.minimum(likely, self.max_total[slots] - self.total[slots])
         return remaining
@@ -182,7 +183,7 @@ class SeqTable:
         return count
 
     def append_pages(self, slots: Int32s, pages: Int32s) -> None:
-        """Put pages[i] at the end of slots[i]'s table; no slot twice."""
+        """Put pages[i] at the end of slots[i]'s table; `slots` are distinct."""
         column = self.num_pages[slots]
         self._widen_pages(int(column.max()) + 1)
         self.page_table[slots, column] = pages

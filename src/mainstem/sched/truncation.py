@@ -1,16 +1,18 @@
-"""Cuts conversations that are longer than the context window, and finds the KV of what is kept.
+"""Cuts conversations that are longer than the context window (sched/origins.py finds the KV of what
+is kept).
 
     prompt   | sink |  dropped: k * step pages  |        rest        |
     kept     | sink |        rest        |  the answer  ...  window
 
-The cut moves in steps of whole pages and depends only on the lengths of prompt and answer, so
-nothing has to be remembered between turns. A later turn is cut at the same place and finds the
-pages of the turn before, until the conversation exceeds the window by one more step.
+The cut moves in steps of whole pages and depends only on the request, so nothing has to be
+remembered between turns. A later turn is cut at the same place and finds the pages of the turn
+before, until the conversation exceeds the window by one more step.
 
 Under `recompute` the kept tokens are a prompt like any other. Under `kv` their keys are rotated by
-the distance they move (AttentionStore 3.4). Such pages still depend on dropped tokens, so
-their names include the session and what was dropped: no other request uses them. Under `important`
-the dropped pages are chosen by attention, not by age (sched/important.py).
+the distance they move (AttentionStore 3.4). Such pages still depend on dropped tokens, so their
+names include the session and what was dropped: no other session uses them. Under `important` the
+dropped pages are chosen by attention, not by age, and the choice is remembered
+(sched/important.py).
 """
 
 from dataclasses import dataclass, replace
@@ -69,12 +71,12 @@ class Truncator:
 
     def fit(self, request: Request) -> tuple[Request, Truncation | None]:
         """Return the request with its prompt cut to the window, and the cut (None if no cut is
-        needed). Raises InvalidRequest if the request's policy, or the pages it wants to keep, do
-        not allow a cut. If pages must be weighed first, pass the Weighing to `settle` after that,
-        and call `fit` again.
+        needed). Raises InvalidRequest if a cut is needed and the request does not allow it: by its
+        policy, the tokens it wants to keep, or prompt logprobs. If pages must be weighed first,
+        pass the Weighing to `settle` after that, and call `fit` again.
 
-        The cut also leaves room for the answer: max_tokens, but at most half of what a full window
-        keeps after a cut, the sink not counted.
+        The cut also leaves room for the answer: max_tokens, but at most (1 - truncation_ratio) / 2
+        of the window without the sink.
         """
         num_prompt, window = len(request.prompt_ids), self._window
         fixed = max(self._sink_tokens, request.keep_tokens)

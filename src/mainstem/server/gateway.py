@@ -124,6 +124,8 @@ class Gateway:
         """Start after the engine is connected; the server is ready when the apps are filled."""
         await asyncio.to_thread(self.engine.tokenizer.prepare)
         await self.filler.fill_all()
+        if self.is_draining:  # closed meanwhile
+            return
         if self.batches is not None:
             self.batches.runner.start()
             self.batches.pruner.start()
@@ -385,6 +387,9 @@ class Gateway:
         kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
         options, fields = tokenize_options(body)
         call, prompts = self.parser.parse(fields, kind)
+        if len(prompts) != 1:
+            message = f"prompt: must be one text or one list of ids, got {len(prompts)}"
+            raise ApiError(400, message, "prompt", "invalid_value")
         _, app = self.apps.resolve(call, self.model.names)
         tokenizer = self.engine.tokenizer
         prompt, wants_special = prompts[0], options.add_special_tokens
@@ -393,7 +398,7 @@ class Gateway:
             raise ApiError(400, message, "add_special_tokens", "invalid_value")
         call = replace(call, overflow=Overflow.RECOMPUTE)  # the prompt may exceed the context
         salt = tenant.page_salt(call.cache_salt)
-        all_ids = await self.encode(call, prompts[:1], app, None, salt)
+        all_ids = await self.encode(call, prompts, app, None, salt)
         if wants_special is False and isinstance(prompt, str):
             text = app.prompt + prompt if app else prompt
             all_ids = [await asyncio.to_thread(tokenizer.encode_plain, text)]

@@ -47,6 +47,7 @@ class Saver(Generic[T]):
         self._every_s = every_s
         self._is_closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_saved = True  # whether the last save succeeded
 
     def start(self) -> None:
         self._task = asyncio.ensure_future(self._run())
@@ -56,7 +57,10 @@ class Saver(Generic[T]):
         self._is_closing.set()
         if self._task is not None:
             await self._task
-        log.info("%s saved", self._name, extra={"facts": {self._name: len(self._kept)}})
+        else:  # the server ends before it was ready
+            await self._save()
+        if self._is_saved:
+            log.info("%s saved", self._name, extra={"facts": {self._name: len(self._kept)}})
 
     async def _run(self) -> None:
         while not self._is_closing.is_set():
@@ -71,7 +75,9 @@ class Saver(Generic[T]):
             return
         try:
             await asyncio.to_thread(self._file.save, changes)
+            self._is_saved = True
         except (sqlite3.Error, OSError) as error:
             self._kept.put_back(changes)
+            self._is_saved = False
             facts = {self._name: len(changes), "reason": str(error)}
             log.error("%s not saved", self._name, extra={"facts": facts})

@@ -27,7 +27,7 @@ from mainstem.simulate.service import GB, ServiceRates
 from mainstem.simulate.simulator import without_garbage_collection
 from mainstem.simulate.trace_records import Trace, TraceRequest
 
-PRECISION = 1.03  # the capacity found is at most this many times the least one
+PRECISION = 1.03  # factor between a capacity that misses the target and the one that is found
 PLOTTED_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 DEFAULT_TTL_S = 3600.0
 
@@ -90,8 +90,8 @@ class Replay:
         return hits / max(1, self.prompt_tokens)
 
     def least_pages(self, target: float, progress: Progress) -> int:
-        """Return the smallest capacity, within PRECISION, that reaches a hit rate of `target`. The
-        caller has checked that a store with room for all pages reaches it."""
+        """Return the smallest capacity, within PRECISION, that reaches a hit rate of `target`. Less
+        than 1/1024 of all pages is not tried. The caller has checked that all pages reach it."""
         high = self.all_pages
         low = max(1, high // 1024)
         if self.hit_rate(low) >= target:

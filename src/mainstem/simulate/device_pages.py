@@ -14,7 +14,7 @@ LEAST_PAGE_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class PagedTrace:
-    """A trace whose pages are numbered from 0 and have at least LEAST_PAGE_TOKENS."""
+    """A trace whose pages are numbered from 0; small pages are joined, up to LEAST_PAGE_TOKENS."""
 
     page_tokens: int
     num_pages: int  # distinct pages

@@ -15,8 +15,8 @@ PANELS: tuple[tuple[str, Callable[[FleetReport], float]], ...] = (
 
 
 def plot_fleets(reports: Sequence[FleetReport], path: Path) -> None:
-    """A row of plots for each memory size, a line for each router and shared tier. Dotted lines
-    show one common memory."""
+    """Draw a row of plots for each memory size, with a line for each router and shared tier. Dotted
+    lines show one common memory, and in the plots of load the router's bound of 1.25."""
     from matplotlib.ticker import LogLocator  # noqa: PLC0415  # an extra
 
     sizes = list(dict.fromkeys(report.device_tokens for report in reports))

@@ -69,7 +69,7 @@ class _SizeRange:
         self._most = MAX_TOKENS
 
     def add_rounded_up(self, num_ids: int, input_tokens: int) -> None:
-        """Sizes with ceil(input_tokens / size) == num_ids."""
+        """Keep the sizes with ceil(input_tokens / size) == num_ids."""
         if num_ids == 0 or input_tokens == 0:
             if num_ids != input_tokens:
                 self._most = 0
@@ -79,7 +79,7 @@ class _SizeRange:
             self._most = min(self._most, (input_tokens - 1) // (num_ids - 1))
 
     def add_rounded_down(self, num_ids: int, input_tokens: int) -> None:
-        """Sizes with floor(input_tokens / size) == num_ids."""
+        """Keep the sizes with floor(input_tokens / size) == num_ids."""
         self._least = max(self._least, input_tokens // (num_ids + 1) + 1)
         if num_ids:
             self._most = min(self._most, input_tokens // num_ids)
@@ -188,7 +188,7 @@ def read_weka(lines: Lines, page_tokens: int, options: ReadOptions) -> list[Trac
         if row.get("block_size") != page_tokens:
             size = row.get("block_size")
             reason = f"block_size is {size!r}, pages have {page_tokens} tokens"
-            raise lines.error(f"{reason}; say --page-tokens {size}")
+            raise lines.error(f"{reason}; set --page-tokens {size}")
         given = row.get("requests")
         if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
             raise lines.error("requests must be a list of objects")

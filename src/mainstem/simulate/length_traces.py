@@ -156,7 +156,7 @@ def _arrivals(drawn: Random, window: _ClientWindow, pace: float) -> Iterator[flo
         drawn.gammavariate(window.shape, 1.0)
         if window.is_gamma
         else drawn.weibullvariate(1.0, window.shape)
-        for _ in range(count + 1)  # the last time is from the last request to the window's end
+        for _ in range(count + 1)  # the last gap is from the last request to the window's end
     ]
     total, now = sum(gaps), 0.0
     for gap in gaps[:-1]:

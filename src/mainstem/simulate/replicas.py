@@ -2,15 +2,15 @@
 
     arrive   the router chooses a replica; pages that the shared tier has begin to load
     ready    the pages are loaded; the request waits for the device
-    done     the device has answered; its pages stay cached and are copied to the shared tier
+    done     the device has answered; the request's pages are copied to the shared tier
 
-Each replica is a device that serves one request after another (service.py), in the order of
-arrival, with an LRU cache of pages. The router is the same as in serving; here, too, it only
+Each replica is a device that serves one request after another (service.py), in the order in which
+they are ready, with an LRU cache of pages. The router is the same as in serving; here, too, it only
 estimates what replicas hold.
 
 Times of the trace are multiplied by one number, the pace. It is chosen such that devices with one
 common cache would be busy for the share `busy` of the time. Such devices are also the reference for
-hit rates.
+hit rates and times.
 """
 
 from collections import deque
@@ -62,8 +62,8 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The results of the same devices with one common cache, where the least loaded device is
-    always chosen, and the pace at which they are as busy as wanted."""
+    """The results of the same devices with one common cache, where the router knows loads and
+    sessions but no pages, and the pace at which the devices are as busy as wanted."""
 
     pace: float  # times of the trace are multiplied by it
     hit_rate: float
@@ -231,8 +231,9 @@ class _Fleet:
         self._at(self._load(visit), self._queue, visit)
 
     def _load(self, visit: _Visit) -> float:
-        """Return the time at which the shared tier's pages are loaded; `now` if computing them is
-        faster. The load does not delay earlier work of the device."""
+        """Return the time at which the shared tier's pages are loaded. Nothing is loaded, and `now`
+        is returned, if loading takes longer than computing and longer than the wait for the device.
+        """
         if not self._shared.capacity:
             return self._now
         device, keys = visit.device, self._trace.prompts[visit.index]

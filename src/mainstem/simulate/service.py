@@ -1,8 +1,8 @@
 """Computes times and prices in the simulator's virtual time.
 
-One device serves one request after another: it prefills the tokens that are not stored while stored
-pages are loaded layer by layer (AttentionStore 3.2.1), then decodes. Decoding is counted at the
-throughput of a full batch: a request adds its share of the device's time.
+One device serves one request after another. It loads stored pages layer by layer and, at the same
+time, prefills the tokens that are not stored (AttentionStore 3.2.1); then it decodes. Decoding is
+counted at the throughput of a full batch: a request adds its share of the device's time.
 """
 
 from dataclasses import dataclass

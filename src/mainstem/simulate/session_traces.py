@@ -66,7 +66,7 @@ class _Chains:
 
     def _num_dropped(self, history: int, new: int) -> int | None:
         """Return how many pages at the beginning of a history are dropped, so that a turn of `new`
-        tokens fits the window: a multiple of half a window, or the whole history. None: the session
+        tokens fits the window: a multiple of half a window, or all full pages. None: the session
         ends."""
         window = self._window
         if window is None or history + new <= window:

@@ -2,10 +2,10 @@
 
     queue   which request is served next, and what the policy knows of the queue
               saturated: always full; the next N requests of the trace wait (N: the look-ahead)
-              arrivals:  requests come when the trace says, but no turn before the previous answer
+              arrivals:  first turns come when the trace says, each later turn after the previous
+                         answer and the think time
     serve   look up, load, prefill, decode; pages are admitted when the request is done
-    device  a cache above host memory; host memory has a copy of each of its pages. Both evict in
-            the same order
+    device  a cache above host memory; each page is stored in both, and both evict by one policy
     links   the disk reads one page after another; a prefetched page may not be there yet
 
 Hits are prompt tokens that need no prefill. A hit counts for the device if its page was there when
@@ -141,7 +141,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 class _DiskLink:
-    """The link from disk to host memory: one page at a time, in the order of the requests."""
+    """The link from disk to host memory: one page at a time, prefetches in the order given."""
 
     def __init__(self, page_s: float) -> None:
         self._page_s = page_s
@@ -302,8 +302,8 @@ class _Simulation:
         self._num_served += 1
 
     def _look_up(self, keys: Sequence[int], now: float) -> tuple[int, int, float]:
-        """Return the pages found in host memory, the pages found on disk, and the wait for those on
-        disk."""
+        """Return how many pages are in host memory, how many come from disk (prefetches that have
+        not ended, too), and the wait for the latter."""
         disk, tiers = self._disk, self._policy.find(keys)
         num_hits = len(tiers)
         from_host = tiers.count(HOST)

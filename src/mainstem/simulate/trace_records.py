@@ -28,8 +28,8 @@ class Outgrown(Enum):
     """What happens to a session that outgrows the context window."""
 
     LEFT_OUT = "leave-out"  # it ends there
-    KEPT = "keep"  # its first half is dropped, and the pages of the rest stay valid
-    INVALID = "invalidate"  # its first half is dropped, and the rest has to be computed again
+    KEPT = "keep"  # its beginning is dropped, and the pages of the rest stay valid
+    INVALID = "invalidate"  # its beginning is dropped, and the rest has to be computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read a trace. None means that the trace decides."""
+    """How to read a trace. None: as in the trace, no limit, or (`think_times`) our own table."""
 
     format: TraceFormat | None = None
     page_tokens: int | None = None

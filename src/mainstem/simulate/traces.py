@@ -84,8 +84,8 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
 
 
 def _check_outgrown(trace_format: TraceFormat, options: ReadOptions) -> None:
-    """Refuse `outgrown` for a trace with ids of pages: it does not have the ids that the pages of a
-    truncated prompt would have."""
+    """Refuse `outgrown` without a window, and for traces other than session lengths: a trace with
+    ids of pages does not have the ids of a truncated prompt's pages."""
     if options.outgrown is Outgrown.LEFT_OUT:
         return
     if trace_format not in (TraceFormat.SESSIONS, TraceFormat.CHITCHAT):

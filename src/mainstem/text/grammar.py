@@ -191,9 +191,11 @@ class Grammars:
         return wanted.result()
 
     def find(self, form: str, owner: str = "") -> "CompiledForm | None":
-        """Return a form if it is compiled already."""
+        """Return a form if it is compiled already; this counts as a use."""
         with self._lock:
             found = self._usable((owner, form))
+            if found is not None:
+                self._forms.move_to_end((owner, form))
         return found.result() if found is not None and found.done() else None
 
     @property
@@ -401,12 +403,14 @@ class AnswerMask:
         if self._allowed is not None and self._num_seen == len(output_ids):
             return self._allowed
         began_s = thread_time()
+        num_read = len(output_ids) - self._num_seen
         self._read(output_ids[self._num_seen :])
         if self._matcher.is_error():
-            self._renew(output_ids)
+            if self._renew(output_ids):
+                num_read = len(output_ids)
         else:
             self._note_time(thread_time() - began_s)
-        self._form.count(len(output_ids) - self._num_seen)
+        self._form.count(num_read)
         self._num_seen = len(output_ids)
         assert self._allowed is not None
         return self._allowed
@@ -418,16 +422,19 @@ class AnswerMask:
                 self._matcher.compute_bitmask()  # resets the fuel, which is counted per mask
         self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
 
-    def _renew(self, output_ids: Int32s) -> None:
-        """After an error: read the whole answer again with a new lexer, if that may help."""
-        form = self._form
+    def _renew(self, output_ids: Int32s) -> bool:
+        """After an error: read the whole answer again with a new lexer, if that may help. Returns
+        whether it was read again."""
+        form, was_read = self._form, False
         may_renew = self._num_renewals < 2 + len(output_ids) // _RENEWAL_TOKENS
         if "lexer error" in _reason(self._matcher) and may_renew and form.renew(self._generation):
             self._num_renewals += 1
             self._matcher, self._generation = form.matcher(), form.generation
             self._read(output_ids)
+            was_read = True
         if self._matcher.is_error():
             self.fault = f"the parser of the form reached its limits: {_reason(self._matcher)}"
+        return was_read
 
     def _note_time(self, seconds: float) -> None:
         """Count the time of slow tokens: all requests wait for them, so an answer may have only a

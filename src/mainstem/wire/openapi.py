@@ -65,6 +65,18 @@ _ERROR: Json = {
         }
     },
 }
+_MESSAGES_ERROR: Json = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 _UPLOAD: Json = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -94,10 +106,16 @@ def document() -> Json:
             "delete": _operation("Forget a response", "response_id"),
         },
         "/v1/messages": {
-            "post": _operation("Answer a conversation, as Anthropic does", body=_body(MessagesBody))
+            "post": _operation(
+                "Answer a conversation, as Anthropic does",
+                body=_body(MessagesBody),
+                error=_MESSAGES_ERROR,
+            )
         },
         "/v1/messages/count_tokens": {
-            "post": _operation("The number of a prompt's tokens", body=_body(CountBody))
+            "post": _operation(
+                "The number of a prompt's tokens", body=_body(CountBody), error=_MESSAGES_ERROR
+            )
         },
         "/v1/score": {"post": _operation("How likely choices are after a context", body=scores)},
         "/score": {"post": _operation("Same as /v1/score", body=scores)},
@@ -182,8 +200,10 @@ def _content(media_type: str, schema: Json) -> Json:
     return {"required": True, "content": {media_type: {"schema": schema}}}
 
 
-def _operation(summary: str, parameter: str | None = None, body: Json | None = None) -> Json:
-    content = {"application/json": {"schema": _ERROR}}
+def _operation(
+    summary: str, parameter: str | None = None, body: Json | None = None, error: Json = _ERROR
+) -> Json:
+    content = {"application/json": {"schema": error}}
     operation: Json = {
         "summary": summary,
         "responses": {

@@ -12,8 +12,8 @@ ON_H200 = "one H200 instead of A100s; random weights (the time is the same); "
 SMALL = "SmolLM2-135M on a CPU with a window of 512; "
 SIMULATED = (
     "simulated by `mainstem simulate` at the speed of the paper's A100s, because we have no A100s, "
-    "and LLaMA-65B in 16 bits leaves no room for KV on one H200; 5,671 conversations, shorter than "
-    "the paper's 9,000; the time between turns is that of people in a chat"
+    "and LLaMA-65B in 16 bits leaves no room for KV on one H200; 5,671 conversations instead of "
+    "9,000, and shorter ones; the time between turns is that of people in a chat"
 )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LLAMA_8B = Size("llama31-8b", 450_000)
 QWEN_14B = Size("qwen25-14b", 300_000)
 LLAMA_70B = Size("llama31-70b", 250_000, weights="gptq")
-QWEN_7B = Size("qwen25-7b", 135_000)  # for 600 requests as much as 450,000 for 2,000
+QWEN_7B = Size("qwen25-7b", 135_000)  # `bench offline` has 450,000 for 2,000 requests, this for 600
 ANSWER = 100
 # (prefix, own tokens, degree) -> number of requests for a run of a few seconds on an H200
 MIXES = {
@@ -78,8 +78,8 @@ def _line(
 
 
 def run_mixes(settings: Settings) -> Iterator[Line]:
-    """Fig. 5: all mixes on 8B, planned and not planned; also on 14B, and two mixes on 70B in 4
-    bits."""
+    """Fig. 5: all mixes on 8B and 14B, and two on 70B in 4 bits; on 14B only mixes of 2,000 and 200
+    tokens are also run without a plan."""
     for size, mixes in MODELS.items():
         for mix, count in mixes.items():
             for way in ("planned", "LRU, as given"):

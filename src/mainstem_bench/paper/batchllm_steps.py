@@ -132,8 +132,8 @@ def judge_baseline(lines: Sequence[Line]) -> Verdict:
     return Verdict(
         Outcome.REPRODUCED if off["valley_share"] + off["tail_share"] > 0.02 else Outcome.NOT,
         f"with at most {off['max_seqs']} answers in progress and prompts as they come, "
-        f"{off['valley_share']:.1%} of the time goes to steps of less than a quarter of the tokens "
-        f"while prompts wait, {off['tail_share']:.1%} to the last answers",
+        f"{off['valley_share']:.1%} of the time goes to steps with less than a quarter of the "
+        f"largest step's tokens while prompts wait, {off['tail_share']:.1%} to the last answers",
     )
 
 
@@ -141,10 +141,10 @@ def judge_both(lines: Sequence[Line]) -> Verdict:
     off, on = (one(lines, shared="nothing shared", batching=each) for each in ("off", "on"))
     return Verdict(
         Outcome.REPRODUCED if on["extra_steps"] < off["extra_steps"] else Outcome.NOT,
-        f"steps beyond the fewest possible: {off['extra_steps']} off, {on['extra_steps']} on; "
-        f"tokens a step {off['tokens_per_step']:.0f} and {on['tokens_per_step']:.0f}; valleys "
-        f"{off['valley_share']:.1%} and {on['valley_share']:.1%} of the time, tail "
-        f"{off['tail_share']:.1%} and {on['tail_share']:.1%}",
+        f"with token batching off and on: {off['extra_steps']} and {on['extra_steps']} steps more "
+        f"than the fewest possible; {off['tokens_per_step']:.0f} and {on['tokens_per_step']:.0f} "
+        f"tokens a step; valleys take {off['valley_share']:.1%} and {on['valley_share']:.1%} of "
+        f"the time, the tail {off['tail_share']:.1%} and {on['tail_share']:.1%}",
     )
 
 

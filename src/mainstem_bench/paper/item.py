@@ -23,7 +23,7 @@ class Outcome(Enum):
     REPRODUCED = "reproduced"
     EXCEEDED = "exceeded"
     NOT = "not reproduced"
-    CANNOT = "not possible here"
+    CANNOT = "not possible"
     OPEN = "not run yet"
 
 

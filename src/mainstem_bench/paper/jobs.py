@@ -58,7 +58,7 @@ class Job:
 def engine_of(
     settings: Settings, size: Size, share: Share, max_seqs: int | None = None
 ) -> Iterator[Engine]:
-    """Return an engine that has run steps of every kind before, with an empty cache."""
+    """Return an engine with an empty cache; on a GPU, steps of every kind were run before."""
     with settings.engines.engine(size, share, max_seqs) as engine:
         if settings.engines.is_new(share) and torch.cuda.is_available():
             about = OfflineJob("warm", size.shape, size.kv_tokens, 2, 64, 256, 64, 16)
@@ -75,7 +75,8 @@ def run(
     is_planned: bool = False,
     repeats: int = 1,
 ) -> Line:
-    """Measure the speed of a job: the median of several runs; `spread` has the others."""
+    """Measure the speed of a job. `requests_per_s` is the median of all runs, `spread` the lowest
+    and the highest; the other numbers are those of the last run."""
     runs = []
     for _ in range(repeats):
         with engine_of(settings, size, share) as engine:

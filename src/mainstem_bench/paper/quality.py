@@ -88,11 +88,14 @@ def judge_answers(lines: Sequence[Line]) -> Verdict:
         )
         worst = max(line["logprob_difference"] for line in shared)
         chance += f" differ by {worst:.1g} at most"
-    tokens = min(line["same_tokens"] for line in shared)
+    tokens, choices = (
+        min(line[name] for line in shared) for name in ("same_tokens", "same_choices")
+    )
     return Verdict(
         Outcome.REPRODUCED if is_equal else Outcome.NOT,
-        f"accuracy with 1, 3 and 5 examples is {told}, with and without sharing. Every question "
-        f"gets the same choice, and {tokens:.0f} % of generated tokens are the same{chance}",
+        f"accuracy with 1, 3 and 5 examples is {told}, with and without sharing. "
+        f"{choices:.0f} % of questions get the same choice, and {tokens:.0f} % of generated tokens "
+        f"are the same{chance}",
     )
 
 

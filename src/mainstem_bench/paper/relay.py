@@ -62,8 +62,8 @@ ITEMS: tuple[Item, ...] = (
         title="RelayAttention Fig. 8: latency against the rate of requests",
         claim="at 0.5 s per token, up to about 2.2 times the request rate of vLLM-PS, system "
         "prompt of 2,048",
-        differs=ON_H200 + RANDOM + CUT + "requests arrive for 5 s at each rate; the limit is 15 ms "
-        "per token, three times the time of an idle engine here",
+        differs=ON_H200 + RANDOM + CUT + "requests arrive for at least 5 s at each rate; the "
+        "limit is 15 ms per token, three times the time of an idle engine here",
         where=Where.GPU,
         full_s=110,
         quick_s=4,
@@ -114,7 +114,7 @@ ITEMS: tuple[Item, ...] = (
         name="relay-tab2",
         title="RelayAttention Table 2: the cards",
         claim="A40 (696 GB/s), A100-PCIE (1,555 GB/s), A100-SXM4 (2,039 GB/s)",
-        differs="rates are measured (`mainstem calibrate`), not from a data sheet",
+        differs="the rates of our card are measured (`mainstem calibrate`), not from a data sheet",
         where=Where.CPU,
         full_s=1,
         quick_s=1,
@@ -127,10 +127,8 @@ ITEMS: tuple[Item, ...] = (
         title="RelayAttention Table 3: few-shot MMLU, time",
         claim="RelayAttention takes 39 %, 63 % and 76 % less time with 1, 3 and 5 examples "
         "(A100-80G)",
-        differs=ON_H200
-        + RANDOM
-        + "500 questions instead of all, with the lengths of real ones; the "
-        "answers are relay-answers",
+        differs=ON_H200 + RANDOM + "500 questions instead of all, with the lengths of real ones; "
+        "those of a subject run together if prefixes are shared; accuracy is in relay-answers",
         where=Where.GPU,
         full_s=40,
         quick_s=6,

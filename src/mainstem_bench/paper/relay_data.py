@@ -85,12 +85,13 @@ def judge_lengths(lines: Sequence[Line]) -> Verdict:
     return Verdict(
         Outcome.REPRODUCED if is_alike else Outcome.NOT,
         "; ".join(told)
-        + ". ShareGPT's ranges agree with the paper's; MMLU's prompts have half as many tokens",
+        + ". ShareGPT's user prompts have the same range as in the paper, its answers are shorter; "
+        "MMLU's system prompts have at most half as many tokens",
     )
 
 
 def run_card(settings: Settings) -> Iterator[Line]:
-    """Table 2: this device, the paper's cards and others."""
+    """Table 2: this device (without a GPU, an H200), and two of the paper's cards, projected."""
     has_gpu = torch.cuda.is_available() and not settings.is_quick
     name = torch.cuda.get_device_name() if has_gpu else "NVIDIA H200"
     card = card_for(name)
@@ -117,7 +118,7 @@ def judge_card(lines: Sequence[Line]) -> Verdict:
     line, a40 = one(lines, name="NVIDIA H200"), one(lines, card_name="A40")
     return Verdict(
         Outcome.CANNOT,
-        "there is no A40 and no A100 here, so every figure of this paper runs on an H200, which "
+        "there is no A40 and no A100 here, so all times of this paper are measured on an H200. It "
         f"reads {line['gb_per_s'] / PAPER_CARDS['A40']:.1f} times as fast as the A40 "
         f"({line['gb_per_s']:,} GB/s, measured). Projected from its data sheet, an A40 would do "
         f"{a40['projected_per_s']:.1f} requests/s of 64 user and 128 answer tokens after a system "

@@ -47,7 +47,7 @@ def _count(settings: Settings, share: Share, system: int, most: int) -> int:
 def sharegpt_line(
     settings: Settings, size: Size, system: int, share: Share, most: int, repeats: int = 1
 ) -> Line:
-    """Measure one point: `most` requests of ShareGPT's lengths after a system prompt."""
+    """Measure one point: up to `most` requests of ShareGPT's lengths after a system prompt."""
     count = _count(settings, share, system, most)
     drawn = sharegpt_requests(count, 8 if settings.is_quick else MOST_ANSWER)
     users = np.minimum(drawn.users, 64) if settings.is_quick else drawn.users

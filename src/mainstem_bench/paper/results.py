@@ -40,7 +40,7 @@ def only(lines: Sequence[Line], **wanted: object) -> list[Line]:
 
 
 def one(lines: Sequence[Line], **wanted: object) -> Line:
-    """Return the only line that has these values; raises KeyError if there is none."""
+    """Return the last line that has these values; raises KeyError if there is none."""
     found = only(lines, **wanted)
     if not found:
         raise KeyError(f"no line with {wanted}")

@@ -1,4 +1,4 @@
-"""Numbers of other engines on the same kind of card, measured once, with version and setting."""
+"""Numbers of other engines on the same kinds of machines, measured once, with their settings."""
 
 import json
 from functools import cache

@@ -29,7 +29,8 @@ from mainstem_bench.paper.lengths import sharegpt_turns
 from mainstem_bench.session_engine import Bench, Sessions
 
 REPEATS = 3
-LAYERS = ("all", "0", "5", "10", "15", "auto")  # read buffers, in layers; all: nothing overlaps
+# read buffers, in layers; all: a sequence starts when all its layers are loaded
+LAYERS = ("all", "0", "5", "10", "15", "auto")
 TENTHS = (5, 6, 7, 8, 9)  # of 1,000 tokens that are history
 TURNS = (1, 2, 4, 8, 12, 16, 24, 32)
 MISTRAL = "llama31-8b"  # the layers have the shape of Mistral-7B's, without its sliding window

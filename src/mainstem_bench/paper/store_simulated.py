@@ -61,8 +61,8 @@ MODELS = {
 def sharegpt_trace(
     context_tokens: int, is_quick: bool, outgrown: Outgrown = Outgrown.KEPT
 ) -> Trace:
-    """Return ShareGPT's conversations. One starts each second; a conversation that outgrows the
-    window loses its first half."""
+    """Return ShareGPT's conversations. On average one starts each second. If it outgrows the
+    window, half a window at its beginning is dropped."""
     options = ReadOptions(
         context_tokens=context_tokens,
         outgrown=outgrown,

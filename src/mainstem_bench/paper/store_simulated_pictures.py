@@ -169,8 +169,8 @@ def judge_overflow(lines: Sequence[Line]) -> Verdict:
         is_alike = is_alike and lost > paper / 2
         told.append(f"{model} {lost:.0f} (paper {paper:.0f})")
     why = (
-        ". Keeping KV is better for every model, but by less than in the paper, because only half "
-        "as many of these conversations outgrow the window (Fig. 2)"
+        ". Keeping KV is better for every model, but by less than in the paper, because about "
+        "half as many of these conversations outgrow the window (Fig. 2)"
     )
     return Verdict(
         Outcome.REPRODUCED if is_alike else Outcome.NOT,

@@ -123,7 +123,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_error_names_a_rank_that_ended_while_another_hangs(name: str) -> None:
-    """This happens if ranks wait for each other in the middle of a matrix product."""
+    """This happens if ranks wait for each other in the middle of a layer."""
     fault, words = FAULTS[name]
     hanging = Fault(1 - fault.rank, 3, "hang")
     with ranked(FakeOrigin(can_overlap=name == "raises", faults=(fault, hanging))) as ranks:

@@ -188,7 +188,7 @@ def test_the_error_for_an_impossible_number_of_ranks_names_the_possible_ones(fol
         (True, None, "set kv_tokens"),
     ],
 )
-def test_more_ranks_than_cards_are_refused(
+def test_too_few_cards_are_refused_and_one_card_for_all_without_kv_tokens(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     is_one_gpu: bool,

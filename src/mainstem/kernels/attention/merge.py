@@ -55,7 +55,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
             raise LayoutError(f"{name} must be contiguous, with the shape and dtype of out_a")
     for name, tensor in (("lse_a", lse_a), ("lse_b", lse_b)):
         if tuple(tensor.shape) != (tokens, heads) or tensor.dtype != torch.float32:
-            raise LayoutError(f"{name} must be fp32 [{tokens}, {heads}], got {tuple(tensor.shape)}")
+            raise LayoutError(f"{name} must be fp32 [{tokens}, {heads}], got {tensor.dtype} "
+                              f"{tuple(tensor.shape)}")  # fmt: skip
         if not tensor.is_contiguous():
             raise LayoutError(f"{name} must be contiguous")
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)

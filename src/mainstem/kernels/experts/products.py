@@ -281,7 +281,8 @@ def check_rows(name: str, x: Tensor, width: int) -> None:
 
 def check_weights(name: str, weights: Tensor, dtype: torch.dtype) -> None:
     if weights.dtype != dtype or not weights.is_contiguous():
-        raise LayoutError(f"{name} must be contiguous {dtype}, got {weights.dtype}")
+        raise LayoutError(f"{name} must be contiguous {dtype}, got {weights.dtype} with strides "
+                          f"{weights.stride()}")  # fmt: skip
     if weights.shape[2] % 8 or weights.shape[1] % 8:
         raise LayoutError(f"sizes of {name} must be multiples of 8, got {tuple(weights.shape)}")
 

@@ -2,7 +2,8 @@
 reports.
 
 A thread reads all reports. If a rank ends or reports an error, all ranks are killed, since the
-others may be waiting for it in the middle of a layer. From then on every call raises.
+others may be waiting for it in the middle of a layer. From then on every call that needs a rank
+raises.
 
     launch n -->  rank 0: step n -->  Ended n, with the result
                   rank 1: step n -->  Ended n

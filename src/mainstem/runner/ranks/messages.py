@@ -136,8 +136,8 @@ def encode(message: ToRank | FromRank) -> bytes:
 
 
 def _encode_step(step: Step) -> bytes:
-    """| s | head bytes: 8 | head | arrays, each at a multiple of 16 |; the head has [dtype, *shape]
-    for each array, and all other values as they are."""
+    """| s | size of the head (8 bytes) | head | arrays, each at a multiple of 16 bytes |. The head
+    has [dtype, *shape] for each array, and all other values as they are."""
     head: list[object] = []
     parts: list[bytes] = []
     for value in _VALUES(step):
