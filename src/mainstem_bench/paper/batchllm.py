@@ -149,8 +149,8 @@ ITEMS: tuple[Item, ...] = (
         name="batch-levels",
         title="BatchLLM 6.2.2: many levels of prefixes against one enlarged level",
         claim="56 % saved with many levels, 55 % with one enlarged level",
-        differs="random lengths; 3 prompts per prefix, as the paper states, allow savings of two "
-        "thirds, but the paper reports 58 % for its workload",
+        differs="random lengths; with 3 prompts per prefix, as the paper states, up to two thirds "
+        "can be saved; the paper gives 58 % as the most that its workload allows",
         where=Where.CPU,
         full_s=10,
         quick_s=1,

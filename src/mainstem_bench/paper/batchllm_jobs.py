@@ -145,9 +145,10 @@ def judge_mixes(lines: Sequence[Line]) -> Verdict:
     least, most = min(ratios.values()), max(ratios.values())
     return Verdict(
         Outcome.REPRODUCED if planned / vllm >= 1.4 else Outcome.NOT,
-        f"{least:.2f} to {most:.2f} times an LRU cache in our own engine; with 16 prompts "
-        f"per prefix of 2,000 tokens {planned / vllm:.2f} times vLLM 0.24 and "
-        f"{planned / sglang:.2f} times SGLang 0.5.17 on the same shuffled prompts; "
+        f"planned jobs of 8B are {least:.2f} to {most:.2f} times as fast as the same engine with "
+        "an LRU cache and no plan. With 16 prompts per prefix of 2,000 tokens they are "
+        f"{planned / vllm:.2f} times as fast as vLLM 0.24, and {planned / sglang:.2f} times as "
+        "fast as SGLang 0.5.17, on the same shuffled prompts. All models reach "
         f"{min(shares):.0%} to {max(shares):.0%} of the card's limit",
     )
 
@@ -235,8 +236,8 @@ def judge_industry(lines: Sequence[Line]) -> Verdict:
     saved = {way: one(lines, way=way)["saving_ratio"] for way in WAYS}
     return Verdict(
         Outcome.EXCEEDED if over_lru > 1.30 else Outcome.NOT,
-        f"{rate['planned']:.1f} requests/s planned, {over_lru:.2f} times the LRU cache's "
-        f"{rate['LRU, as given']:.1f} and {rate['planned'] / rate['nothing shared']:.2f} times "
-        f"sharing nothing; {saved['planned']:.1%} of prompt tokens saved, LRU "
-        f"{saved['LRU, as given']:.1%}",
+        f"the plan reaches {rate['planned']:.1f} requests/s: {over_lru:.2f} times as many as an "
+        f"LRU cache ({rate['LRU, as given']:.1f}), and "
+        f"{rate['planned'] / rate['nothing shared']:.2f} times as many as without sharing. It "
+        f"saves {saved['planned']:.1%} of prompt tokens, the LRU cache {saved['LRU, as given']:.1%}",
     )

@@ -196,8 +196,10 @@ def judge_levels(lines: Sequence[Line]) -> Verdict:
     gap = line["multi_level"] - line["enlarged"]
     return Verdict(
         Outcome.REPRODUCED if gap < 0.03 else Outcome.NOT,
-        f"multi-level {line['multi_level']:.1%}, one enlarged level {line['enlarged']:.1%}, one "
-        f"plain level {line['first_level']:.1%}. More levels cost nothing here, so all are kept",
+        f"many levels save {line['multi_level']:.1%} of prompt tokens. One level saves "
+        f"{line['enlarged']:.1%} if its prefixes are made longer by Algorithm 1 (enlarged), and "
+        f"{line['first_level']:.1%} if each group is a child of the root. More levels cost nothing "
+        "here, so all are kept",
     )
 
 
