@@ -239,5 +239,6 @@ def judge_industry(lines: Sequence[Line]) -> Verdict:
         f"the plan reaches {rate['planned']:.1f} requests/s: {over_lru:.2f} times as many as an "
         f"LRU cache ({rate['LRU, as given']:.1f}), and "
         f"{rate['planned'] / rate['nothing shared']:.2f} times as many as without sharing. It "
-        f"saves {saved['planned']:.1%} of prompt tokens, the LRU cache {saved['LRU, as given']:.1%}",
+        f"saves {saved['planned']:.1%} of prompt tokens, the LRU cache "
+        f"{saved['LRU, as given']:.1%}",
     )
