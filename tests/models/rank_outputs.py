@@ -37,8 +37,8 @@ def a_config(quantize: Quantize = Quantize.NONE) -> EngineConfig:
 def outputs(
     folder: Path, ranks: Collectives = ALONE, quantize: Quantize = Quantize.NONE
 ) -> list[Output]:
-    """Outputs for two prompts that share a prefix, exceed the windows and are computed in chunks;
-    then for a short prompt alone."""
+    """Outputs for two prompts with a common prefix, longer than the layers' windows, of which the
+    second is computed in chunks; then for a short prompt alone."""
     config = a_config(quantize)
     origin: Origin = folder_origin(folder)
     if not ranks.shard.is_whole:
@@ -64,6 +64,7 @@ def check_same(found: Sequence[Output], expected: Sequence[Output], tolerance: f
         records = [*mine.logprobs, *(mine.prompt_logprobs or ())]
         others = [*other.logprobs, *(other.prompt_logprobs or ())]
         for one, two in zip(records, others, strict=True):
+            assert (one is None) == (two is None)
             if one is not None and two is not None:
                 assert one.logprob == pytest.approx(two.logprob, abs=tolerance)
                 assert one.top_logprobs == pytest.approx(two.top_logprobs, abs=tolerance)

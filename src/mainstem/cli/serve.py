@@ -45,7 +45,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 MIB = 1 << 20
 GIB = 1 << 30
-GRACE_S = 5.0  # after the deadline, to send the last events
+GRACE_S = 5.0  # seconds after --shutdown-s, to send the last events
 APPS_FILE = "apps.json"
 BACKLOG = 2048  # connections that wait to be accepted
 
@@ -107,8 +107,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="host names that browsers may use, besides addresses and localhost; *: any "
-        "(without keys: --host and this machine's name; with keys: any)",
+        help="host names that browsers may use, besides IP addresses and localhost; "
+        "*: any (with --api-key-file: any; without: --host and this machine's name)",
     )
     made.add_argument(
         "--api-key-file", type=Path, metavar="FILE",
@@ -140,7 +140,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add_generation_flag(made)
     add_parser_flags(made)
-    made.add_argument("--log-level", choices=LEVELS, default="info", help="least level (info)")
+    made.add_argument(
+        "--log-level", choices=LEVELS, default="info", help="least severe messages to log (info)"
+    )
     limits = made.add_argument_group("limits")
     limits.add_argument(
         "--max-queue",
@@ -300,7 +302,7 @@ def _check_files(args: argparse.Namespace) -> None:
     for name in limits if args.data_dir is None else ():
         if getattr(args, name) != unset.get_default(name):
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} would have no effect: set --data-dir, or leave it out")
+            raise ConfigError(f"{flag} has no effect without --data-dir: set it or omit {flag}")
 
 
 def _data_folder(given: Path | None, disk_dir: str | None) -> Path | None:
@@ -350,7 +352,8 @@ def _is_loopback(host: str) -> bool:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with a deadline for open answers; the signal that stops it does not kill it."""
+    """uvicorn, with a deadline for open answers. After its shutdown, uvicorn raises the signal that
+    stopped it again; this class does not, so that `main` returns."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class HostTier:
         return None if filling is None else filling.wait
 
     def save(self, keys: Sequence[PageKey], pages: Int32s) -> bool:
-        """Start copying device pages to the slots of `keys`; False: the copy failed."""
+        """Start copying device pages to the slots of `keys`; False: it could not be started."""
         try:
             transfer = self._copier.save(pages, self._slots_of(keys))
         except Exception as error:
@@ -106,7 +106,7 @@ class HostTier:
             yield save, num_done is not None
 
     def load(self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s) -> Transfer | None:
-        """Start copying the slots of `keys` to device pages; None: the copy failed."""
+        """Start copying the slots of `keys` to device pages; None: it could not be started."""
         try:
             return self._copier.load(load_id, self._slots_of(keys), pages)
         except Exception as error:
@@ -137,9 +137,9 @@ class HostTier:
         self._copier.close()
 
     def check(self, keys: set[PageKey]) -> None:
-        """Raise if a slot was lost, or if pages other than `keys` have one."""
+        """Raise unless exactly the pages of `keys` have slots, each its own; the rest is free."""
         used, free = set(self._slots.values()), set(self._free)
-        assert self._slots.keys() == keys, "a page's slot is not known"
+        assert self._slots.keys() == keys, "other pages have slots than expected"
         assert len(used) == len(self._slots), "two pages in one slot"
         assert len(free) == len(self._free), "a slot is free twice"
         assert not used & free, "a slot is both free and used"

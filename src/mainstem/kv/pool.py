@@ -25,8 +25,8 @@ class PagePool:
     def take(self, count: int) -> Int32s:
         """Lend `count` pages with one holder each, in order, or raise OutOfPages and lend none.
 
-        Neighbouring pages are read faster than scattered ones, so pages are lent as runs if
-        possible.
+        Neighbouring pages are read faster than scattered ones, so the lent pages are sorted. Pages
+        that were given back together tend to be lent together again.
         """
         if count > self._num_free:
             raise OutOfPages(wanted=count, free=self._num_free)

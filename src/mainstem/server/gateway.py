@@ -310,7 +310,7 @@ class Gateway:
 
     @property
     def _most_read(self) -> int:
-        """The maximum number of tokens that any prompt may have."""
+        """The maximum number of tokens of a prompt that may be truncated."""
         window = self.engine.max_model_len
         return max(window - 1, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
 

@@ -76,11 +76,11 @@ class ControlTokens:
     def mark(self, text: str) -> str:
         """Put a mark into `text` wherever it has a control token, or could form one at its edges.
 
-        White space at both ends is ignored, since templates trim it. Plain words are not changed,
-        since templates compare them.
+        White space at both ends is ignored, since templates trim it. A text that is one word
+        is not changed, since templates compare such texts with constants (role == "user").
         """
         if len(text) < SHORT_CHARS and self._suspect.search(text) is None:
-            return text  # most names and words in tools end here
+            return text  # most names and short texts of tools are returned here
         text = without_marks(text)
         bare = text.strip()
         if self._is_within(bare):
@@ -104,7 +104,7 @@ class ControlTokens:
 
     def fence(self, text: str) -> str:
         """Put marks at both edges of `text`, inside the white space around it. A single word, or
-        text without a sign of any control token ("<"), is not changed."""
+        text without any of the characters that begin control tokens ("<"), is not changed."""
         text = without_marks(text)
         bare = text.strip()
         has_signs = any(map(self._suspect.search, (bare, self._normalize(bare))))

@@ -1,6 +1,6 @@
 """Encodes prompts: text, ids or a conversation, with or without an app's system prompt.
 
-`encode_prompt` turns a prompt into the ids that the engine computes.
+`encode_prompt` turns a prompt into the token ids that the engine gets.
 """
 
 import re
@@ -116,7 +116,7 @@ def begin_prompt(
 ) -> BegunPrompt:
     """Do the first step of `encode_prompt`: everything except encoding new text. Reuses the ids of
     a session if the prompt continues it, and the ids of earlier texts with the same `salt`. Raises
-    PromptTooLong if the prompt certainly exceeds `max_tokens`.
+    PromptTooLong if a text or chat certainly exceeds `max_tokens`.
     """
     if isinstance(prompt, array):
         if app is None:
@@ -165,7 +165,7 @@ def _look_up(tokenizer: Tokenizer, text: str, is_chat: bool, salt: bytes) -> Pen
 
 
 def _text(tokenizer: Tokenizer, prompt: "str | Chat", app: App | None) -> str:
-    """Return the text of a prompt; the text of a chat has marks."""
+    """Return the text of a prompt; the text of a chat has the marks of control_tokens.py."""
     if isinstance(prompt, str):
         return app.prompt + prompt if app else prompt
     messages = prompt.messages if app is None else app.messages(prompt.messages)
@@ -202,9 +202,8 @@ def _room_left(value: object, room: int) -> int:
     return room
 
 
-# put after the content of the message to continue, followed by a space. If this space is missing in
-# the rendered text, the template trims white space: then white space at the end of the content is
-# removed, too
+# This mark and a space are put after the content of the message to continue. If the space is not in
+# the rendered text, the template trims contents; then `_up_to_mark` trims before the mark, too.
 _MARK = "\ue0f3end of the message\ue0f3"
 _FIELD = "continue_final_message"
 
@@ -225,9 +224,9 @@ def _up_to_mark(text: str) -> str:
 
 
 def shared_prefixes(tokenizer: Tokenizer, app: App) -> list[list[int]]:
-    """Return the ids that all requests to an app begin with: for chats, and for plain prompts. They
-    are found by encoding prompts that differ after the app's prompt. Its last token may be left
-    out, since it can merge with the text that follows.
+    """Return the ids that requests to an app begin with: for chats without a system message of
+    their own, and for plain prompts. They are found by encoding prompts that differ after the app's
+    prompt. Its last token may be left out, since it can merge with the text that follows.
     """
     plain = [encode_prompt(tokenizer, app.prompt + probe, None) for probe in PROBES]
     prefixes = [_common(*plain)]

@@ -18,7 +18,7 @@ SIMULATED = (
 
 
 def _compared(number: int, title: str, claim: str, compared: drawn.Compared) -> Item:
-    """Make an item for one of the figures that a single simulation answers."""
+    """Make an item for a figure whose numbers come from the simulation of Fig. 13 to 17."""
     return Item(
         name=f"store-fig{number}",
         title=f"AttentionStore Fig. {number}: {title}",
@@ -223,8 +223,8 @@ ITEMS: tuple[Item, ...] = (
         title="AttentionStore Table 1: perplexity after the window overflowed",
         claim="perplexity with moved KV is within 0.02 of computing again (5.48 and 5.47 for "
         "LLaMA-7B on WikiText-2); KV with wrong positions gives more than 1,000",
-        differs=SMALL + "3,072 tokens of WikiText-2; also measured: keeping pages by "
-        "attention, and how often the likeliest token is the same as with the whole text",
+        differs=SMALL + "3,072 tokens of WikiText-2; also measured: a cut that "
+        "keeps the pages with the most attention, and how often the likeliest token is the same as with the whole text",
         where=Where.CPU,
         full_s=420,
         quick_s=15,
@@ -237,8 +237,9 @@ ITEMS: tuple[Item, ...] = (
         title="AttentionStore Table 2: accuracy after the window overflowed",
         claim="moved KV answers as well as computing again (MMLU 43.7 and 43.4 %, LongEval 66.0 "
         "and 65.9 %, PIQA 77.1 and 77.2 % for LLaMA-7B); KV with wrong positions is far worse",
-        differs=SMALL + "on MMLU and LongEval it only guesses, so questions are asked about 24 "
-        "paragraphs of XQuAD in a full window, placed after or before other text",
+        differs=SMALL + "on MMLU and LongEval this small model only guesses, so it is asked "
+        "about 24 paragraphs of XQuAD instead. Other text, before or after the paragraph, fills "
+        "the window",
         where=Where.CPU,
         full_s=1200,
         quick_s=20,

@@ -39,7 +39,7 @@ class PackedKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How one product's weight is packed."""
+    """How the weight of one linear layer is packed."""
 
     kind: PackedKind
     group: int | None  # columns that share a scale; None: all
@@ -74,7 +74,8 @@ class Packing:
 
 
 class Layout(Enum):
-    """Which tensors hold a product, and in which layout. Each has a reader."""
+    """The format of a checkpoint: names and shapes of the tensors that hold one packed weight. Each
+    format has a reader."""
 
     GPTQ = "GPTQ"
     AWQ = "AWQ"

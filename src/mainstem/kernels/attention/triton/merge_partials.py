@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,assignment"
 # ruff: noqa: PLR0917
-"""Merges the Partials of span attention in slot order, which is the order of the spans.
+"""Merges the Partials of span attention.
 
 This is a separate launch, but a cheap one: on Hopper and later it begins while attention still
 runs. Its programs start as programs of attention end, fetch their code and the list of merges, and
 wait for the last Partial.
 
-Partials are rows of fp32, each with an lse, or packed (`hopper/rows.py`): rows of fp16, each with
-an lse and a factor. Packed rows have another order within every 32 dims:
+Partials have two forms. Plain: rows of fp32, each with an lse. Packed (`hopper/rows.py`): rows of
+fp16, each with an lse and a factor. Packed rows have another order within every 32 dims:
 
     place 8 b + 2 a + c  |  dim 8 a + 2 b + c, where a and b are 0 to 3, c is 0 or 1
 
@@ -96,8 +96,8 @@ def _merge_rows(
     ROWS: tl.constexpr, PARTS: tl.constexpr,
     HAS_LSE: tl.constexpr, IS_PACKED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Merge ROWS rows, PARTS Partials of each at a time. All loads are issued before the first
-    result is used. A thread has the same dims of all Partials.
+    """Merge ROWS rows, PARTS Partials of each at a time: these are all loaded before the first is
+    used. A thread has the same dims of all Partials, so threads exchange no data.
     """
     token, head, slot, parts, is_row = _find_rows(merges_ptr, num_merges, tile * ROWS, HEADS, ROWS)
     most = tl.max(parts, 0)
@@ -187,8 +187,8 @@ def _merge_partials_kernel(
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Merge this program's tiles. A tile is 16 rows; or 4 rows, if there are few rows or many
-    Partials; or 32 dims of one row, if there are very few rows. If IS_ORDERED, it is always 16
-    rows.
+    Partials; or 32 dims of one row, if there are very few rows. If IS_ORDERED (for
+    deterministic attention), it is always 16 rows.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -224,5 +224,5 @@ def _merge_partials_kernel(
                 stride_out_token, stride_out_head,
                 HEADS, HEAD_DIM, DIM, 32, 128, HAS_LSE, IS_PACKED, OVERLAPS,
             )  # fmt: skip
-    if OVERLAPS:  # a program with nothing to merge must not end before attention, either
+    if OVERLAPS:  # a program with nothing to merge, too, must not end before attention
         tl.extra.cuda.gdc_wait()
