@@ -224,7 +224,8 @@ ITEMS: tuple[Item, ...] = (
         claim="perplexity with moved KV is within 0.02 of computing again (5.48 and 5.47 for "
         "LLaMA-7B on WikiText-2); KV with wrong positions gives more than 1,000",
         differs=SMALL + "3,072 tokens of WikiText-2; also measured: a cut that "
-        "keeps the pages with the most attention, and how often the likeliest token is the same as with the whole text",
+        "keeps the pages with the most attention, and how often the likeliest token is the same as "
+        "with the whole text",
         where=Where.CPU,
         full_s=420,
         quick_s=15,
