@@ -74,8 +74,8 @@ def test_a_value_out_of_range_is_refused_with_the_name_of_its_flag(
         (["--store-fetch", "always"], "store_fetch=always would have no effect"),
         (["--max-files", "5"], "--max-files has no effect without --data-dir"),
         (["--max-upload-mib", "5"], "--max-upload-mib has no effect"),
-        (["--max-stored-gib", "5"], "--max-stored-gib would have no effect"),
-        (["--file-ttl-s", "5", "--disk-dir", "d"], "--file-ttl-s would have no effect"),
+        (["--max-stored-gib", "5"], "--max-stored-gib has no effect"),
+        (["--file-ttl-s", "5", "--disk-dir", "d"], "--file-ttl-s has no effect"),
     ],
 )
 def test_a_flag_that_would_be_ignored_is_refused(flags: list[str], reason: str) -> None:
