@@ -27,7 +27,7 @@ from mainstem_bench.workloads import shared
 NAME = "decode"  # begins the names of requests
 NUM_RUNS = 2
 WARM_STEPS = 20  # steps that decode all sequences before the timed ones
-LEAST_CHUNK = 128  # minimum prompt tokens in a step, if there are enough
+LEAST_CHUNK = 128  # `num_outputs` assumes steps of at least this many prompt tokens
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,7 +99,7 @@ def decode(
 ) -> dict[str, float]:
     """Prefill, then time steps that decode all sequences."""
     _submit(engine, args, seqs, seed)
-    decoded = -seqs
+    decoded = counters.decoded_tokens
     while engine.has_work and counters.decoded_tokens - decoded != seqs:  # until all decode
         decoded = counters.decoded_tokens
         engine.step()

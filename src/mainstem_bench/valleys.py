@@ -74,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
         "mainstem bench valleys", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="industry")
-    made.add_argument("--groups", type=positive_count, metavar="N", help="(the workload's own)")
+    made.add_argument(
+        "--groups", type=positive_count, metavar="N", help="documents (the workload's)"
+    )
     made.add_argument(
         "--output",
         type=positive_count,
@@ -85,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
         "--spread", type=float, default=0.5, metavar="X",
         help="outputs are shorter or longer by up to this share of the mean (%(default)s)",
     )  # fmt: skip
-    made.add_argument("--kv-tokens", type=positive_count, metavar="N", help="(the workload's own)")
+    made.add_argument(
+        "--kv-tokens", type=positive_count, metavar="N", help="of KV (the workload's)"
+    )
     made.add_argument("--chunk-tokens", type=int, default=4096)
     made.add_argument(
         "--max-seqs", type=positive_count, default=256, metavar="N", help="limit of `capped` (256)"

@@ -62,8 +62,9 @@ def test_groups_keep_the_order_of_their_first_prompts_without_reordering() -> No
 
 def test_groups_of_one_trunk_stay_together() -> None:
     """The documents below prefix 1 have ratios of 1/11 and 1/92, and the trunk has 2/143. Another
-    group has a ratio between the documents', 1/82 or 1/52. It must not be placed between them, but
-    after or before both: its ratio is compared with the trunk's."""
+    group has a ratio of 1/82 or, in the second case, 1/52: both are between 1/92 and 1/11. It must
+    not be placed between the documents, but after or before both: its ratio is compared with the
+    trunk's."""
     prompts = [[1] * 40 + [doc] * size + [q] for doc, size in ((5, 9), (6, 90)) for q in (7, 8)]
     config = PlanConfig(worth_span=LongRuns(1), group_tokens=60)
     for tokens, wanted in ((80, [(0, 1), (2, 3), (4, 5)]), (50, [(4, 5), (0, 1), (2, 3)])):

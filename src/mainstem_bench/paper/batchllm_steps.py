@@ -181,5 +181,5 @@ def judge_table(lines: Sequence[Line]) -> Verdict:
         )
     is_gain = min(gains) >= 1.02
     if not is_gain:
-        told.append("the smaller gain is below 2 %")
+        told.append("the first gain is below 2 %, so this is not reproduced")
     return Verdict(Outcome.REPRODUCED if is_gain else Outcome.NOT, "; ".join(told))

@@ -67,8 +67,8 @@ def _gather(pages: Tensor, page_ids: Tensor, num_keys: int) -> Tensor:
 
 
 def _visible(spans: Spans, index: int) -> Tensor:
-    """[queries, keys] of a span. A query sees keys from its first key on; in a causal span query j
-    of n sees the keys up to number keys - n + j."""
+    """[queries, keys] of a span. A query sees keys from its first key on; in a causal span of n
+    queries, query j sees keys up to num_keys - n + j, which is included (both count from 0)."""
     begin, end = spans.query_starts[index], spans.query_starts[index + 1]
     num_queries, num_keys = int(end - begin), int(spans.key_tokens[index])
     keys = torch.arange(num_keys)
