@@ -22,7 +22,7 @@ class StepSize:
             self._chunk_tokens = min(self._chunk_tokens, max_step_tokens)
         self._full_tokens = self._chunk_tokens
         self._grow_steps = GROW_STEPS
-        self._has_grown = False
+        self._has_grown = False  # since steps last shrank
         self._num_good = 0  # successful steps since the size last changed
 
     @property
@@ -59,6 +59,7 @@ class StepSize:
             return False
         if self._has_grown:  # steps grew too early
             self._grow_steps = min(2 * self._grow_steps, MAX_GROW_STEPS)
+            self._has_grown = False
         self._chunk_tokens = max(self._chunk_tokens // 2, SMALLEST_CHUNK_TOKENS)
         self._num_good = 0
         return True
