@@ -231,7 +231,7 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     yield Job(_rope_append_kernel, {**HEAD, **half, **heads, **overlaps, **no_norms})
     yield Job(_rerotate_kernel, {**HEAD, **half})
     slots = {"KV_HEADS": 8, "HEAD_LANES": 8, "PAGE_SIZE": 16}
-    yield Job(_copy_slots_kernel, {**HEAD, **slots})
+    yield Job(_copy_slots_kernel, {**HEAD, **slots}, {"from_ptr": "*i64", "to_ptr": "*i64"})
     still = {"HALF": 0, "HALF_LANES": 1, "PAGE_SIZE": 16, "inv_freq_ptr": None}
     yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps, **no_norms})
     yield Job(_rerotate_kernel, {**HEAD, **still})
