@@ -7,7 +7,6 @@ from mainstem.core.tables import gigabytes
 from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Outcome, Verdict
 from mainstem_bench.paper.results import one, only
-from mainstem_bench.paper.store_engine import TENTHS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,8 +97,7 @@ def judge_loading(lines: Sequence[Line]) -> Verdict:
         + ", ".join(str(size) for size in sizes)
         + " tokens. Loading all layers of a sequence before it starts takes "
         f"{min(hidden):.0f} to {max(hidden):.0f} ms longer than loading by layers"
-        + ("" if is_all else ". Where it is below 1, this card computes faster than it loads")
-        + ("" if len(sizes) == len(TENTHS) else ". Longer histories were not measured"),
+        + ("" if is_all else ". Where it is below 1, this card computes faster than it loads"),
     )
 
 
