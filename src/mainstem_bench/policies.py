@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +54,14 @@ class Turns:
     new: int  # new tokens of a later turn, in addition to the answer before it
     output: int
     rate: float  # turns a second
+
+
+class Room(NamedTuple):
+    """How many complete conversations each tier holds."""
+
+    device: float
+    host: float
+    disk: float
 
 
 def parser() -> argparse.ArgumentParser:
@@ -109,8 +118,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--store-policy: use --policy, which names the policies to compare")
     config, folder, spec = _model(args)
     arrivals, about = _arrivals(args, spec)
-    longest = max(len(arrival.prompt_ids) + arrival.output for arrival in arrivals)
-    config = _with_room(args, config, spec, longest)
+    room = Room(args.device_sessions, args.host_sessions, args.disk_sessions)
+    config = _with_flags(args, with_room(config, spec, arrivals, room))
     results: list[dict[str, object]] = []
     for policy in args.policy:
         result = {"policy": policy.value} | about | measure(config, folder, policy, arrivals)
@@ -161,27 +170,35 @@ def _ids(rng: Random, count: int, num_ids: int) -> list[int]:
     return [rng.randrange(10, num_ids) for _ in range(count)]
 
 
-def _with_room(
-    args: argparse.Namespace, config: EngineConfig, spec: ModelSpec, longest: int
+def with_room(
+    config: EngineConfig, spec: ModelSpec, arrivals: Sequence[Arrival], room: Room
 ) -> EngineConfig:
-    """Return the config with tiers for the given number of conversations, unless a flag sets their
-    size."""
-    page = config.cache.page_size
+    """Return the config with tiers for conversations as long as the longest of `arrivals`."""
+    longest, page = (
+        max(len(each.prompt_ids) + each.output for each in arrivals),
+        config.cache.page_size,
+    )
     tokens = -(-longest // page) * page
     is_wide = config.model.dtype is DType.FP32 or not Machine.of(config).has_gpu
-    element_bytes = 4 if is_wide else 2
-    session_gb = tokens * spec.kv_elements_per_token * element_bytes / 1e9
-    store = config.store
-    host_gb = store.host_gb if args.host_gb is not None else args.host_sessions * session_gb
-    disk_gb = store.disk_gb if args.disk_gb is not None else args.disk_sessions * session_gb
-    kv_tokens = config.cache.kv_tokens
-    if args.kv_tokens is None:
-        kv_tokens = max(1, int(args.device_sessions * tokens))
+    session_gb = tokens * spec.kv_elements_per_token * (4 if is_wide else 2) / 1e9
+    host_gb, disk_gb = room.host * session_gb, room.disk * session_gb
     return replace(
         config,
-        cache=replace(config.cache, kv_tokens=kv_tokens),
-        store=replace(store, host_gb=host_gb, disk_gb=disk_gb),
+        cache=replace(config.cache, kv_tokens=max(1, int(room.device * tokens))),
+        store=replace(config.store, host_gb=host_gb, disk_gb=disk_gb),
     )
+
+
+def _with_flags(args: argparse.Namespace, config: EngineConfig) -> EngineConfig:
+    """Return the config with the sizes of tiers that flags set."""
+    cache, store = config.cache, config.store
+    if args.kv_tokens is not None:
+        cache = replace(cache, kv_tokens=args.kv_tokens)
+    if args.host_gb is not None:
+        store = replace(store, host_gb=args.host_gb)
+    if args.disk_gb is not None:
+        store = replace(store, disk_gb=args.disk_gb)
+    return replace(config, cache=cache, store=store)
 
 
 def measure(

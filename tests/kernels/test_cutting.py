@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from mainstem.kernels.attention.cutting import Work, _small_us, _step_us, cut_spans
 from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.tuning import HOPPER_SPLIT
-from mainstem_bench.workloads import AttentionCase, Run
+from mainstem_bench.workloads import AttentionCase, Run, grouped
 
 pytestmark = pytest.mark.torch
 
@@ -81,3 +81,12 @@ def test_a_shared_prefix_is_cut_for_the_multiprocessors() -> None:
     cut = cut_spans(AttentionCase("64", (Run(tuple(range(64)), 2048),)).spans(), SHAPE)
     assert (cut.of.num_large, cut.of.row_tiles[0], cut.parts[0], cut.stretches[0]) == (1, 2, 4, 512)
     assert cut.sms == 64
+
+
+def test_long_prefixes_are_cut_into_several_units_for_each_multiprocessor() -> None:
+    """4 groups of 32 sequences share 10,000 keys each: 2 tiles of rows x 3 stretches x 8 KV heads,
+    which is 10 % faster on an H200 than one stretch on 64 multiprocessors."""
+    shape = Shape(8, 8, 16, num_programs=264, tiles=HOPPER_SPLIT)
+    cut = cut_spans(AttentionCase("4x10000+600", grouped(128, 4, 10000, 600)).spans(), shape)
+    large = cut.parts[: cut.of.num_large]
+    assert (large.tolist(), cut.sms) == ([3.0] * 4, 112)

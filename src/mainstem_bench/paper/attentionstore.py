@@ -155,6 +155,20 @@ ITEMS: tuple[Item, ...] = (
         plot=drawn.plot_policies,
     ),
     Item(
+        name="store-policies",
+        title="AttentionStore Fig. 21, in the engine: look-ahead against LRU and FIFO",
+        claim="look-ahead finds more than LRU and FIFO, and nearly all of it in DRAM",
+        differs=ON_H200 + "not simulated, but run by the engine: turns of 32 conversations in "
+        "random order, 40 a second, so that some always wait; room for 6 conversations on the "
+        "device, 12 in DRAM and all on disk; every policy has the same arrivals",
+        where=Where.GPU,
+        full_s=60,
+        quick_s=2,
+        run=engine.run_policies,
+        verdict=pictures.judge_policies,
+        plot=pictures.plot_policies,
+    ),
+    Item(
         name="store-fig22",
         title="AttentionStore Fig. 22: KV kept or invalidated when the window overflows",
         claim="hit rates fall by 17.6, 41.5, 18.1 and 18.4 points for LLaMA-13B, LLaMA-65B, "

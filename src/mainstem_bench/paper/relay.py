@@ -154,7 +154,7 @@ ITEMS: tuple[Item, ...] = (
         name="relay-tab4",
         title="RelayAttention Table 4: throughput of other models on ShareGPT",
         claim="with 1,024 tokens, 2.6 times vLLM's throughput for Llama2-13B, 2.4 for Llama-30B, "
-        "2.5 for Phi-2, 2.3 for Mistral-7B",
+        "2.5 for Phi-2, 2.2 for Mistral-7B",
         differs=ON_H200 + RANDOM + CUT + "KV memory as on the paper's cards; Llama-30B on one card "
         "instead of two",
         where=Where.GPU,

@@ -1,13 +1,13 @@
 """AttentionStore on a device: prefill and decode (Fig. 1), turns of a conversation (Fig. 4),
-loading against computing (Fig. 18), the read buffer (Fig. 19), saving (Fig. 20), long documents
-(Fig. 25 and 26).
+loading against computing (Fig. 18), the read buffer (Fig. 19), saving (Fig. 20), policies in the
+engine (Fig. 21), long documents (Fig. 25 and 26).
 
 Random weights. "The store" is host memory; pages are pushed out of the device before each question.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 from statistics import median
 from time import perf_counter
@@ -21,11 +21,13 @@ from mainstem.core.config import (
     ModelConfig,
     Saving,
     StoreConfig,
+    StorePolicy,
 )
 from mainstem.engine.build import with_chunk
 from mainstem.models.shapes import SHAPES
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
+from mainstem_bench.policies import Room, Turns, made_up, measure, with_room
 from mainstem_bench.session_engine import Bench, Sessions
 
 REPEATS = 3
@@ -201,6 +203,22 @@ def run_saving(settings: Settings) -> Iterator[Line]:
                     "saved_pages": num_saved, "unsaved_pages": dict(bench.counters.unsaved_pages),
                     **_spread(times),
                 }  # fmt: skip
+
+
+def run_policies(settings: Settings) -> Iterator[Line]:
+    """Fig. 21 in the engine: the same arrivals with each policy, in a disk folder that is empty at
+    first."""
+    settings.engines.close()
+    shape, work, room = MISTRAL, Turns(32, 3, 2000, 100, 32, rate=40.0), Room(6, 12, 40)
+    if settings.is_quick:
+        shape, work, room = "tiny", Turns(6, 2, 64, 16, 4, rate=100.0), Room(2, 3, 8)
+    spec = SHAPES[shape]
+    arrivals = made_up(work, spec.vocab_size)
+    config = with_chunk(EngineConfig(model=ModelConfig(model=shape)), spec)
+    config = with_room(config, spec, arrivals, room)
+    for policy in StorePolicy:
+        found = measure(config, None, policy, arrivals)
+        yield {"policy": policy.value, **asdict(work), "room": room._asdict(), **found}
 
 
 def _load_by(bench: Bench, layers: str) -> None:

@@ -4,8 +4,8 @@ A unit is a tile of rows over a stretch of keys. A large unit has one KV head. 6
 share 2,048 keys, with 4 query heads for each of 8 KV heads, have 2 tiles of 128 rows. Cut into 4
 stretches of 512 keys, they are 2 x 4 x 8 = 64 units, for half of an H200's 132 multiprocessors.
 
-Small spans are cut so that each program gets about one unit. Large spans are cut so that some
-number of multiprocessors get one unit each: several numbers are tried (`LARGE_ON`), their times are
+Small spans are cut so that each program gets about one unit. Large spans are cut for one or more
+units on each of some multiprocessors: several numbers are tried (`LARGE_ON`), their times are
 estimated together, and the fastest way is taken.
 """
 
@@ -22,13 +22,20 @@ from mainstem.kernels.attention.shape import Floats, Kind, Shape
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Large units are cut for these shares of the multiprocessors. Most are multiples of 8, like the KV
-# heads of most models. The first two mean several units on each multiprocessor.
-LARGE_ON = tuple(n / 132 for n in (528, 264, 132, 120, 112, 96, 80, 64, 48, 32, 16))
+# Large spans are cut into about so many units, for so many of the 132 multiprocessors of an H200.
+# Most are multiples of 8, like the KV heads of most models.
+LARGE_ON = (
+    (528, 132), (264, 132), (198, 112), (132, 132), (120, 120), (112, 112), (96, 96), (80, 80),
+    (64, 64), (48, 48), (32, 32), (16, 16),
+)  # fmt: skip
+LARGE_OF = 132
 # Small units per program in a step without large ones. With 0.9 or 0.8, some programs are left for
 # short spans.
 SMALL_ON = (1.0, 0.9, 0.8, 2.0)
 ROUNDING = 0.97  # times the keys of a unit: otherwise rounding could give one unit fewer
+# Times the estimate of the longest large unit. Fitted to the cuts of 97 steps: steps whose units
+# differ in length would otherwise take longer than estimated (docs/log/kernels.md).
+LONGEST = 1.1
 EQUAL = 1.001  # within 0.1 %, prefer the way with large units on more multiprocessors
 TINY = 1e-9  # instead of zero, to divide by
 NO_STRETCHES: Floats = np.empty(0)
@@ -166,12 +173,12 @@ def _ways(of: Sorted, shape: Shape) -> list[Way]:
             for stretches, work in _works(of, own, shape.small, places, shape)
         ]
     [(small, small_work)] = _works(of, own, shape.small, [float(shape.num_programs)], shape)
-    places = _large_places(shape.large.slots)
+    places, multiprocessors = _large_on(shape.large.slots)
     large = _works(of, slice(of.num_large), shape.large, places, shape)
     ways = []
-    for i, place in enumerate(places):
+    for i, most in enumerate(multiprocessors):
         stretches, work = large[i % len(large)]
-        sms, rows = min(place, slots, work.units), work.rows + small_work.rows
+        sms, rows = min(most, work.units), work.rows + small_work.rows
         us = _step_us(work, small_work, sms, shape)
         ways.append(Way(of, stretches, small, sms, us, rows))
     return ways
@@ -206,8 +213,11 @@ def _works(
 
 
 @cache
-def _large_places(slots: int) -> list[float]:
-    return list(dict.fromkeys(max(float(round(slots * share)), 1.0) for share in LARGE_ON))
+def _large_on(slots: int) -> tuple[list[float], list[float]]:
+    """`LARGE_ON` for a card of `slots` multiprocessors: units, and multiprocessors."""
+    pairs = [tuple(max(float(round(slots * n / LARGE_OF)), 1.0) for n in pair) for pair in LARGE_ON]
+    units, multiprocessors = zip(*dict.fromkeys(pairs), strict=True)
+    return list(units), list(multiprocessors)
 
 
 def _small_us(small: Work, shape: Shape) -> float:
@@ -252,4 +262,5 @@ def _step_us(large: Work, small: Work, sms: float, shape: Shape) -> float:
     end = min(end, own_end) + pace.apart * small.longest_us
     end = max(end, (0.0 if early > 0.0 else large_us) + small.longest_us)
     merge_us = pace.merge_us * (large.rows + small.rows)
-    return max(large.last_us(sms) * slower, end) + merge_us + pace.launch_us
+    last = max(large.last_us(sms), LONGEST * large.longest_us)
+    return max(last * slower, end) + merge_us + pace.launch_us
