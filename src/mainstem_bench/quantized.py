@@ -31,7 +31,7 @@ from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.decoder import load_decoder, pack
 from mainstem.models.families import read_spec
 from mainstem.models.weights import SINGLE_FILE, weight_files
-from mainstem.runner.load import choose_device
+from mainstem.runner.load import choose_device, device_name
 from mainstem.runner.perplexity import perplexity
 from mainstem_bench.calibration import CalibratedLayers
 from mainstem_bench.llama import ByKind, Llama
@@ -63,8 +63,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument(
         "--train", type=not_negative_count, default=0, metavar="N",
-        help="train scales on N tokens after the rounding (0), the calibration tokens first; if "
-        "the text has fewer, in several passes",
+        help="train scales after the rounding on N tokens (0), from the first calibration token "
+        "on; if the text has fewer, in several passes, each in a new random order",
     )  # fmt: skip
     made.add_argument(
         "--device", type=member_of(Device), default=Device.CPU, metavar="cpu|cuda|auto",
@@ -88,7 +88,8 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("highest")  # no TF32 on GPUs
     load, begin = load_average(), perf_counter()
-    device = choose_device(ModelConfig(device=args.device))
+    config = ModelConfig(device=args.device)
+    device = choose_device(config)
     folder = resolve_model(args.model)
     scored, inputs, trained = _read_ids(args, folder)
     grid, steps = Grid(args.group, args.symmetric), args.train // STEP
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> int:
         "inputs": args.inputs,
         "train": steps * STEP,
         "train_divergences": _ends(divergences),
-        "device": device.type,
+        "device": device_name(config),
         "quantize_s": round(quantize_s, 1),
         "bytes": sizes[1],
         "load_before": load,
