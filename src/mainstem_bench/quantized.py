@@ -2,8 +2,8 @@
 
 Weights of the layers' products are rounded in groups, with zero points or without, and written as a
 compressed-tensors checkpoint (W4A16), which is then loaded and scored like any other. Embedding,
-head and norms are not changed. The first tokens of each text are scored. Calibration uses the
-tokens after them in the first text, or the tokens of another text.
+head and norms are not changed. The first tokens of each text are scored. Calibration and training
+use the tokens after them in the first text, or the tokens of another text.
 """
 
 import argparse
@@ -21,7 +21,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from mainstem.checkpoints.hub import resolve_model
-from mainstem.cli.flag_types import positive_count
+from mainstem.checkpoints.progress import Progress, StageBar, unseen
+from mainstem.cli.flag_types import member_of, not_negative_count, positive_count
+from mainstem.core.config import Device, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
 from mainstem.core.tables import gigabytes
@@ -29,13 +31,17 @@ from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.decoder import load_decoder, pack
 from mainstem.models.families import read_spec
 from mainstem.models.weights import SINGLE_FILE, weight_files
+from mainstem.runner.load import choose_device, device_name
 from mainstem.runner.perplexity import perplexity
 from mainstem_bench.calibration import CalibratedLayers
+from mainstem_bench.llama import ByKind, Llama
 from mainstem_bench.report import line, load_average
 from mainstem_bench.rounding import Grid, Rounded, nearest
+from mainstem_bench.scales import BATCH, train_scales
 
 WINDOW = 1024  # tokens that are scored together
-SEQUENCE = 512  # tokens of one calibration sequence
+SEQUENCE = 512  # tokens of one sequence of calibration or training
+STEP = BATCH * SEQUENCE  # tokens of one step of training
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,12 +54,22 @@ def parser() -> argparse.ArgumentParser:
         "--score-tokens", type=positive_count, default=4096, metavar="N", help="in each text (4096)"
     )
     made.add_argument(
-        "--inputs", type=int, default=4096, metavar="N",
+        "--inputs", type=not_negative_count, default=4096, metavar="N",
         help="calibration tokens, after the scored ones (4096); 0: round to the nearest",
     )  # fmt: skip
     made.add_argument(
-        "--inputs-text", type=Path, metavar="FILE", help="take calibration tokens from this file"
-    )
+        "--inputs-text", type=Path, metavar="FILE",
+        help="take tokens for calibration and training from this file",
+    )  # fmt: skip
+    made.add_argument(
+        "--train", type=not_negative_count, default=0, metavar="N",
+        help="train scales after the rounding on N tokens (0), from the first calibration token "
+        "on; if the text has fewer, in several passes, each in a new random order",
+    )  # fmt: skip
+    made.add_argument(
+        "--device", type=member_of(Device), default=Device.CPU, metavar="cpu|cuda|auto",
+        help="where to round and train (cpu); scoring is done on the CPU",
+    )  # fmt: skip
     made.add_argument(
         "--group", type=positive_count, default=32, help="columns that share a scale (32)"
     )
@@ -70,21 +86,35 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("highest")  # no TF32 on GPUs
     load, begin = load_average(), perf_counter()
+    config = ModelConfig(device=args.device)
+    device = choose_device(config)
     folder = resolve_model(args.model)
-    scored, inputs = _read_ids(args, folder)
-    grid = Grid(args.group, args.symmetric)
-    with TemporaryDirectory() as temporary:
+    scored, inputs, trained = _read_ids(args, folder)
+    grid, steps = Grid(args.group, args.symmetric), args.train // STEP
+    divergences: list[float] = []
+    with TemporaryDirectory() as temporary, StageBar() as progress:
         out = args.out or Path(temporary)
-        write_checkpoint(folder, out, round_products(folder, inputs, args.inputs, grid), grid)
+        model = Llama(folder, SEQUENCE, device)
+        layers = round_products(model, inputs, grid, progress)
+        if steps:
+            layers, divergences = train_scales(model, layers, trained.to(device), steps, progress)
+        write_checkpoint(folder, out, by_name(model, layers), grid)
         quantize_s = perf_counter() - begin
-        before, after = _score(folder, scored), _score(out, scored)
+        progress("score", 0.0)
+        before = _score(folder, scored)
+        progress("score", 0.5)
+        after = _score(out, scored)
         sizes = [sum(file.stat().st_size for file in weight_files(each)) for each in (folder, out)]
     made: dict[str, object] = {
         "model": args.model,
         "group": args.group,
         "zero_points": not args.symmetric,
         "inputs": args.inputs,
+        "train": steps * STEP,
+        "train_divergences": _ends(divergences),
+        "device": device_name(config),
         "quantize_s": round(quantize_s, 1),
         "bytes": sizes[1],
         "load_before": load,
@@ -93,6 +123,9 @@ def main(argv: list[str]) -> int:
         kind = "symmetric" if args.symmetric else "with zero points"
         how = f"for {args.inputs:,} tokens of input" if args.inputs else "to the nearest"
         print(f"4 bits, groups of {args.group}, {kind}, rounded {how}")
+        if steps:
+            first, last = _ends(divergences)
+            print(f"scales trained on {steps * STEP:,} tokens, KL divergence {first} -> {last}")
         print(f"weights {gigabytes(sizes[0])} -> {gigabytes(sizes[1])}, {quantize_s:.0f} s")
     for text, plain, quantized in zip(args.text, before, after, strict=True):
         change = quantized / plain - 1
@@ -110,20 +143,33 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read_ids(args: argparse.Namespace, folder: Path) -> tuple[list[Int32s], Int32s]:
-    """Tokens to score, and tokens for calibration."""
+def _read_ids(args: argparse.Namespace, folder: Path) -> tuple[list[Int32s], Tensor, Tensor]:
+    """Tokens to score, and sequences for calibration and training."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def read(file: Path, first: int, count: int) -> Int32s:
+        """All tokens from `first` on, at least `count`."""
         ids = np.array(tokenizer.encode(file.read_text()).ids, np.int32)
         if len(ids) < first + count:
             raise ConfigError(f"{file} has {len(ids):,} tokens; {first + count:,} are asked for")
-        return ids[first : first + count]
+        return ids[first:]
 
-    scored = [read(text, 0, args.score_tokens) for text in args.text]
+    for flag, count, least in (("inputs", args.inputs, SEQUENCE), ("train", args.train, STEP)):
+        if 0 < count < least:
+            raise ConfigError(f"--{flag} {count}: must be 0, or at least {least:,} tokens")
+    scored = [read(text, 0, args.score_tokens)[: args.score_tokens] for text in args.text]
+    needed = max(args.inputs, SEQUENCE if args.train else 0)
     if args.inputs_text is not None:
-        return scored, read(args.inputs_text, 0, args.inputs)
-    return scored, read(args.text[0], args.score_tokens, args.inputs)
+        rest = read(args.inputs_text, 0, needed)
+    else:
+        rest = read(args.text[0], args.score_tokens, needed)
+    return scored, sequences_of(rest[: args.inputs]), sequences_of(rest[: args.train])
+
+
+def sequences_of(ids: Int32s, length: int = SEQUENCE) -> Tensor:
+    """Whole sequences, [sequences, length]."""
+    count = len(ids) // length
+    return torch.from_numpy(ids[: count * length].astype(np.int64)).view(count, length)
 
 
 def _score(folder: Path, texts: list[Int32s]) -> list[float]:
@@ -132,23 +178,41 @@ def _score(folder: Path, texts: list[Int32s]) -> list[float]:
     return [perplexity(decoder, ids, WINDOW, WINDOW) for ids in texts]
 
 
-@torch.inference_mode()
+def _ends(values: list[float]) -> list[float]:
+    """Means of the first and the last tenth; none if there are no values."""
+    count = max(1, len(values) // 10)
+    return [round(sum(part) / count, 5) for part in (values[:count], values[-count:]) if part]
+
+
+@torch.no_grad()
 def round_products(
-    folder: Path, ids: Int32s, num_inputs: int, grid: Grid, length: int = SEQUENCE
-) -> dict[str, Rounded]:
-    """The rounded products of all layers, by name without ".weight". They are calibrated on the
-    first `num_inputs` of `ids`, in sequences of `length`. If `num_inputs` is 0, they are rounded to
-    the nearest."""
-    spec = read_spec(folder)
-    inputs = torch.from_numpy(ids[:num_inputs].astype(np.int64))
-    inputs = inputs[: len(inputs) // length * length].view(-1, length)
-    layers = CalibratedLayers(folder, spec, inputs)
-    found: dict[str, Rounded] = {}
-    for index in range(spec.num_layers):
-        if num_inputs:
-            found |= layers.round(index, grid)
+    model: Llama, inputs: Tensor, grid: Grid, progress: Progress = unseen
+) -> list[ByKind[Rounded]]:
+    """Round the products of all layers for `inputs` [sequences, length]; to the nearest if there
+    are none."""
+    calibrated = CalibratedLayers(model, inputs.to(model.device))
+    found = []
+    progress("round", 0.0)
+    for index in range(model.spec.num_layers):
+        if len(inputs):
+            found.append(calibrated.round(index, grid))
         else:
-            found |= {name: nearest(weight, grid) for name, weight in layers.weights(index).items()}
+            weights = model.layer(index).weights
+            found.append({kind: nearest(weight, grid) for kind, weight in weights.items()})
+        progress("round", (index + 1) / model.spec.num_layers)
+    return found
+
+
+def by_name(model: Llama, layers: list[ByKind[Rounded]]) -> dict[str, Rounded]:
+    """The products as the checkpoint has them (q, k and v apart), on the CPU, by name without
+    ".weight"."""
+    found: dict[str, Rounded] = {}
+    for index, layer in enumerate(layers):
+        for kind, rows in model.names(index).items():
+            each = layer[kind]
+            tensors = (each.levels.cpu(), each.scales.cpu(), each.zeros.cpu())
+            parts = (torch.split(tensor, list(rows.values()), dim=1) for tensor in tensors)
+            found |= dict(zip(rows, map(Rounded, *parts), strict=True))
     return found
 
 

@@ -79,7 +79,7 @@ def _scales(numbers: Tensor, grid: Grid, ratios: tuple[float, ...]) -> tuple[Ten
     parts of the range of each group."""
     highest = numbers.amax(1, keepdim=True).clamp(min=0)
     lowest = numbers.amin(1, keepdim=True).clamp(max=0)
-    parts = torch.tensor(ratios)[:, None]
+    parts = torch.tensor(ratios, device=numbers.device)[:, None]
     if grid.is_symmetric:
         scales = torch.maximum(highest, -lowest) * (parts / (MIDDLE - 0.5))
     else:
@@ -102,7 +102,7 @@ def _round_groups(columns: Tensor, gram: Tensor, grid: Grid) -> Rounded:
     factor = torch.linalg.cholesky(inverse, upper=True).float()
     left = columns[order]
     levels = torch.empty_like(columns)
-    scales, zeros = torch.empty(2, size // group, out)
+    scales, zeros = columns.new_empty(2, size // group, out)
     for place, index in enumerate(groups.tolist()):
         first, end = place * group, (place + 1) * group
         tried = _scales(left[None, first:end], grid, _RATIOS)
@@ -138,7 +138,7 @@ def _fit_scales(columns: Tensor, gram: Tensor, rounded: Rounded) -> Tensor:
     size = len(columns) // groups
     steps = rounded.levels.view(groups, size, out) - rounded.zeros[:, None]
     wanted = (steps * (gram @ columns).view(groups, size, out)).sum(1)
-    normal = torch.empty(out, groups, groups)
+    normal = columns.new_empty(out, groups, groups)
     for index in range(groups):
         block = gram[:, index * size : (index + 1) * size]
         spread = (block @ steps[index]).view(groups, size, out)
@@ -157,7 +157,7 @@ def _round_again(columns: Tensor, gram: Tensor, group: int, rounded: Rounded) ->
     pull = gram @ (columns - rounded.weight.t())
     for first in range(0, size, _BLOCK):
         end = min(first + _BLOCK, size)
-        moves = torch.empty(end - first, out)
+        moves = columns.new_empty(end - first, out)
         for column in range(first, end):
             scale = rounded.scales[column // group]
             level = (pull[column] / (scale * diagonal[column])).add_(levels[column])
