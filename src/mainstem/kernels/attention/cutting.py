@@ -22,7 +22,7 @@ from mainstem.kernels.attention.shape import Floats, Kind, Shape
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Large spans are cut into about so many units, for so many of the 132 multiprocessors of an H200.
+# How many units large spans are cut into, about, and for how many of an H200's multiprocessors.
 # Most are multiples of 8, like the KV heads of most models.
 LARGE_ON = (
     (528, 132), (264, 132), (198, 112), (132, 132), (120, 120), (112, 112), (96, 96), (80, 80),
