@@ -1,13 +1,17 @@
 """Pages come back from host memory and disk with the same bits, and layers wait for their loads."""
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from threading import Event, Thread
 from time import sleep
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, Fetch, ModelConfig, StoreConfig
 from mainstem.core.events import EventBus
@@ -16,6 +20,7 @@ from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
+from mainstem.kernels.memory.cpu import move_pages
 from mainstem.kv.transfer import LoadId
 from mainstem.models.shapes import SHAPES
 from mainstem.models.shard import Shard
@@ -27,6 +32,8 @@ from mainstem.runner.slab import SlabPart, count_slots, slot_bytes
 from mainstem.runner.transfer import CpuCopier, CpuGate, CpuTransfer
 
 PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
+P = ParamSpec("P")
+T = TypeVar("T")
 Answer = list[tuple[int, float, tuple[float, ...]]]
 
 
@@ -97,6 +104,35 @@ def test_a_copier_copies_whole_pages(dtype: torch.dtype) -> None:
     parts = [layer[:, 7].contiguous().view(torch.uint8).numpy().tobytes() for layer in before]
     assert first == b"".join(parts)
     copier.close()
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs work in the caller's thread, where the profiler sees it."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        done: Future[T] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+def test_a_copy_reads_only_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of one page out of 5,000 allocates at most two pages at a time, never a copy of the
+    layer's whole cache."""
+    monkeypatch.setattr("mainstem.runner.transfer.ThreadPoolExecutor", AtOnce)
+    pages = DevicePages(tiny_spec(), 5000, 4, torch.float32)
+    joint = pages.joint(0).zero_()
+    turns = torch.ones(1, 1, 1, joint.shape[-1] // 2, dtype=torch.complex64)
+    one, other = np.array([7], np.int32), np.array([1], np.int32)
+    with closing(CpuCopier(pages, host_bytes=1 << 20)) as copier:
+        for copy in (
+            lambda: copier.save(one, other),
+            lambda: copier.load(LoadId(1), other, one),
+            lambda: move_pages(joint, torch.tensor([7]), torch.tensor([1]), turns),
+        ):
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as made:
+                copy()
+            most_bytes = max(event.self_cpu_memory_usage for event in made.events())
+            assert 0 < most_bytes <= 2 * pages.page_bytes // pages.num_layers
 
 
 def test_a_drained_copier_has_no_copies_in_flight() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s, Runner
+from mainstem.kernels.memory.cpu import take_pages
 from mainstem.kv.transfer import LoadId, PageCopier
 from mainstem.models.block import Gate
 from mainstem.runner.cpu import CpuRunner
@@ -112,7 +113,7 @@ class CpuCopier:
         sources, targets = _index(pages), _index(slots)
 
         def copy_layer(layer: int) -> None:
-            taken = self._layers[layer].index_select(1, sources).transpose(0, 1)
+            taken = take_pages(self._layers[layer], sources).transpose(0, 1)
             self._slab.layer(layer).index_copy_(0, targets, taken)
 
         return self._start(self._save_thread, copy_layer)

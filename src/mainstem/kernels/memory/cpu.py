@@ -4,6 +4,16 @@ import torch
 from torch import Tensor
 
 
+def take_pages(joint: Tensor, pages: Tensor) -> Tensor:
+    """Return copies of some pages: [2, count, kv_heads, page_size, dim].
+
+    joint: as for `move_pages`. In memory a page is in as many pieces as there are heads, and
+    `joint.index_select(1, pages)` would first copy the whole cache of the layer to make it
+    contiguous. In the order of memory, heads first, only the wanted pages are read.
+    """
+    return joint.transpose(1, 2).index_select(2, pages).transpose(1, 2)
+
+
 def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor | None) -> None:
     """Write the pages `source`, with rotated keys and unchanged V, to the pages `target`.
 
@@ -11,7 +21,7 @@ def move_pages(joint: Tensor, source: Tensor, target: Tensor, turns: Tensor | No
     turns: [moves, 1, 1, rotary_dim / 2] complex, None if keys are not rotated. Pages are read
     before any is written.
     """
-    moved = joint.index_select(1, source)
+    moved = take_pages(joint, source)
     if turns is not None:
         part = moved[0, ..., : 2 * turns.shape[-1]]
         pairs = torch.view_as_complex(part.float().reshape(*part.shape[:-1], -1, 2))
