@@ -571,6 +571,26 @@ def test_a_pinned_prefix_ends_with_the_marked_block(with_tools: Running) -> None
     assert text[:got].endswith("<user>one\n")
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_mark_in_a_tool_result_pins_up_to_its_text(with_tools: Running, is_last: bool) -> None:
+    """`is_last`: the mark is on the last text of the prompt, so the whole prompt is pinned."""
+    texts: list[dict[str, object]] = [{"type": "text", "text": word} for word in ("sun", "rain")]
+    texts[is_last]["cache_control"] = KEEP
+    turns = [
+        {"role": "user", "content": "What will it be like?"},
+        {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ulm"}}
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": texts}
+        ]},
+    ]  # fmt: skip
+    usage = send(with_tools, messages=turns, tools=[WEATHER], max_tokens=1)["usage"]
+    text = text_of(with_tools, messages=turns, tools=[WEATHER])
+    got = usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+    assert got == len(text) if is_last else text[:got].endswith("sun\n")
+
+
 def test_a_key_pins_no_more_than_its_share() -> None:
     engines = FakeEngines(num_pages=256, max_model_len=800)
     with a_server(engines=engines, has_keys=True) as running:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from mainstem.text.encoding import Message
 from mainstem.wire.bodies import Anything, Json, read_fields
@@ -403,8 +403,8 @@ def _joined(blocks: Sequence[TextBlock]) -> str:
 
 
 def _marks(body: CountBody) -> list[Mark]:
-    """Return one mark for each `cache_control` of a tool, a system text, a block of a message, and
-    the body, in this order. Texts within a tool result have no marks."""
+    """Return one mark for each `cache_control` of a tool, a system text, a block of a message or a
+    text in a tool result, and the body, in this order."""
     marks: list[Mark] = []
     system = [] if body.system is None else _system(body.system)
     for index, tool in enumerate(body.tools or ()):
@@ -416,15 +416,25 @@ def _marks(body: CountBody) -> list[Mark]:
             marks.append(Mark(control.ttl_s, [*_system(texts[: index + 1]), _ANYBODY]))
     for index, message in enumerate(body.messages):
         blocks = [] if isinstance(message.content, str) else message.content
-        for place, block in enumerate(blocks):
-            if (control := block.cache_control) is None:
-                continue
-            if index == len(body.messages) - 1 and place == len(blocks) - 1:
+        for control, upto in _up_to_controls(blocks):
+            if index == len(body.messages) - 1 and upto == blocks:
                 marks.append(Mark(control.ttl_s, is_whole=True))
             else:
-                upto = InputMessage(message.role, blocks[: place + 1])
-                turns = _turns([*body.messages[:index], upto])
+                turns = _turns([*body.messages[:index], InputMessage(message.role, upto)])
                 marks.append(Mark(control.ttl_s, [*system, *turns]))
     if body.cache_control is not None:
         marks.append(Mark(body.cache_control.ttl_s, is_whole=True))
     return marks
+
+
+def _up_to_controls(blocks: list[Block]) -> Iterator[tuple[CacheControl, list[Block]]]:
+    """Yield each `cache_control` with the blocks up to the end of its block. A tool result is cut
+    after a text that has one."""
+    for place, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+            for index, text in enumerate(block.content):
+                if text.cache_control is not None:
+                    cut = structs.replace(block, content=block.content[: index + 1])
+                    yield text.cache_control, [*blocks[:place], cut]
+        if block.cache_control is not None:
+            yield block.cache_control, blocks[: place + 1]
