@@ -1,5 +1,6 @@
 """The server's metrics, read back with Prometheus' own parser."""
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -323,3 +324,17 @@ def test_the_docs_and_the_dashboard_name_only_series_that_exist() -> None:
         named = set(re.findall(r"(?:vllm|mainstem):\w+", (ROOT / path).read_text()))
         bare = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
         assert bare <= exposed, f"{path} names {sorted(bare - exposed)}"
+
+
+NOT_IN_THE_DASHBOARD = {"mainstem:page_size_tokens"}  # a constant, for queries
+
+
+def test_the_dashboard_shows_every_series() -> None:
+    board = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
+    queries = " ".join(
+        target["expr"] for panel in board["panels"] for target in panel.get("targets", ())
+    )
+    named = set(re.findall(r"(?:vllm|mainstem):\w+", queries))
+    counters = [f"{name}_total" for name in (*COUNTERS, *LABELLED_COUNTERS)]
+    wanted = {*GAUGES, *counters, *(f"{name}_bucket" for name in HISTOGRAMS)}
+    assert named == wanted - NOT_IN_THE_DASHBOARD
