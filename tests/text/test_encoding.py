@@ -27,6 +27,12 @@ def test_a_template_that_trims_also_trims_the_continued_message() -> None:
     assert rendered(" on and on ", TRIMMING) == "<user>go\n<assistant>on and on"
 
 
+def test_a_template_may_trim_and_write_a_space_of_its_own() -> None:
+    """Llama 2's template does: the answer is stripped, with one space before and after it."""
+    spaced = TEMPLATE.replace("m['content']", "' ' + m['content'].strip() + ' '")
+    assert rendered(" on and on ", spaced) == "<user> go \n<assistant> on and on"
+
+
 @pytest.mark.parametrize("content", ["", " ", None, 5])
 def test_only_a_message_of_text_can_be_continued(content: object) -> None:
     with pytest.raises(InvalidRequest, match="continue_final_message"):

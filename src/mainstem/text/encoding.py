@@ -203,8 +203,10 @@ def _room_left(value: object, room: int) -> int:
 
 
 # This mark and a space are put after the content of the message to continue. If the space is not in
-# the rendered text, the template trims contents; then `_up_to_mark` trims before the mark, too.
+# the rendered text, the template trims contents; then `_up_to_mark` trims before the mark, too. It
+# is a space that no template writes itself: Llama 2's, for example, writes ' ' after each answer.
 _MARK = "\ue0f3end of the message\ue0f3"
+_SPACE = "\N{EM SPACE}"
 _FIELD = "continue_final_message"
 
 
@@ -212,14 +214,14 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     content = messages[-1].get("content")
     if not isinstance(content, str) or not content.strip():
         raise InvalidRequest(_FIELD, "the final message must have a text")
-    return [*messages[:-1], messages[-1] | {"content": f"{content}{_MARK} "}]
+    return [*messages[:-1], messages[-1] | {"content": f"{content}{_MARK}{_SPACE}"}]
 
 
 def _up_to_mark(text: str) -> str:
     place = text.rfind(_MARK)
     if place < 0:
         raise InvalidRequest(_FIELD, "the chat template leaves the final message out")
-    is_whole = without_marks(text[place + len(_MARK) :]).startswith(" ")
+    is_whole = without_marks(text[place + len(_MARK) :]).startswith(_SPACE)
     return text[:place] if is_whole else text[:place].rstrip()
 
 
