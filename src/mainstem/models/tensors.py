@@ -163,7 +163,7 @@ class TensorReader:
             log.warning(
                 "%d quantized products are dequantized, which takes more memory. Their tensors "
                 "(such as q, k and v) have different groups or column orders, or a rank needs "
-                "only some columns of a tensor in act-order (%s)",
+                "only some columns of a tensor in act-order, or pads its rows of the head (%s)",
                 len(self._unpacked),
                 ", ".join(self._unpacked[:3]) + (" ..." if len(self._unpacked) > 3 else ""),
             )
@@ -184,8 +184,10 @@ class TensorReader:
         found = take_weight(self._source, name, size, self._spec.hidden_size, at=(tokens,))
         if isinstance(found, Tensor):
             return self._padded(found)
-        has_all = len(found.values) == (self.part.vocab_rows or size)
-        return found if has_all else self._padded(found.dense(self._source.dtype))
+        if len(found.values) == (self.part.vocab_rows or size):
+            return found
+        self._unpacked.append(name)
+        return self._padded(found.dense(self._source.dtype))
 
     def _padded(self, rows: Tensor) -> Tensor:
         missing = (self.part.vocab_rows or self._spec.vocab_size) - len(rows)

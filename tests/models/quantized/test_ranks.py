@@ -3,8 +3,10 @@
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     FalconConfig,
@@ -19,11 +21,12 @@ from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard, part_of, shards_that_divide
 from mainstem.models.tensors import TensorReader
-from mainstem.models.weights import Checkpoint
+from mainstem.models.weights import SINGLE_FILE, Checkpoint
 from mainstem.runner.origin import folder_origin, for_rank
 from tests.models.checkpoints import SMALL
-from tests.models.quantized.cases import CASES
+from tests.models.quantized.cases import CASES, gptq_config
 from tests.models.quantized.checkpoints import (
+    save_quantized,
     write_gpt_oss,
     write_quantized,
     write_quantized_experts,
@@ -118,6 +121,24 @@ def test_ranks_dequantize_columns_in_act_order_with_a_warning(
         assert "2 quantized products are dequantized" in record.getMessage()
         assert "self_attn.o_proj, model.layers.0.mlp.down_proj" in record.getMessage()
     assert len(caplog.records) == 2
+
+
+def test_a_rank_that_pads_its_rows_of_a_packed_head_dequantizes_it_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 72 rows, the first rank has 48, the second 24: only the second pads them."""
+    config = LlamaConfig(**WIDE | {"vocab_size": 72}, tie_word_embeddings=False)
+    write_quantized(config, tmp_path, BY_NAME["gptq"])
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    weight = tensors.pop("lm_head.weight")
+    packed, _ = BY_NAME["gptq"].make(np.random.default_rng(1), *weight.shape)
+    tensors |= {f"lm_head.{ending}": tensor for ending, tensor in packed.items()}
+    save_quantized(tmp_path, tensors, gptq_config(lm_head=True))
+    with caplog.at_level(logging.WARNING, "mainstem.models"):
+        check_ranks(tmp_path)
+    (record,) = caplog.records
+    assert "1 quantized products are dequantized" in record.getMessage()
+    assert "(lm_head)" in record.getMessage()
 
 
 class Counted(Checkpoint):
