@@ -1,6 +1,7 @@
 """Shutdown: answers finish, or end with an error at the deadline; the engine's thread ends."""
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -76,3 +77,20 @@ def test_answers_that_take_too_long_end_with_an_error(is_streaming: bool) -> Non
         else:
             assert response.status_code == 503
             assert "shutting down" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_a_second_signal_ends_open_answers_with_an_error(is_streaming: bool) -> None:
+    with a_server(shutdown_s=600) as running:
+        running.pause(0.02)
+        body = {"prompt": "x", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
+        request = Background(running, body)
+        until(lambda: running.gateway.engine.snapshot.num_running == 1)
+        running.server.handle_exit(signal.SIGINT, None)
+        until(lambda: running.gateway.is_draining)
+        running.server.handle_exit(signal.SIGINT, None)
+        response = request.result()
+        if is_streaming:
+            assert "shutting down" in json.loads(events(response.text)[-1])["error"]["message"]
+        else:
+            assert response.status_code == 503

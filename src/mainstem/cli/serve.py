@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import logging
 import re
 import socket
@@ -340,7 +341,8 @@ def _bind(host: str, port: int) -> socket.socket:
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+        hint = "; use another --port" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from None
     return bound
 
 
@@ -377,16 +379,24 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.gateway = gateway
         self._shutdown_s = shutdown_s
+        self._is_urgent = False  # a second signal came
+        self._end_answers: Callable[[], None] | None = None  # None: the shutdown has not begun
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """After the first signal, open answers are finished; the second ends them."""
-        self.force_exit = self.should_exit
+        """After the first signal, open answers are finished. The second ends them with an error,
+        the third closes their connections."""
+        self.force_exit = self._is_urgent
+        self._is_urgent = self.should_exit
         self.should_exit = True
+        if self._is_urgent and self._end_answers is not None:
+            self._end_answers()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         gateway = self.gateway
         gateway.is_draining = True
         log.info("shutting down", extra={"facts": {"open_requests": gateway.engine.num_open}})
+        loop, fail_open = asyncio.get_running_loop(), gateway.engine.fail_open
         late = "the server is shutting down"
-        asyncio.get_running_loop().call_later(self._shutdown_s, gateway.engine.fail_open, late)
+        self._end_answers = partial(loop.call_soon_threadsafe, fail_open, late)
+        loop.call_later(0.0 if self._is_urgent else self._shutdown_s, fail_open, late)
         await super().shutdown(sockets)
