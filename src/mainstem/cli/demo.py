@@ -174,11 +174,14 @@ def report(questions: list[Question], runs: list[Run]) -> str:
     for index in _spread(len(questions), 3):
         answer = shared.answers[index].outputs[0].text.strip()
         lines += [f"Q: {questions[index].text}", *textwrap.wrap(f"A: {answer}", 96), ""]
+    gain = alone.seconds / shared.seconds
+    speed = f"{gain:.1f}x faster with sharing"
+    if gain < 1:
+        speed = f"{1 / gain:.1f}x slower with sharing (was the machine busy with other programs?)"
     lines += [
         table(header, rows),
         "",
-        f"{alone.seconds / shared.seconds:.1f}x faster with sharing; "
-        f"{same} of {len(questions)} answers are the same token for token.",
+        f"{speed}; {same} of {len(questions)} answers are the same token for token.",
     ]
     return "\n".join(lines)
 
