@@ -301,6 +301,25 @@ def test_the_error_names_a_value_out_of_range(server: Running, field: str, value
     assert response.json()["error"]["param"] == field
 
 
+def test_a_misspelled_field_names_the_one_that_was_meant(server: Running) -> None:
+    response = server.post("/v1/completions", {"prompt": "x", "temperture": 1})
+    said = response.json()["error"]["message"]
+    assert said == "the field 'temperture' is not supported. Did you mean temperature?"
+    response = server.post("/v1/completions", {"prompt": "x", "zzz": 1})
+    assert response.json()["error"]["message"] == "the field 'zzz' is not supported"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_not_text_is_refused_by_its_kind(server: Running, kind: str) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,"}}]
+    response = server.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}
+    )
+    assert response.status_code == 400
+    said = response.json()["error"]["message"]
+    assert said == f"messages[0].content[1]: {kind} parts are not supported: the model reads text"
+
+
 def test_a_bad_request_to_stream_is_a_400_and_not_a_stream(server: Running) -> None:
     response = server.post("/v1/completions", {"prompt": [VOCAB], "stream": True})
     assert response.status_code == 400

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_h
 import msgspec
 from msgspec import Meta, Struct
 
+from mainstem.core.spelling import did_you_mean
 from mainstem.core.vllm_names import OnlyAt
 from mainstem.wire.errors import WireError
 
@@ -310,6 +311,8 @@ _VLLM_FORM_FLAGS = ("disable_additional_properties", "disable_any_whitespace", "
 
 _PLACE = re.compile(r"^(?P<reason>.*?) - at (?:`key` in )?`\$(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`$")
+_PART = re.compile(r"^(messages\[\d+\]\.content(?:\[\d+\])?)\.type$")
+_ENUM = re.compile(r"^Invalid enum value '(.*)'$", re.DOTALL)
 _UNKNOWN = re.compile(r"contains unknown field `(.*)`$", re.DOTALL)
 _TYPES = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
 _WORDS = {
@@ -330,7 +333,8 @@ def read_fields(fields: Json, kind: type[T]) -> T:
     for name, value in given.items():
         if name not in known:
             rule = NEUTRAL.get(kind, {}).get(name)
-            reason = f"the field {name!r} is not supported"
+            meant = did_you_mean(name, known)
+            reason = f"the field {name!r} is not supported{'.' + meant if meant else ''}"
             if rule is not None:
                 reason = f"{name}: {value!r:.80} is not supported: {rule.instead}"
             raise WireError("unknown_field", reason, name)
@@ -378,6 +382,9 @@ def _explained(text: str, kind: type[Struct]) -> WireError:
     param = re.split(r"[.\[]", place, maxsplit=1)[0]
     if param in ("stream_options", "structured_outputs"):
         param = place
+    if (part := _PART.match(place)) and (named := _ENUM.match(reason)):
+        message = f"{part[1]}: {named[1]} parts are not supported: the model reads text"
+        return WireError("invalid_value", message, param)
     if reason.startswith("Invalid enum value") and param == place:
         allowed = ", ".join(map(str, _choices(kind, param)))
         return WireError("invalid_value", f"{place}: must be one of {allowed}", param)
