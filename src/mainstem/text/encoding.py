@@ -63,7 +63,9 @@ class App:
             raise ConfigError(f"--app must be NAME=file, got {flag!r}")
         try:
             return cls(name, Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"--app {name}: cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
             raise ConfigError(f"--app {name}: cannot read {path}: {error}") from None
         except InvalidRequest as error:
             raise ConfigError(f"--app {flag}: {error}") from None
