@@ -208,6 +208,8 @@ def test_the_prompt_of_an_app_flag_may_be_a_file(tmp_path: Path) -> None:
     for flag in ("kind", "kind=/no/such/file", f"b a d={tmp_path / 'prompt.txt'}"):
         with pytest.raises(ConfigError):
             App.from_flag(flag)
+    with pytest.raises(ConfigError, match=r"cannot read \S+: No such file or directory$"):
+        App.from_flag("kind=/no/such/file")
     with pytest.raises(ConfigError, match="twice"):
         AppRegistry([app, app])
 

@@ -111,7 +111,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="cannot listen.* in use; use another --port"):
+        with pytest.raises(ConfigError, match=r"cannot listen.* in use; use another --port"):
             main(["--port", str(taken.getsockname()[1])], no_engine)
 
 

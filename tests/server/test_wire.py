@@ -302,9 +302,9 @@ def test_the_error_names_a_value_out_of_range(server: Running, field: str, value
 
 
 def test_a_misspelled_field_names_the_one_that_was_meant(server: Running) -> None:
-    response = server.post("/v1/completions", {"prompt": "x", "temperture": 1})
+    response = server.post("/v1/completions", {"prompt": "x", "temperature_": 1})
     said = response.json()["error"]["message"]
-    assert said == "the field 'temperture' is not supported. Did you mean temperature?"
+    assert said == "the field 'temperature_' is not supported. Did you mean temperature?"
     response = server.post("/v1/completions", {"prompt": "x", "zzz": 1})
     assert response.json()["error"]["message"] == "the field 'zzz' is not supported"
 

@@ -380,7 +380,7 @@ class Server(uvicorn.Server):
         self.gateway = gateway
         self._shutdown_s = shutdown_s
         self._is_urgent = False  # a second signal came
-        self._end_answers: Callable[[], None] | None = None  # None: the shutdown has not begun
+        self._end_answers: Callable[[], object] | None = None  # None: the shutdown has not begun
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """After the first signal, open answers are finished. The second ends them with an error,
