@@ -6,11 +6,19 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 
-from mainstem.core.events import EventBus, PagesEvicted, PagesLost, SavesSkipped, StoreOpened
+from mainstem.core.events import (
+    EventBus,
+    PagesEvicted,
+    PagesLoaded,
+    PagesLost,
+    SavesSkipped,
+    StoreOpened,
+)
 from mainstem.core.metrics import Counters
 from mainstem.kv.keys import PageChain
 from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import Match
+from mainstem.kv.transfer import LoadId
 from mainstem.sched.loading import Loader
 from tests import fakes
 from tests.builders import VOCAB, Collector, a_request, run_all
@@ -468,3 +476,25 @@ def test_a_load_takes_no_pages_that_an_earlier_sequence_needs() -> None:
     assert first == ["running", "earlier", "later"]
     cached = {str(output.request_id): output.num_cached_tokens for output in got.outputs}
     assert cached["later"] == len(history)
+
+
+def test_the_seconds_of_a_load_from_several_tiers_count_once(tmp_path: Path) -> None:
+    bus, loaded = EventBus(), list[PagesLoaded]()
+    bus.subscribe(PagesLoaded, loaded.append)
+    tiered = a_tiered_engine(num_slots=14, disk_dir=tmp_path, bus=bus)
+    for chat in CHATS[:2]:  # 8 pages each: a part of the first chat leaves host memory
+        ask(tiered, [chat])
+        tiered.engine.flush()
+    chain = tiered.store.chain(np.array(CHATS[0], np.int32), b"")
+    stored = tiered.store.stored(chain.keys)
+    assert 0 < stored.num_below < stored.num_pages == len(chain.keys)
+    tiered.engine.clear_device()
+    pages = tiered.store.take(len(chain.keys))
+    load = tiered.tiers.load(LoadId(0), chain.keys, pages, 0)
+    assert load is not None
+    while tiered.tiers.num_copies:
+        tiered.tiers.poll()
+    assert [event.tier for event in loaded] == ["disk", "host"]
+    assert sum(event.num_pages for event in loaded) == len(load.pages)
+    assert loaded[0].seconds > 0
+    assert loaded[1].seconds == 0
