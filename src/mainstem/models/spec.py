@@ -230,7 +230,7 @@ class ModelSpec:
         """Numbers of K and V that one token keeps over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
-    def kv_elements_in_windows(self, context: int) -> int:
+    def unread_kv_elements(self, context: int) -> int:
         """How many of a token's K and V elements, on average, are no longer in their layer's window
         at the end of a context of `context` tokens. They stay in memory, since a page holds all
         layers."""
