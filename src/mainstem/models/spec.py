@@ -191,6 +191,11 @@ class ModelSpec:
                 f"num_attention_heads={self.num_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
+        if self.residual is not Residual.SERIAL and self.norm_place is not NormPlace.BEFORE:
+            raise UnsupportedModel(
+                "norms of the outputs of attention and MLP are not supported where both run in "
+                "parallel"
+            )
         for rope in self.ropes:
             if rope.rotary_dim % 2 or rope.rotary_dim > self.head_dim:
                 raise UnsupportedModel(
