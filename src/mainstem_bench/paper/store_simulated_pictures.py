@@ -252,7 +252,8 @@ def judge_capacity(lines: Sequence[Line]) -> Verdict:
         Outcome.EXCEEDED if is_more else Outcome.REPRODUCED if is_all else Outcome.NOT,
         f"the hit rate is {tenth:.0%} with a tenth of CCpUT (the storage for all sessions of one "
         f"TTL; paper {paper_tenth:.0%}) and {quarter:.0%} with a quarter (paper "
-        f"{paper_quarter:.0%}). {unbounded:.0%} is the limit for any capacity here, since the first "
-        "turn of a session counts and cannot be found; the paper does not say whether its rates "
-        "count first turns. Sessions are shorter than the window, and end long before the TTL",
+        f"{paper_quarter:.0%}). {unbounded:.0%} is the limit for any capacity here, since the "
+        "first turn of a session counts and cannot be found; the paper does not say whether its "
+        "rates count first turns. Sessions are shorter than the window, and end long before the "
+        "TTL",
     )
