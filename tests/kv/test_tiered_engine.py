@@ -1,7 +1,6 @@
 """The engine over tiers: evicted pages come back, and the answers stay the same."""
 
 from pathlib import Path
-from threading import Event
 from time import monotonic, sleep
 
 import numpy as np
@@ -16,7 +15,6 @@ from mainstem.core.events import (
     StoreOpened,
 )
 from mainstem.core.metrics import Counters
-from mainstem.kv.bytes.segments import SegmentFiles
 from mainstem.kv.keys import PageChain
 from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import Match
@@ -169,50 +167,6 @@ def test_clearing_forgets_pages_that_are_being_saved(tmp_path: Path, can_overlap
     assert tiered.engine.clear_cache() > 0
     assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
     assert ask(tiered, [CHATS[0]]) == [0]
-    tiered.engine.close()
-
-
-def test_clearing_drops_saves_that_have_not_begun() -> None:
-    bus = EventBus()
-    counters = Counters().attach(bus)
-    tiered = a_tiered_engine(num_pages=20, num_slots=40, bus=bus)
-    tiered.copier.patience = 1000  # number of polls before a copy is done
-    ask(tiered, CHATS[:2])  # 16 pages to save, at most 10 at a time
-    num_begun = tiered.tiers.num_pages_saving
-    assert num_begun == 10
-    tiered.engine.clear_cache()
-    assert counters.saved_pages["host"] == num_begun
-    tiered.engine.check()
-    assert ask(tiered, [CHATS[0]]) == [0]
-    tiered.engine.flush()
-    assert tiered.tiers.num_pages("host") == 8
-    tiered.engine.close()
-
-
-class GatedFiles(SegmentFiles):
-    """Writes wait until the gate is open."""
-
-    gate = Event()
-
-    def write(self, record: int, buffer: memoryview) -> None:
-        self.gate.wait()
-        super().write(record, buffer)
-
-
-def test_clearing_drops_writes_that_have_not_begun(tmp_path: Path) -> None:
-    bus = EventBus()
-    counters = Counters().attach(bus)
-    GatedFiles.gate.clear()
-    tiered = a_tiered_engine(num_slots=20, disk_dir=tmp_path, files=GatedFiles, bus=bus)
-    try:
-        ask(tiered, CHATS[:1])
-        ask(tiered, CHATS[1:2])  # 16 pages, of which the disk gets 10 at a time
-    finally:
-        GatedFiles.gate.set()  # the next poll, which is in `clear_cache`, finds 10 written
-    tiered.engine.clear_cache()
-    assert counters.saved_pages == {"host": 16, "disk": 10}
-    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
-    tiered.engine.check()
     tiered.engine.close()
 
 

@@ -229,10 +229,7 @@ class Engine:
 
     def clear_cache(self) -> int:
         """Forget every page that no sequence holds, in every tier; returns how many of them were on
-        the device. Saves that have not begun are dropped. Waits for the others, since a page is
-        held while it is copied."""
-        with held_interrupts():
-            self._scheduler.drop_saves()
+        the device. Waits for saves, since a page is held while it is copied."""
         self.flush()
         with held_interrupts():
             return self._scheduler.clear_cache()

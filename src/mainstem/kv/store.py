@@ -377,11 +377,6 @@ class KVStore:
         if self._traffic is not None:
             self._traffic.tiers.dismiss(place)
 
-    def drop_saves(self) -> None:
-        """Forget the saves that have not begun: `clear` would delete their pages."""
-        if self._traffic is not None:
-            self._traffic.drop_saves()
-
     def flush(self) -> None:
         """Return when all pending saves are done."""
         if self._traffic is not None:

@@ -395,12 +395,6 @@ class LowerTiers:
             self._settle(self._entries[key])
         return len(keys)
 
-    def drop_saves(self) -> None:
-        """Forget the writes to lower tiers that have not begun: their pages are about to be
-        cleared."""
-        for waiting in self._to_back_up:
-            waiting.clear()
-
     def flush(self) -> None:
         """Return when every saved page is in all the tiers where the policy wants it."""
         self._host.flush()

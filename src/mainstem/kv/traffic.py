@@ -231,11 +231,6 @@ class Traffic:
         news, self._news = self._news, []
         return news
 
-    def drop_saves(self) -> None:
-        """Forget the saves that have not begun: their pages are about to be cleared."""
-        self._postponed.clear()
-        self.tiers.drop_saves()
-
     def flush(self) -> None:
         """Return when all pending saves are done or refused."""
         self.tiers.flush()

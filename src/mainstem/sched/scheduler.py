@@ -554,10 +554,6 @@ class Scheduler:
 
     # --- tiers below the device -----------------------------------------------------------------
 
-    def drop_saves(self) -> None:
-        """Forget the saves that have not begun: `clear_cache` would delete their pages."""
-        self._store.drop_saves()
-
     def flush(self) -> None:
         """Return when every page that is to be saved is saved."""
         self._store.flush()
