@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
@@ -32,6 +31,7 @@ from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.conversations import Conversation, from_file
+from mainstem_bench.settings import empty_folder
 
 Ids = list[int]
 Todo = list[tuple[int, int, Ids]]  # (session, turn, prompt)
@@ -85,8 +85,8 @@ def measure_chats(work: ChatWork, config: EngineConfig) -> Iterator[dict[str, ob
     and without. The last line is over all turns except the first."""
     later: list[tuple[Asked, Asked]] = []
     _choose(work)  # errors in the files are reported here, not by a child process
-    with TemporaryDirectory(prefix="mainstem-chats-") as folder:
-        store = replace(config.store, disk_dir=config.store.disk_dir or folder)
+    with empty_folder(config.store.disk_dir) as folder:
+        store = replace(config.store, disk_dir=folder)
         before: list[Asked] = []
         for stage in stages(work):
             for told in _in_process(work, stage, replace(config, store=store), before):

@@ -7,6 +7,7 @@ greedy, end tokens are ignored. `--batch-1` measures decoding alone at batch siz
 import argparse
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from time import perf_counter
 
@@ -21,6 +22,7 @@ from mainstem.core.request import Request, SamplingParams
 from mainstem.core.tables import table
 from mainstem.llm import LLM
 from mainstem_bench.report import line, load_average
+from mainstem_bench.settings import empty_folder
 
 Prompts = list[list[int]]
 
@@ -52,7 +54,10 @@ def main(argv: list[str]) -> int:
         args.requests, args.prefix, args.own, args.output = 1, 0, 16, 128
     config = engine_config(args)
     prompts = make_prompts(args.requests, args.prefix, args.own)
-    results = [ours(config, prompts, args.output)]
+    with empty_folder(config.store.disk_dir) as folder:
+        if config.store.disk_dir is not None:
+            config = replace(config, store=replace(config.store, disk_dir=folder))
+        results = [ours(config, prompts, args.output)]
     for name in args.rivals:
         package, run = RIVALS[name]
         if find_spec(package) is None:

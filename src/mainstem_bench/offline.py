@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace, job: OfflineJob, config: EngineConfig) -> 
     about: dict[str, object] = {"workload": job.name, "model_shape": job.model_shape}
     if args.weights is not None:
         about["weights"] = args.weights
-    if unread := shape.kv_elements_in_windows(job.prefix + job.distinct + job.output):
+    if unread := shape.unread_kv_elements(job.prefix + job.distinct + job.output):
         about["kv_unread_in_windows"] = round(unread / shape.kv_elements_per_token, 3)
     if args.arrivals is not None:
         result = run_arrivals(engine, prompts, job.output, args.arrivals, window)

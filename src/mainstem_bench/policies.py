@@ -6,7 +6,8 @@ in a random order, faster than the device answers, so that some always wait. Siz
 given in conversations: with room for all of them, all policies are equal.
 
 The model is a real one (--model), or random weights of a shape (--model-shape). For each policy a
-new engine answers all requests, with a disk folder that is empty at first.
+new engine answers all requests, with a disk folder that is empty at first: a new one inside
+--disk-dir, removed at the end.
 """
 
 import argparse
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals, arriv
 from mainstem_bench.machine import Machine
 from mainstem_bench.replay import read_parts
 from mainstem_bench.report import line, load_average, spread
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import empty_folder, random_config, settings
 
 MOST_IDS = 30_000  # ids of generated prompts are below this
 WHOLE_S = 1e9  # longer than any pause, so that the record is one part
@@ -206,8 +206,7 @@ def measure(
 ) -> dict[str, object]:
     """Return times to the first token, and the tiers in which histories were found."""
     load = load_average()
-    with TemporaryDirectory(prefix="mainstem-policies-") as made:
-        disk_dir = config.store.disk_dir or made
+    with empty_folder(config.store.disk_dir) as disk_dir:
         store = replace(config.store, policy=policy, disk_dir=disk_dir)
         for engine, counters in _engine(replace(config, store=store), folder):
             answers = answer_arrivals(engine, arrivals)

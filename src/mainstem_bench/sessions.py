@@ -39,7 +39,7 @@ from mainstem_bench.overlap import (
 )
 from mainstem_bench.report import line, load_average
 from mainstem_bench.session_engine import WORKLOADS, Bench, Sessions, Turn
-from mainstem_bench.settings import random_config, settings
+from mainstem_bench.settings import empty_folder, random_config, settings
 
 STAGING = 1 / 4  # share of the host memory if histories come from disk: enough for one batch
 DISK_GB = 40.0
@@ -206,14 +206,11 @@ class InTier:
             host_gb = given.host_gb or self._work.host_gb
             store = replace(given, host_gb=host_gb, disk_dir=None, disk_gb=StoreConfig().disk_gb)
         else:
-            folder = given.disk_dir
-            if folder is None:
-                self._folder = TemporaryDirectory(prefix="mainstem-sessions-")
-                folder = self._folder.name
+            self._folder = empty_folder(given.disk_dir)
             store = replace(
                 given,
                 host_gb=given.host_gb or STAGING * self._work.host_gb,
-                disk_dir=folder,
+                disk_dir=self._folder.name,
                 disk_gb=DISK_GB if given.disk_gb == StoreConfig().disk_gb else given.disk_gb,
             )
         return replace(self._config, store=store)

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import asdict, fields, replace
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mainstem.cli.flags import engine_config
 from mainstem.core.config import EngineConfig
@@ -45,6 +46,18 @@ def check_room(name: str, kv_tokens: int, free_bytes: int, smaller: str) -> None
             f"{name} with {kv_tokens:,} tokens of KV takes {FP32_BYTES * values / 1e9:.0f} GB"
             f" without a GPU, and {free_bytes / 1e9:.0f} are free: use {smaller}"
         )
+
+
+def empty_folder(disk_dir: str | None) -> TemporaryDirectory[str]:
+    """Make an empty folder for pages, which is removed at the end: in `disk_dir` if it is given. A
+    benchmark clears its store, and must not delete pages that a user has in `disk_dir`."""
+    parent = None if disk_dir is None else Path(disk_dir).expanduser()
+    try:
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        return TemporaryDirectory(prefix="mainstem-bench-", dir=parent)
+    except OSError as error:
+        raise ConfigError(f"--disk-dir: no folder can be made in {parent}: {error}") from None
 
 
 def settings(config: EngineConfig) -> dict[str, object]:

@@ -24,6 +24,7 @@ from mainstem_bench.paper.lengths import mmlu_subjects, sharegpt_requests, share
 from mainstem_bench.paper.registry import ITEMS, find_items
 from mainstem_bench.paper.relay_serving import sustained
 from mainstem_bench.paper.results import one, read_lines, write_lines
+from mainstem_bench.paper.store_simulated_pictures import judge_capacity
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "benchmarks" / "results" / "paper"
@@ -215,6 +216,26 @@ def test_every_stored_file_belongs_to_an_item_and_can_be_judged() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tenth", "quarter", "outcome"),
+    [
+        (0.6, 0.99, Outcome.EXCEEDED),
+        (0.92, 0.92, Outcome.REPRODUCED),  # more than the paper's 51 %, less than its 98 %
+        (0.8, 0.8, Outcome.NOT),
+        (0.4, 0.99, Outcome.NOT),
+    ],
+)
+def test_a_capacity_is_judged_by_the_papers_hit_rates(
+    tenth: float, quarter: float, outcome: Outcome
+) -> None:
+    lines: list[Line] = [
+        {"part": "capacity", "hit_rate_unbounded": quarter},
+        {"part": "point", "share": 0.1, "hit_rate": tenth},
+        {"part": "point", "share": 0.25, "hit_rate": quarter},
+    ]
+    assert judge_capacity(lines).outcome is outcome
+
+
 def test_every_stored_item_can_be_drawn(tmp_path: Path) -> None:
     for path in sorted(STORED.glob("*")):
         item = ITEMS[path.stem]

@@ -6,11 +6,19 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 
-from mainstem.core.events import EventBus, PagesEvicted, PagesLost, SavesSkipped, StoreOpened
+from mainstem.core.events import (
+    EventBus,
+    PagesEvicted,
+    PagesLoaded,
+    PagesLost,
+    SavesSkipped,
+    StoreOpened,
+)
 from mainstem.core.metrics import Counters
 from mainstem.kv.keys import PageChain
 from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import Match
+from mainstem.kv.transfer import LoadId
 from mainstem.sched.loading import Loader
 from tests import fakes
 from tests.builders import VOCAB, Collector, a_request, run_all
@@ -447,3 +455,46 @@ def test_many_requests_for_one_history_are_looked_up_over_several_steps(
     for number, prompt in enumerate(prompts):
         assert got.tokens[str(number), 0] == fake_answer(prompt, 2, VOCAB)
     engine.close()
+
+
+def test_a_load_takes_no_pages_that_an_earlier_sequence_needs() -> None:
+    """There is room for `earlier`, but not for `later` with it. A long prompt delays both for some
+    steps. In each of them the pages of `earlier` count as needed."""
+    tiered = a_tiered_engine(num_pages=24, chunk_tokens=8)
+    history = list(range(30, 50))
+    ask(tiered, [history], max_tokens=1)
+    tiered.engine.flush()
+    tiered.engine.clear_device()
+    tiered.engine.submit(a_request(range(40), 12, "running", expected_tokens=12))
+    tiered.engine.step()
+    tiered.engine.submit(a_request(range(60, 84), 1, "earlier", expected_tokens=1))
+    tiered.engine.submit(a_request([*history, 7, 8, 9, 10], 12, "later", expected_tokens=12))
+    got, first = run_all(tiered.engine, []), list[str]()
+    for output in got.outputs:
+        if str(output.request_id) not in first:
+            first.append(str(output.request_id))
+    assert first == ["running", "earlier", "later"]
+    cached = {str(output.request_id): output.num_cached_tokens for output in got.outputs}
+    assert cached["later"] == len(history)
+
+
+def test_the_seconds_of_a_load_from_several_tiers_count_once(tmp_path: Path) -> None:
+    bus, loaded = EventBus(), list[PagesLoaded]()
+    bus.subscribe(PagesLoaded, loaded.append)
+    tiered = a_tiered_engine(num_slots=14, disk_dir=tmp_path, bus=bus)
+    for chat in CHATS[:2]:  # 8 pages each: a part of the first chat leaves host memory
+        ask(tiered, [chat])
+        tiered.engine.flush()
+    chain = tiered.store.chain(np.array(CHATS[0], np.int32), b"")
+    stored = tiered.store.stored(chain.keys)
+    assert 0 < stored.num_below < stored.num_pages == len(chain.keys)
+    tiered.engine.clear_device()
+    pages = tiered.store.take(len(chain.keys))
+    load = tiered.tiers.load(LoadId(0), chain.keys, pages, 0)
+    assert load is not None
+    while tiered.tiers.num_copies:
+        tiered.tiers.poll()
+    assert [event.tier for event in loaded] == ["disk", "host"]
+    assert sum(event.num_pages for event in loaded) == len(load.pages)
+    assert loaded[0].seconds > 0
+    assert loaded[1].seconds == 0

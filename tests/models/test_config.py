@@ -9,7 +9,7 @@ import pytest
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.families import read_spec, spec_from_config
-from mainstem.models.spec import RopeScaling
+from mainstem.models.spec import NormPlace, Residual, RopeScaling
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -189,3 +189,10 @@ def test_unknown_fields_are_ignored_on_request() -> None:
 def test_fields_that_change_answers_cannot_be_ignored(name: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{name} cannot be ignored"):
         spec_from_config(LLAMA, [name])
+
+
+@pytest.mark.parametrize("place", [NormPlace.AFTER, NormPlace.BOTH])
+def test_norms_of_parallel_outputs_are_refused(place: NormPlace) -> None:
+    spec = spec_from_config(LLAMA)
+    with pytest.raises(UnsupportedModel, match="parallel"):
+        replace(spec, residual=Residual.PARALLEL, norm_place=place)

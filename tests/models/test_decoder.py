@@ -1,17 +1,20 @@
 """The forward pass alone: running rows in pieces does not change the result."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import StableLmConfig
 
 from mainstem.models.block import OpenGate
 from mainstem.models.cpu import decoder as module
 from mainstem.models.cpu.decoder import load_decoder
+from mainstem.models.cpu.layers import DenseLinear, Mlp
 from mainstem.models.families import read_spec
 from mainstem.models.spec import ModelSpec
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import SMALL, make_checkpoint, write_checkpoint
 
 
 class RunningMean:
@@ -40,3 +43,22 @@ def test_pieces_of_a_step_change_nothing(
     pieces = decoder.forward(ids, rows, RunningMean(spec), OpenGate())
     assert pieces.shape == (12 if wanted is None else 3, spec.hidden_size)
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_parallel_outputs_are_scaled(tmp_path: Path) -> None:
+    """Outputs that are scaled are those of scaled weights."""
+    config = StableLmConfig(**SMALL | {"hidden_size": 96}, use_parallel_residual=True)
+    write_checkpoint(config, tmp_path, seed=0)
+    spec = read_spec(tmp_path)
+    ids = torch.arange(12) % spec.vocab_size
+    scaled = load_decoder(tmp_path, replace(spec, residual_scale=0.25), torch.float32)
+    plain = load_decoder(tmp_path, spec, torch.float32)
+    for layer in plain.layers:
+        assert isinstance(layer.out, DenseLinear)
+        assert isinstance(layer.mlp, Mlp)
+        assert isinstance(layer.mlp.down, DenseLinear)
+        layer.out.weight.mul_(0.25)
+        layer.mlp.down.weight.mul_(0.25)
+    want = plain.forward(ids, None, RunningMean(spec), OpenGate())
+    got = scaled.forward(ids, None, RunningMean(spec), OpenGate())
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

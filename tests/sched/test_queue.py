@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from mainstem.sched.queue import OVERTAKEN, WaitingQueue
-from mainstem.sched.sequence import Sequence
+from mainstem.sched.sequence import SeqState, Sequence
 from tests.builders import a_request
 
 
@@ -67,3 +67,23 @@ def test_a_sequence_that_still_computes_much_does_not_overtake() -> None:
     assert order(a_queue([first, loaded])) == [0, 1]
     loaded.num_to_compute = None  # preempted in the meantime
     assert order(a_queue([first, loaded])) == [0, 1]
+
+
+def test_aborted_sequences_do_not_hide_those_after_them() -> None:
+    sequences = [a_sequence(arrival) for arrival in range(300)]
+    queue = a_queue(sequences)
+    for sequence in sequences[:64]:
+        sequence.state = SeqState.DONE
+        queue.forget(sequence)
+    assert queue.first(64) == sequences[64:128]
+    assert len(queue) == 236
+    assert order(queue) == list(range(64, 300))
+
+
+def test_a_few_aborted_sequences_are_left_out() -> None:
+    sequences = [a_sequence(arrival) for arrival in range(300)]
+    queue = a_queue(sequences)
+    for sequence in sequences[:30]:
+        sequence.state = SeqState.DONE
+        queue.forget(sequence)
+    assert queue.first(64) == sequences[30:64]

@@ -100,7 +100,8 @@ class SavesSkipped:
 
 @dataclass(frozen=True, slots=True)
 class PagesLoaded:
-    """Pages a request waits for were loaded from `tier`, `seconds` after the load began."""
+    """Pages a request waits for were loaded from `tier`, `seconds` after the load began. If a load
+    came from several tiers, only the event of the slowest has its seconds; the others have 0."""
 
     num_pages: int
     tier: str

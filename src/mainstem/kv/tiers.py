@@ -727,9 +727,11 @@ class LowerTiers:
     def _publish_loaded(self, load: Load) -> None:
         seconds = perf_counter() - load.began_s
         num_from_host = len(load.pages) - sum(load.num_below.values())
-        for tier, count in (("host", num_from_host), *load.num_below.items()):
+        counts = {"host": num_from_host} | load.num_below
+        for tier, count in reversed(counts.items()):  # slowest first: the load waited for it
             if count:
                 self._bus.publish(PagesLoaded(count, tier, seconds))
+                seconds = 0.0
 
     def prefetch(self) -> None:
         """Read the pages that waiting requests need next into host memory, from tiers with little

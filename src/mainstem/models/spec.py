@@ -191,6 +191,11 @@ class ModelSpec:
                 f"num_attention_heads={self.num_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
+        if self.residual is not Residual.SERIAL and self.norm_place is not NormPlace.BEFORE:
+            raise UnsupportedModel(
+                "norms of the outputs of attention and MLP are not supported where both run in "
+                "parallel"
+            )
         for rope in self.ropes:
             if rope.rotary_dim % 2 or rope.rotary_dim > self.head_dim:
                 raise UnsupportedModel(
@@ -230,7 +235,7 @@ class ModelSpec:
         """Numbers of K and V that one token keeps over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
-    def kv_elements_in_windows(self, context: int) -> int:
+    def unread_kv_elements(self, context: int) -> int:
         """How many of a token's K and V elements, on average, are no longer in their layer's window
         at the end of a context of `context` tokens. They stay in memory, since a page holds all
         layers."""

@@ -34,6 +34,6 @@ def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
         bytes_per_token=spec.kv_elements_per_token * element_bytes,
         dtype=kept,
         max_positions=spec.max_positions,
-        unread_bytes_per_token=spec.kv_elements_in_windows(spec.max_positions) * element_bytes,
+        unread_bytes_per_token=spec.unread_kv_elements(spec.max_positions) * element_bytes,
         weights=str(spec.quantized or spec.dtype.value),
     )

@@ -79,10 +79,18 @@ class WaitingQueue:
         return self._heap[0][-1] if self._heap and not self._heap[0][-1].is_at_fault else None
 
     def first(self, count: int) -> list[Sequence]:
-        """About the next `count` sequences to start; fewer if some of them were aborted."""
-        near = sorted(self._heap[: 2 * count])[:count]
-        found = [entry[-1] for entry in near]
-        return [seq for seq in found if seq.state is not SeqState.DONE and not seq.is_at_fault]
+        """About the next `count` sequences to start; fewer, up to a half, if some of them were
+        aborted."""
+        near = self._near(count)
+        living = [seq for seq in near if seq.state is not SeqState.DONE]
+        if 2 * len(living) < len(near):
+            self._bury()  # rare enough: `count` / 2 were aborted since the last time
+            living = self._near(count)
+        return [seq for seq in living if not seq.is_at_fault]
+
+    def _near(self, count: int) -> list[Sequence]:
+        """About the next `count` sequences, aborted ones included."""
+        return [entry[-1] for entry in sorted(self._heap[: 2 * count])[:count]]
 
     def awaited(self, most_pages: int) -> list[tuple[PageKey, ...]]:
         """Return the page chains of waiting prompts, roughly in the order they start and up to

@@ -92,7 +92,10 @@ LABELLED_COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
         ("tier",),
         "Pages that requests waited for, by tier.",
     ),
-    "mainstem:load_seconds": (("tier",), "Seconds from asking for pages to having them."),
+    "mainstem:load_seconds": (
+        ("tier",),
+        "Seconds of all loads, by the slowest tier of each; loads overlap.",
+    ),
     "mainstem:saved_pages": (("tier",), "Pages copied to a lower tier."),
     "mainstem:unsaved_pages": (("reason", "tier"), "Pages that were not copied to a lower tier."),
     "mainstem:lost_pages": (("reason", "tier"), "Pages that a tier has lost or damaged."),

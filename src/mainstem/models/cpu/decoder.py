@@ -85,7 +85,8 @@ def finish_parallel(layer: Layer, x: Tensor, mixed: Tensor) -> None:
 
 
 def finish_parallel_with_tail(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """Like `finish_parallel`, for several ranks: both outputs are summed over ranks in one call."""
+    """Like `finish_parallel`, but the sum of both outputs is scaled, or summed over ranks in one
+    call, before it is added."""
     normed = layer.mlp_norm(x)
     x.add_(layer.tails[0](layer.out(mixed).add_(layer.mlp(normed))))
 
@@ -222,11 +223,11 @@ def _compile(
         _tail(tensors.after_attention_norm, spec, ranks),
         _tail(tensors.after_mlp_norm, spec, ranks),
     )
-    finish = finish_serial
-    if spec.residual is not Residual.SERIAL:
-        finish = finish_parallel if ranks.shard.is_whole else finish_parallel_with_tail
-    elif not all(isinstance(tail, Identity) for tail in tails):
-        finish = finish_serial_with_tails
+    has_tails = not all(isinstance(tail, Identity) for tail in tails)
+    if spec.residual is Residual.SERIAL:
+        finish = finish_serial_with_tails if has_tails else finish_serial
+    else:
+        finish = finish_parallel_with_tail if has_tails else finish_parallel
     return Layer(
         attention_norm=attention_norm,
         qkv=_linear(qkv, dtype),
