@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
+from mainstem.models import weights
 from mainstem.models.cpu.decoder import Decoder, load_decoder
 from mainstem.models.families import read_spec
 from mainstem.models.weights import (
@@ -112,6 +113,29 @@ def test_auto_dtype_avoids_slow_16_bit_arithmetic() -> None:
     assert compute_dtype(DType.AUTO, DType.FP32) == torch.float32
     assert compute_dtype(DType.BF16, DType.FP32) == torch.bfloat16
     expected = torch.bfloat16 if has_fast_matmul(torch.bfloat16) else torch.float32
+    assert compute_dtype(DType.AUTO, DType.BF16) == expected
+
+
+@pytest.mark.parametrize(
+    ("supported", "avx512", "avx512_bf16", "is_fast"),
+    [
+        (False, False, False, False),
+        (True, False, False, True),  # Arm
+        (True, True, False, False),  # Cascade Lake: oneDNN emulates bf16
+        (True, True, True, True),
+    ],
+)
+def test_emulated_bf16_is_not_fast(
+    supported: bool, avx512: bool, avx512_bf16: bool, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "has_onednn", lambda: True)
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False
+    )
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    assert has_fast_matmul(torch.bfloat16) is is_fast
+    expected = torch.bfloat16 if is_fast else torch.float32
     assert compute_dtype(DType.AUTO, DType.BF16) == expected
 
 
