@@ -19,9 +19,9 @@ from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Runner
-from mainstem.engine.build import build_engine
 from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import Tokenizer
+from mainstem_bench.kept import KeptModel
 from mainstem_bench.ways import WatchedRunner, Way, way_config
 
 ANSWER_TOKENS = 16
@@ -104,7 +104,7 @@ def _bare(question: str) -> str:
     return question.strip().removeprefix("Question:").removesuffix("Answer:").strip()
 
 
-def ask(folder: Path, config: EngineConfig, way: Way, questions: Questions) -> Score:
+def ask(model: KeptModel, config: EngineConfig, way: Way, questions: Questions) -> Score:
     """Fill the window with a document and other text; then ask the questions."""
     config = way_config(config, way)
     window = config.sched.max_model_len
@@ -116,8 +116,8 @@ def ask(folder: Path, config: EngineConfig, way: Way, questions: Questions) -> S
     def watch(runner: Runner) -> Runner:
         return WatchedRunner(runner, nothing, 0, way.is_naive)
 
-    tokenizer = Tokenizer.load(folder, config.model.chat_template)
-    engine = TextEngine(build_engine(folder, config, bus, around=watch), tokenizer)
+    tokenizer = Tokenizer.load(model.folder, config.model.chat_template)
+    engine = TextEngine(model.build(config, bus, around=watch), tokenizer)
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
     one = SamplingParams(temperature=0.0, max_tokens=1)
     scores: list[ScoredAnswer] = []
