@@ -51,7 +51,7 @@ FAR = 2.0  # naive must be above this many times the perplexity with recompute
 
 
 @dataclass(frozen=True, slots=True)
-class Tested:
+class RealModel:
     """A model, what it is asked, and how equal its answers must be."""
 
     name: str  # `smollm2` or a hub id; `bench paper --model` replaces it
@@ -70,7 +70,7 @@ class Tested:
     kv_tokens: int | None = None  # for the questions of MMLU
 
 
-SMOLLM2 = Tested(
+SMOLLM2 = RealModel(
     name="smollm2",
     label="smollm2",
     device=Device.CPU,
@@ -84,7 +84,7 @@ SMOLLM2 = Tested(
     least_same=100.0,
     most_points=0.0,
 )
-QWEN = Tested(
+QWEN = RealModel(
     name="Qwen/Qwen2.5-Coder-1.5B-Instruct",
     label="Qwen2.5-Coder-1.5B",
     device=Device.CUDA,
@@ -110,14 +110,14 @@ QUICK = replace(
 MODELS = {model.label: model for model in (SMOLLM2, QWEN)}
 
 
-def a_config(model: Tested, name: str, window: int | None = None) -> EngineConfig:
+def a_config(model: RealModel, name: str, window: int | None = None) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=name, device=model.device, dtype=model.dtype),
         sched=SchedConfig(max_model_len=window),
     )
 
 
-def find_model(model: Tested, settings: Settings) -> KeptModel:
+def find_model(model: RealModel, settings: Settings) -> KeptModel:
     """Find the model's folder, which --model may name. Raises ConfigError if the folder holds
     another model: lines would have the wrong label."""
     folder = resolve_model(settings.model or model.name)
@@ -133,7 +133,7 @@ def find_model(model: Tested, settings: Settings) -> KeptModel:
 # --- RelayAttention, Table 3 ----------------------------------------------------------------------
 
 
-def run_answers(model: Tested, settings: Settings) -> Iterator[Line]:
+def run_answers(model: RealModel, settings: Settings) -> Iterator[Line]:
     """Ask few-shot questions with and without sharing."""
     shots: tuple[int, ...] = SHOTS
     shares = [Share.NONE, Share.STORAGE, Share.READS]
@@ -222,7 +222,7 @@ def _percent(value: float) -> str:
 # --- AttentionStore, Table 1 ----------------------------------------------------------------------
 
 
-def run_perplexity(model: Tested, settings: Settings) -> Iterator[Line]:
+def run_perplexity(model: RealModel, settings: Settings) -> Iterator[Line]:
     """Measure one long text, during which the window is cut many times."""
     ways = list(CUT_WAYS)
     if settings.is_quick:
@@ -272,7 +272,7 @@ def judge_perplexity(lines: Sequence[Line]) -> Verdict:
 # --- AttentionStore, Table 2 ----------------------------------------------------------------------
 
 
-def run_questions(model: Tested, settings: Settings) -> Iterator[Line]:
+def run_questions(model: RealModel, settings: Settings) -> Iterator[Line]:
     """Ask questions about documents after a cut that dropped older text, or the documents
     themselves."""
     ways, places = ["recompute", "kv", "important"], ["last", "first"]
