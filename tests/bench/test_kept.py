@@ -10,6 +10,7 @@ import pytest
 from mainstem.core.config import CacheConfig, EngineConfig, ModelConfig, SchedConfig, Share
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
+from mainstem.engine.build import load_folder
 from mainstem_bench import kept
 from mainstem_bench.kept import KeptModel
 from tests.models.checkpoints import make_checkpoint
@@ -25,11 +26,10 @@ CONFIG = EngineConfig(
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """The configs that the model was loaded with."""
     found: list[EngineConfig] = []
-    load = kept.load_folder
 
     def noted(folder: Path, config: EngineConfig) -> Any:
         found.append(config)
-        return load(folder, config)
+        return load_folder(folder, config)
 
     monkeypatch.setattr(kept, "load_folder", noted)
     return found

@@ -10,6 +10,7 @@ from mainstem_bench.paper import command, quality
 from mainstem_bench.paper.item import Line, Outcome, Settings
 from mainstem_bench.paper.quality import QWEN, SMOLLM2, RealModel, find_model
 from mainstem_bench.paper.registry import ITEMS
+from mainstem_bench.paper.results import read_lines
 from tests.models.checkpoints import make_checkpoint
 
 ON_GPU = ["relay-answers-1.5b", "store-tab1-1.5b", "store-tab2-1.5b"]
@@ -128,7 +129,7 @@ def test_lines_of_both_models_can_be_drawn(name: str, tmp_path: Path) -> None:
     """Stored lines of the small model stand in for those of the larger one."""
     stored = Path(__file__).parents[2] / "benchmarks" / "results" / "paper"
     small = ITEMS[name.removesuffix("-1.5b")]
-    lines = [{**line, "model": QWEN.label} for line in command.read_lines(stored, small)]
+    lines = [{**line, "model": QWEN.label} for line in read_lines(stored, small)]
     command.draw(ITEMS[name], lines, tmp_path / "plot.svg")
     assert QWEN.label in (tmp_path / "plot.svg").read_text()
     assert command.judged(ITEMS[name], lines).outcome is Outcome.REPRODUCED
