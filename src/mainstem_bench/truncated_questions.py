@@ -26,7 +26,7 @@ from mainstem_bench.ways import WatchedRunner, Way, way_config
 
 ANSWER_TOKENS = 16
 SPARE_TOKENS = 8  # tokens of the window that stay free, so that any question makes it overflow
-QUESTION_TOKENS = 64  # approximate length of question, answer and the template between them
+QUESTION_TOKENS = 48  # approximate length of a question and the template around it
 READ = {"role": "assistant", "content": "I have read it. What do you want to know?"}
 ARTICLES = {"a", "an", "the"}
 
@@ -44,6 +44,7 @@ class Questions:
     documents: tuple[Document, ...]
     filler_ids: Sequence[int]
     is_document_first: bool = False
+    answer_tokens: int = ANSWER_TOKENS  # the most
 
     def told(self, document: Document, filler: str) -> str:
         """Return the beginning of a conversation."""
@@ -118,13 +119,13 @@ def ask(model: KeptModel, config: EngineConfig, way: Way, questions: Questions) 
 
     tokenizer = Tokenizer.load(model.folder, config.model.chat_template)
     engine = TextEngine(model.build(config, bus, around=watch), tokenizer)
-    greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
+    greedy = SamplingParams(temperature=0.0, max_tokens=questions.answer_tokens)
     one = SamplingParams(temperature=0.0, max_tokens=1)
     scores: list[ScoredAnswer] = []
     began_s = perf_counter()
     for number, document in enumerate(questions.documents):
         num_filler = window - SPARE_TOKENS - len(tokenizer.encode_chat([_user(document.text)]))
-        if num_filler < window // 2 + QUESTION_TOKENS:
+        if num_filler < window // 2 + QUESTION_TOKENS + questions.answer_tokens:
             continue  # the cut would drop a part of the document
         filler = tokenizer.decode(questions.filler_ids[:num_filler])
         told = _user(questions.told(document, filler))

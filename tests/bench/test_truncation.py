@@ -18,6 +18,7 @@ from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.chat_sessions import Chats, ChatWork
 from mainstem_bench.kept import KeptModel
 from mainstem_bench.truncated_questions import (
+    Document,
     Questions,
     ScoredAnswer,
     ask,
@@ -127,6 +128,22 @@ def test_questions_are_asked_after_the_cut(
     assert score.questions == 2
     assert score.moved_pages > 0
     assert score.accuracy == 100.0
+
+
+def test_answers_have_at_most_the_tokens_that_were_asked_for(
+    smollm2_folder: Path, text_ids: list[int]
+) -> None:
+    """A longer answer needs a longer part of the window."""
+    document = Document("The cat is called Tom.", (("What is the name of the cat?", "Tom"),))
+    config = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=256))
+    model, filler = KeptModel(smollm2_folder), [*text_ids, *text_ids]
+    short, longer = (
+        ask(model, config, WAYS["kv"], Questions((document,), filler, answer_tokens=count))
+        for count in (1, 9)
+    )
+    assert (short.accuracy, longer.accuracy) == (0.0, 100.0)  # "The name of the cat is Tom."
+    with pytest.raises(InvalidRequest, match="no document is short enough"):
+        ask(model, config, WAYS["kv"], Questions((document,), filler, answer_tokens=100))
 
 
 def test_methods_are_compared_question_by_question() -> None:

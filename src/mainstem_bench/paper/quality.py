@@ -64,6 +64,7 @@ class RealModel:
     text_tokens: int
     turn_tokens: int
     document_window: int
+    answer_tokens: int  # to a question about a document, the most
     least_same: float  # percent of choices
     most_points: float  # of accuracy
     dtype: DType = DType.AUTO
@@ -81,6 +82,7 @@ SMOLLM2 = RealModel(
     text_tokens=3072,
     turn_tokens=64,
     document_window=512,
+    answer_tokens=16,
     least_same=100.0,
     most_points=0.0,
 )
@@ -95,6 +97,7 @@ QWEN = RealModel(
     text_tokens=16_384,
     turn_tokens=64,
     document_window=1024,
+    answer_tokens=32,  # it answers in sentences
     least_same=98.0,
     most_points=1.0,
     dtype=DType.BF16,
@@ -284,7 +287,9 @@ def run_questions(model: RealModel, settings: Settings) -> Iterator[Line]:
     with closing(find_model(model, settings)) as kept:
         config = a_config(model, model.label, model.document_window)
         for place in places:
-            questions = Questions(tuple(documents), _text_ids(kept), place == "first")
+            questions = Questions(
+                tuple(documents), _text_ids(kept), place == "first", model.answer_tokens
+            )
             first = None
             for way in ways:
                 score = ask(kept, config, WAYS[way], questions)
