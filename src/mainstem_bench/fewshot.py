@@ -30,6 +30,7 @@ from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.files import read_plain_or_gzip
 from mainstem.core.tables import table
+from mainstem_bench.kept import free_memory
 from mainstem_bench.paper.lengths import shipped
 from mainstem_bench.report import line
 
@@ -108,22 +109,20 @@ def _head(prefix: str, count: int) -> str:
     return intro + EXAMPLE_END + rest[: ends[count - 1]] + EXAMPLE_END
 
 
-def answer(
-    config: EngineConfig, share: Share, prompts: Sequence[str], num_going_on: int, num_tokens: int
-) -> Answers:
-    """Score the letters after each prompt; generate text after the first ones."""
-    llm = LLM.from_config(config.sharing(share))
+def answer(llm: LLM, prompts: Sequence[str], num_going_on: int, num_tokens: int) -> Answers:
+    """Score the letters after each prompt; generate text after the first ones. Afterwards no
+    page is left on the device: fewer examples are a prefix of more examples."""
+    before = llm.counters.computed_tokens
     began_s = perf_counter()
     scores = llm.score(prompts, [f" {letter}" for letter in LETTERS], use_tqdm=False)
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     outputs = llm.generate(prompts[:num_going_on], greedy, use_tqdm=False)
     seconds = perf_counter() - began_s
-    computed = llm.counters.computed_tokens
-    llm.close()
+    llm.text_engine.engine.clear_device()
     return Answers(
         [[choice.logprob for choice in score.choices] for score in scores],
         [tuple(output.outputs[0].token_ids) for output in outputs],
-        computed,
+        llm.counters.computed_tokens - before,
         round(seconds, 1),
     )
 
@@ -168,15 +167,19 @@ def measure(
     num_going_on: int,
     num_tokens: int,
 ) -> Iterator[Quality]:
-    """Yield the results for every number of examples and every way of sharing."""
+    """Yield the results for every way of sharing and every number of examples. The model is loaded
+    once for each way."""
     right = [question.right for question in questions]
-    for count in shots:
-        prompts = [question.prompts[count] for question in questions]
-        first: Answers | None = None
-        for share in shares:
-            found = answer(config, share, prompts, num_going_on, num_tokens)
-            first = first or found
-            yield compare(count, share, found, first, right)
+    first: dict[int, Answers] = {}  # of the first way, by number of examples
+    for share in shares:
+        free_memory()
+        llm = LLM.from_config(config.sharing(share))
+        for count in shots:
+            prompts = [question.prompts[count] for question in questions]
+            found = answer(llm, prompts, num_going_on, num_tokens)
+            yield compare(count, share, found, first.setdefault(count, found), right)
+        llm.close()
+        del llm  # otherwise its memory would still be taken when the next one is loaded
 
 
 def parser() -> argparse.ArgumentParser:

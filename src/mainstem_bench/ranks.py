@@ -6,13 +6,11 @@ and is added; nothing overlaps. There are steps with only prompts, and steps wit
 """
 
 import argparse
-import gc
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from mainstem.cli.flag_types import comma_list, positive_count
@@ -31,6 +29,7 @@ from mainstem.runner.load import load_runner
 from mainstem.runner.origin import RandomOrigin
 from mainstem_bench.decode import decode, num_outputs
 from mainstem_bench.feed import submit_all
+from mainstem_bench.kept import free_memory
 from mainstem_bench.machine import Machine
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
@@ -142,9 +141,7 @@ def measure(args: Namespace, name: str, of: int) -> Iterator[dict[str, object]]:
         yield about | _projected(f"decodes, {seqs}", seconds, spec, of, seqs, seqs) | where
     engine.close()
     del engine
-    gc.collect()
-    if machine.has_gpu:
-        torch.cuda.empty_cache()
+    free_memory()
 
 
 def _part_engine(spec: ModelSpec, config: EngineConfig, of: int) -> Engine:

@@ -19,14 +19,14 @@ from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Runner
-from mainstem.engine.build import build_engine
 from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import Tokenizer
+from mainstem_bench.kept import KeptModel
 from mainstem_bench.ways import WatchedRunner, Way, way_config
 
 ANSWER_TOKENS = 16
 SPARE_TOKENS = 8  # tokens of the window that stay free, so that any question makes it overflow
-QUESTION_TOKENS = 64  # approximate length of question, answer and the template between them
+QUESTION_TOKENS = 48  # approximate length of a question and the template around it
 READ = {"role": "assistant", "content": "I have read it. What do you want to know?"}
 ARTICLES = {"a", "an", "the"}
 
@@ -44,6 +44,7 @@ class Questions:
     documents: tuple[Document, ...]
     filler_ids: Sequence[int]
     is_document_first: bool = False
+    answer_tokens: int = ANSWER_TOKENS  # the most
 
     def told(self, document: Document, filler: str) -> str:
         """Return the beginning of a conversation."""
@@ -104,7 +105,7 @@ def _bare(question: str) -> str:
     return question.strip().removeprefix("Question:").removesuffix("Answer:").strip()
 
 
-def ask(folder: Path, config: EngineConfig, way: Way, questions: Questions) -> Score:
+def ask(model: KeptModel, config: EngineConfig, way: Way, questions: Questions) -> Score:
     """Fill the window with a document and other text; then ask the questions."""
     config = way_config(config, way)
     window = config.sched.max_model_len
@@ -116,15 +117,15 @@ def ask(folder: Path, config: EngineConfig, way: Way, questions: Questions) -> S
     def watch(runner: Runner) -> Runner:
         return WatchedRunner(runner, nothing, 0, way.is_naive)
 
-    tokenizer = Tokenizer.load(folder, config.model.chat_template)
-    engine = TextEngine(build_engine(folder, config, bus, around=watch), tokenizer)
-    greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
+    tokenizer = Tokenizer.load(model.folder, config.model.chat_template)
+    engine = TextEngine(model.build(config, bus, around=watch), tokenizer)
+    greedy = SamplingParams(temperature=0.0, max_tokens=questions.answer_tokens)
     one = SamplingParams(temperature=0.0, max_tokens=1)
     scores: list[ScoredAnswer] = []
     began_s = perf_counter()
     for number, document in enumerate(questions.documents):
         num_filler = window - SPARE_TOKENS - len(tokenizer.encode_chat([_user(document.text)]))
-        if num_filler < window // 2 + QUESTION_TOKENS:
+        if num_filler < window // 2 + QUESTION_TOKENS + questions.answer_tokens:
             continue  # the cut would drop a part of the document
         filler = tokenizer.decode(questions.filler_ids[:num_filler])
         told = _user(questions.told(document, filler))

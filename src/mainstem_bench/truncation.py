@@ -47,10 +47,10 @@ from mainstem.core.metrics import Counters
 from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.step import Runner
 from mainstem.core.tables import table
-from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
-from mainstem.runner.origin import folder_origin
+from mainstem.models.families import read_spec
 from mainstem.text.tokenizer import Tokenizer
+from mainstem_bench.kept import KeptModel
 from mainstem_bench.report import line
 from mainstem_bench.truncated_questions import Questions, Score, ask, compare, read_documents
 from mainstem_bench.ways import WAYS, WatchedRunner, Way, way_config
@@ -98,14 +98,14 @@ class Whole:
         )
 
 
-def read_whole(folder: Path, config: EngineConfig, text_ids: Sequence[int]) -> Whole | None:
+def read_whole(model: KeptModel, config: EngineConfig, text_ids: Sequence[int]) -> Whole | None:
     """Read the text without a cut; None: it is longer than the model's context."""
     num_tokens = len(text_ids) + 1
-    if num_tokens > folder_origin(folder).spec.max_positions:
+    if num_tokens > read_spec(model.folder).max_positions:
         return None
     sched = replace(config.sched, max_model_len=num_tokens)
     cache = replace(config.cache, kv_tokens=config.cache.kv_tokens or 2 * num_tokens)
-    engine = build_engine(folder, replace(config, sched=sched, cache=cache))
+    engine = model.build(replace(config, sched=sched, cache=cache))
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     began_s = perf_counter()
     engine.submit(Request(RequestId("text"), np.array(text_ids, np.int32), sampling))
@@ -129,7 +129,7 @@ def _outputs(engine: Engine) -> list[Output]:
 
 
 def read_on(
-    folder: Path,
+    model: KeptModel,
     config: EngineConfig,
     way: Way,
     text_ids: Sequence[int],
@@ -153,7 +153,7 @@ def read_on(
         watched.append(WatchedRunner(runner, ids, window + 1, way.is_naive))
         return watched[0]
 
-    engine = build_engine(folder, config, bus, around=watch)
+    engine = model.build(config, bus, around=watch)
     page_size = config.cache.page_size
     sink = page_size if way.sink_tokens is None else way.sink_tokens
     watched[0].attach(bus, sink)
@@ -246,15 +246,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     config = engine_config(args)
-    folder = resolve_model(config.model.model)
-    tokenizer = Tokenizer.load(folder)
+    model = KeptModel(resolve_model(config.model.model))
+    tokenizer = Tokenizer.load(model.folder)
     text_ids = tokenizer.encode(read_text(args.text))
     if args.questions is None:
-        rows = _readings(folder, config, args.ways, text_ids[: args.tokens], args.turn)
+        rows = _readings(model, config, args.ways, text_ids[: args.tokens], args.turn)
     else:
         found = [document for path in args.questions for document in read_documents(path)]
         questions = Questions(tuple(found[: args.documents]), text_ids, args.document_first)
-        rows = _scores(folder, config, args.ways, questions)
+        rows = _scores(model, config, args.ways, questions)
     sources = args.questions or [args.text]
     names = " ".join(source.name if source else "demo" for source in sources)
     results: list[dict[str, object]] = []
@@ -269,22 +269,26 @@ def main(argv: list[str]) -> int:
 
 
 def _readings(
-    folder: Path, config: EngineConfig, ways: Sequence[str], ids: Sequence[int], turn_tokens: int
+    model: KeptModel,
+    config: EngineConfig,
+    ways: Sequence[str],
+    ids: Sequence[int],
+    turn_tokens: int,
 ) -> Iterator[dict[str, object]]:
-    whole = read_whole(folder, config, ids)
+    whole = read_whole(model, config, ids)
     if whole is not None:
         assert config.sched.max_model_len is not None
         yield asdict(whole.reading(config.sched.max_model_len))
     for name in ways:
-        yield asdict(read_on(folder, config, WAYS[name], ids, turn_tokens, whole))
+        yield asdict(read_on(model, config, WAYS[name], ids, turn_tokens, whole))
 
 
 def _scores(
-    folder: Path, config: EngineConfig, ways: Sequence[str], questions: Questions
+    model: KeptModel, config: EngineConfig, ways: Sequence[str], questions: Questions
 ) -> Iterator[dict[str, object]]:
     first: Score | None = None  # the other ways are compared with it
     for name in ways:
-        score = ask(folder, config, WAYS[name], questions)
+        score = ask(model, config, WAYS[name], questions)
         first = first or score
         place = "first" if questions.is_document_first else "last"
         yield _question_result(score, first) | {"document": place}

@@ -16,7 +16,9 @@ from mainstem.core.request import Overflow
 from mainstem.sched.truncation import TruncationRules, Truncator
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.chat_sessions import Chats, ChatWork
+from mainstem_bench.kept import KeptModel
 from mainstem_bench.truncated_questions import (
+    Document,
     Questions,
     ScoredAnswer,
     ask,
@@ -60,7 +62,7 @@ def perplexity_by_transformers(folder: Path, ids: list[int]) -> float:
 def test_recompute_scores_as_transformers_does(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     ids = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 160)]
-    reading = read_on(tmp_path, CONFIG, WAYS["recompute"], ids, TURN)
+    reading = read_on(KeptModel(tmp_path), CONFIG, WAYS["recompute"], ids, TURN)
     assert reading.scored_tokens == len(ids) - WINDOW - 1
     assert reading.perplexity == pytest.approx(perplexity_by_transformers(tmp_path, ids), rel=1e-3)
 
@@ -69,7 +71,9 @@ def test_pages_in_host_memory_change_no_score(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     ids = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 160)]
     with_host = replace(CONFIG, store=StoreConfig(host_gb=0.01))
-    plain, stored = (read_on(tmp_path, c, WAYS["kv"], ids, TURN) for c in (CONFIG, with_host))
+    plain, stored = (
+        read_on(KeptModel(tmp_path), c, WAYS["kv"], ids, TURN) for c in (CONFIG, with_host)
+    )
     assert stored.perplexity == pytest.approx(plain.perplexity, rel=1e-6)
 
 
@@ -79,7 +83,7 @@ def test_a_model_of_one_layer_cannot_tell_moved_from_recomputed_keys(tmp_path: P
     make_checkpoint("llama", tmp_path, num_hidden_layers=1)
     ids = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 160)]
     recompute, kv, no_sink, naive = (
-        read_on(tmp_path, CONFIG, WAYS[name], ids, TURN)
+        read_on(KeptModel(tmp_path), CONFIG, WAYS[name], ids, TURN)
         for name in ("recompute", "kv", "no sink", "naive")
     )
     assert kv.perplexity == pytest.approx(recompute.perplexity, rel=1e-4)
@@ -93,7 +97,8 @@ def test_moved_keys_predict_better_than_misplaced_ones(
     smollm2_folder: Path, text_ids: list[int]
 ) -> None:
     kv, naive = (
-        read_on(smollm2_folder, CONFIG, WAYS[name], text_ids, TURN) for name in ("kv", "naive")
+        read_on(KeptModel(smollm2_folder), CONFIG, WAYS[name], text_ids, TURN)
+        for name in ("kv", "naive")
     )
     assert kv.perplexity < naive.perplexity
 
@@ -102,7 +107,7 @@ def test_a_text_too_short_for_many_cuts_is_refused(
     smollm2_folder: Path, text_ids: list[int]
 ) -> None:
     with pytest.raises(ConfigError, match="too short"):
-        read_on(smollm2_folder, CONFIG, WAYS["kv"], text_ids[:100], TURN)
+        read_on(KeptModel(smollm2_folder), CONFIG, WAYS["kv"], text_ids[:100], TURN)
 
 
 @pytest.mark.parametrize("way", ["kv", "important"])
@@ -119,10 +124,26 @@ def test_questions_are_asked_after_the_cut(
     documents = tuple(read_documents(path))
     assert documents[0].questions[0] == ("What is the name of the cat?", "Tom")
     questions = Questions(documents, filler)
-    score = ask(smollm2_folder, config, WAYS[way], questions)
+    score = ask(KeptModel(smollm2_folder), config, WAYS[way], questions)
     assert score.questions == 2
     assert score.moved_pages > 0
     assert score.accuracy == 100.0
+
+
+def test_answers_have_at_most_the_tokens_that_were_asked_for(
+    smollm2_folder: Path, text_ids: list[int]
+) -> None:
+    """A longer answer needs a longer part of the window."""
+    document = Document("The cat is called Tom.", (("What is the name of the cat?", "Tom"),))
+    config = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=256))
+    model, filler = KeptModel(smollm2_folder), [*text_ids, *text_ids]
+    short, longer = (
+        ask(model, config, WAYS["kv"], Questions((document,), filler, answer_tokens=count))
+        for count in (1, 9)
+    )
+    assert (short.accuracy, longer.accuracy) == (0.0, 100.0)  # "The name of the cat is Tom."
+    with pytest.raises(InvalidRequest, match="no document is short enough"):
+        ask(model, config, WAYS["kv"], Questions((document,), filler, answer_tokens=100))
 
 
 def test_methods_are_compared_question_by_question() -> None:
@@ -172,6 +193,6 @@ def test_a_missing_chat_template_is_an_error(smollm2_folder: Path, tmp_path: Pat
     model = ModelConfig(threads=1, chat_template=str(tmp_path / "none.jinja"))
     config = EngineConfig(model=model, sched=SchedConfig(max_model_len=256))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):
-        ask(smollm2_folder, config, WAYS["kv"], Questions((), []))
+        ask(KeptModel(smollm2_folder), config, WAYS["kv"], Questions((), []))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):
         Chats(ChatWork((), 1, 1, 1, 1, ()), config)

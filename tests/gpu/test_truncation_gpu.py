@@ -2,6 +2,7 @@
 attention."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,10 @@ from mainstem.core.step import InFlight, Step, StepResult  # noqa: E402
 from mainstem.engine.build import build_random_engine  # noqa: E402
 from mainstem.kernels.attention.mass import page_masses  # noqa: E402
 from mainstem.models.shapes import llama_shape  # noqa: E402
+from mainstem_bench.kept import KeptModel  # noqa: E402
+from mainstem_bench.truncation import read_on  # noqa: E402
+from mainstem_bench.ways import WAYS  # noqa: E402
+from tests.models.checkpoints import make_checkpoint  # noqa: E402
 from tests.runner.conversations import GREEDY, answer, check_conversation  # noqa: E402
 
 WINDOW, VOCAB = 512, 4096
@@ -100,3 +105,20 @@ def test_weights_of_all_layers_and_heads_come_back_with_the_step() -> None:
         assert len(masses) == len(weighing.page_ids)
         assert (masses > 0).all()
         assert float(masses.sum()) == pytest.approx(weighing.num_rows * 6 * 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("way", ["recompute", "kv", "important", "naive"])
+def test_a_text_that_is_cut_is_scored_as_on_a_cpu(way: str, tmp_path: Path) -> None:
+    """Six query heads share a KV head, as in Qwen2.5-1.5B."""
+    make_checkpoint(
+        "qwen2", tmp_path, hidden_size=384, num_attention_heads=6, num_key_value_heads=1
+    )
+    ids = [int(i) for i in np.random.default_rng(0).integers(3, 99, 640)]
+    config = a_config(DType.FP32)
+    config = replace(config, sched=replace(config.sched, max_model_len=256))
+    on_cpu = replace(config, model=replace(config.model, device=Device.CPU))
+    there, here = (
+        read_on(KeptModel(tmp_path), each, WAYS[way], ids, 48) for each in (config, on_cpu)
+    )
+    assert there.perplexity == pytest.approx(here.perplexity, rel=5e-3)
+    assert (there.moved_pages, there.computed_tokens) == (here.moved_pages, here.computed_tokens)

@@ -44,6 +44,13 @@ def build_engine(
     steps. Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible
     settings.
     """
+    runner, facts, config = load_folder(folder, config)
+    with closed_on_error(runner):
+        return join(runner, facts, config, bus or EventBus(), choose_kept, around)
+
+
+def load_folder(folder: Path, config: EngineConfig) -> tuple[Runner, RunnerFacts, EngineConfig]:
+    """Load the model in `folder`. Also returns the config with the step size of this model."""
     config.check()
     origin = folder_origin(folder, config.model.ignore_config_fields or ())
     config = with_chunk(config, origin.spec)
@@ -57,8 +64,7 @@ def build_engine(
     if dropped := origin.spec.dropped:
         log.warning("%s is loaded without %s", config.model.model, ", ".join(dropped))
     runner, facts = load_model(origin, config)
-    with closed_on_error(runner):
-        return join(runner, facts, config, bus or EventBus(), choose_kept, around)
+    return runner, facts, config
 
 
 def build_random_engine(

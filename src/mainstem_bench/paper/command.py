@@ -5,6 +5,8 @@
     mainstem bench paper --quick all           tiny models on this CPU: the same code on small
                                                numbers, nothing drawn or judged
     mainstem bench paper --draw relay-fig7     plot and verdict again, from stored lines
+    mainstem bench paper --model FOLDER store-tab1-1.5b
+                                               weights from a folder instead of the hub
 
 An item prints its JSON lines, and writes them to --results with a plot. Then it prints the paper's
 claim, our result, and what is different here.
@@ -44,6 +46,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--results", type=Path, default=DEFAULT_RESULTS, metavar="FOLDER", help="(%(default)s)"
     )
+    made.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="weights for the items on Qwen2.5-Coder-1.5B (fetched from the hub)",
+    )
     made.add_argument("--draw", action="store_true", help="measure nothing: use stored lines")
     made.add_argument("--no-plot", action="store_true", help="lines and verdicts only")
     made.add_argument(
@@ -64,7 +71,9 @@ def main(argv: list[str]) -> int:
     if not items:
         parser().print_usage(sys.stderr)
         return 2
-    settings, began_s, status = Settings(is_quick=args.quick), perf_counter(), 0
+    _check_model(args, items)
+    settings = Settings(is_quick=args.quick, model=args.model)
+    began_s, status = perf_counter(), 0
     try:
         for item in items:
             expected_s = item.quick_s if args.quick else item.full_s
@@ -80,6 +89,18 @@ def main(argv: list[str]) -> int:
     finally:
         settings.engines.close()
     return status
+
+
+def _check_model(args: argparse.Namespace, items: list[Item]) -> None:
+    """Raise ConfigError if --model would have no effect."""
+    if args.model is None:
+        return
+    if args.quick or args.draw:
+        flag = "--quick" if args.quick else "--draw"
+        raise ConfigError(f"--model has no effect with {flag}; leave one of them out")
+    if without := [item.name for item in items if item.model is None]:
+        able = ", ".join(item.name for item in ITEMS.values() if item.model is not None)
+        raise ConfigError(f"--model has no effect on {without[0]}; only on {able}")
 
 
 def listing() -> str:
@@ -137,7 +158,9 @@ def _measure(item: Item, settings: Settings) -> list[Line]:
     if not can_run(item, settings):
         raise ConfigError(f"{item.name} needs a CUDA device; --quick runs it small on a CPU")
     about = {
-        "command": item.command + " --quick" * settings.is_quick,
+        "command": item.command
+        + " --quick" * settings.is_quick
+        + " --model FOLDER" * (settings.model is not None),
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "load_before": load_average(),
         **fingerprint(),

@@ -1,21 +1,19 @@
 """Engines with random weights that share one loaded model."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from mainstem.core.config import CacheConfig, EngineConfig, ModelConfig, Share
 from mainstem.core.events import EventBus
-from mainstem.core.step import InFlight, Runner, Step
+from mainstem.core.step import Runner
 from mainstem.engine.build import join, with_chunk
 from mainstem.engine.engine import Engine
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import load_runner
 from mainstem.runner.origin import RandomOrigin
+from mainstem_bench.kept import KeptRunner, free_memory
 from mainstem_bench.packed import shape_with
 
 
@@ -30,29 +28,6 @@ class Size:
     @property
     def spec(self) -> ModelSpec:
         return shape_with(self.shape, self.weights)
-
-
-class KeptRunner:
-    """A runner that an engine cannot close: the next engine uses it again."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    @property
-    def can_overlap(self) -> bool:
-        return self._runner.can_overlap
-
-    def launch(self, step: Step) -> InFlight:
-        return self._runner.launch(step)
-
-    def drain(self) -> None:
-        self._runner.drain()
-
-    def check(self) -> None:
-        self._runner.check()
-
-    def close(self) -> None:
-        self._runner.drain()
 
 
 @dataclass(slots=True)
@@ -97,9 +72,7 @@ class Engines:
         if self._loaded is not None:
             self._loaded.runner.close()
             self._loaded = None
-        gc.collect()  # engines are in reference cycles with their event buses
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
     def _load(self, size: Size) -> _Loaded:
         if self._loaded is not None and self._loaded.size == size:

@@ -47,6 +47,7 @@ class Settings:
     """How items are run."""
 
     is_quick: bool = False  # tiny models on this machine: the same code, small numbers
+    model: str | None = None  # folder or hub id, instead of `Item.model`
     engines: Engines = field(default_factory=Engines)
     _measured: dict[str, list[Line]] = field(default_factory=dict)
 
@@ -75,6 +76,7 @@ class Item:
     run: Callable[[Settings], Iterator[Line]] | None
     verdict: Callable[[Sequence[Line]], Verdict]
     plot: Callable[[Sequence[Line], "Figure"], None] | None = None
+    model: str | None = None  # hub id of the weights; None: --model cannot name others
 
     @property
     def command(self) -> str:
