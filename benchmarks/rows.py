@@ -162,12 +162,15 @@ ROWS = [
     _job("relay-64", "7B, one system prompt of 64 tokens"),
     _model_job("llama31-8b", "16 bits, quantized to fp8", "8B quantized to FP8", "--quantize fp8"),
     _model_job(
+        "llama31-8b", "fp8", "8B from an FP8 checkpoint, a scale per channel", "--weights fp8"
+    ),
+    _model_job(
         "llama31-8b", "fp8-blocks", "8B, FP8 in blocks of 128 x 128", "--weights fp8-blocks"
     ),
     _model_job(
         "llama31-8b",
         "fp8-blocks, quantized to fp8",
-        "the same, quantized to FP8 with a scale per channel",
+        "the same blocks, rounded to a scale per channel",
         "--weights fp8-blocks --quantize fp8",
     ),
     _model_job(
