@@ -457,27 +457,6 @@ def test_many_requests_for_one_history_are_looked_up_over_several_steps(
     engine.close()
 
 
-def test_a_load_takes_no_pages_that_an_earlier_sequence_needs() -> None:
-    """There is room for `earlier`, but not for `later` with it. A long prompt delays both for some
-    steps. In each of them the pages of `earlier` count as needed."""
-    tiered = a_tiered_engine(num_pages=24, chunk_tokens=8)
-    history = list(range(30, 50))
-    ask(tiered, [history], max_tokens=1)
-    tiered.engine.flush()
-    tiered.engine.clear_device()
-    tiered.engine.submit(a_request(range(40), 12, "running", expected_tokens=12))
-    tiered.engine.step()
-    tiered.engine.submit(a_request(range(60, 84), 1, "earlier", expected_tokens=1))
-    tiered.engine.submit(a_request([*history, 7, 8, 9, 10], 12, "later", expected_tokens=12))
-    got, first = run_all(tiered.engine, []), list[str]()
-    for output in got.outputs:
-        if str(output.request_id) not in first:
-            first.append(str(output.request_id))
-    assert first == ["running", "earlier", "later"]
-    cached = {str(output.request_id): output.num_cached_tokens for output in got.outputs}
-    assert cached["later"] == len(history)
-
-
 def test_the_seconds_of_a_load_from_several_tiers_count_once(tmp_path: Path) -> None:
     bus, loaded = EventBus(), list[PagesLoaded]()
     bus.subscribe(PagesLoaded, loaded.append)

@@ -174,8 +174,8 @@ class Loader:
                     sequence.num_loaded_pages = match.stored.num_pages
                     self._queue.move_up(sequence)
                 elif not (is_asking or (found.may_fetch and self.fetching.is_open(match.stored))):
-                    sequence.num_to_compute, sequence.num_loaded_pages = num_tokens, 0
-            else:
+                    sequence.num_to_compute = num_tokens
+            elif sequence.has_fetched:
                 # idle pages count as available, so those loaded for this sequence count as needed
                 pages_ahead += sequence.num_loaded_pages - (-num_tokens // self._page_size)
             tokens_ahead += num_tokens
