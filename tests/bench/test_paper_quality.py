@@ -1,11 +1,13 @@
 """The papers' items on real weights: verdicts, labels, and which model is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mainstem.core.errors import ConfigError
+from mainstem.models.families import read_spec
 from mainstem_bench.paper import command, quality
 from mainstem_bench.paper.item import Line, Outcome, Settings
 from mainstem_bench.paper.quality import QWEN, SMOLLM2, RealModel, find_model
@@ -112,7 +114,10 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"folder of Qwen2\.5-Coder-1\.5B, which has 28 layers"):
         find_model(QWEN, Settings(model=str(tmp_path)))
     make_checkpoint("llama", tmp_path, num_hidden_layers=28)
-    assert find_model(QWEN, Settings(model=str(tmp_path))).folder == tmp_path.resolve()
+    with pytest.raises(ConfigError, match="28 layers of 1536; the model there has 28 of"):
+        find_model(QWEN, Settings(model=str(tmp_path)))
+    small = replace(QWEN, hidden_size=read_spec(tmp_path).hidden_size)
+    assert find_model(small, Settings(model=str(tmp_path))).folder == tmp_path.resolve()
 
 
 @pytest.mark.torch

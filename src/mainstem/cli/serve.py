@@ -398,5 +398,8 @@ class Server(uvicorn.Server):
         loop, fail_open = asyncio.get_running_loop(), gateway.engine.fail_open
         late = "the server is shutting down"
         self._end_answers = partial(loop.call_soon_threadsafe, fail_open, late)
-        loop.call_later(0.0 if self._is_urgent else self._shutdown_s, fail_open, late)
+        if self._is_urgent:
+            self._end_answers()
+        # also for requests that were still being encoded when a second signal ended the others
+        loop.call_later(self._shutdown_s, fail_open, late)
         await super().shutdown(sockets)

@@ -57,7 +57,8 @@ class RealModel:
     name: str  # `smollm2` or a hub id; `bench paper --model` replaces it
     label: str  # in lines and plots
     device: Device
-    layers: int  # of the model; a folder with another number is another model
+    layers: int  # of the model
+    hidden_size: int  # a folder with another size is another model
     questions: int  # of MMLU
     going_on: tuple[int, int]  # questions after which text is generated, and its tokens
     text_window: int
@@ -76,6 +77,7 @@ SMOLLM2 = RealModel(
     label="smollm2",
     device=Device.CPU,
     layers=30,
+    hidden_size=576,
     questions=100,
     going_on=(12, 8),
     text_window=512,
@@ -91,6 +93,7 @@ QWEN = RealModel(
     label="Qwen2.5-Coder-1.5B",
     device=Device.CUDA,
     layers=28,
+    hidden_size=1536,
     questions=300,
     going_on=(64, 32),
     text_window=2048,
@@ -103,10 +106,7 @@ QWEN = RealModel(
     dtype=DType.BF16,
     kv_tokens=262_144,
 )
-ABOUT_QWEN = (
-    "Qwen2.5-Coder-1.5B on an H200, in 16 bits; stored lines are of its GGUF file (Q4_K_M), "
-    "dequantized; "
-)
+ABOUT_QWEN = "Qwen2.5-Coder-1.5B on an H200, in 16 bits; "
 QUICK = replace(
     SMOLLM2, questions=4, going_on=(4, 8), text_window=64, text_tokens=140, turn_tokens=16
 )
@@ -124,11 +124,11 @@ def find_model(model: RealModel, settings: Settings) -> KeptModel:
     """Find the model's folder, which --model may name. Raises ConfigError if the folder holds
     another model: lines would have the wrong label."""
     folder = resolve_model(settings.model or model.name)
-    found = read_spec(folder).num_layers
-    if found != model.layers:
+    spec = read_spec(folder)
+    if (spec.num_layers, spec.hidden_size) != (model.layers, model.hidden_size):
         raise ConfigError(
-            f"--model must be a folder of {model.label}, which has {model.layers} layers; the "
-            f"model there has {found}"
+            f"--model must be a folder of {model.label}, which has {model.layers} layers of "
+            f"{model.hidden_size}; the model there has {spec.num_layers} of {spec.hidden_size}"
         )
     return KeptModel(folder)
 
