@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -52,6 +52,7 @@ class Answers:
     logprobs: list[list[float]]  # logprobs of the letters, by question
     tokens: list[tuple[int, ...]]  # generated tokens, for the first questions
     computed_tokens: int
+    reads_saved: float  # percent of keys that were not read again, because readers share them
     seconds: float
 
     def choices(self) -> list[int]:
@@ -73,6 +74,7 @@ class Quality:
     same_tokens: float  # percent of generated tokens that are the same
     logprob_difference: float  # the largest difference to the first way
     computed_tokens: int
+    reads_saved: float  # percent of keys
     seconds: float
 
 
@@ -112,17 +114,20 @@ def _head(prefix: str, count: int) -> str:
 def answer(llm: LLM, prompts: Sequence[str], num_going_on: int, num_tokens: int) -> Answers:
     """Score the letters after each prompt; generate text after the first ones. Afterwards no
     page is left on the device: fewer examples are a prefix of more examples."""
-    before = llm.counters.computed_tokens
+    before = replace(llm.counters)
     began_s = perf_counter()
     scores = llm.score(prompts, [f" {letter}" for letter in LETTERS], use_tqdm=False)
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     outputs = llm.generate(prompts[:num_going_on], greedy, use_tqdm=False)
     seconds = perf_counter() - began_s
     llm.text_engine.engine.clear_device()
+    seen = llm.counters.key_tokens_seen - before.key_tokens_seen
+    saved = llm.counters.key_tokens_saved - before.key_tokens_saved
     return Answers(
         [[choice.logprob for choice in score.choices] for score in scores],
         [tuple(output.outputs[0].token_ids) for output in outputs],
-        llm.counters.computed_tokens - before,
+        llm.counters.computed_tokens - before.computed_tokens,
+        round(100 * saved / seen, 1),
         round(seconds, 1),
     )
 
@@ -154,6 +159,7 @@ def compare(shots: int, share: Share, found: Answers, first: Answers, right: lis
         same_tokens=round(100 * sum(a == b for a, b in pairs) / max(1, len(pairs)), 2),
         logprob_difference=max(differences),
         computed_tokens=found.computed_tokens,
+        reads_saved=found.reads_saved,
         seconds=found.seconds,
     )
 
