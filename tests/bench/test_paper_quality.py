@@ -19,7 +19,8 @@ ON_GPU = ["relay-answers-1.5b", "store-tab1-1.5b", "store-tab2-1.5b"]
 
 
 def answers(model: RealModel, **of_reads: Any) -> list[Line]:
-    """Lines of few-shot questions; `of_reads` changes the line of 3 examples with shared reads."""
+    """Lines of few-shot questions; `of_reads` changes the line of 3 examples with shared reads,
+    the only one whose reads were shared."""
     equal = {
         "model": model.label,
         "accuracy": 50.0,
@@ -27,13 +28,14 @@ def answers(model: RealModel, **of_reads: Any) -> list[Line]:
         "same_choices": 100.0,
         "same_tokens": 100.0,
         "logprob_difference": 0.02,
+        "reads_saved": 0.0,
     }
     return [
         {
             **equal,
             "shots": shots,
             "share": share,
-            **(of_reads if (shots, share) == (3, "reads") else {}),
+            **({"reads_saved": 60.5, **of_reads} if (shots, share) == (3, "reads") else {}),
         }
         for shots in (1, 3, 5)
         for share in ("none", "storage", "reads")
@@ -47,6 +49,7 @@ def answers(model: RealModel, **of_reads: Any) -> list[Line]:
         (SMOLLM2, {"same_choices": 99.0}, Outcome.NOT),
         (QWEN, {"same_choices": 98.0, "accuracy": 51.0}, Outcome.REPRODUCED),
         (QWEN, {"same_choices": 97.67}, Outcome.NOT),
+        (QWEN, {"reads_saved": 0.0}, Outcome.NOT),
         (QWEN, {"same_choices": 98.0, "accuracy": 48.67}, Outcome.NOT),
     ],
 )
@@ -62,6 +65,7 @@ def test_a_verdict_does_not_hide_a_difference() -> None:
     assert "50 %, 50 %, 50 % without sharing" in told
     assert "99.7 % of questions get the same choice" in told
     assert "differ by 0.02 at most" in told
+    assert "With shared reads, 0 %, 60.5 %, 0 % of the keys were not read again" in told
 
 
 def test_a_model_at_chance_is_called_so() -> None:

@@ -258,7 +258,7 @@ ITEMS: tuple[Item, ...] = (
         "2,048; also measured: a cut that keeps the pages with the most attention, and how often "
         "the likeliest token is the same as with the whole text",
         where=Where.GPU,
-        full_s=70,
+        full_s=25,
         quick_s=15,
         run=partial(quality.run_perplexity, quality.QWEN),
         verdict=quality.judge_perplexity,
@@ -289,7 +289,7 @@ ITEMS: tuple[Item, ...] = (
         "LongEval and PIQA, as for the smaller model. Other text, before or after the paragraph, "
         "fills the window of 1,024",
         where=Where.GPU,
-        full_s=60,
+        full_s=45,
         quick_s=20,
         run=partial(quality.run_questions, quality.QWEN),
         verdict=quality.judge_questions,

@@ -146,7 +146,7 @@ ITEMS: tuple[Item, ...] = (
         differs="SmolLM2-135M on a CPU; 100 questions of 12 subjects; the answer is the likeliest "
         "of the four letters",
         where=Where.CPU,
-        full_s=900,
+        full_s=410,
         quick_s=20,
         run=partial(quality.run_answers, quality.SMOLLM2),
         verdict=quality.judge_answers,
@@ -159,9 +159,10 @@ ITEMS: tuple[Item, ...] = (
         "systems",
         differs=quality.ABOUT_QWEN + "300 questions of 12 subjects; the answer is the likeliest of "
         "the four letters. Sums in 16 bits depend on the batch, so accuracy counts as equal within "
-        "one point, if at least 98 % of questions get the same choice",
+        "one point, if at least 98 % of questions get the same choice. With one example, prefixes "
+        "are too short for shared reads to pay",
         where=Where.GPU,
-        full_s=70,
+        full_s=50,
         quick_s=20,
         run=partial(quality.run_answers, quality.QWEN),
         verdict=quality.judge_answers,
