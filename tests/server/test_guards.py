@@ -318,15 +318,20 @@ def test_a_body_that_goes_on_after_its_reply_ends_the_connection(tight: Running)
 def test_a_body_that_ends_after_its_reply_leaves_an_idle_connection() -> None:
     """The connection can be used again; if it is not, it is closed like any other."""
     health = b"GET /health HTTP/1.1\r\nhost: [::1]\r\n\r\n"
-    for after, replies in ((b"", 0), (health, 1), (health + health, 2)):
-        with a_server() as running:
-            running.server.config.timeout_keep_alive = 1
+    with a_server(limits=ServerLimits(idle_s=1)) as running:
+        for after, replies in ((b"", 0), (health, 1), (health + health, 2)):
             with refused_early(running, b"/v1/nope", 5) as connection:
                 connection.sendall(b"12345" + after)
                 received = b""
                 while piece := connection.recv(4096):
                     received += piece
             assert received.count(b"HTTP/1.1 200 OK") == received.count(b"HTTP/1.1 ") == replies
+
+
+def test_idle_connections_outlast_those_in_the_pool_of_a_proxy(server: Running) -> None:
+    """Otherwise a proxy may send a request while the server closes the connection."""
+    proxy_s = 60  # for which nginx and others keep a connection
+    assert server.server.config.timeout_keep_alive == ServerLimits().idle_s > proxy_s
 
 
 def test_bytes_that_follow_a_request_do_not_end_its_answer(tight: Running) -> None:

@@ -22,7 +22,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
         in the head  -- header_s -->  408
         in the body  -- the handler's own limit; after the reply body_s -->  closed
-        idle         -- uvicorn's timeout_keep_alive -->  closed
+        idle         -- idle_s (uvicorn's own timer) -->  closed
     """
 
     limits: ClassVar[ServerLimits] = ServerLimits()
