@@ -1,6 +1,7 @@
 """Checkpoints: shards, dtypes, tied embeddings, and errors."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,18 @@ from mainstem.core.errors import UnsupportedModel
 from mainstem.models import weights
 from mainstem.models.cpu.decoder import Decoder, load_decoder
 from mainstem.models.families import read_spec
+from mainstem.models.shard import Shard
+from mainstem.models.tensors import TensorReader
 from mainstem.models.weights import (
     INDEX_FILE,
     SINGLE_FILE,
+    Checkpoint,
     checkpoint_digest,
     compute_dtype,
     has_fast_matmul,
     weight_files,
 )
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import VOCAB, make_checkpoint
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -107,6 +111,59 @@ def test_tied_heads_share_the_embedding(tmp_path: Path) -> None:
     decoder = load(tmp_path)
     hidden = torch.randn(3, 48)
     torch.testing.assert_close(decoder.logits(hidden), hidden @ decoder.embedding.T)
+
+
+HEAD = {"lm_head__weight": torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(1))}
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint("smollm2 (tied)", tmp_path)
+    edit(tmp_path, **HEAD)
+    with caplog.at_level(logging.WARNING, "mainstem.models"):
+        decoder = load(tmp_path)
+    hidden = torch.randn(3, 48)
+    torch.testing.assert_close(decoder.logits(hidden), hidden @ HEAD["lm_head__weight"].T)
+    (record,) = caplog.records
+    assert "a different lm_head: this head is used" in record.getMessage()
+
+
+@pytest.mark.parametrize("changed_row", [None, 0, VOCAB - 1])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_agree_whether_a_stored_head_is_a_copy_of_the_embedding(
+    changed_row: int | None, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row in either rank's half is changed, or none."""
+    monkeypatch.setattr(weights, "_COMPARED_ROWS", 16)  # several comparisons
+    make_checkpoint("smollm2 (tied)", tmp_path)
+    head = load_file(tmp_path / SINGLE_FILE)["model.embed_tokens.weight"].clone()
+    if changed_row is not None:
+        head[changed_row, 7] += 0.5
+    edit(tmp_path, lm_head__weight=head)
+    spec = read_spec(tmp_path)
+    reader = TensorReader(Checkpoint(tmp_path, torch.float32), spec, Shard(rank, 2))
+    embedding = reader.embedding()
+    for index in range(spec.num_layers):
+        reader.layer(index)
+    weight = reader.ends(embedding).head.dense
+    is_tied = weight.data_ptr() == embedding.data_ptr()
+    assert is_tied is (changed_row is None)
+
+
+def test_a_copy_of_the_embedding_in_another_dtype_is_a_copy(tmp_path: Path) -> None:
+    make_checkpoint("smollm2 (tied)", tmp_path, dtype=torch.bfloat16)
+    head = load_file(tmp_path / SINGLE_FILE)["model.embed_tokens.weight"].float()
+    edit(tmp_path, lm_head__weight=head)
+    files = Checkpoint(tmp_path, torch.bfloat16)
+    assert not files.has_other("lm_head", "model.embed_tokens")
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("smollm2 (tied)", tmp_path)
+    edit(tmp_path, lm_head__weight=torch.zeros(VOCAB + 1, 48))
+    with pytest.raises(UnsupportedModel, match=rf"lm_head\.weight has shape \[{VOCAB + 1}, 48\]"):
+        load(tmp_path)
 
 
 def test_auto_dtype_avoids_slow_16_bit_arithmetic() -> None:

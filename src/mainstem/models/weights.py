@@ -30,6 +30,7 @@ from mainstem.models.quantized.read import read_packed
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MOST_HASHERS = 4  # threads; each uses one core, and together at most half of the cores
+_COMPARED_ROWS = 4096  # at a time, so that comparing two tensors takes little memory
 
 _CPU = torch.device("cpu")
 _USUAL_NAMES = Names()
@@ -104,6 +105,11 @@ class WeightSource(Protocol):
     ) -> PackedWeight | None:
         """Return a quantized weight [.., out, in] by the product's name (without ".weight"); None
         if the source has a plain tensor, or no tensor."""
+        ...
+
+    def has_other(self, product: str, than: str) -> bool:
+        """Whether there are two weights, of `product` and of `than`, and they differ. A packed
+        weight differs from a plain one."""
         ...
 
     def drop(self, name: str) -> None:
@@ -211,6 +217,28 @@ class Checkpoint:
         else:
             tensor = handle.get_tensor(its_name)  # type: ignore[no-untyped-call]
         return tensor.to(self._device)
+
+    def has_other(self, product: str, than: str) -> bool:
+        name, other = f"{product}.weight", f"{than}.weight"
+        its_names = {found for found in self._open if found.startswith(f"{product}.")}
+        if not its_names - {f"{product}.bias"} or other not in self._open:
+            return False
+        shape = self.shape_of(name)
+        if its_names - {f"{product}.bias", name} or shape is None or shape != self.shape_of(other):
+            return True
+        for first in range(0, shape[0], _COMPARED_ROWS):
+            at = slice(first, first + _COMPARED_ROWS)
+            # as they would be used: stored dtypes may differ
+            ours, theirs = (self._rows(each, at).to(self._dtype) for each in (name, other))
+            if not torch.equal(ours, theirs):
+                return True
+        return False
+
+    def _rows(self, name: str, at: slice) -> Tensor:
+        """Rows of a stored tensor, on the CPU; this does not count as taking it."""
+        handle, its_name = self._open[name]
+        rows: Tensor = handle.get_slice(its_name)[at]  # type: ignore[no-untyped-call]
+        return rows
 
     def drop(self, name: str) -> None:
         """Accept a tensor that is not needed, if it is there."""
@@ -332,6 +360,10 @@ class RandomWeights:
         if packing is None:
             return None
         return random_packed(packing, part_shape(tuple(shape), at), self._dtype, self._generator)
+
+    def has_other(self, product: str, than: str) -> bool:
+        """Return False: a model with tied embeddings has no head of its own."""
+        return False
 
     def drop(self, name: str) -> None:
         """Do nothing."""
