@@ -405,6 +405,14 @@ def test_a_sharded_folder_must_have_every_shard(tmp_path: Path) -> None:
         hub.resolve_model(str(folder))
 
 
+def test_a_single_file_needs_no_shards(tmp_path: Path) -> None:
+    """It wins over the index of an earlier model."""
+    folder = write_model_folder(tmp_path, "model.safetensors")
+    index = {"weight_map": {"x": "a.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert hub.resolve_model(str(folder)) == folder
+
+
 @pytest.mark.parametrize(
     "name", ["b.safetensors", "tokenizer.json", "model.safetensors.index.json"]
 )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,20 @@ def test_the_error_names_a_missing_shard(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_single_file_wins_over_shards_that_an_earlier_model_left(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "new")
+    edit(tmp_path / "new", lm_head__weight=torch.randn(VOCAB, 48))
+    make_checkpoint("llama", tmp_path / "both", max_shard="40KB")
+    shutil.copy(tmp_path / "new" / SINGLE_FILE, tmp_path / "both")
+    assert [file.name for file in weight_files(tmp_path / "both")] == [SINGLE_FILE]
+    hidden = torch.randn(2, 48)
+    new, both = load(tmp_path / "new"), load(tmp_path / "both")
+    assert torch.equal(new.logits(hidden), both.logits(hidden))
+
+
 def test_an_index_may_not_point_elsewhere(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
+    (tmp_path / SINGLE_FILE).rename(tmp_path / "other.safetensors")
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"x": "../other.safetensors"}}))
     with pytest.raises(UnsupportedModel, match="outside"):
         weight_files(tmp_path)

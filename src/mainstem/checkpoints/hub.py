@@ -112,7 +112,7 @@ def missing_part(folder: Path) -> str | None:
     if not (folder / "config.json").is_file():
         return "config.json"
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    if not index.is_file() or (folder / "model.safetensors").is_file():
         return None if any(folder.glob("*.safetensors")) else "model.safetensors"
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -66,9 +66,13 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, sharded or not; UnsupportedModel names a missing one."""
+    """The checkpoint's safetensors files, sharded or not; UnsupportedModel names a missing one.
+
+    A single file wins over shards: tools that save into a folder leave the old shards and their
+    index there. transformers reads folders in the same order.
+    """
     index = folder / INDEX_FILE
-    if index.is_file():
+    if index.is_file() and not (folder / SINGLE_FILE).is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
