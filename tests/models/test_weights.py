@@ -16,14 +16,12 @@ from mainstem.models.cpu.decoder import Decoder, load_decoder
 from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard
 from mainstem.models.tensors import TensorReader
+from mainstem.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
 from mainstem.models.weights import (
-    INDEX_FILE,
-    SINGLE_FILE,
     Checkpoint,
     checkpoint_digest,
     compute_dtype,
     has_fast_matmul,
-    weight_files,
 )
 from tests.models.checkpoints import VOCAB, make_checkpoint
 

@@ -139,10 +139,18 @@ class Config:
         return value
 
 
+def has_dtype(config: Config) -> bool:
+    """Whether the file says which dtype the weights have, here or in `text_config`."""
+    parts = (config, config.table("text_config"))
+    return any(part.has("dtype") or part.has("torch_dtype") for part in parts)
+
+
 def read_dtype(config: Config) -> DType:
-    """The dtype of the checkpoint's weights."""
+    """The dtype of the checkpoint's weights. If the file does not say: fp32, as transformers has
+    it, but bf16 if some weights are quantized."""
     older = config.get("torch_dtype")
-    name = config.get("dtype") or older or "float32"
+    usual = "bfloat16" if config.has("quantization_config") else "float32"
+    name = config.get("dtype") or older or usual
     if name not in _DTYPES:
         raise UnsupportedModel(f"dtype {name!r} is not supported; known: {sorted(_DTYPES)}")
     return _DTYPES[str(name)]

@@ -2,7 +2,6 @@
 of a checkpoint."""
 
 import hashlib
-import json
 import os
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
@@ -26,9 +25,8 @@ from mainstem.models.packed import OrderedColumns, PackedWeight, Weight
 from mainstem.models.quantized.packing import QuantizedSpec
 from mainstem.models.quantized.random import random_packed
 from mainstem.models.quantized.read import read_packed
+from mainstem.models.weight_files import weight_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 MOST_HASHERS = 4  # threads; each uses one core, and together at most half of the cores
 _COMPARED_ROWS = 4096  # at a time, so that comparing two tensors takes little memory
 
@@ -63,29 +61,6 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
         return False
     # with AVX-512 alone, oneDNN converts to fp32 all the time: 256 rows take 3.6 times as long
     return not torch.cpu._is_avx512_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, sharded or not; UnsupportedModel names a missing one.
-
-    A single file wins over shards: tools that save into a folder leave the old shards and their
-    index there. transformers reads folders in the same order.
-    """
-    index = folder / INDEX_FILE
-    if index.is_file() and not (folder / SINGLE_FILE).is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise UnsupportedModel(f"{index} has no weight_map: {error}") from error
-        files = [folder / name for name in sorted(names)]
-        if any(file.parent != folder for file in files):
-            raise UnsupportedModel(f"{index} names files outside its folder")
-    else:
-        files = [folder / SINGLE_FILE]
-    for file in files:
-        if not file.is_file():
-            raise UnsupportedModel(f"{file} is missing; only safetensors checkpoints are read")
-    return files
 
 
 class WeightSource(Protocol):

@@ -22,7 +22,8 @@ from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard, part_of, shards_that_divide
 from mainstem.models.tensors import TensorReader
-from mainstem.models.weights import SINGLE_FILE, Checkpoint
+from mainstem.models.weight_files import SINGLE_FILE
+from mainstem.models.weights import Checkpoint
 from mainstem.runner.origin import folder_origin, for_rank
 from tests.models.checkpoints import SMALL
 from tests.models.quantized.cases import CASES, gptq_config
