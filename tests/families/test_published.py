@@ -283,6 +283,16 @@ def test_qwen_3_30b_a3b_is_read() -> None:
     assert spec.qk_norm is QkNorm.HEADS
 
 
+def test_qwen_3_coder_says_that_it_has_no_shared_expert() -> None:
+    plain = read("Qwen/Qwen3-30B-A3B")
+    coder = {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False}
+    assert read("Qwen/Qwen3-30B-A3B", **coder) == plain
+    with pytest.raises(UnsupportedModel, match="shared_expert_intermediate_size=5472"):
+        read("Qwen/Qwen3-30B-A3B", shared_expert_intermediate_size=5472)
+    with pytest.raises(UnsupportedModel, match="use_qk_norm=False"):
+        read("Qwen/Qwen3-30B-A3B", use_qk_norm=False)
+
+
 def test_qwen_has_experts_in_some_layers_only() -> None:
     spec = read("Qwen/Qwen3-30B-A3B", mlp_only_layers=[3], decoder_sparse_step=2)
     dense = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MlpSpec)]
