@@ -1,6 +1,7 @@
 """config.json becomes a ModelSpec: which fields are read, and which are refused with their name."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,28 @@ def test_a_plain_llama_is_read() -> None:
 def test_rope_settings_in_both_formats_are_read(rope: dict[str, object]) -> None:
     found = spec_from_config({**LLAMA, **rope}).ropes[0]
     assert (found.theta, found.scaling, found.factor) == (5e5, RopeScaling.LINEAR, 2.0)
+
+
+def yarn(**settings: object) -> dict[str, object]:
+    return {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **settings}}
+
+
+def test_attn_factor_multiplies_the_default_score_factor_of_yarn() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has the inverse of the default: its scores are not scaled.
+    transformers ignores the field and scales them."""
+    (usual,) = spec_from_config(yarn()).ropes
+    (rope,) = spec_from_config(yarn(attn_factor=0.8782488562869419)).ropes
+    assert usual.score_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert rope.score_factor == pytest.approx(1.0, abs=1e-12)
+    (half,) = spec_from_config(yarn(attn_factor=0.5, mscale=0.7, mscale_all_dim=1.0)).ropes
+    (whole,) = spec_from_config(yarn(mscale=0.7, mscale_all_dim=1.0)).ropes
+    assert half.score_factor == pytest.approx(0.5 * whole.score_factor)
+    with pytest.raises(UnsupportedModel, match="attn_factor"):
+        spec_from_config(yarn(attn_factor=0.5, attention_factor=0.5))
+
+
+def test_yarn_may_say_that_the_model_was_finetuned() -> None:
+    assert spec_from_config(yarn(finetuned=True)) == spec_from_config(yarn())
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,8 @@ _ROPE_SETTINGS: dict[RopeScaling, frozenset[str]] = {
             "beta_fast",
             "beta_slow",
             "attention_factor",
+            "attn_factor",
+            "finetuned",  # says how the model was trained
             "mscale",
             "mscale_all_dim",
             "truncate",
@@ -269,6 +271,13 @@ def make_rope(
 
 
 def _yarn(table: Config, theta: float, rotary_dim: int, max_positions: int) -> RopeSpec:
+    """`attention_factor` replaces the default score factor; `attn_factor` multiplies it.
+
+    transformers ignores `attn_factor`. We follow the authors of DeepSeek-R1-0528-Qwen3-8B: their
+    attn_factor of 0.878, times YaRN's default of 1.139 for a factor of 4, is 1.
+    """
+    if table.has("attention_factor"):
+        table.only("attn_factor")
     original = table.whole("original_max_position_embeddings", max_positions)
     factor = table.number("factor", max_positions / original)
 
@@ -278,6 +287,7 @@ def _yarn(table: Config, theta: float, rotary_dim: int, max_positions: int) -> R
     score_factor = growth(1.0)
     if table.get("mscale") and table.get("mscale_all_dim"):
         score_factor = growth(table.number("mscale")) / growth(table.number("mscale_all_dim"))
+    score_factor *= table.number("attn_factor", 1.0)
     return RopeSpec(
         theta=theta,
         rotary_dim=rotary_dim,
