@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from mainstem.core.config import DType
-from mainstem.core.errors import UnsupportedModel
+from mainstem.core.errors import ConfigError, UnsupportedModel
 from mainstem.models.families import read_spec, spec_from_config
 from mainstem.models.spec import NormPlace, Residual, RopeScaling
+from mainstem.runner.origin import context_of
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,6 +73,29 @@ def test_attn_factor_multiplies_the_default_score_factor_of_yarn() -> None:
 
 def test_yarn_may_say_that_the_model_was_finetuned() -> None:
     assert spec_from_config(yarn(finetuned=True)) == spec_from_config(yarn())
+
+
+LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (yarn(original_max_position_embeddings=192), 768),  # as Qwen 3's authors recommend
+        (yarn(original_max_position_embeddings=32), 256),  # the file says more
+        (yarn(), 1024),  # the original is what the file says
+        ({**LLAMA, **LINEAR}, 256),  # the file's number may already include the factor
+        ({**LLAMA, **LINEAR, "max_sequence_length": 1024}, 1024),  # Vicuna's 16k models
+        ({**LLAMA, **LINEAR, "max_sequence_length": 128}, 256),
+        ({**LLAMA, "max_sequence_length": 1024}, 256),  # not stretched
+    ],
+)
+def test_a_stretched_rope_lengthens_the_context(config: dict[str, object], positions: int) -> None:
+    spec = spec_from_config(config)
+    assert spec.max_positions == positions
+    assert context_of(spec, None) == context_of(spec, positions) == positions
+    with pytest.raises(ConfigError, match=f"the model's {positions} positions"):
+        context_of(spec, positions + 1)
 
 
 @pytest.mark.parametrize(

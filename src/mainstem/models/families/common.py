@@ -106,7 +106,7 @@ def make_spec(
         num_heads=sizes.heads,
         num_kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
-        max_positions=sizes.positions,
+        max_positions=_lengthened(config, sizes.positions, layers),
         layers=tuple(layers),
         norm=norm,
         dtype=read_dtype(config),
@@ -115,6 +115,21 @@ def make_spec(
         eos_ids=config.token_ids("eos_token_id"),
         **features,
     )
+
+
+def _lengthened(config: Config, positions: int, layers: Sequence[LayerSpec]) -> int:
+    """Return the number of positions of a model whose rope may be stretched.
+
+    Users add YaRN to a config.json and leave `max_position_embeddings` as it was: Qwen 3 has 40960,
+    and with a factor of 4 over 32768, 131072. Vicuna's 16k models, with a linear factor, have the
+    stretched length in `max_sequence_length`.
+    """
+    for rope in {layer.attention.rope for layer in layers}:
+        if rope is not None and rope.scaling is RopeScaling.YARN:
+            positions = max(positions, int(rope.original_positions * rope.factor))
+        elif rope is not None and rope.scaling is RopeScaling.LINEAR:
+            positions = max(positions, config.whole("max_sequence_length", positions))
+    return positions
 
 
 def rms_norm(config: Config, default_eps: float = 1e-6, gain_offset: float = 0.0) -> NormSpec:
