@@ -71,6 +71,25 @@ def test_a_single_file_wins_over_shards_that_an_earlier_model_left(tmp_path: Pat
     assert torch.equal(new.logits(hidden), both.logits(hidden))
 
 
+def test_the_only_file_may_have_any_name(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    expected = load(tmp_path).logits(torch.ones(1, 48))
+    other = (tmp_path / SINGLE_FILE).rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+    assert torch.equal(load(tmp_path).logits(torch.ones(1, 48)), expected)
+    assert len(checkpoint_digest(tmp_path)) == 32
+    shutil.copy(other, tmp_path / "another.safetensors")
+    said = r"2 safetensors files \(another\.safetensors, gptq_model-4bit-128g\.safetensors\)"
+    with pytest.raises(UnsupportedModel, match=said):
+        weight_files(tmp_path)
+
+
+def test_the_error_for_a_folder_without_weights_names_the_usual_file(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)
+    (tmp_path / SINGLE_FILE).rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match=rf"{SINGLE_FILE} is missing; only safetensors"):
+        load(tmp_path)
+
+
 def test_an_index_may_not_point_elsewhere(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     (tmp_path / SINGLE_FILE).rename(tmp_path / "other.safetensors")

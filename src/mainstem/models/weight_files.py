@@ -18,23 +18,40 @@ def weight_files(folder: Path) -> list[Path]:
     """The checkpoint's safetensors files, sharded or not; UnsupportedModel names a missing one.
 
     A single file wins over shards: tools that save into a folder leave the old shards and their
-    index there. transformers reads folders in the same order.
+    index there. transformers reads folders in the same order. Without both, the only safetensors
+    file counts, whatever its name: old GPTQ tools wrote gptq_model-4bit-128g.safetensors.
     """
-    index = folder / INDEX_FILE
-    if index.is_file() and not (folder / SINGLE_FILE).is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise UnsupportedModel(f"{index} has no weight_map: {error}") from error
-        files = [folder / name for name in sorted(names)]
-        if any(file.parent != folder for file in files):
-            raise UnsupportedModel(f"{index} names files outside its folder")
-    else:
-        files = [folder / SINGLE_FILE]
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return [_only_file(folder)]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise UnsupportedModel(f"{index} has no weight_map: {error}") from error
+    files = [folder / name for name in sorted(names)]
+    if any(file.parent != folder for file in files):
+        raise UnsupportedModel(f"{index} names files outside its folder")
     for file in files:
         if not file.is_file():
             raise UnsupportedModel(f"{file} is missing; only safetensors checkpoints are read")
     return files
+
+
+def _only_file(folder: Path) -> Path:
+    found = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    if not found:
+        raise UnsupportedModel(
+            f"{folder / SINGLE_FILE} is missing; only safetensors checkpoints are read"
+        )
+    if len(found) > 1:
+        shown = ", ".join(file.name for file in found[:6]) + (", ..." if len(found) > 6 else "")
+        raise UnsupportedModel(
+            f"{folder} has {len(found)} safetensors files ({shown}), but neither {SINGLE_FILE} nor "
+            f"{INDEX_FILE}, which says which of them belong together"
+        )
+    return found[0]
 
 
 def embedding_dtype(folder: Path, names: Names) -> DType | None:
