@@ -228,7 +228,7 @@ _HARMLESS = words_of((
     "tokenizer_model_max_length tokenizer_padding_side",
     # training
     "initializer_range initializer_factor attention_dropout hidden_dropout attn_pdrop resid_pdrop",
-    "embd_pdrop attention_probs_dropout_prob hidden_dropout_prob attn_dropout_prob",
+    "embd_pdrop attention_probs_dropout_prob hidden_dropout_prob attn_dropout_prob pretraining_tp",
     "emb_dropout_prob resid_dropout embd_dropout residual_dropout embedding_dropout dropout",
     "dropout_rate layerdrop neftune_noise_alpha gradient_checkpointing use_bfloat16 bf16 fp16 fp32",
     "loss_type ignore_index router_aux_loss_coef router_jitter_noise output_router_logits",
@@ -256,7 +256,6 @@ _HARMLESS = words_of((
 # supports other values reads the field itself
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
-    "pretraining_tp": (1,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "is_encoder_decoder": (False,),
