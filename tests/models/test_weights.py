@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import FalconConfig, LlamaConfig, PreTrainedConfig
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
@@ -23,7 +24,7 @@ from mainstem.models.weights import (
     compute_dtype,
     has_fast_matmul,
 )
-from tests.models.checkpoints import VOCAB, make_checkpoint
+from tests.models.checkpoints import SMALL, SMALL_FALCON, VOCAB, make_checkpoint, write_checkpoint
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -141,6 +142,41 @@ def test_tied_heads_share_the_embedding(tmp_path: Path) -> None:
     decoder = load(tmp_path)
     hidden = torch.randn(3, 48)
     torch.testing.assert_close(decoder.logits(hidden), hidden @ decoder.embedding.T)
+
+
+def test_tied_embeddings_may_be_stored_as_the_head(tmp_path: Path) -> None:
+    make_checkpoint("smollm2 (tied)", tmp_path)
+    expected = load(tmp_path)
+    table = load_file(tmp_path / SINGLE_FILE)["model.embed_tokens.weight"]
+    edit(tmp_path, lm_head__weight=table, model__embed_tokens__weight=None)
+    decoder = load(tmp_path)
+    assert torch.equal(decoder.embedding, table)
+    hidden = torch.randn(3, 48)
+    assert torch.equal(decoder.logits(hidden), expected.logits(hidden))
+    edit(tmp_path, lm_head__weight=None)
+    with pytest.raises(UnsupportedModel, match=r"lacks model\.embed_tokens\.weight$"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SMALL, tie_word_embeddings=True), FalconConfig(**SMALL_FALCON)],
+    ids=["llama", "falcon"],
+)
+def test_a_decoder_saved_without_its_head_is_read(config: PreTrainedConfig, tmp_path: Path) -> None:
+    model = write_checkpoint(config, tmp_path)
+    expected = load(tmp_path)
+    model.base_model.save_pretrained(tmp_path / "base")
+    assert not any(
+        name.startswith(("model.", "transformer."))
+        for name in load_file(tmp_path / "base" / SINGLE_FILE)
+    )
+    shutil.copy(tmp_path / "config.json", tmp_path / "base")  # its own names no head
+    found = load(tmp_path / "base")
+    assert torch.equal(found.embedding, expected.embedding)
+    x = torch.randn(2, 48)
+    assert torch.equal(found.layers[2].qkv(x), expected.layers[2].qkv(x))
+    assert torch.equal(found.logits(x), expected.logits(x))
 
 
 HEAD = {"lm_head__weight": torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(1))}

@@ -111,8 +111,12 @@ class TensorReader:
 
     def embedding(self) -> Tensor:
         """[vocab, hidden]. A rank has only the rows of its own tokens, padded with zeros to
-        `vocab_rows`."""
-        return self._vocabulary(f"{self._names.embedding}.weight", self._spec.hidden_size)
+        `vocab_rows`. If head and embedding are tied, the files may hold only the head."""
+        name, head = f"{self._names.embedding}.weight", f"{self._names.head}.weight"
+        has_only_head = not self._source.has(name) and self._source.has(head)
+        if self._spec.has_tied_embeddings and has_only_head:
+            name = head
+        return self._vocabulary(name, self._spec.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
         spec, names = self._spec, self._names

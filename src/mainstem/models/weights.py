@@ -86,6 +86,10 @@ class WeightSource(Protocol):
         if the source has a plain tensor, or no tensor."""
         ...
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
+
     def has_other(self, product: str, than: str) -> bool:
         """Whether there are two weights, of `product` and of `than`, and they differ. A packed
         weight differs from a plain one."""
@@ -196,6 +200,9 @@ class Checkpoint:
         else:
             tensor = handle.get_tensor(its_name)  # type: ignore[no-untyped-call]
         return tensor.to(self._device)
+
+    def has(self, name: str) -> bool:
+        return name in self._open
 
     def has_other(self, product: str, than: str) -> bool:
         name, other = f"{product}.weight", f"{than}.weight"
@@ -339,6 +346,9 @@ class RandomWeights:
         if packing is None:
             return None
         return random_packed(packing, part_shape(tuple(shape), at), self._dtype, self._generator)
+
+    def has(self, name: str) -> bool:
+        return True
 
     def has_other(self, product: str, than: str) -> bool:
         """Return False: a model with tied embeddings has no head of its own."""
