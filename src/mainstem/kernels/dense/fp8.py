@@ -8,12 +8,17 @@ product of their own (`fp8_few.py`). On a CPU the same rounded numbers are multi
 but it shows what fp8 costs in accuracy.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.dense.fp8_rows import FP8, Fp8Rows, few_rows, rounded
+from mainstem.kernels.dense.fp8_rows import FP8, Fp8Rows, rounded
+
+if TYPE_CHECKING:
+    from mainstem.kernels.dense.fp8_few import FewRows
 
 _ALIGN = 16  # the product needs both sides of the weight to be multiples of this
 
@@ -109,6 +114,15 @@ class Fp8Linear:
         if self.bias is not None:
             y += self.bias[: self.num_out]
         return y.to(self.out_dtype)
+
+
+def few_rows(values: Tensor, scales: Tensor, bias: Tensor | None) -> "FewRows | None":
+    """The product of few rows with this weight; None without a card."""
+    if not values.is_cuda:
+        return None
+    from mainstem.kernels.dense.fp8_few import FewRows  # noqa: PLC0415  a CPU needs no Triton
+
+    return FewRows(values, scales, bias)
 
 
 def quantize_rows(x: Tensor) -> Fp8Rows:

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mainstem.kernels.dense.fp8 import few_rows
 from mainstem.kernels.dense.fp8_rows import (
     FP8,
     GROUP,
@@ -19,7 +20,6 @@ from mainstem.kernels.dense.fp8_rows import (
     Fp8Per,
     Fp8Rows,
     empty_rows,
-    few_rows,
     rounded,
     with_padding,
 )
