@@ -395,11 +395,9 @@ class Server(uvicorn.Server):
         gateway = self.gateway
         gateway.is_draining = True
         log.info("shutting down", extra={"facts": {"open_requests": gateway.engine.num_open}})
-        loop, fail_open = asyncio.get_running_loop(), gateway.engine.fail_open
-        late = "the server is shutting down"
-        self._end_answers = partial(loop.call_soon_threadsafe, fail_open, late)
+        loop = asyncio.get_running_loop()
+        self._end_answers = partial(loop.call_soon_threadsafe, gateway.end_answers)
         if self._is_urgent:
             self._end_answers()
-        # also for requests that were still being encoded when a second signal ended the others
-        loop.call_later(self._shutdown_s, fail_open, late)
+        loop.call_later(self._shutdown_s, gateway.end_answers)
         await super().shutdown(sockets)

@@ -23,7 +23,14 @@ from mainstem.core.events import EventBus, StepFailed
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s
-from mainstem.server.answering import Answering, EngineFault, FormFault, RequestFault, Ticket
+from mainstem.server.answering import (
+    SHUTTING_DOWN,
+    Answering,
+    EngineFault,
+    FormFault,
+    RequestFault,
+    Ticket,
+)
 from mainstem.server.messages import (
     Abort,
     Check,
@@ -347,7 +354,7 @@ class EngineClient:
     async def close(self) -> None:
         """Abort open requests, save what must be saved, and end the engine."""
         self._closing.set()
-        self.fail_open("the server is shutting down")
+        self.fail_open(SHUTTING_DOWN)
         if self.state is not EngineState.FAILED:
             self.state = EngineState.STOPPING
         if self._transport is None:
