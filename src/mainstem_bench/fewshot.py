@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -27,7 +28,7 @@ from mainstem import LLM, SamplingParams
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.core.config import EngineConfig, Share
-from mainstem.core.errors import InvalidRequest
+from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import read_plain_or_gzip
 from mainstem.core.tables import table
 from mainstem_bench.kept import free_memory
@@ -180,11 +181,11 @@ def measure(
     for share in shares:
         free_memory()
         llm = LLM.from_config(config.sharing(share))
-        for count in shots:
-            prompts = [question.prompts[count] for question in questions]
-            found = answer(llm, prompts, num_going_on, num_tokens)
-            yield compare(count, share, found, first.setdefault(count, found), right)
-        llm.close()
+        with closing(llm):
+            for count in shots:
+                prompts = [question.prompts[count] for question in questions]
+                found = answer(llm, prompts, num_going_on, num_tokens)
+                yield compare(count, share, found, first.setdefault(count, found), right)
         del llm  # otherwise its memory would still be taken when the next one is loaded
 
 
@@ -219,6 +220,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     config = engine_config(args)
+    if config.store.host_gb is not None or config.store.disk_dir or config.store.remote:
+        # Fewer examples are a prefix of more examples, so a lower tier would have their pages.
+        raise ConfigError("--host-gb, --disk-dir, --remote: only the device's cache is measured")
     rows: list[dict[str, object]] = []
     for quality in measure(
         config,

@@ -64,6 +64,7 @@ class KeptModel:
         """Return an engine with an empty cache; steps go through the runner that `around` returns.
         Close it before you build the next one."""
         config.check()
+        gc.collect()  # the last engine's host memory, which may be most of this machine's
         loaded = self._load(config)
         sched = replace(config.sched, chunk_tokens=loaded.chunk_tokens)
         config = replace(config, sched=sched)

@@ -3,7 +3,8 @@
 import pytest
 
 from mainstem.core.config import EngineConfig, ModelConfig, Share
-from mainstem_bench.fewshot import measure, read_questions
+from mainstem.core.errors import ConfigError
+from mainstem_bench.fewshot import main, measure, read_questions
 
 pytestmark = pytest.mark.torch
 
@@ -19,3 +20,9 @@ def test_fewer_examples_before_do_not_change_what_is_computed() -> None:
     assert [found.shots for found in both] == [1, 3]
     assert both[1].computed_tokens == alone[0].computed_tokens > both[0].computed_tokens
     assert both[1].answer_perplexity == alone[0].answer_perplexity
+
+
+@pytest.mark.parametrize("tier", [["--host-gb", "1"], ["--disk-dir", "pages"]])
+def test_lower_tiers_are_refused(tier: list[str]) -> None:
+    with pytest.raises(ConfigError, match="only the device's cache is measured"):
+        main(["--model", "smollm2", *tier])

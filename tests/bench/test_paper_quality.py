@@ -61,9 +61,9 @@ def test_how_equal_choices_must_be_depends_on_the_device(
 
 def test_a_verdict_does_not_hide_a_difference() -> None:
     told = quality.judge_answers(answers(QWEN, accuracy=50.33, same_choices=99.67)).reason
-    assert "50 %, 50.3 %, 50 % with shared reads" in told
+    assert "50 %, 50.33 %, 50 % with shared reads" in told
     assert "50 %, 50 %, 50 % without sharing" in told
-    assert "99.7 % of questions get the same choice" in told
+    assert "99.67 % of questions get the same choice" in told
     assert "differ by 0.02 at most" in told
     assert "With shared reads, 0 %, 60.5 %, 0 % of the keys were not read again" in told
 

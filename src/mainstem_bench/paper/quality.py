@@ -225,8 +225,8 @@ def _accuracies(lines: Sequence[Line], share: str) -> str:
 
 
 def _percent(value: float) -> str:
-    """Write whole percents without decimals: 99.67 must not become 100."""
-    return f"{value:.0f} %" if value == round(value) else f"{value:.1f} %"
+    """Write all digits of a stored value: 99.97 must not become 100."""
+    return f"{value:.4g} %"
 
 
 # --- AttentionStore, Table 1 ----------------------------------------------------------------------

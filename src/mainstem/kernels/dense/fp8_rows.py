@@ -1,9 +1,13 @@
 """Rows in fp8: the format that kernels write and linears read."""
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mainstem.kernels.dense.fp8_few import FewRows
 
 FP8 = torch.float8_e4m3fn
 MAX = 448.0  # the largest fp8 number; of numbers that share a scale, the largest becomes this
@@ -49,6 +53,15 @@ def rounded(x: Tensor, peaks: Tensor) -> Fp8Rows:
     peaks = peaks.clamp(min=MIN_PEAK)
     factors = torch.full_like(peaks, MAX) / peaks  # MAX / peaks would multiply by a reciprocal
     return (x * factors).clamp_(-MAX, MAX).to(FP8), peaks / MAX
+
+
+def few_rows(values: Tensor, scales: Tensor, bias: Tensor | None) -> "FewRows | None":
+    """The product of few rows with this weight; None without a card."""
+    if not values.is_cuda:
+        return None
+    from mainstem.kernels.dense.fp8_few import FewRows  # noqa: PLC0415  a CPU needs no Triton
+
+    return FewRows(values, scales, bias)
 
 
 def _padded(tokens: int) -> int:
