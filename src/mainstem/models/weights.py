@@ -214,8 +214,9 @@ class Checkpoint:
             return True
         for first in range(0, shape[0], _COMPARED_ROWS):
             at = slice(first, first + _COMPARED_ROWS)
-            # as they would be used: stored dtypes may differ
-            ours, theirs = (self._rows(each, at).to(self._dtype) for each in (name, other))
+            ours, theirs = self._rows(name, at), self._rows(other, at)
+            if ours.dtype != theirs.dtype:  # compare what would be used
+                ours, theirs = ours.to(self._dtype), theirs.to(self._dtype)
             if not torch.equal(ours, theirs):
                 return True
         return False
