@@ -371,10 +371,25 @@ def _own_template(path: Path) -> dict[str, str]:
 
 
 def _templates(folder: Path, settings: Json) -> dict[str, str]:
-    """Chat templates by name; chat_template.jinja overrides tokenizer_config.json."""
+    """Chat templates by name: "default", "tool_use".
+
+    The first of chat_template.jinja, tokenizer_config.json and chat_template.json (written by
+    multimodal processors) that has a template, and additional_chat_templates/NAME.jinja.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return _own_template(path)
+        found = _own_template(path)
+    else:
+        found = _listed_templates(settings)
+        if not found:
+            found = _listed_templates(_read_json(folder / "chat_template.json"))
+    for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        found[path.stem] = _own_template(path)["default"]
+    return found
+
+
+def _listed_templates(settings: Json) -> dict[str, str]:
+    """The templates in `chat_template`: one text, or a list of named ones."""
     value = settings.get("chat_template")
     if isinstance(value, str):
         return {"default": value}
