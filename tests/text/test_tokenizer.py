@@ -360,6 +360,30 @@ def test_additional_templates_are_read(tmp_path: Path, smollm2_folder: Path, def
     assert Tokenizer.load(folder, str(own)).render_chat(CHATS[0], tools=[{"name": "f"}]) == "own"
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config", "chat_template"])
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ([{"name": "default"}], r"chat_template\[0\]"),
+        ([{"name": "default", "template": "x"}, {"template": "x"}], r"chat_template\[1\]"),
+        ([{"name": "default", "template": ["x"]}], r"chat_template\[0\]"),
+        ([{"name": 1, "template": "x"}], r"chat_template\[0\]"),
+        (["x"], r"chat_template\[0\]"),
+        ({"default": "x"}, "chat_template"),
+        (7, "chat_template"),
+    ],
+)
+def test_the_error_for_a_malformed_template_names_file_and_field(
+    tmp_path: Path, smollm2_folder: Path, name: str, value: object, field: str
+) -> None:
+    folder = write_folder(tmp_path, smollm2_folder, **{name: {"chat_template": value}})
+    with pytest.raises(ModelNotFound, match=rf"/{name}\.json: {field} must be .*--chat-template"):
+        Tokenizer.load(folder)
+    own = folder / "own.jinja"
+    own.write_text("own")
+    assert Tokenizer.load(folder, str(own)).render_chat(CHATS[0]) == "own"
+
+
 def with_template(source: str, special_tokens: dict[str, str] | None = None) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     return Tokenizer(backend, special_tokens=special_tokens, templates={"default": source})
