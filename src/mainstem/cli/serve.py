@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvicorn
 
-from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.fetch import fetch_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative, positive, positive_count
 from mainstem.cli.flags import (
@@ -233,9 +233,7 @@ OpenModel = Callable[[EngineConfig, str, KvEventsConfig | None], Parts]
 def open_model(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
     """The tokenizer of a model, and a function that starts a process with its engine."""
     with StageBar() as bar:
-        folder = resolve_model(config.model.model, bar)
-    model = config.model
-    tokenizer = Tokenizer.load(folder, model.chat_template, model.allow_special_tokens)
+        folder, tokenizer = fetch_model(config.model, bar)
     return tokenizer, partial(EngineProcess.start, Begin(config, str(folder), log_level, kv_events))
 
 
