@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from mainstem.ray.front import REPLICA_HEADER, Front, FrontSettings
 from mainstem.ray.replica import ACCEPTED, Head, HttpCall, Piece, ReplicaStatus
+from mainstem.server.replies import PING
 
 UNKNOWN = b'{"error": {"code": "previous_response_not_found"}}'
 JSON = ((b"content-type", b"application/json"),)
@@ -184,3 +185,38 @@ def test_pages_are_forgotten_after_a_new_boot_not_after_a_slow_status() -> None:
         assert front._router.num_pages(0) == 0
 
     play(scene, num_replicas=1)
+
+
+def test_a_replica_that_dies_after_a_ping_is_replaced() -> None:
+    """A ping only keeps a silent stream open: the answer has not begun."""
+    stream = Head(200, ((b"content-type", b"text/event-stream"),))
+
+    async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
+        asked = []
+
+        async def serve(call: HttpCall) -> AsyncGenerator[Piece, None]:
+            asked.append(call)
+            yield ACCEPTED
+            yield stream
+            yield PING
+            if len(asked) == 1:
+                raise sys.modules["ray.exceptions"].RayError("the actor died")
+            yield b"data: [DONE]\n\n"
+
+        for replica in replicas:
+            replica.serve.remote = serve
+        reply = await post(front, input="hello", stream=True)
+        sent: list[bytes] = []
+
+        async def send(message: dict[str, object]) -> None:
+            sent.append(bytes(message.get("body", b"")))  # type: ignore[call-overload]
+
+        async def receive() -> dict[str, object]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        await reply({"type": "http"}, receive, send)  # type: ignore[arg-type]
+        assert b"".join(sent) == b"data: [DONE]\n\n"
+        assert len(asked) == 2
+
+    play(scene)

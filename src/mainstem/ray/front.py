@@ -46,6 +46,7 @@ from mainstem.server.body import parse_json
 from mainstem.server.error_shapes import error_response, is_messages_path, messages_error
 from mainstem.server.faults import ApiError, unavailable
 from mainstem.server.limits import ServerLimits
+from mainstem.server.replies import PING
 
 LOOK_S = 1.0  # between two status calls to a replica
 STATUS_S = 5.0  # timeout of a status call; then the replica counts as down
@@ -387,7 +388,8 @@ class _Reply:
             assert isinstance(head, Head), "a reply begins with its head"
             self.head = head
             if self.is_stream:
-                first = await self._next()
+                while (first := await self._next()) == PING:
+                    pass  # another replica can still begin the answer
                 self.first = first if isinstance(first, bytes) else b""
             else:
                 self.first = b"".join([piece async for piece in self.rest()])
