@@ -18,16 +18,19 @@ class GuardedProtocol(HttpToolsProtocol):
 
     A reply may be sent before the body has arrived, such as 404 or 413. The rest of the body is
     then read and dropped, since many clients read no reply before they have sent everything. If it
-    is not complete `body_s` after the reply, the connection ends.
+    is not complete `body_s` after the reply, the connection ends. It also ends if a buffer is full
+    and the client reads nothing for `write_s`: a closed connection would wait for ever to send it.
 
         in the head  -- header_s -->  408
         in the body  -- the handler's own limit; after the reply body_s -->  closed
         idle         -- idle_s (uvicorn's own timer) -->  closed
+        not reading  -- write_s -->  closed
     """
 
     limits: ClassVar[ServerLimits] = ServerLimits()
 
     _deadline: TimerHandle | None = None
+    _reading: TimerHandle | None = None  # set while the client must read more
     _head_bytes = 0
     _is_in_head = True
     _is_head_too_large = False
@@ -38,7 +41,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
+        self._cancel_reading()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        self._cancel_reading()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
@@ -89,6 +101,17 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._deadline is None and not is_answering:
             self._deadline = self.loop.call_later(self.limits.header_s, self._give_up)
 
+    def _await_reading(self) -> None:
+        num_bytes = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(self.limits.write_s, self._check_reading, num_bytes)
+
+    def _check_reading(self, num_bytes: int) -> None:
+        """End the connection if its buffer is no smaller than `num_bytes`."""
+        if self.transport.get_write_buffer_size() < num_bytes:
+            self._await_reading()
+        else:
+            self.transport.abort()
+
     def _give_up(self) -> None:
         self._deadline = None
         self._refuse(HTTPStatus.REQUEST_TIMEOUT)
@@ -99,6 +122,11 @@ class GuardedProtocol(HttpToolsProtocol):
         line = f"HTTP/1.1 {status.value} {status.phrase}\r\n"
         self.transport.write(f"{line}connection: close\r\ncontent-length: 0\r\n\r\n".encode())
         self.transport.close()
+
+    def _cancel_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
