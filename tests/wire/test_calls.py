@@ -57,8 +57,20 @@ def test_arguments_of_past_calls_become_objects() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [called]}
     (read,) = chat(messages=[message])[1].messages
     assert read["tool_calls"] == [called | {"function": {"name": "f", "arguments": {"a": 1}}}]
-    broken = called | {"function": {"name": "f", "arguments": "{"}}
-    assert refused(Kind.CHAT, messages=[message | {"tool_calls": [broken]}]).param == "messages"
+    for text, arguments in (("", {}), (" ", {}), ("{", {"arguments": "{"})):
+        other = called | {"function": {"name": "f", "arguments": text}}
+        (read,) = chat(messages=[message | {"tool_calls": [other]}])[1].messages
+        assert read["tool_calls"] == [
+            called | {"function": {"name": "f", "arguments": arguments}}
+        ], text
+
+
+def test_the_old_form_of_a_past_call_is_a_tool_call() -> None:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    message = {"role": "assistant", "content": None, "function_call": function}
+    (read,) = chat(messages=[message])[1].messages
+    called = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert read == {"role": "assistant", "content": None, "tool_calls": [called]}
 
 
 def test_a_content_may_be_a_single_part() -> None:

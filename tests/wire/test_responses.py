@@ -21,10 +21,8 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "done"}
 
 
-def messages(
-    items: Sequence[Item], instructions: str | None = None, template: str = ""
-) -> list[dict[str, object]]:
-    conversation = Conversation(instructions, template)
+def messages(items: Sequence[Item], instructions: str | None = None) -> list[dict[str, object]]:
+    conversation = Conversation(instructions)
     conversation.add(items)
     return conversation.messages
 
@@ -38,10 +36,8 @@ def test_system_messages_at_the_beginning_become_one_message() -> None:
     assert messages(items, "a") == [
         {"role": "system", "content": "a\n\nb\n\nc"},
         {"role": "user", "content": "d"},
-        {"role": "system", "content": "e"},
+        {"role": "developer", "content": "e"},
     ]
-    known = messages(items, "a", "{% if role == 'developer' %}")
-    assert known[-1] == {"role": "developer", "content": "e"}
 
 
 def test_calls_are_joined_to_the_message_before_them() -> None:
@@ -183,8 +179,8 @@ def test_reasoning_may_be_cut_off() -> None:
 
 def test_a_call_with_invalid_json_can_be_continued() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "not json"}
-    conversation = Conversation(None, "")
-    conversation.add([{"role": "user", "content": "go"}, call], is_kept=True)
+    conversation = Conversation(None)
+    conversation.add([{"role": "user", "content": "go"}, call])
     *_, said = conversation.messages
     assert said["tool_calls"][0]["function"]["arguments"] == {"arguments": "not json"}  # type: ignore[index]
 
@@ -193,7 +189,7 @@ def test_reasoning_of_an_interrupted_answer_is_a_separate_message() -> None:
     def thought(text: str) -> Item:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
-    conversation = Conversation(None, "")
+    conversation = Conversation(None)
     conversation.add([
         {"role": "user", "content": "a"}, thought("cut"),
         {"role": "user", "content": "b"}, thought("whole"), {"role": "assistant", "content": "B"},

@@ -80,9 +80,9 @@ class ResponseRoutes:
         session_id = earlier[0].session_id if earlier else response_id
         own_items = [dict(item) for item in input_items(body)]
         template = gateway.engine.tokenizer.chat_template
-        conversation = Conversation(body.instructions, template)
+        conversation = Conversation(body.instructions)
         for kept in earlier:
-            conversation.add(kept.read().items, is_kept=True)
+            conversation.add(kept.read().items)
         conversation.add(own_items)
         fields = chat_fields(body, conversation.messages, template)
         call, prompts = gateway.parser.parse(fields, Kind.CHAT)

@@ -67,6 +67,7 @@ class Message(Struct, frozen=True):
     content: str | list[TextPart] | TextPart | None = None
     name: Anything = None
     tool_calls: list[PastCall] | PastCall | None = None
+    function_call: CalledFunction | None = None  # the old form of a single call
     tool_call_id: Anything = None
     reasoning_content: Anything = None  # of an earlier answer; `reasoning` is another name for it
     reasoning: Anything = None

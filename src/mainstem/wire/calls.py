@@ -36,6 +36,7 @@ from mainstem.text.parsers.formats import (
 )
 from mainstem.text.parsers.parser import AnswerParser
 from mainstem.text.tokenizer import Tokenizer
+from mainstem.text.tools import past_arguments
 from mainstem.wire import bodies
 from mainstem.wire.bodies import (
     HARMLESS,
@@ -44,7 +45,6 @@ from mainstem.wire.bodies import (
     ChosenTool,
     CompletionBody,
     Json,
-    PastCall,
     ResponseFormat,
     StructuredOutputs,
     read_fields,
@@ -581,35 +581,35 @@ def _messages(given: object, checked: Sequence[bodies.Message]) -> list[Message]
     """The messages in order, each with a single text."""
     assert isinstance(given, list)
     pairs = zip(given, checked, strict=True)
-    return [_message(index, raw, read) for index, (raw, read) in enumerate(pairs)]
+    return [_message(raw, read) for raw, read in pairs]
 
 
-def _message(index: int, message: Message, checked: bodies.Message) -> Message:
+def _message(message: Message, checked: bodies.Message) -> Message:
     """Return a message for templates: parts of a content are joined, the arguments of past tool
     calls become objects, and reasoning gets the name that templates read."""
     if checked.reasoning is not None and checked.reasoning_content is None:
         message = message | {"reasoning_content": checked.reasoning}
     if checked.tool_calls is not None:
         given: list[dict[str, Message]] = _listed(message["tool_calls"])  # type: ignore[arg-type]
-        pairs = zip(given, _listed(checked.tool_calls), strict=True)
-        calls = [raw | {"function": _called(index, raw, call)} for raw, call in pairs]
+        calls = [raw | {"function": _called(raw["function"])} for raw in given]
         message = message | {"tool_calls": calls}
+    elif checked.function_call is not None:
+        called: Message = message["function_call"]  # type: ignore[assignment]
+        calls = [{"type": "function", "function": _called(called)}]
+        message = {name: value for name, value in message.items() if name != "function_call"}
+        message["tool_calls"] = calls
     if checked.content is None or isinstance(checked.content, str):
         return message
     return message | {"content": "\n".join(part.text for part in _listed(checked.content))}
 
 
-def _called(index: int, raw: dict[str, Message], call: PastCall) -> Message:
+def _called(function: Message) -> Message:
     """Return the function of a past call with its arguments as an object, as chat templates
     expect."""
-    arguments = call.function.arguments
+    arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            reason = f"tool_calls of message {index} must be functions whose arguments are JSON"
-            raise InvalidRequest("messages", reason) from None
-    return raw["function"] | {"arguments": arguments}
+        arguments = past_arguments(arguments)
+    return function | {"arguments": arguments}
 
 
 def _listed(value: list[T] | T) -> list[T]:
