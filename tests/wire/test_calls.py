@@ -118,6 +118,19 @@ def test_a_required_call_and_a_form_exclude_each_other() -> None:
     assert refused(Kind.COMPLETION, **forms).param == "response_format"
 
 
+def test_a_strict_schema_allows_only_declared_properties() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    lax, strict, by_hand = (
+        completion(response_format={"type": "json_schema", "json_schema": given})[0].sampling
+        for given in (
+            {"schema": schema},
+            {"schema": schema, "strict": True},
+            {"schema": schema | {"additionalProperties": False}},
+        )
+    )
+    assert strict.grammar == by_hand.grammar != lax.grammar
+
+
 def test_scoring_is_echo_without_an_answer() -> None:
     call, _ = completion(echo=True, max_tokens=0, logprobs=1)
     assert call.is_scoring

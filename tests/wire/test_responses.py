@@ -14,7 +14,7 @@ from mainstem.wire.calls import Call, Kind
 from mainstem.wire.errors import WireError
 from mainstem.wire.replies import Heading, PromptAnswers
 from mainstem.wire.responses import Json, Part, ResponseStream
-from mainstem.wire.responses_bodies import ReasoningConfig, ResponsesBody
+from mainstem.wire.responses_bodies import ReasoningConfig, ResponsesBody, TextConfig, TextFormat
 from mainstem.wire.responses_input import Conversation, Item, chat_fields
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
@@ -85,6 +85,12 @@ def test_effort_is_refused_if_the_template_does_not_support_it(effort: str, temp
     reasoning = ReasoningConfig(effort=effort)  # type: ignore[arg-type]
     with pytest.raises(WireError, match=effort):
         chat_fields(ResponsesBody(input="x", reasoning=reasoning), [], template)
+
+
+def test_strict_reaches_the_chat() -> None:
+    text = TextConfig(format=TextFormat(type="json_schema", schema={}, strict=True))
+    form = chat_fields(ResponsesBody(input="x", text=text), [], "")["response_format"]
+    assert form == {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}
 
 
 # --- answers -------------------------------------------------------------------------------------

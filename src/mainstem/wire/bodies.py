@@ -107,6 +107,8 @@ class SchemaFormat(Struct, frozen=True):
     """The JSON schema that answers must match."""
 
     schema: Anything = None
+    # true: objects have no other properties than those that the schema declares
+    strict: bool | None = None
 
 
 class ResponseFormat(Struct, frozen=True):

@@ -35,6 +35,7 @@ from mainstem.text.parsers.formats import (
     opening_of,
 )
 from mainstem.text.parsers.parser import AnswerParser
+from mainstem.text.schemas import closed
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.text.tools import past_arguments
 from mainstem.wire import bodies
@@ -423,7 +424,10 @@ def _response_form(described: ResponseFormat) -> str | None:
         return json_form({"type": "object"})
     if described.json_schema is None or described.json_schema.schema is None:
         raise InvalidRequest("response_format", "json_schema: must hold a schema")
-    return json_form(described.json_schema.schema)
+    schema = described.json_schema.schema
+    if described.json_schema.strict and isinstance(schema, dict):
+        schema = closed(schema)
+    return json_form(schema)
 
 
 def _structured_form(given: StructuredOutputs) -> str:

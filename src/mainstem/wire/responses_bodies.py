@@ -96,7 +96,7 @@ class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
     parameters: Annotated[
         dict[str, Anything] | None, Meta(description="JSON schema of its arguments")
     ] = None
-    strict: bool | None = None  # has no effect: a required call always matches its schema
+    strict: bool | None = None  # has no effect: only a required call follows its schema
 
 
 class ChosenFunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,7 +113,8 @@ class TextFormat(Struct, frozen=True, forbid_unknown_fields=True):
     schema: Anything = None
     name: Anything = None
     description: Anything = None
-    strict: bool | None = None  # has no effect: an answer always matches the schema
+    # true: objects have no other properties than those that the schema declares
+    strict: bool | None = None
 
 
 class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -239,7 +239,8 @@ def _response_format(text: TextConfig | None) -> Json | None:
     format = text.format
     if format.type != "json_schema":
         return {"type": format.type}
-    return {"type": "json_schema", "json_schema": {"schema": format.schema}}
+    described = {"schema": format.schema, "strict": format.strict}
+    return {"type": "json_schema", "json_schema": described}
 
 
 def _template_args(reasoning: ReasoningConfig | None, template: str) -> dict[str, object]:
