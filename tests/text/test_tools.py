@@ -104,7 +104,7 @@ def test_the_format_of_reasoning_is_found_in_the_template(
 
 def test_a_flag_overrides_the_template() -> None:
     thinking = a_tokenizer("<think>" + HERMES)
-    assert find_formats(thinking, "none", "none") == AnswerFormats()
+    assert find_formats(thinking, "none", "none") == AnswerFormats(efforts={"medium": {}})
     named = find_formats(thinking, "mistral", "deepseek_r1")
     assert (named.tools, named.reasoning) == (ToolFormat.MISTRAL, ReasoningFormat.THINK)
     unseen = find_formats(a_tokenizer(), "hermes", "qwen3")  # its template shows no tools

@@ -6,12 +6,12 @@ import pytest
 
 from mainstem.core.request import Overflow, Rendering
 from mainstem.text.encoding import Chat, Prompt
-from mainstem.text.parsers.formats import AnswerFormats, ReasoningFormat, ToolFormat
+from mainstem.text.parsers.formats import AnswerFormats, ReasoningFormat, ToolFormat, find_formats
 from mainstem.wire.bodies import ChatBody, CompletionBody
 from mainstem.wire.calls import BodyLimits, Call, CallParser, Kind
 from mainstem.wire.errors import WireError
 from mainstem.wire.openapi import document
-from tests.batch.fake_batch import a_tokenizer
+from tests.batch.fake_batch import TEMPLATE, a_tokenizer
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -131,6 +131,45 @@ def test_a_strict_schema_allows_only_declared_properties() -> None:
     assert strict.grammar == by_hand.grammar != lax.grammar
 
 
+@pytest.mark.parametrize(
+    ("effort", "template", "args"),
+    [
+        ("low", "{{ reasoning_effort }}", {"reasoning_effort": "low"}),
+        ("none", "{{ enable_thinking }}", {"enable_thinking": False}),
+        ("medium", "{{ enable_thinking }}", {}),
+        ("medium", "", {}),
+        ("none", "", {}),
+        (None, "", {}),
+        ("high", "", None),
+        ("minimal", "{{ reasoning_effort }}", None),
+        ("none", "<think>", None),
+        ("low", "<think>", None),
+    ],
+)
+def test_effort_reaches_a_template_that_supports_it(
+    effort: str | None, template: str, args: dict[str, object] | None
+) -> None:
+    """None: the effort is refused."""
+    parser = CallParser(find_formats=lambda: find_formats(a_tokenizer(template + TEMPLATE)))
+    body = {"messages": HELLO, "reasoning_effort": effort}
+    if args is None:
+        with pytest.raises(WireError, match=f"reasoning_effort: .*{effort!r}"):
+            parser.parse(body, Kind.CHAT)
+        return
+    _, [prompt] = parser.parse(body, Kind.CHAT)
+    assert isinstance(prompt, Chat)
+    assert prompt.template_args == args
+
+
+def test_template_variables_override_the_effort() -> None:
+    parser = CallParser(find_formats=lambda: find_formats(a_tokenizer("{{ reasoning_effort }}")))
+    own = {"reasoning_effort": "high"}
+    body = {"messages": HELLO, "reasoning_effort": "low", "chat_template_kwargs": own}
+    _, [prompt] = parser.parse(body, Kind.CHAT)
+    assert isinstance(prompt, Chat)
+    assert prompt.template_args == own
+
+
 def test_scoring_is_echo_without_an_answer() -> None:
     call, _ = completion(echo=True, max_tokens=0, logprobs=1)
     assert call.is_scoring
@@ -214,7 +253,7 @@ def test_a_field_that_changes_nothing_gives_the_same_call(fields: dict[str, obje
         ("use_beam_search", True), ("use_beam_search", 0), ("length_penalty", 0.9), ("best_of", 2),
         ("early_stopping", True), ("bad_words", ["a"]), ("allowed_token_ids", []), ("suffix", "a"),
         ("truncation_side", "right"), ("logits_processors", ["a"]), ("modalities", ["audio"]),
-        ("function_call", {"name": "f"}), ("reasoning_effort", "low"),
+        ("function_call", {"name": "f"}),
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_supported_is_refused_with_advice(name: str, value: object) -> None:

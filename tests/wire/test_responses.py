@@ -3,15 +3,12 @@
 import json
 from collections.abc import Sequence
 
-import pytest
-
 from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
 from mainstem.text.text_engine import TextOutput
 from mainstem.text.tools import Reasoning, ToolCall
 from mainstem.wire.calls import Call, Kind
-from mainstem.wire.errors import WireError
 from mainstem.wire.replies import Heading, PromptAnswers
 from mainstem.wire.responses import Json, Part, ResponseStream
 from mainstem.wire.responses_bodies import ReasoningConfig, ResponsesBody, TextConfig, TextFormat
@@ -60,36 +57,15 @@ def test_reasoning_is_joined_to_the_answer_after_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("effort", "template", "args"),
-    [
-        ("low", "{{ reasoning_effort }}", {"reasoning_effort": "low"}),
-        ("none", "{{ enable_thinking }}", {"enable_thinking": False}),
-        ("medium", "{{ enable_thinking }}", None),
-        ("medium", "", None),
-        ("none", "", None),
-        (None, "", None),
-    ],
-)
-def test_effort_reaches_the_template(effort: str, template: str, args: Json | None) -> None:
-    reasoning = ReasoningConfig(effort=effort)  # type: ignore[arg-type]
-    body = ResponsesBody(input="x", reasoning=reasoning)
-    assert chat_fields(body, [], template).get("chat_template_kwargs") == args
-
-
-@pytest.mark.parametrize(
-    ("effort", "template"),
-    [("high", ""), ("minimal", "{{ reasoning_effort }}"), ("none", "<think>"), ("low", "<think>")],
-)
-def test_effort_is_refused_if_the_template_does_not_support_it(effort: str, template: str) -> None:
-    reasoning = ReasoningConfig(effort=effort)  # type: ignore[arg-type]
-    with pytest.raises(WireError, match=effort):
-        chat_fields(ResponsesBody(input="x", reasoning=reasoning), [], template)
+def test_effort_reaches_the_chat() -> None:
+    body = ResponsesBody(input="x", reasoning=ReasoningConfig(effort="low"))
+    assert chat_fields(body, [])["reasoning_effort"] == "low"
+    assert "reasoning_effort" not in chat_fields(ResponsesBody(input="x"), [])
 
 
 def test_strict_reaches_the_chat() -> None:
     text = TextConfig(format=TextFormat(type="json_schema", schema={}, strict=True))
-    form = chat_fields(ResponsesBody(input="x", text=text), [], "")["response_format"]
+    form = chat_fields(ResponsesBody(input="x", text=text), [])["response_format"]
     assert form == {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}
 
 

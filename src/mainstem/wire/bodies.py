@@ -27,6 +27,7 @@ MAX_METADATA_TEXT = 512  # characters of a text
 
 Json = Mapping[str, object]
 Anything = Annotated[object, Meta(extra_json_schema={"description": "any JSON value"})]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 T = TypeVar("T", bound=Struct)
 
 # --- conversations and tools ---------------------------------------------------------------------
@@ -192,6 +193,8 @@ class ChatBody(AnswerBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Anything] | None = None
+    # how much the model reasons; only efforts that its chat template supports
+    reasoning_effort: Effort | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     parallel_tool_calls: bool | None = None  # false: only the first call is returned
     tool_choice: Annotated[str, Meta(examples=["none", "auto", "required"])] | ChosenTool | None = (
@@ -282,7 +285,6 @@ _BOTH = {
     "length_penalty": OnlyAt((1, 1.0), "there is no beam search"),
     "logits_processors": OnlyAt(([],), "use logit_bias or structured_outputs"),
     "modalities": OnlyAt((["text"],), "only text is supported"),
-    "reasoning_effort": OnlyAt((), "use chat_template_kwargs, if the template has such a variable"),
     "return_tokens_as_token_ids": OnlyAt((False,), "use return_token_ids"),
     "spaces_between_special_tokens": OnlyAt((True,), "leave it out"),
     "truncation_side": OnlyAt(("left",), "the end of a prompt is kept"),
@@ -301,6 +303,7 @@ NEUTRAL: Mapping[type[Struct], Mapping[str, OnlyAt]] = {
         "add_special_tokens": OnlyAt((True,), "send token ids of /tokenize, which supports it"),
         "continue_final_message": OnlyAt((False,), "only in a chat"),
         "parallel_tool_calls": OnlyAt((True, False), "only in a chat"),
+        "reasoning_effort": OnlyAt((), "only in a chat"),
         "suffix": OnlyAt(("",), "text can only be continued"),
         "tool_choice": OnlyAt(("auto", "none"), "there are no tools to choose from; use a chat"),
         "tools": OnlyAt(([],), "use a chat"),

@@ -263,7 +263,7 @@ class CallParser:
         if isinstance(body, ChatBody):
             formats = self.find_formats()
             tools = self._tools(body, fields, formats)
-            prompts = (_chat(body, fields, tools),)
+            prompts = (_chat(body, fields, tools, formats),)
         else:
             assert isinstance(body, CompletionBody)
             prompts = tuple(_prompts(body.prompt, self.limits))
@@ -566,7 +566,7 @@ def _prompt(value: object) -> Prompt:
     return ids
 
 
-def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
+def _chat(body: ChatBody, fields: Json, tools: ToolUse | None, formats: AnswerFormats) -> Chat:
     """The conversation in the form that chat templates expect."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -576,9 +576,24 @@ def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
         _messages(fields["messages"], body.messages),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
-        template_args=body.chat_template_kwargs or {},
+        template_args={
+            **_effort_args(body.reasoning_effort, formats),
+            **(body.chat_template_kwargs or {}),
+        },
         tools=None if tools is None else tools.tools,
     )
+
+
+def _effort_args(effort: str | None, formats: AnswerFormats) -> Json:
+    """The template variables that ask for an effort."""
+    if effort is None:
+        return {}
+    if effort not in formats.efforts:
+        known = f", only {', '.join(formats.efforts)}" if formats.efforts else ""
+        reason = f"this model's chat template does not support {effort!r}{known}"
+        advice = "leave it out, or use chat_template_kwargs"
+        raise InvalidRequest("reasoning_effort", f"{reason}; {advice}")
+    return formats.efforts[effort]
 
 
 def _messages(given: object, checked: Sequence[bodies.Message]) -> list[Message]:
@@ -599,9 +614,8 @@ def _message(message: Message, checked: bodies.Message) -> Message:
         message = message | {"tool_calls": calls}
     elif checked.function_call is not None:
         called: Message = message["function_call"]  # type: ignore[assignment]
-        calls = [{"type": "function", "function": _called(called)}]
         message = {name: value for name, value in message.items() if name != "function_call"}
-        message["tool_calls"] = calls
+        message["tool_calls"] = [{"type": "function", "function": _called(called)}]
     if checked.content is None or isinstance(checked.content, str):
         return message
     return message | {"content": "\n".join(part.text for part in _listed(checked.content))}

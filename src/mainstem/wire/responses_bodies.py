@@ -12,6 +12,7 @@ from mainstem.wire.bodies import (
     MAX_TOOLS,
     TOOL_NAME,
     Anything,
+    Effort,
 )
 
 Metadata = Annotated[
@@ -129,7 +130,7 @@ class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     Reasoning is returned as it is and never summarized."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto"] | None = None
 
 
@@ -191,6 +192,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
 SAME_IN_CHATS = (
     "app",
     "cache_salt",
+    "chat_template_kwargs",
     "frequency_penalty",
     "ignore_eos",
     "min_p",

@@ -21,7 +21,6 @@ from mainstem.wire.responses_bodies import (
     FunctionOutputItem,
     FunctionTool,
     MessageItem,
-    ReasoningConfig,
     ReasoningItem,
     ResponsesBody,
     TextConfig,
@@ -37,9 +36,9 @@ ORIGINS = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning",
     "response_format": "text",
 }
-_GRADED = ("low", "medium", "high")  # efforts that templates know
 
 
 def read_body(fields: Json) -> ResponsesBody:
@@ -205,10 +204,9 @@ def _wrong(place: str, reason: str) -> WireError:
 # --- the other fields ----------------------------------------------------------------------------
 
 
-def chat_fields(body: ResponsesBody, messages: list[Message], template: str | None) -> Json:
+def chat_fields(body: ResponsesBody, messages: list[Message]) -> Json:
     """Return the fields of a ChatBody that asks for the same."""
     fields: dict[str, object] = {name: getattr(body, name) for name in SAME_IN_CHATS}
-    args = _template_args(body.reasoning, template or "")
     fields |= {
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
@@ -216,7 +214,7 @@ def chat_fields(body: ResponsesBody, messages: list[Message], template: str | No
         "response_format": _response_format(body.text),
         "tools": None if body.tools is None else [chat_tool(tool) for tool in body.tools],
         "tool_choice": _tool_choice(body.tool_choice),
-        "chat_template_kwargs": (args | (body.chat_template_kwargs or {})) or None,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -241,21 +239,3 @@ def _response_format(text: TextConfig | None) -> Json | None:
         return {"type": format.type}
     described = {"schema": format.schema, "strict": format.strict}
     return {"type": "json_schema", "json_schema": described}
-
-
-def _template_args(reasoning: ReasoningConfig | None, template: str) -> dict[str, object]:
-    """The template variables for the effort; raises WireError if the template does not support the
-    effort."""
-    effort = None if reasoning is None else reasoning.effort
-    if effort is None:
-        return {}
-    if "reasoning_effort" in template and effort in _GRADED:
-        return {"reasoning_effort": effort}
-    if "enable_thinking" in template and effort == "none":
-        return {"enable_thinking": False}
-    thinks = any(word in template for word in ("reasoning_effort", "enable_thinking", "<think>"))
-    if effort == "medium" or (effort == "none" and not thinks):
-        return {}
-    reason = f"this model's chat template does not support {effort!r}"
-    message = f"reasoning: effort: {reason}; leave it out, or use chat_template_kwargs"
-    raise WireError("invalid_value", message, "reasoning")
