@@ -115,6 +115,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_before_encoding(
     """The longest token is `<|end|>`, so 20,000 characters are at least 2,858 tokens."""
     error = refusal(server, body, path)
     assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert error["message"].startswith("This model's maximum context length is ")
     assert "has at least " in error["message"]
 
 
