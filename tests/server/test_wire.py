@@ -334,6 +334,7 @@ def test_an_unknown_model_is_not_found(server: Running) -> None:
 
 def test_models_lists_the_names_and_the_apps(server: Running) -> None:
     listed = server.get("/v1/models").json()
+    assert server.get("/v1/models/").json() == listed
     assert [model["id"] for model in listed["data"]] == [
         "fake", "alias", "fake:pirate", "fake:polite",
     ]  # fmt: skip

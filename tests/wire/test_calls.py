@@ -102,6 +102,22 @@ def test_a_choice_must_name_a_tool() -> None:
     assert refused(Kind.CHAT, tools=[], tool_choice="required").param == "tool_choice"
 
 
+def test_some_of_the_tools_may_be_allowed() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+
+    def choice(mode: str, *tools: object) -> dict[str, object]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+    call, prompt = chat(tools=[CLOCK, other], tool_choice=choice("auto", other))
+    assert prompt.tools == (other,)
+    assert call.sampling.grammar is None
+    required, prompt = chat(tools=[CLOCK, other], tool_choice=choice("required", CLOCK))
+    assert prompt.tools == (CLOCK,)
+    assert required.sampling == chat(tools=[CLOCK], tool_choice="required")[0].sampling
+    for wrong in (choice("auto", other), choice("auto"), choice("always", CLOCK)):
+        assert refused(Kind.CHAT, tools=[CLOCK], tool_choice=wrong).param == "tool_choice"
+
+
 def test_tools_are_ignored_if_there_are_none_or_tool_choice_is_none() -> None:
     assert chat(tools=[], tool_choice="auto")[0].tools is None
     assert chat(tools=[CLOCK], tool_choice="none")[0].tools is None
@@ -218,6 +234,8 @@ def test_values_that_change_nothing_are_accepted() -> None:
     completion(suffix="", best_of=1, user="u", no_such_field=None)
     assert refused(Kind.COMPLETION, suffix="end").code == "unknown_field"
     assert refused(Kind.COMPLETION, best_of=2).code == "unknown_field"
+    assert completion(n=3, best_of=3)[0] == completion(n=3)[0]
+    assert refused(Kind.COMPLETION, n=2, best_of=3).code == "unknown_field"
 
 
 def test_fields_of_the_other_kind_are_accepted_if_they_change_nothing() -> None:
@@ -335,6 +353,22 @@ def test_the_document_describes_every_field(body: type) -> None:
     described = schemas[body.__name__]["properties"]
     assert set(body.__struct_fields__) <= set(described)  # type: ignore[attr-defined]
     assert described["n"]["anyOf"][0]["maximum"] == 128
+
+
+def test_a_refusal_is_text() -> None:
+    part = {"type": "refusal", "refusal": "No."}
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Hm."}, part]}
+    assert chat(messages=[said])[1].messages[0]["content"] == "Hm.\nNo."
+    said = {"role": "assistant", "content": None, "refusal": "No."}
+    assert chat(messages=[said])[1].messages[0]["content"] == "No."
+    for wrong in ({"type": "text"}, {"type": "refusal", "text": "No."}):
+        error = refused(Kind.CHAT, messages=[{"role": "assistant", "content": [wrong]}])
+        assert error.param == "messages"
+        assert "missing required field" in error.message
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=9)[0].sampling.max_tokens == 9
 
 
 def test_the_document_describes_tools_parts_and_uploads() -> None:

@@ -34,10 +34,21 @@ T = TypeVar("T", bound=Struct)
 
 
 class TextPart(Struct, frozen=True):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content; only text is supported. A refusal is text of an earlier
+    answer."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text if self.type == "text" else self.refusal) is None:
+            raise ValueError(f"Object missing required field `{self.type}`")
+
+    @property
+    def said(self) -> str:
+        """The text itself."""
+        return (self.text if self.type == "text" else self.refusal) or ""
 
 
 class CalledFunction(Struct, frozen=True):
@@ -97,11 +108,26 @@ class ChosenFunction(Struct, frozen=True):
     name: str
 
 
-class ChosenTool(Struct, frozen=True):
-    """A `tool_choice` that names a tool."""
+class AllowedTool(Struct, frozen=True):
+    """A tool that may be called."""
 
     function: ChosenFunction
-    type: Literal["function"] | None = None
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, frozen=True):
+    """The tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+
+
+class ChosenTool(Struct, frozen=True):
+    """A `tool_choice` that names the tool to call, or those that may be called."""
+
+    function: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
+    type: Literal["function", "allowed_tools"] | None = None
 
 
 class SchemaFormat(Struct, frozen=True):
@@ -365,6 +391,8 @@ def without_harmless(fields: Json, kind: type[Struct]) -> dict[str, object]:
         for name, value in fields.items()
         if name not in HARMLESS and (name not in rules or not rules[name].takes(value))
     }
+    if "best_of" in left and left["best_of"] == left.get("n"):
+        del left["best_of"]  # the best n of n are all answers
     form = left.get("structured_outputs")
     if isinstance(form, dict):  # clients of vLLM also send default values
         left["structured_outputs"] = {

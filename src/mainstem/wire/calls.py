@@ -338,26 +338,35 @@ class CallParser:
     def _tools(self, body: ChatBody, fields: Json, formats: AnswerFormats) -> ToolUse | None:
         """The tools of a chat; None when there is nothing to call."""
         names = [tool.function.name for tool in body.tools or ()]
-        required = _required_tools(body.tool_choice, names)
+        offered, required = _chosen_tools(body.tool_choice, names)
         if not names or body.tool_choice == "none":
             return None
         listed = fields["tools"]
         assert isinstance(listed, list)
-        return offer_tools(listed, required, formats)
+        tools = [tool for name, tool in zip(names, listed, strict=True) if name in offered]
+        return offer_tools(tools, required, formats)
 
 
-def _required_tools(choice: str | ChosenTool | None, names: Sequence[str]) -> Sequence[str] | None:
-    """Return the tools of which one must be called; None if the model decides."""
+def _chosen_tools(
+    choice: str | ChosenTool | None, names: Sequence[str]
+) -> tuple[Sequence[str], Sequence[str] | None]:
+    """Return the tools that are offered, and those of which one must be called; None if the model
+    decides."""
     if choice in (None, "auto", "none"):
-        return None
+        return names, None
     if not names:
         raise InvalidRequest("tool_choice", "there are no tools to choose from")
     if choice == "required":
-        return names
-    if not isinstance(choice, ChosenTool) or choice.function.name not in names:
-        reason = "must be none, auto, required or one of the tools"
-        raise InvalidRequest("tool_choice", reason)
-    return [choice.function.name]
+        return names, names
+    if isinstance(choice, ChosenTool):
+        if (allowed := choice.allowed_tools) is not None and choice.type == "allowed_tools":
+            wanted = [tool.function.name for tool in allowed.tools]
+            if set(wanted) <= set(names):
+                return wanted, wanted if allowed.mode == "required" else None
+        elif choice.function is not None and choice.function.name in names:
+            return names, [choice.function.name]
+    reason = "must be none, auto, required, or name tools of the request"
+    raise InvalidRequest("tool_choice", reason)
 
 
 # --- single fields -------------------------------------------------------------------------------
@@ -379,10 +388,9 @@ def _priority(given: int) -> int:
 
 
 def _max_tokens(body: AnswerBody) -> int | None:
-    new, old = body.max_completion_tokens, body.max_tokens
-    if new is not None and old is not None and new != old:
-        raise InvalidRequest("max_completion_tokens", f"is {new!r}, but max_tokens is {old!r}")
-    return old if new is None else new
+    """Return the limit; the newer name of the field wins."""
+    new = body.max_completion_tokens
+    return body.max_tokens if new is None else new
 
 
 def _check_stop(stop: str | list[str] | None, limits: BodyLimits) -> None:
@@ -460,7 +468,7 @@ def _has_echo(body: AnswerBody) -> bool:
 
 
 def _is_scoring(body: AnswerBody) -> bool:
-    return _has_echo(body) and body.max_tokens == 0
+    return _has_echo(body) and _max_tokens(body) == 0
 
 
 def _logprobs(body: AnswerBody) -> int | None:
@@ -616,9 +624,12 @@ def _message(message: Message, checked: bodies.Message) -> Message:
         called: Message = message["function_call"]  # type: ignore[assignment]
         message = {name: value for name, value in message.items() if name != "function_call"}
         message["tool_calls"] = [{"type": "function", "function": _called(called)}]
+    refusal = message.get("refusal") if checked.role == "assistant" else None
+    if checked.content is None and isinstance(refusal, str):
+        return message | {"content": refusal}
     if checked.content is None or isinstance(checked.content, str):
         return message
-    return message | {"content": "\n".join(part.text for part in _listed(checked.content))}
+    return message | {"content": "\n".join(part.said for part in _listed(checked.content))}
 
 
 def _called(function: Message) -> Message:
