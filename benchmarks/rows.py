@@ -185,14 +185,16 @@ ROWS = [
         Row(
             what=f"{what}, one sequence alone, tokens/s",
             file="decode-h200.jsonl",
-            ours=_is(model_shape=shape, seqs=1),
+            ours=_is(model_shape=shape, weights=weights, seqs=1),
             value="{tokens_per_s:.1f}",
             hardware="H200",
-            command=f"mainstem bench decode --model-shape {shape} {options} --seqs 1",
+            command=f"mainstem bench decode --model-shape {shape} --weights {weights}{options} "
+            "--seqs 1",
         )
-        for shape, what, options in (
-            ("llama31-70b", "70B in 4 bits (GPTQ)", "--weights gptq --kv-tokens 250000"),
-            ("gpt-oss-20b", "gpt-oss-20b, experts in MXFP4", "--weights mxfp4"),
+        for shape, weights, what, options in (
+            ("llama31-8b", "fp8-blocks", "8B in FP8, scales of blocks", ""),
+            ("llama31-70b", "gptq", "70B in 4 bits (GPTQ)", " --kv-tokens 250000"),
+            ("gpt-oss-20b", "mxfp4", "gpt-oss-20b, experts in MXFP4", ""),
         )
     ),
     _served("between tokens", "{itl_ms_mean:.1f} ms", known("serving", "itl")),

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from mainstem.async_llm import AsyncLLM
+from mainstem.checkpoints.progress import Progress
+from mainstem.core.config import ModelConfig
 from mainstem.llm import LLM
+from mainstem.text.tokenizer import Tokenizer
 from tests.batch.fake_batch import FakeEngines, a_tokenizer
 
 
@@ -23,9 +26,9 @@ def a_fake_async_llm(engines: FakeEngines, patch: pytest.MonkeyPatch) -> AsyncLL
 
 def patch_loading(engines: FakeEngines, patch: pytest.MonkeyPatch) -> None:
     """LLM and AsyncLLM load nothing, whatever model is named."""
-    patch.setattr("mainstem.llm.resolve_model", lambda *_: Path("fake"))
+
+    def fetch(model: ModelConfig, _: Progress) -> tuple[Path, Tokenizer]:
+        return Path("fake"), a_tokenizer(allow_special_tokens=model.allow_special_tokens)
+
+    patch.setattr("mainstem.llm.fetch_model", fetch)
     patch.setattr("mainstem.llm.build_engine", lambda _, config, *__, **___: engines(config).engine)
-    patch.setattr(
-        "mainstem.llm.Tokenizer.load",
-        lambda _, __, allows_special: a_tokenizer(allow_special_tokens=allows_special),
-    )

@@ -13,7 +13,7 @@ from typing import NoReturn, Self
 import numpy as np
 from tqdm import tqdm
 
-from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.fetch import fetch_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.core.config import EngineConfig, Share, with_arguments
 from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
@@ -134,10 +134,7 @@ class LoadedModel:
 
     def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
         with StageBar() as bar:
-            folder = resolve_model(config.model.model, bar)
-        tokenizer = Tokenizer.load(
-            folder, config.model.chat_template, config.model.allow_special_tokens
-        )
+            folder, tokenizer = fetch_model(config.model, bar)
         bus = EventBus()
         self.counters = Counters().attach(bus)
         engine = build_engine(folder, config, bus, choose_kept=choose_kept)

@@ -30,7 +30,7 @@ from mainstem.core.tables import gigabytes
 from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.decoder import load_decoder, pack
 from mainstem.models.families import read_spec
-from mainstem.models.weights import SINGLE_FILE, weight_files
+from mainstem.models.weight_files import SINGLE_FILE, weight_files
 from mainstem.runner.load import choose_device, device_name
 from mainstem.runner.perplexity import perplexity
 from mainstem_bench.calibration import CalibratedLayers

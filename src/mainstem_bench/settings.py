@@ -49,12 +49,18 @@ def check_room(name: str, kv_tokens: int, free_bytes: int, smaller: str) -> None
 
 
 def empty_folder(disk_dir: str | None) -> TemporaryDirectory[str]:
-    """Make an empty folder for pages, which is removed at the end: in `disk_dir` if it is given. A
-    benchmark clears its store, and must not delete pages that a user has in `disk_dir`."""
-    parent = None if disk_dir is None else Path(disk_dir).expanduser()
+    """Make an empty folder for pages, which is removed at the end: in `disk_dir` if it is given,
+    otherwise among temporary files. A benchmark clears its store, and must not delete pages that a
+    user has in `disk_dir`."""
+    if disk_dir is None:
+        try:
+            return TemporaryDirectory(prefix="mainstem-bench-")
+        except OSError as error:  # it names the folder
+            advice = "set --disk-dir, or TMPDIR, to a folder for the pages"
+            raise ConfigError(f"no temporary folder can be made: {error}; {advice}") from None
+    parent = Path(disk_dir).expanduser()
     try:
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
         return TemporaryDirectory(prefix="mainstem-bench-", dir=parent)
     except OSError as error:
         raise ConfigError(f"--disk-dir: no folder can be made in {parent}: {error}") from None

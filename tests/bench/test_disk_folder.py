@@ -61,3 +61,11 @@ def test_a_file_in_place_of_the_folder_is_reported_in_a_sentence(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--disk-dir: no folder can be made"):
         empty_folder(str(tmp_path / "file"))
+
+
+def test_without_a_disk_dir_the_error_names_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"no temporary folder can be made: .*gone.*TMPDIR"):
+        empty_folder(None)

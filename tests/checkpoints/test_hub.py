@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import gguf
 import huggingface_hub
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.numpy import load_file
@@ -28,8 +31,13 @@ from mainstem.checkpoints.embedded import (
     embedded_folder,
     find_damage,
 )
+from mainstem.checkpoints.fetch import fetch_model, fetch_tokenizer
 from mainstem.checkpoints.hub import ModelState
-from mainstem.core.errors import ModelNotFound
+from mainstem.cli import models
+from mainstem.cli.serve import open_model
+from mainstem.core.config import EngineConfig, ModelConfig
+from mainstem.core.errors import InvalidRequest, MainstemError, ModelNotFound, UnsupportedModel
+from mainstem.llm import LLM
 from mainstem.text.tokenizer import Tokenizer
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 64, 4, 2, 2
@@ -382,6 +390,71 @@ def write_model_folder(folder: Path, *shards: str) -> Path:
     return folder
 
 
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_attention_heads": NUM_HEADS,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "vocab_size": len(WORDS),
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+WEIGHTS = "model.safetensors"
+
+
+def matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class FakeHub:
+    """A repository of the hub, of any name, and the files that were fetched from it."""
+
+    def __init__(self, cache: Path, files: dict[str, str]) -> None:
+        self.files = files
+        self.snapshot = cache / "snapshots" / ("0" * 40)
+        self.fetched: list[str] = []
+        self.revisions: list[str | None] = []
+
+    def snapshot_download(
+        self,
+        repo_id: str,
+        revision: str | None = None,
+        *,
+        allow_patterns: list[str],
+        ignore_patterns: list[str],
+    ) -> str:
+        """Fetches what the cache does not have, as the hub's client does."""
+        self.revisions.append(revision)
+        self.snapshot.mkdir(parents=True, exist_ok=True)
+        for name in self.files:
+            if not matches(name, allow_patterns) or matches(name, ignore_patterns):
+                continue
+            path = self.snapshot / name
+            if not path.exists():
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(self.files[name])
+                self.fetched.append(name)
+        return str(self.snapshot)
+
+    def remove(self, name: str) -> None:
+        """Remove a file from the repository and the cache."""
+        del self.files[name]
+        (self.snapshot / name).unlink()
+
+
+@pytest.fixture
+def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """A repository that can be fetched; its weights are empty."""
+    words = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("h", "i")]))
+    files = {"config.json": json.dumps(LLAMA), "tokenizer.json": tokenizer.to_str(), WEIGHTS: ""}
+    made = FakeHub(tmp_path / "hub", files)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", made.snapshot_download)
+    return made
+
+
 def test_a_local_folder_is_used_without_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +476,14 @@ def test_a_sharded_folder_must_have_every_shard(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ModelNotFound, match="readable"):
         hub.resolve_model(str(folder))
+
+
+def test_a_single_file_needs_no_shards(tmp_path: Path) -> None:
+    """It wins over the index of an earlier model."""
+    folder = write_model_folder(tmp_path, "model.safetensors")
+    index = {"weight_map": {"x": "a.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert hub.resolve_model(str(folder)) == folder
 
 
 @pytest.mark.parametrize(
@@ -432,22 +513,103 @@ def test_the_error_for_an_unknown_name_says_what_is_missing(name: str, tmp_path:
         hub.resolve_model(name)
 
 
-def test_a_hub_id_takes_only_safe_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_model_folder(tmp_path, "model.safetensors")
-    asked: dict[str, list[str]] = {}
-
-    def snapshot_download(
-        repo_id: str, allow_patterns: list[str], ignore_patterns: list[str]
-    ) -> str:
-        asked[repo_id] = allow_patterns
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert hub.resolve_model("owner/model-1.5B") == folder
-    assert asked == {"owner/model-1.5B": ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]}
-    (folder / "model.safetensors").unlink()
+def test_a_hub_id_takes_only_safe_files(fake_hub: FakeHub) -> None:
+    others = [
+        "README.md",
+        "consolidated.safetensors",
+        "onnx/config.json",
+        "original/model.safetensors",
+        "pytorch_model.bin",
+    ]
+    templates = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja"]
+    fake_hub.files |= dict.fromkeys(others + templates, "")
+    assert hub.resolve_model("owner/model-1.5B") == fake_hub.snapshot
+    assert sorted(fake_hub.fetched) == [*templates, "config.json", WEIGHTS, "tokenizer.json"]
+    fake_hub.remove(WEIGHTS)
     with pytest.raises(ModelNotFound, match=r"never \.bin"):
         hub.resolve_model("owner/model-1.5B")
+
+
+# what is wrong with a repository -> how its files differ, and the error
+REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
+    "unknown field": (
+        {"config.json": json.dumps(LLAMA | {"odd_field": 7})},
+        "odd_field=7 is not known to LlamaForCausalLM .*--ignore-config-fields odd_field",
+    ),
+    "unknown architecture": (
+        {"config.json": json.dumps({"architectures": ["OtherForCausalLM"]})},
+        "architecture OtherForCausalLM is not supported",
+    ),
+    "other tokenizer": (
+        {"tokenizer.json": None, "tekken.json": "{}"},
+        r"has no tokenizer\.json, the only tokenizer format read",
+    ),
+    "broken tokenizer": ({"tokenizer.json": "{}"}, r"tokenizer\.json cannot be read"),
+    "broken template": ({"chat_template.jinja": "{% if %}"}, "chat template is not valid"),
+    "no config": ({"config.json": None}, r"owner/name: config\.json is missing\."),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_weights_of_a_model_that_cannot_be_loaded_are_not_fetched(
+    wrong: str, fake_hub: FakeHub
+) -> None:
+    changes, message = REFUSED[wrong]
+    for name, text in changes.items():
+        fake_hub.files.pop(name, None)
+        if text is not None:
+            fake_hub.files[name] = text
+    config = EngineConfig(model=ModelConfig("owner/name"))
+    attempts: list[Callable[[], object]] = [
+        lambda: LLM("owner/name"),
+        lambda: open_model(config, "info", None),
+        lambda: models.main(["--fetch", "owner/name"]),
+    ]
+    for attempt in attempts:
+        with pytest.raises(MainstemError, match=message) as refused:
+            attempt()
+        assert isinstance(refused.value, ModelNotFound | UnsupportedModel)
+    assert sorted(fake_hub.fetched) == sorted(fake_hub.files.keys() - {WEIGHTS})
+
+
+def test_a_model_with_ignored_fields_is_fetched(
+    fake_hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_hub.files["config.json"] = json.dumps(LLAMA | {"odd_field": 7})
+    models.main(["--fetch", "owner/name", "--ignore-config-fields", "odd_field"])
+    assert capsys.readouterr().out.strip() == str(fake_hub.snapshot)
+    assert WEIGHTS in fake_hub.fetched
+    with pytest.raises(InvalidRequest, match="without --fetch"):
+        models.main(["--ignore-config-fields", "odd_field"])
+
+
+def test_a_cached_model_is_not_checked_again(fake_hub: FakeHub) -> None:
+    checked: list[Path] = []
+    for _ in range(2):
+        hub.resolve_model("owner/name", preflight=checked.append)
+    assert checked == [fake_hub.snapshot]
+
+
+def test_a_tokenizer_is_fetched_without_weights_and_only_once(fake_hub: FakeHub) -> None:
+    model = ModelConfig("owner/name")
+    assert fetch_tokenizer(model).encode("hi") == [5]
+    assert sorted(fake_hub.fetched) == ["config.json", "tokenizer.json"]
+    folder, _ = fetch_model(model)
+    assert folder == fake_hub.snapshot
+    assert fake_hub.fetched[2:] == [WEIGHTS]
+
+
+def test_a_user_template_replaces_a_broken_one(fake_hub: FakeHub, tmp_path: Path) -> None:
+    fake_hub.files["chat_template.jinja"] = "{% if %}"
+    (tmp_path / "mine.jinja").write_text("mine")
+    fetch_model(ModelConfig("owner/name", chat_template=str(tmp_path / "mine.jinja")))
+    assert WEIGHTS in fake_hub.fetched
+
+
+def test_a_new_commit_during_a_fetch_does_not_mix_files(fake_hub: FakeHub) -> None:
+    """The weights are of the commit whose config was checked."""
+    fetch_model(ModelConfig("owner/name"))
+    assert fake_hub.revisions == [None, fake_hub.snapshot.name]
 
 
 def test_an_unreachable_hub_says_what_to_do(tmp_path: Path) -> None:
@@ -496,6 +658,6 @@ def test_models_in_the_hubs_cache_are_listed(
     monkeypatch.setattr(huggingface_hub, "scan_cache_dir", lambda: scan(tmp_path))
     states = {record.name: (record.state, record.origin) for record in hub.list_models()[1:]}
     assert states == {
-        "owner/partial": (ModelState.DAMAGED, "hub"),
+        "owner/partial": (ModelState.PARTIAL, "hub"),
         "owner/whole": (ModelState.READY, "hub"),
     }

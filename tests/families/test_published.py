@@ -1,14 +1,18 @@
 """config.json of published models is read: sizes and kinds of layers; no weights are needed."""
 
 import copy
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
-from mainstem.models.families import spec_from_config
+from mainstem.models.families import read_spec, spec_from_config
 from mainstem.models.spec import (
     Activation,
     ExpertsSpec,
@@ -20,6 +24,8 @@ from mainstem.models.spec import (
     Residual,
     RopeScaling,
 )
+from mainstem.models.weight_files import INDEX_FILE, SINGLE_FILE
+from mainstem.runner.kv_size import kv_size
 from tests.families.published import PUBLISHED
 
 BILLIONS = {  # billions of weights, as published
@@ -277,6 +283,16 @@ def test_qwen_3_30b_a3b_is_read() -> None:
     assert spec.qk_norm is QkNorm.HEADS
 
 
+def test_qwen_3_coder_says_that_it_has_no_shared_expert() -> None:
+    plain = read("Qwen/Qwen3-30B-A3B")
+    coder = {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False}
+    assert read("Qwen/Qwen3-30B-A3B", **coder) == plain
+    with pytest.raises(UnsupportedModel, match="shared_expert_intermediate_size=5472"):
+        read("Qwen/Qwen3-30B-A3B", shared_expert_intermediate_size=5472)
+    with pytest.raises(UnsupportedModel, match="use_qk_norm=False"):
+        read("Qwen/Qwen3-30B-A3B", use_qk_norm=False)
+
+
 def test_qwen_has_experts_in_some_layers_only() -> None:
     spec = read("Qwen/Qwen3-30B-A3B", mlp_only_layers=[3], decoder_sparse_step=2)
     dense = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MlpSpec)]
@@ -299,6 +315,61 @@ def test_gpt_oss_20b_is_read() -> None:
     assert all(kind.has_sinks for kind in spec.attention_kinds)
     (rope,) = spec.ropes
     assert (rope.scaling, rope.factor, rope.has_whole_bounds) == (RopeScaling.YARN, 32.0, False)
+
+
+def gpt_oss_as_shipped() -> dict[str, object]:
+    """The file names no dtype."""
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    quantized = {"modules_to_not_convert": [*kept, "lm_head"], "quant_method": "mxfp4"}
+    config = PUBLISHED["openai/gpt-oss-20b, in 16 bits"] | {"quantization_config": quantized}
+    del config["torch_dtype"]
+    return config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_without_a_dtype_in_the_config_that_of_the_embedding_counts(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The embedding is in the second shard; all other tensors have other dtypes."""
+    (tmp_path / "config.json").write_text(json.dumps(gpt_oss_as_shipped()))
+    shards = {
+        "model-00000-of-00002.safetensors": {
+            "model.norm.weight": torch.ones(2, dtype=torch.float64),
+            "model.layers.0.mlp.experts.down_proj_blocks": torch.ones(2, dtype=torch.uint8),
+        },
+        "model-00001-of-00002.safetensors": {
+            "lm_head.weight": torch.ones(2, dtype=torch.float64),
+            "model.embed_tokens.weight": torch.ones(2, 2, dtype=dtype),
+        },
+    }
+    for file, tensors in shards.items():
+        save_file(tensors, tmp_path / file)
+    where = {name: file for file, tensors in shards.items() for name in tensors}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": where}))
+    assert f"torch.{read_spec(tmp_path).dtype.value}" == str(dtype)
+    (tmp_path / "config.json").write_text(json.dumps(gpt_oss_as_shipped() | {"dtype": "float16"}))
+    assert read_spec(tmp_path).dtype is DType.FP16  # what the config says comes first
+
+
+def test_the_text_config_may_have_the_dtype(tmp_path: Path) -> None:
+    config = copy.deepcopy(PUBLISHED["google/gemma-3-12b-it"])
+    text = config["text_config"]
+    assert isinstance(text, dict)
+    text["dtype"] = config.pop("torch_dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"language_model.model.embed_tokens.weight": torch.ones(2)}, tmp_path / SINGLE_FILE)
+    assert read_spec(tmp_path).dtype is DType.BF16
+    del text["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(tmp_path).dtype is DType.FP32
+
+
+def test_without_a_dtype_and_weights_gpt_oss_has_bf16(tmp_path: Path) -> None:
+    """`mainstem doctor --model` reads config.json alone."""
+    (tmp_path / "config.json").write_text(json.dumps(gpt_oss_as_shipped()))
+    assert kv_size(tmp_path).dtype is DType.BF16
+    (tmp_path / SINGLE_FILE).write_bytes(b"\xff" * 100)  # the loader says that it is damaged
+    assert kv_size(tmp_path).dtype is DType.BF16
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ from mainstem.kernels.attention.tuning import (
     Tiles,
 )
 from mainstem.kernels.dense.activations import Act, _activation_kernel
+from mainstem.kernels.dense.fp8_few import TILES as FEW_TILES
+from mainstem.kernels.dense.fp8_few import _few_rows_kernel
 from mainstem.kernels.dense.head_norms import _joint_norm_kernel, _joint_squares_kernel
 from mainstem.kernels.dense.int4 import TILES as INT4_TILES
 from mainstem.kernels.dense.int4 import _dequantize_kernel, _product_kernel
@@ -373,6 +375,19 @@ def _packed_jobs(target: str) -> Iterator[Job]:
             options,
             most_shared=SHARED_BYTES[is_hopper],
         )
+    fp8 = {"x_ptr": "*fp8e4nv", "values_ptr": "*fp8e4nv"}
+    fp32 = dict.fromkeys(("x_scales_ptr", "scales_ptr", "partial_ptr"), "*fp32")
+    for tile in (FEW_TILES[0], FEW_TILES[-1]) if is_hopper else ():
+        sizes = {"TILE_OUT": tile.outs, "TILE_TOKENS": tile.tokens, "STEP": tile.blocks}
+        for is_blocks in (False, True):
+            yield Job(
+                _few_rows_kernel,
+                {**sizes, "IS_BLOCKS": is_blocks, "IS_SPLIT": True, "HAS_BIAS": True,
+                 "UPCAST": False, "OVERLAPS": True},
+                {**fp8, **fp32, "arrived_ptr": "*i32"},
+                {"num_warps": tile.warps, "num_stages": tile.stages},
+                most_shared=SHARED_BYTES[is_hopper],
+            )  # fmt: skip
     for tiles in (PACKED_FEW, PACKED_MANY) if is_hopper else (PACKED_FEW,):
         gated = {"ACTIVATION": "clamped", "HAS_BIAS": True}
         for kernel, part, own in (

@@ -6,6 +6,7 @@ import torch
 from mainstem.kernels import LayoutError
 from mainstem.kernels.dense import fp8_blocks
 from mainstem.kernels.dense.fp8_blocks import Fp8BlockLinear, has_block_product, quantize_groups
+from mainstem.kernels.dense.fp8_rows import Fp8Rows
 
 pytestmark = pytest.mark.torch
 
@@ -70,11 +71,11 @@ def test_a_product_with_another_layout_of_scales_is_detected(
     """The check that runs once for a card's library, here run on the emulation."""
     is_right = fp8_blocks.is_library_right.__wrapped__
     assert is_right(torch.device("cpu"))
-    multiply = Fp8BlockLinear.__call__
+    product = Fp8BlockLinear.product
 
-    def with_scales_elsewhere(linear: Fp8BlockLinear, x: torch.Tensor) -> torch.Tensor:
+    def with_scales_elsewhere(linear: Fp8BlockLinear, rows: Fp8Rows) -> torch.Tensor:
         other = Fp8BlockLinear(linear._values, linear._scales.flip(1), None, torch.bfloat16)
-        return multiply(other, x)
+        return product(other, rows)
 
-    monkeypatch.setattr(Fp8BlockLinear, "__call__", with_scales_elsewhere)
+    monkeypatch.setattr(Fp8BlockLinear, "product", with_scales_elsewhere)
     assert not is_right(torch.device("cpu"))

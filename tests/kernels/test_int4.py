@@ -12,16 +12,15 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mainstem.kernels import LayoutError  # noqa: E402
-from mainstem.kernels.dense import int4  # noqa: E402
+from mainstem.kernels.dense import split_columns  # noqa: E402
 from mainstem.kernels.dense.int4 import (  # noqa: E402
-    Int4Tile,
     dequantize,
     deterministic_tile,
     multiply,
-    num_splits,
     tile_for,
 )
 from mainstem.kernels.dense.nibbles import Nibbles  # noqa: E402
+from mainstem.kernels.dense.split_columns import Tile, num_splits  # noqa: E402
 from mainstem.models.gpu.packed import pack_nibbles  # noqa: E402
 from mainstem.models.packed import PackedKind, PackedWeight  # noqa: E402
 
@@ -31,7 +30,7 @@ CPU = torch.device("cpu")
 # Errors relative to the largest output, from the order of sums and the rounding of the output (the
 # interpreter truncates bf16 instead of rounding it, for weights too).
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
-SPLIT = Int4Tile(outs=16, tokens=16, warps=4, stages=1, programs=1)
+SPLIT = Tile(outs=16, tokens=16, warps=4, stages=1, programs=1)
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,11 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
 def test_many_tokens_with_split_sums_take_several_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(int4, "MOST_TILES", 1)
+    monkeypatch.setattr(split_columns, "MOST_TILES", 1)
     nibbles = packed(Case("split", 16, 1024, 128).weight(torch.float32), torch.float32)
     x = some(20, 1024)
     assert num_splits(16, nibbles.num_blocks, SPLIT) > 1
-    assert int4.most_split_tokens(16, SPLIT) == 16
+    assert split_columns.most_split_tokens(16, SPLIT) == 16
     together = multiply(x, nibbles, None, torch.empty(20, 16), SPLIT)
     for part in (slice(0, 16), slice(16, 20)):
         alone = multiply(x[part], nibbles, None, torch.empty(len(x[part]), 16), SPLIT)

@@ -1,15 +1,17 @@
 """config.json becomes a ModelSpec: which fields are read, and which are refused with their name."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mainstem.core.config import DType
-from mainstem.core.errors import UnsupportedModel
+from mainstem.core.errors import ConfigError, UnsupportedModel
 from mainstem.models.families import read_spec, spec_from_config
 from mainstem.models.spec import NormPlace, Residual, RopeScaling
+from mainstem.runner.origin import context_of
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -51,13 +53,57 @@ def test_rope_settings_in_both_formats_are_read(rope: dict[str, object]) -> None
     assert (found.theta, found.scaling, found.factor) == (5e5, RopeScaling.LINEAR, 2.0)
 
 
+def yarn(**settings: object) -> dict[str, object]:
+    return {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, **settings}}
+
+
+def test_attn_factor_multiplies_the_default_score_factor_of_yarn() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has the inverse of the default: its scores are not scaled.
+    transformers ignores the field and scales them."""
+    (usual,) = spec_from_config(yarn()).ropes
+    (rope,) = spec_from_config(yarn(attn_factor=0.8782488562869419)).ropes
+    assert usual.score_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert rope.score_factor == pytest.approx(1.0, abs=1e-12)
+    (half,) = spec_from_config(yarn(attn_factor=0.5, mscale=0.7, mscale_all_dim=1.0)).ropes
+    (whole,) = spec_from_config(yarn(mscale=0.7, mscale_all_dim=1.0)).ropes
+    assert half.score_factor == pytest.approx(0.5 * whole.score_factor)
+    with pytest.raises(UnsupportedModel, match="attn_factor"):
+        spec_from_config(yarn(attn_factor=0.5, attention_factor=0.5))
+
+
+def test_yarn_may_say_that_the_model_was_finetuned() -> None:
+    assert spec_from_config(yarn(finetuned=True)) == spec_from_config(yarn())
+
+
+LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (yarn(original_max_position_embeddings=192), 768),  # as Qwen 3's authors recommend
+        (yarn(original_max_position_embeddings=32), 256),  # the file says more
+        (yarn(), 1024),  # the original is what the file says
+        ({**LLAMA, **LINEAR}, 256),  # the file's number may already include the factor
+        ({**LLAMA, **LINEAR, "max_sequence_length": 1024}, 1024),  # Vicuna's 16k models
+        ({**LLAMA, **LINEAR, "max_sequence_length": 128}, 256),
+        ({**LLAMA, "max_sequence_length": 1024}, 256),  # not stretched
+    ],
+)
+def test_a_stretched_rope_lengthens_the_context(config: dict[str, object], positions: int) -> None:
+    spec = spec_from_config(config)
+    assert spec.max_positions == positions
+    assert context_of(spec, None) == context_of(spec, positions) == positions
+    with pytest.raises(ConfigError, match=f"the model's {positions} positions"):
+        context_of(spec, positions + 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": []}, "architectures"),
         ({"hidden_act": "mish"}, "hidden_act"),
-        ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"is_causal": False}, "is_causal"),
         ({"sliding_window": 64}, "sliding_window=64: only null"),
         ({"residual_multiplier": 0.5}, "residual_multiplier"),
@@ -142,6 +188,7 @@ def test_end_tokens_of_the_generation_config_are_added(tmp_path: Path) -> None:
         {"_attn_implementation_autoset": True},
         {"_anything_private": {"of": "a tool"}},
         {"neftune_noise_alpha": 5},
+        {"pretraining_tp": 2},
         {"auto_map": {"AutoConfig": "configuration_llama.LlamaConfig"}},
         {"model_max_length": 4096},
         {"max_sequence_length": 2048},

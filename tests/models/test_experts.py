@@ -19,7 +19,8 @@ from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.names import ExpertLayout, Names
 from mainstem.models.packed import as_tensor
 from mainstem.models.spec import Activation, ExpertsSpec
-from mainstem.models.weights import SINGLE_FILE, Checkpoint, RandomWeights, WeightSource
+from mainstem.models.weight_files import SINGLE_FILE
+from mainstem.models.weights import Checkpoint, RandomWeights, WeightSource
 from tests.expert_layers import CASES, Case, a_spec, right_answer, some_rows, some_tensors
 from tests.models.live_bytes import LiveBytes
 

@@ -16,7 +16,8 @@ from mainstem.models import file_hashes
 from mainstem.models.cpu.decoder import load_decoder
 from mainstem.models.families import read_spec
 from mainstem.models.file_hashes import KIND, MANIFEST, file_sha256
-from mainstem.models.weights import SINGLE_FILE, WeightDigest, checkpoint_digest
+from mainstem.models.weight_files import SINGLE_FILE
+from mainstem.models.weights import WeightDigest, checkpoint_digest
 from tests.models.checkpoints import change_in_place, make_checkpoint
 
 

@@ -1,10 +1,10 @@
 """`mainstem serve` as a program; exit status 3: a page was lost or a request is still open.
 
-python -m tests.server.checked_serve fake|slow|mortal|split|real [flags of mainstem serve]
+python -m tests.server.checked_serve fake|slow|mortal|split|saving|real [flags of mainstem serve]
 
 `fake` runs a fake engine on a thread, `slow` the same with steps of 20 ms, `split` a fake engine in
-a separate process, `real` a real engine in a separate process. `mortal` is like `fake`, and kills
-itself in the middle of a line when a batch has MORTAL_BYTES of answers.
+a separate process, `saving` one with a disk, `real` a real engine in a separate process. `mortal`
+is like `fake`, and kills itself in the middle of a line when a batch has MORTAL_BYTES of answers.
 """
 
 import sys
@@ -19,7 +19,7 @@ from mainstem.server.kv_events import KvEventsConfig
 from mainstem.server.messages import Begin
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import FakeEngines, a_tokenizer, kill_at
-from tests.server import fake_engine
+from tests.server import fake_engine, saving_engine
 from tests.server.checked_engine import MODULE
 from tests.server.thread_engine import opener
 
@@ -47,10 +47,10 @@ def serve_fake(argv: list[str], step_s: float = 0.0) -> int:
     return status
 
 
-def serve_split(argv: list[str]) -> int:
+def serve_split(argv: list[str], module: str = fake_engine.MODULE) -> int:
     def open_(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
         begin = Begin(config, "", log_level, kv_events)
-        return a_tokenizer(), lambda: EngineProcess.start(begin, fake_engine.MODULE)
+        return a_tokenizer(), lambda: EngineProcess.start(begin, module)
 
     return main(argv, open_)
 
@@ -80,5 +80,7 @@ if __name__ == "__main__":
         kill_at(MORTAL_BYTES)
     if sys.argv[1] == "slow":
         sys.exit(serve_fake(sys.argv[2:], SLOW_STEP_S))
+    if sys.argv[1] == "saving":
+        sys.exit(serve_split(sys.argv[2:], saving_engine.MODULE))
     serve = {"real": serve_real, "split": serve_split}.get(sys.argv[1], serve_fake)
     sys.exit(serve(sys.argv[2:]))

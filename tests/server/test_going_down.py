@@ -1,5 +1,6 @@
 """Shutdown: answers finish, or end with an error at the deadline; the engine's thread ends."""
 
+import asyncio
 import json
 import signal
 import threading
@@ -10,6 +11,8 @@ from threading import Thread
 import httpx
 import pytest
 
+from mainstem.text.tokenizer import Tokenizer
+from tests.batch.fake_batch import FakeEngines
 from tests.server.running import Json, Running, a_server, events, until
 
 
@@ -20,7 +23,8 @@ def _engine_threads() -> int:
 class Background:
     """A request whose outcome is checked later."""
 
-    def __init__(self, running: Running, body: Json) -> None:
+    def __init__(self, running: Running, body: Json, path: str = "/v1/completions") -> None:
+        self._path = path
         self.response: httpx.Response | None = None
         self._running = running
         self._body = body
@@ -29,7 +33,7 @@ class Background:
 
     def _send(self) -> None:
         with httpx.Client(base_url=self._running.url, timeout=30, verify=False) as client:
-            self.response = client.post("/v1/completions", json=self._body)
+            self.response = client.post(self._path, json=self._body)
 
     def result(self) -> httpx.Response:
         self._thread.join(30)
@@ -94,3 +98,41 @@ def test_a_second_signal_ends_open_answers_with_an_error(is_streaming: bool) -> 
             assert "shutting down" in json.loads(events(response.text)[-1])["error"]["message"]
         else:
             assert response.status_code == 503
+
+
+LONG = "x" * 1500  # a prompt of this length is encoded on a thread
+
+
+@pytest.mark.parametrize(("num_signals", "status"), [(1, 200), (2, 503)])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 2}),
+        ("/v1/score", {"query": LONG, "items": ["x"], "label_token_ids": [1, 2]}),
+    ],
+)
+def test_a_second_signal_also_ends_requests_that_are_being_encoded(
+    path: str, body: Json, num_signals: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one signal they are answered, like other open requests."""
+    is_encoding, may_go_on = threading.Event(), threading.Event()
+    encode = Tokenizer.encode
+
+    def encode_later(tokenizer: Tokenizer, text: str) -> list[int]:
+        is_encoding.set()
+        assert may_go_on.wait(20)
+        return encode(tokenizer, text)
+
+    engines = FakeEngines(num_pages=512, max_model_len=2000)
+    with a_server(shutdown_s=600, engines=engines) as running:
+        monkeypatch.setattr(Tokenizer, "encode", encode_later)
+        request = Background(running, body, path)
+        assert is_encoding.wait(20)
+        for _ in range(num_signals):
+            running.server.handle_exit(signal.SIGINT, None)
+            until(lambda: running.gateway.is_draining)
+        running.on_loop(asyncio.sleep(0))  # the signal's work on the loop is done
+        may_go_on.set()
+        response = request.result()
+    assert response.status_code == status, response.text
+    assert ("shutting down" in response.text) == (status == 503)

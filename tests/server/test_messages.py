@@ -419,6 +419,7 @@ def test_a_stream_that_cannot_continue_reports_why(monkeypatch: pytest.MonkeyPat
         ({"messages": []}, "messages"),
         ({"n": 2}, "'n' is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image blocks are not"),
+        ({"messages": [{"role": "user", "content": [{"type": "Text"}]}]}, "Did you mean text?"),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
             "messages[0].content[0]: document blocks are not",

@@ -471,6 +471,11 @@ def test_a_request_of_codex_is_answered(tools: Running) -> None:
             "input[0].content[0]: parts of type 'input_image'",
         ),
         (
+            {"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+            "input",
+            "parts of type 'text' are not supported, only input_text and output_text",
+        ),
+        (
             {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
             "input",
             "no function_call",

@@ -337,6 +337,14 @@ def test_a_part_that_is_not_text_is_refused_by_its_kind(server: Running, kind: s
     assert said == f"messages[0].content[1]: {kind} parts are not supported: the model reads text"
 
 
+def test_a_misspelled_kind_of_part_names_the_one_that_was_meant(server: Running) -> None:
+    content = [{"type": "Text", "text": "What is this?"}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    said = server.post("/v1/chat/completions", body).json()["error"]["message"]
+    not_supported = "messages[0].content[0]: Text parts are not supported: the model reads text"
+    assert said == f"{not_supported}. Did you mean text?"
+
+
 def test_a_bad_request_to_stream_is_a_400_and_not_a_stream(server: Running) -> None:
     response = server.post("/v1/completions", {"prompt": [VOCAB], "stream": True})
     assert response.status_code == 400

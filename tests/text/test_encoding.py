@@ -33,6 +33,24 @@ def test_a_template_may_trim_and_write_a_space_of_its_own() -> None:
     assert rendered(" on and on ", spaced) == "<user> go \n<assistant> on and on"
 
 
+@pytest.mark.parametrize(
+    ("trim", "content", "left"),
+    [
+        ("strip(' ')", "on\n ", "on\n"),
+        ("strip('\\n')", "on \n", "on "),
+        ("strip('\\n')", "on ", "on "),
+        ("rstrip('\\n ')", "on \n", "on"),
+    ],
+)
+def test_a_template_may_trim_only_some_kinds_of_space(trim: str, content: str, left: str) -> None:
+    """What is left is what the template prints of a message that is not continued."""
+    template = TEMPLATE.replace("m['content']", f"m['content'].{trim}")
+    assert rendered(content, template) == f"<user>go\n<assistant>{left}"
+    chat = Chat([GO, {"role": "assistant", "content": content}], add_generation_prompt=False)
+    whole = begin_prompt(a_tokenizer(template), chat, None).text
+    assert whole == f"<user>go\n<assistant>{left}\n"
+
+
 @pytest.mark.parametrize("content", ["", " ", None, 5])
 def test_only_a_message_of_text_can_be_continued(content: object) -> None:
     with pytest.raises(InvalidRequest, match="continue_final_message"):

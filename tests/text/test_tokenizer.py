@@ -333,6 +333,57 @@ def test_named_templates_and_the_template_file_are_read(
     assert Tokenizer.load(folder).render_chat(CHATS[0]) == "file"
 
 
+def test_the_template_of_a_processor_is_read_last(tmp_path: Path, smollm2_folder: Path) -> None:
+    folder = write_folder(tmp_path, smollm2_folder, chat_template={"chat_template": "processor"})
+    assert Tokenizer.load(folder).render_chat(CHATS[0]) == "processor"
+    write_folder(folder, smollm2_folder, tokenizer_config={"chat_template": None})
+    assert Tokenizer.load(folder).render_chat(CHATS[0]) == "processor"
+    write_folder(folder, smollm2_folder, tokenizer_config={"chat_template": "config"})
+    assert Tokenizer.load(folder).render_chat(CHATS[0]) == "config"
+    (folder / "chat_template.jinja").write_text("file")
+    assert Tokenizer.load(folder).render_chat(CHATS[0]) == "file"
+
+
+@pytest.mark.parametrize("default", ["chat_template.jinja", "tokenizer_config.json"])
+def test_additional_templates_are_read(tmp_path: Path, smollm2_folder: Path, default: str) -> None:
+    folder = write_folder(tmp_path, smollm2_folder)
+    is_file = default == "chat_template.jinja"
+    (folder / default).write_text("plain" if is_file else '{"chat_template": "plain"}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("documents")
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.render_chat(CHATS[0]) == "plain"
+    assert tokenizer.render_chat(CHATS[0], tools=[{"name": "f"}]) == "tools"
+    own = tmp_path / "own.jinja"
+    own.write_text("own")
+    assert Tokenizer.load(folder, str(own)).render_chat(CHATS[0], tools=[{"name": "f"}]) == "own"
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "chat_template"])
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ([{"name": "default"}], r"chat_template\[0\]"),
+        ([{"name": "default", "template": "x"}, {"template": "x"}], r"chat_template\[1\]"),
+        ([{"name": "default", "template": ["x"]}], r"chat_template\[0\]"),
+        ([{"name": 1, "template": "x"}], r"chat_template\[0\]"),
+        (["x"], r"chat_template\[0\]"),
+        ({"default": "x"}, "chat_template"),
+        (7, "chat_template"),
+    ],
+)
+def test_the_error_for_a_malformed_template_names_file_and_field(
+    tmp_path: Path, smollm2_folder: Path, name: str, value: object, field: str
+) -> None:
+    folder = write_folder(tmp_path, smollm2_folder, **{name: {"chat_template": value}})
+    with pytest.raises(ModelNotFound, match=rf"/{name}\.json: {field} must be .*--chat-template"):
+        Tokenizer.load(folder)
+    own = folder / "own.jinja"
+    own.write_text("own")
+    assert Tokenizer.load(folder, str(own)).render_chat(CHATS[0]) == "own"
+
+
 def with_template(source: str, special_tokens: dict[str, str] | None = None) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     return Tokenizer(backend, special_tokens=special_tokens, templates={"default": source})

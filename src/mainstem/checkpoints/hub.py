@@ -5,7 +5,7 @@ A model argument is a local folder, `smollm2` (the embedded default), or a hub i
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -27,14 +27,25 @@ from mainstem.core.errors import ModelNotFound
 
 CONFIG_FILE = "config.json"
 HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+# patterns of files to fetch, and of those among them to skip (`*` matches `/` too)
+SMALL_FILES = [
+    "*.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "tokenizer.model",
+]
+SMALL_SKIPPED = ["*/*.json", "consolidated*"]
+WEIGHTS = ["*.safetensors"]
+WEIGHTS_SKIPPED = ["*/*", "consolidated*"]  # other formats in subfolders; a second copy
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # a file cloned without Git LFS
-HUB_SKIPPED = ["*/*", "consolidated*"]  # other formats in subfolders; a second copy of the weights
+Preflight = Callable[[Path], object]
+"""Called with a folder that has all files but the weights; raises if the model cannot be loaded."""
 
 
 class ModelState(Enum):
     READY = "ready"
-    DAMAGED = "damaged"  # embedded: rebuilt at the next use; hub: fetched again
+    DAMAGED = "damaged"  # embedded: rebuilt at the next use
+    PARTIAL = "partly fetched"  # hub: a fetch was interrupted, or only the tokenizer was needed
     ABSENT = "not fetched"
 
 
@@ -49,11 +60,17 @@ class ModelRecord:
     origin: str  # "embedded" or "hub"
 
 
-def resolve_model(name: str, progress: Progress = unseen, check: Check = Check.SIZES) -> Path:
+def resolve_model(
+    name: str,
+    progress: Progress = unseen,
+    check: Check = Check.SIZES,
+    preflight: Preflight | None = None,
+) -> Path:
     """The folder of a model, fetched and converted first if necessary.
 
     Works without network once the model is cached. Raises ModelNotFound, whose message says what
-    to do, if there is no such model. `check` applies to the embedded model only.
+    to do, if there is no such model. `check` applies to the embedded model only, `preflight` to a
+    hub id whose weights are not cached: it runs before they are fetched.
     """
     if name == SMOLLM2.name:
         return embedded_folder(SMOLLM2, cache_dir() / "models", progress=progress, check=check)
@@ -78,7 +95,14 @@ def resolve_model(name: str, progress: Progress = unseen, check: Check = Check.S
             f"{name}: no such folder, and not a hub id (owner/name). "
             f"Use a local folder, a hub id, or {SMOLLM2.name}"
         )
-    return _hub_folder(name, progress)
+    return _hub_folder(name, progress, preflight)
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The folder of a model; of a hub id, only small files are fetched, no weights."""
+    if HUB_ID.fullmatch(name) and not Path(name).exists():
+        return _small_files(name)
+    return resolve_model(name)
 
 
 @contextmanager
@@ -112,7 +136,7 @@ def missing_part(folder: Path) -> str | None:
     if not (folder / "config.json").is_file():
         return "config.json"
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    if not index.is_file() or (folder / "model.safetensors").is_file():
         return None if any(folder.glob("*.safetensors")) else "model.safetensors"
     try:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -140,20 +164,35 @@ def _embedded_record(model: EmbeddedModel, models_dir: Path) -> ModelRecord:
     return ModelRecord(model.name, folder, num_bytes, state, "embedded")
 
 
-def _hub_folder(name: str, progress: Progress) -> Path:
+def _hub_folder(name: str, progress: Progress, preflight: Preflight | None) -> Path:
     progress("download", 0.0)
-    with _hub_errors(name):
-        folder = Path(
+    folder = _small_files(name)
+    if (folder / CONFIG_FILE).is_file():
+        if preflight is not None and missing_part(folder):
+            preflight(folder)
+        with _hub_errors(name):
             huggingface_hub.snapshot_download(
-                name, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED
+                name,
+                revision=folder.name,  # the commit of the small files
+                allow_patterns=WEIGHTS,
+                ignore_patterns=WEIGHTS_SKIPPED,
             )
-        )
     if lacking := missing_part(folder):
         raise ModelNotFound(
             f"{name}: {lacking} is missing. Only safetensors weights are read, never .bin or .pt"
         )
     progress("download", 1.0)
     return folder
+
+
+def _small_files(name: str) -> Path:
+    """The snapshot of a hub id, with all files that are read but the weights."""
+    with _hub_errors(name):
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=SMALL_FILES, ignore_patterns=SMALL_SKIPPED
+            )
+        )
 
 
 @contextmanager
@@ -188,6 +227,6 @@ def _hub_records() -> list[ModelRecord]:
         if repo.repo_type != "model" or not repo.revisions:
             continue
         path = max(repo.revisions, key=lambda revision: revision.last_modified).snapshot_path
-        state = ModelState.DAMAGED if missing_part(path) else ModelState.READY
+        state = ModelState.PARTIAL if missing_part(path) else ModelState.READY
         records.append(ModelRecord(repo.repo_id, path, repo.size_on_disk, state, "hub"))
     return records

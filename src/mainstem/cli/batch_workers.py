@@ -11,7 +11,7 @@ from mainstem.batch.bundles import Task
 from mainstem.batch.driver import Worker
 from mainstem.batch.http_worker import Endpoint, HttpWorker, read_key
 from mainstem.batch.job import seeded
-from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.flags import given_settings
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
@@ -157,7 +157,4 @@ def _allow_connections(count: int) -> None:
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """The tokenizer of the model that workers serve; it is needed for planning."""
-    model = config.model
-    return Tokenizer.load(
-        resolve_model(model.model), model.chat_template, model.allow_special_tokens
-    )
+    return fetch_tokenizer(config.model)

@@ -4,8 +4,10 @@ import argparse
 import json
 
 from mainstem.checkpoints.embedded import SMOLLM2, Check
+from mainstem.checkpoints.fetch import fetch_model
 from mainstem.checkpoints.hub import list_models, resolve_model
 from mainstem.checkpoints.progress import StageBar
+from mainstem.core.config import EngineConfig, with_arguments
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import gigabytes, table
 from mainstem.models.families import FAMILIES
@@ -25,6 +27,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=f"check every byte of {SMOLLM2.name}, and rebuild it if one is wrong",
     )
+    made.add_argument(
+        "--ignore-config-fields",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="with --fetch: unknown fields of config.json to ignore, by name; repeatable",
+    )
     return made
 
 
@@ -32,10 +40,17 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.verify not in (None, SMOLLM2.name):
         raise InvalidRequest("--verify", f"only {SMOLLM2.name} comes with checksums")
-    if args.fetch or args.verify:
-        check = Check.HASHES if args.verify else Check.SIZES
+    if args.ignore_config_fields and not args.fetch:
+        raise InvalidRequest("--ignore-config-fields", "has no effect without --fetch")
+    if args.verify:
         with StageBar() as bar:
-            folder = resolve_model(args.fetch or args.verify, bar, check)
+            print(resolve_model(args.verify, bar, Check.HASHES))
+        return 0
+    if args.fetch:
+        values = {"model": args.fetch, "ignore_config_fields": args.ignore_config_fields}
+        model = with_arguments(EngineConfig(), values, "flags").model
+        with StageBar() as bar:
+            folder, _ = fetch_model(model, bar)
         print(folder)
         return 0
     if args.families:

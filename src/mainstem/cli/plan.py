@@ -22,8 +22,9 @@ from mainstem.batch.done import Done
 from mainstem.batch.files import LINES_PER_LOOK, InputFile, Line, new_pack
 from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
-from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
+from mainstem.core.config import ModelConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import replacing
 from mainstem.core.plan import Int64s, Plan, Prompts
@@ -335,7 +336,7 @@ Load = Callable[[str, str | None], Tokenizer]
 
 def load_tokenizer(model: str, template: str | None) -> Tokenizer:
     """The tokenizer of a model folder, hub id or smollm2; `template` as in Tokenizer.load."""
-    return Tokenizer.load(resolve_model(model), template)
+    return fetch_tokenizer(ModelConfig(model, chat_template=template))
 
 
 def main(args: list[str], load: Load = load_tokenizer) -> int:

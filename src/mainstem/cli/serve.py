@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvicorn
 
-from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.fetch import fetch_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative, positive, positive_count
 from mainstem.cli.flags import (
@@ -247,14 +247,13 @@ OpenModel = Callable[[EngineConfig, str, KvEventsConfig | None], Parts]
 def open_model(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
     """The tokenizer of a model, and a function that starts a process with its engine."""
     with StageBar() as bar:
-        folder = resolve_model(config.model.model, bar)
-    model = config.model
-    tokenizer = Tokenizer.load(folder, model.chat_template, model.allow_special_tokens)
+        folder, tokenizer = fetch_model(config.model, bar)
     return tokenizer, partial(EngineProcess.start, Begin(config, str(folder), log_level, kv_events))
 
 
 def main(argv: list[str], open_: OpenModel = open_model) -> int:
-    """Serve until SIGTERM or SIGINT; returns 0, or 1 if the engine failed for good.
+    """Serve until SIGTERM or SIGINT; returns 0, 1 if the engine failed for good, or 128 and the
+    number of the signal that stopped the saving of pages (130: Ctrl-C).
 
     Errors in the flags are found before the model is loaded.
     """
@@ -306,7 +305,10 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
         log.info("listening", extra={"facts": {"url": url, "model": names[0]}})
         checks_hosts = keys is None or bool(args.allowed_hosts)
         hosts = host_names(args.host, args.allowed_hosts) if checks_hosts else None
-        Server(gateway, args.shutdown_s, args.allowed_origins, hosts).run(sockets=[listener])
+        server = Server(gateway, args.shutdown_s, args.allowed_origins, hosts)
+        server.run(sockets=[listener])
+    if server.stopped_saving is not None:
+        return 128 + server.stopped_saving
     return 1 if gateway.engine.state is EngineState.FAILED else 0
 
 
@@ -393,27 +395,34 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.gateway = gateway
         self._shutdown_s = shutdown_s
+        self.stopped_saving: int | None = None  # the signal that ended the saving of pages
         self._is_urgent = False  # a second signal came
-        self._end_answers: Callable[[], object] | None = None  # None: the shutdown has not begun
+        self._loop: asyncio.AbstractEventLoop | None = None  # None: the shutdown has not begun
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """After the first signal, open answers are finished. The second ends them with an error,
-        the third closes their connections."""
+        the third closes their connections. When only pages are left to save, the next signal ends
+        that."""
+        gateway, loop = self.gateway, self._loop
+        if loop is not None and gateway.engine.state is EngineState.STOPPING:
+            if self.stopped_saving is None:
+                self.stopped_saving = sig
+                loop.call_soon_threadsafe(gateway.engine.stop_saving)
+            return
         self.force_exit = self._is_urgent
         self._is_urgent = self.should_exit
         self.should_exit = True
-        if self._is_urgent and self._end_answers is not None:
-            self._end_answers()
+        if self._is_urgent and loop is not None:
+            loop.call_soon_threadsafe(gateway.end_answers)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         gateway = self.gateway
         gateway.is_draining = True
         log.info("shutting down", extra={"facts": {"open_requests": gateway.engine.num_open}})
-        loop, fail_open = asyncio.get_running_loop(), gateway.engine.fail_open
-        late = "the server is shutting down"
-        self._end_answers = partial(loop.call_soon_threadsafe, fail_open, late)
-        if self._is_urgent:
-            self._end_answers()
-        # also for requests that were still being encoded when a second signal ended the others
-        loop.call_later(self._shutdown_s, fail_open, late)
+        self._loop = loop = asyncio.get_running_loop()
+        loop.call_later(0.0 if self._is_urgent else self._shutdown_s, gateway.end_answers)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves the rest to asyncio, where signals would be lost
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await self.lifespan.shutdown()

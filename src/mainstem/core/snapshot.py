@@ -37,3 +37,4 @@ class EngineSnapshot:
     stored_page_bytes: int = 0  # size of one page in host memory or on disk
     num_copies: int = 0  # loads and saves in progress
     prompts: tuple[PromptView, ...] = ()
+    num_unsaved_pages: int = 0  # to be written to the disk, or being written

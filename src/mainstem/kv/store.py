@@ -295,6 +295,11 @@ class KVStore:
         return None if self._traffic is None else self._traffic.tiers
 
     @property
+    def num_unsaved(self) -> int:
+        """Pages to be written to the disk, or being written."""
+        return 0 if self._traffic is None else self._traffic.num_unsaved
+
+    @property
     def num_loads(self) -> int:
         """Loads in progress."""
         return 0 if self._traffic is None else self._traffic.num_loads

@@ -105,6 +105,16 @@ class LowerTiers:
         return self._host.num_saves + len(self._loads)
 
     @property
+    def has_disk(self) -> bool:
+        return len(self._below) > len(self._shared)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Pages of these tiers to be written to the disk, or being written."""
+        own = [(number, tier) for number, tier in self._below if not tier.is_shared]
+        return sum(len(self._to_back_up[number]) + tier.num_writes_pending for number, tier in own)
+
+    @property
     def is_reading(self) -> bool:
         """Whether a load waits for a lower tier."""
         return any(load.transfer is None for load in self._loads)

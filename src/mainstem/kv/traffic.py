@@ -64,6 +64,11 @@ class Traffic:
         return len(self._loads)
 
     @property
+    def num_unsaved(self) -> int:
+        """Pages to be written to the disk, or being written; 0 without a disk."""
+        return self.tiers.num_unsaved + len(self._postponed) if self.tiers.has_disk else 0
+
+    @property
     def num_copies(self) -> Int32s:
         """For each page, how many copies hold it. Read only."""
         return self._copying

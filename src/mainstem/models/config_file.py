@@ -139,10 +139,18 @@ class Config:
         return value
 
 
+def has_dtype(config: Config) -> bool:
+    """Whether the file says which dtype the weights have, here or in `text_config`."""
+    parts = (config, config.table("text_config"))
+    return any(part.has("dtype") or part.has("torch_dtype") for part in parts)
+
+
 def read_dtype(config: Config) -> DType:
-    """The dtype of the checkpoint's weights."""
+    """The dtype of the checkpoint's weights. If the file does not say: fp32, as transformers has
+    it, but bf16 if some weights are quantized."""
     older = config.get("torch_dtype")
-    name = config.get("dtype") or older or "float32"
+    usual = "bfloat16" if config.has("quantization_config") else "float32"
+    name = config.get("dtype") or older or usual
     if name not in _DTYPES:
         raise UnsupportedModel(f"dtype {name!r} is not supported; known: {sorted(_DTYPES)}")
     return _DTYPES[str(name)]
@@ -220,7 +228,7 @@ _HARMLESS = words_of((
     "tokenizer_model_max_length tokenizer_padding_side",
     # training
     "initializer_range initializer_factor attention_dropout hidden_dropout attn_pdrop resid_pdrop",
-    "embd_pdrop attention_probs_dropout_prob hidden_dropout_prob attn_dropout_prob",
+    "embd_pdrop attention_probs_dropout_prob hidden_dropout_prob attn_dropout_prob pretraining_tp",
     "emb_dropout_prob resid_dropout embd_dropout residual_dropout embedding_dropout dropout",
     "dropout_rate layerdrop neftune_noise_alpha gradient_checkpointing use_bfloat16 bf16 fp16 fp32",
     "loss_type ignore_index router_aux_loss_coef router_jitter_noise output_router_logits",
@@ -248,7 +256,6 @@ _HARMLESS = words_of((
 # supports other values reads the field itself
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
-    "pretraining_tp": (1,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "is_encoder_decoder": (False,),

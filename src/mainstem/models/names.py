@@ -68,8 +68,13 @@ class Names:
         return found.endswith(self.ignored_endings) or found.startswith(self.ignored_beginnings)
 
     def canonical(self, found: str) -> str:
-        """The name that families use for a tensor of the checkpoint."""
+        """The name that families use for a tensor of the checkpoint. A decoder saved without its
+        head has names without the first part: "norm.weight" for "model.norm.weight"."""
         for beginning, meant in self.renamed_beginnings:
             if found.startswith(beginning):
                 return meant + found.removeprefix(beginning)
+        for usual in (self.embedding, self.layer, self.final_norm):
+            first, part = usual.split(".")[:2]
+            if found.startswith(f"{part}."):
+                return f"{first}.{found}"
         return found

@@ -111,8 +111,12 @@ class TensorReader:
 
     def embedding(self) -> Tensor:
         """[vocab, hidden]. A rank has only the rows of its own tokens, padded with zeros to
-        `vocab_rows`."""
-        return self._vocabulary(f"{self._names.embedding}.weight", self._spec.hidden_size)
+        `vocab_rows`. If head and embedding are tied, the files may hold only the head."""
+        name, head = f"{self._names.embedding}.weight", f"{self._names.head}.weight"
+        has_only_head = not self._source.has(name) and self._source.has(head)
+        if self._spec.has_tied_embeddings and has_only_head:
+            name = head
+        return self._vocabulary(name, self._spec.hidden_size)
 
     def layer(self, index: int) -> LayerTensors:
         spec, names = self._spec, self._names
@@ -152,11 +156,12 @@ class TensorReader:
         in any layer, are missing or not expected; the error names them."""
         spec, names, source = self._spec, self._names, self._source
         norm = self._norm(names.final_norm)
-        if spec.has_tied_embeddings:
-            source.drop(f"{names.head}.weight")
-            weight: Weight = embedding
-        else:
+        weight: Weight = embedding
+        # Every rank compares all rows, so that all come to the same result.
+        if not spec.has_tied_embeddings or self._has_own_head():
             weight = self._head()
+        else:
+            source.drop(f"{names.head}.weight")
         bias = self._vocabulary(f"{names.head}.bias") if spec.has_head_bias else None
         source.finish()
         if self._unpacked:
@@ -177,6 +182,20 @@ class TensorReader:
         size = self._spec.vocab_size
         tokens = self._cut.vocabulary(size)
         return self._padded(self._take(name, size, *width, at=(tokens,)))
+
+    def _has_own_head(self) -> bool:
+        """Whether the files hold a head that differs from the embedding, although config.json says
+        that they are tied. The files decide: transformers writes such configs for multimodal
+        models, and fine-tuning may have changed only one of the two."""
+        names = self._names
+        if not self._source.has_other(names.head, names.embedding):
+            return False
+        log.warning(
+            "config.json says that embedding and head are tied, but the checkpoint holds a "
+            "different %s: this head is used",
+            names.head,
+        )
+        return True
 
     def _head(self) -> Weight:
         size, name = self._spec.vocab_size, self._names.head

@@ -2,7 +2,6 @@
 of a checkpoint."""
 
 import hashlib
-import json
 import os
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
@@ -26,10 +25,10 @@ from mainstem.models.packed import OrderedColumns, PackedWeight, Weight
 from mainstem.models.quantized.packing import QuantizedSpec
 from mainstem.models.quantized.random import random_packed
 from mainstem.models.quantized.read import read_packed
+from mainstem.models.weight_files import weight_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 MOST_HASHERS = 4  # threads; each uses one core, and together at most half of the cores
+_COMPARED_ROWS = 4096  # at a time, so that comparing two tensors takes little memory
 
 _CPU = torch.device("cpu")
 _USUAL_NAMES = Names()
@@ -64,25 +63,6 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
     return not torch.cpu._is_avx512_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, sharded or not; UnsupportedModel names a missing one."""
-    index = folder / INDEX_FILE
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise UnsupportedModel(f"{index} has no weight_map: {error}") from error
-        files = [folder / name for name in sorted(names)]
-        if any(file.parent != folder for file in files):
-            raise UnsupportedModel(f"{index} names files outside its folder")
-    else:
-        files = [folder / SINGLE_FILE]
-    for file in files:
-        if not file.is_file():
-            raise UnsupportedModel(f"{file} is missing; only safetensors checkpoints are read")
-    return files
-
-
 class WeightSource(Protocol):
     """Tensors by their Hugging Face names."""
 
@@ -104,6 +84,15 @@ class WeightSource(Protocol):
     ) -> PackedWeight | None:
         """Return a quantized weight [.., out, in] by the product's name (without ".weight"); None
         if the source has a plain tensor, or no tensor."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
+
+    def has_other(self, product: str, than: str) -> bool:
+        """Whether there are two weights, of `product` and of `than`, and they differ. A packed
+        weight differs from a plain one."""
         ...
 
     def drop(self, name: str) -> None:
@@ -211,6 +200,32 @@ class Checkpoint:
         else:
             tensor = handle.get_tensor(its_name)  # type: ignore[no-untyped-call]
         return tensor.to(self._device)
+
+    def has(self, name: str) -> bool:
+        return name in self._open
+
+    def has_other(self, product: str, than: str) -> bool:
+        name, other = f"{product}.weight", f"{than}.weight"
+        its_names = {found for found in self._open if found.startswith(f"{product}.")}
+        if not its_names - {f"{product}.bias"} or other not in self._open:
+            return False
+        shape = self.shape_of(name)
+        if its_names - {f"{product}.bias", name} or shape is None or shape != self.shape_of(other):
+            return True
+        for first in range(0, shape[0], _COMPARED_ROWS):
+            at = slice(first, first + _COMPARED_ROWS)
+            ours, theirs = self._rows(name, at), self._rows(other, at)
+            if ours.dtype != theirs.dtype:  # compare what would be used
+                ours, theirs = ours.to(self._dtype), theirs.to(self._dtype)
+            if not torch.equal(ours, theirs):
+                return True
+        return False
+
+    def _rows(self, name: str, at: slice) -> Tensor:
+        """Rows of a stored tensor, on the CPU; this does not count as taking it."""
+        handle, its_name = self._open[name]
+        rows: Tensor = handle.get_slice(its_name)[at]  # type: ignore[no-untyped-call]
+        return rows
 
     def drop(self, name: str) -> None:
         """Accept a tensor that is not needed, if it is there."""
@@ -332,6 +347,13 @@ class RandomWeights:
         if packing is None:
             return None
         return random_packed(packing, part_shape(tuple(shape), at), self._dtype, self._generator)
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def has_other(self, product: str, than: str) -> bool:
+        """Return False: a model with tied embeddings has no head of its own."""
+        return False
 
     def drop(self, name: str) -> None:
         """Do nothing."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.fetch import fetch_tokenizer
+from mainstem.core.config import ModelConfig
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.plan import Prompts
 from mainstem.core.request import SamplingParams
@@ -105,7 +106,7 @@ def plan(
     table = pa.concat_tables(tables, promote_options="default")
     if prompt not in table.column_names:
         raise InvalidRequest("prompt", f"the Dataset has no column {prompt!r}")
-    tokenizer = Tokenizer.load(resolve_model(model))
+    tokenizer = fetch_tokenizer(ModelConfig(model))
     prompts = _tokenized(tokenizer, table[prompt].to_pylist())
     made = plan_prompts(prompts)
     outputs = np.full(len(prompts), float(expected_tokens))

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message
 
-from mainstem.checkpoints.hub import resolve_model
+from mainstem.checkpoints.fetch import fetch_model
 from mainstem.core.config import EngineConfig, with_arguments
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.request import SamplingParams
@@ -193,8 +193,7 @@ def _scope(call: HttpCall) -> dict[str, Any]:
 def open_gateway(settings: ReplicaSettings, config: EngineConfig) -> Gateway:
     """Load the model in a separate process; raises ConfigError."""
     model = config.model
-    folder = resolve_model(model.model)
-    tokenizer = Tokenizer.load(folder, model.chat_template, model.allow_special_tokens)
+    folder, tokenizer = fetch_model(model)
     begin = Begin(config, str(folder), settings.log_level, None)
     return make_gateway(
         GatewaySettings(

@@ -354,6 +354,7 @@ class Scheduler:
             num_disk_pages=0 if store.tiers is None else store.tiers.num_pages("disk"),
             num_copies=0 if store.tiers is None else store.tiers.num_copies,
             prompts=self._running.prompts(),
+            num_unsaved_pages=store.num_unsaved,
         )
 
     def change_store(self, config: StoreConfig) -> None:

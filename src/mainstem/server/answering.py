@@ -9,6 +9,8 @@ from mainstem.core.request import Output, Request
 from mainstem.text.text_engine import AnswerReader, TextOutput
 from mainstem.text.tokenizer import Tokenizer
 
+SHUTTING_DOWN = "the server is shutting down"
+
 
 class EngineFault(Exception):
     """A request ended because the engine failed or is shutting down."""

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from mainstem.server.answering import SHUTTING_DOWN
 from mainstem.server.batch_store import Batch
 from mainstem.server.body import read_json
 from mainstem.server.faults import ApiError, busy, disk_is_needed, unavailable
@@ -52,7 +53,7 @@ class BatchRoutes:
         owner, limits = _owner(request), self._gateway.limits
         self._gateway.gate.allow(request.state.tenant)
         if self._gateway.is_draining:
-            raise unavailable("the server is shutting down")
+            raise unavailable(SHUTTING_DOWN)
         async with self._room(owner, expected_bytes(request, limits)):
             with disk_is_needed():
                 made = await self._receive(request)

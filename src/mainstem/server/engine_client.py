@@ -23,7 +23,14 @@ from mainstem.core.events import EventBus, StepFailed
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s
-from mainstem.server.answering import Answering, EngineFault, FormFault, RequestFault, Ticket
+from mainstem.server.answering import (
+    SHUTTING_DOWN,
+    Answering,
+    EngineFault,
+    FormFault,
+    RequestFault,
+    Ticket,
+)
 from mainstem.server.messages import (
     Abort,
     Check,
@@ -344,10 +351,16 @@ class EngineClient:
             await asyncio.wait_for(self._closing.wait(), seconds)
         return self._closing.is_set()
 
+    def stop_saving(self) -> None:
+        """Kill an engine that saves its pages in `close`; the store stays valid."""
+        facts = {"pages": self.snapshot.num_unsaved_pages}
+        log.error("pages not saved", extra={"facts": facts})
+        self._launched.kill()
+
     async def close(self) -> None:
         """Abort open requests, save what must be saved, and end the engine."""
         self._closing.set()
-        self.fail_open("the server is shutting down")
+        self.fail_open(SHUTTING_DOWN)
         if self.state is not EngineState.FAILED:
             self.state = EngineState.STOPPING
         if self._transport is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from time import monotonic
+from time import monotonic, sleep
 from typing import get_args
 
 import numpy as np
@@ -51,6 +51,7 @@ from mainstem.text.grammar import CompiledForm, Grammars
 
 SNAPSHOT_S = 0.2  # the front's view is at most this much older than the start of the running step
 IDLE_S = 0.2  # if nothing runs: between two checks of pages that are being saved
+SAVING_S = 0.01  # at the end: between two such checks
 COMPILING_S = 0.002  # between two checks of forms being compiled
 PROBE = RequestId("probe")
 MAX_LAST_STEPS = 100
@@ -165,6 +166,7 @@ class EngineHost:
                 self._look()
                 self._send()
             self._come_to_rest()
+            self._save()
         except FrontLeft:
             log.info("the front has left")
             self._come_to_rest()
@@ -360,6 +362,14 @@ class EngineHost:
             if not self._engine.has_work:
                 break
             self._engine.step()
+
+    def _save(self) -> None:
+        """Wait until pages are saved, and report how many are left."""
+        while self._engine.snapshot().num_unsaved_pages:
+            self._engine.step()
+            self._look()
+            self._send()
+            sleep(SAVING_S)
 
 
 def _news(number: int, output: Output) -> News:

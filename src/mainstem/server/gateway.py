@@ -18,7 +18,7 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Overflow
 from mainstem.core.request import Request as EngineRequest
-from mainstem.server.answering import Answering, EngineFault
+from mainstem.server.answering import SHUTTING_DOWN, Answering, EngineFault
 from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, Tenant
 from mainstem.server.batch_runner import BatchRunner
@@ -109,6 +109,7 @@ class Gateway:
         self.batches: BatchService | None = None  # None: there is no folder for them
         self.is_ready = False  # True when the apps are filled
         self.is_draining = False
+        self._ends_answers = False  # True: requests that were let in earlier are refused, too
         formats = model.formats_of(engine.tokenizer)
         self.parser = CallParser(model.sampling, limits.body, lambda: formats)
         self._ids = unique_ids()
@@ -148,6 +149,12 @@ class Gateway:
             self._folder_lock.release()
         if self.recorder is not None:
             self.recorder.close()
+
+    def end_answers(self) -> None:
+        """End open answers with an error, and from now on refuse requests that are still being
+        encoded. Rows of batches are tried again."""
+        self._ends_answers = True
+        self.engine.fail_open(SHUTTING_DOWN)
 
     def open_batches(self, folder: Path) -> None:
         """Accept files and batches, which are stored in `folder`; called before the server starts.
@@ -218,7 +225,7 @@ class Gateway:
         asked_s = monotonic()
         model, app = self.apps.resolve(call, self.model.names)
         if self.is_draining:
-            raise unavailable("the server is shutting down")
+            raise unavailable(SHUTTING_DOWN)
         heading = Heading(reply_id, model, int(time()), self._fingerprint)
         with ExitStack() as held:
             held.enter_context(self.gate.enter(tenant, call.num_answers))
@@ -230,7 +237,7 @@ class Gateway:
             requests = self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
             if self.recorder is not None:
                 self.recorder.note(asked_s, requests)
-            answering = await self._submit(requests, tenant)
+            answering = await self.submit(requests, tenant)
             exchange = Exchange(self, answering, heading, request, app)
             held.push(exchange)
             echoes = self._echoes(call, prompts, prompt_ids)
@@ -373,7 +380,10 @@ class Gateway:
         except InvalidRequest as error:
             raise from_invalid(error) from None
 
-    async def _submit(self, requests: Sequence[EngineRequest], tenant: Tenant) -> Answering:
+    async def submit(self, requests: Sequence[EngineRequest], tenant: Tenant) -> Answering:
+        """Queue all prompts of one HTTP request, or none; raises ApiError."""
+        if self._ends_answers:  # its prompts were still being encoded when others were ended
+            raise unavailable(SHUTTING_DOWN)
         try:
             return await self.engine.submit(requests, owner_of(tenant))
         except InvalidRequest as error:

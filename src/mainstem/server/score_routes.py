@@ -15,7 +15,7 @@ from starlette.routing import Route
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request as EngineRequest
-from mainstem.server.answering import Answering, EngineFault
+from mainstem.server.answering import SHUTTING_DOWN, Answering, EngineFault
 from mainstem.server.auth import Tenant
 from mainstem.server.body import read_json
 from mainstem.server.faults import from_fault, from_invalid, unavailable
@@ -23,7 +23,6 @@ from mainstem.server.gateway import CLIENT_LEFT, Exchange, Gateway
 from mainstem.server.ids import unique_ids
 from mainstem.server.live import RequestState
 from mainstem.server.stream import ClientLeft, while_connected
-from mainstem.server.turns import owner_of
 from mainstem.text.encoding import App, begin_prompt
 from mainstem.text.scoring import SCORE_SAMPLING, Choice, ContextScoring, encode_scoring
 from mainstem.wire.calls import Call, CallParser
@@ -67,7 +66,7 @@ class ScoreRoutes:
         asked = read_scores(self._parser, await read_json(request, gateway.limits))
         model, app = gateway.apps.resolve(asked.call, gateway.model.names)
         if gateway.is_draining:
-            raise unavailable("the server is shutting down")
+            raise unavailable(SHUTTING_DOWN)
         heading = Heading(f"score-{next(self._ids)}", model, int(time()))
         with ExitStack() as held:
             number = max(len(asked.call.choices), len(asked.prompts))
@@ -76,11 +75,9 @@ class ScoreRoutes:
             try:
                 scorings = await asyncio.to_thread(self._encode, asked, app, salt)
                 requests = self._requests(asked.call, heading, scorings, tenant, app)
-                answering = await gateway.engine.submit(requests, owner_of(tenant))
             except InvalidRequest as error:
                 raise from_invalid(error) from None
-            except EngineFault as fault:
-                raise from_fault(fault) from None
+            answering = await gateway.submit(requests, tenant)
             exchange = held.enter_context(Exchange(gateway, answering, heading, request, app))
             try:
                 await while_connected(request.receive, _hear(answering, scorings))

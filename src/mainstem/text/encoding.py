@@ -6,8 +6,9 @@
 import re
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -171,13 +172,13 @@ def _text(tokenizer: Tokenizer, prompt: "str | Chat", app: App | None) -> str:
     if isinstance(prompt, str):
         return app.prompt + prompt if app else prompt
     messages = prompt.messages if app is None else app.messages(prompt.messages)
-    text = tokenizer.chat_text(
-        _marked(messages) if prompt.continue_final_message else messages,
-        prompt.tools,
+    render = partial(
+        tokenizer.chat_text,
+        tools=prompt.tools,
         add_generation_prompt=prompt.add_generation_prompt,
         template_args=prompt.template_args,
     )
-    return _up_to_mark(text) if prompt.continue_final_message else text
+    return _continued(messages, render) if prompt.continue_final_message else render(messages)
 
 
 def is_short(prompts: Sequence[Prompt], max_chars: int) -> bool:
@@ -204,27 +205,29 @@ def _room_left(value: object, room: int) -> int:
     return room
 
 
-# This mark and a space are put after the content of the message to continue. If the space is not in
-# the rendered text, the template trims contents; then `_up_to_mark` trims before the mark, too. It
-# is a space that no template writes itself: Llama 2's, for example, writes ' ' after each answer.
-_MARK = "\ue0f3end of the message\ue0f3"
-_SPACE = "\N{EM SPACE}"
+_MARK = "\ue0f3end of the message\ue0f3"  # put after the content of the message to continue
 _FIELD = "continue_final_message"
 
 
-def _marked(messages: Sequence[Message]) -> list[Message]:
+def _continued(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> str:
+    """Return the rendered text up to the end of the final message's content. Space at the end of
+    the content is as the template prints it: some templates trim, or trim only line breaks.
+    """
     content = messages[-1].get("content")
     if not isinstance(content, str) or not content.strip():
         raise InvalidRequest(_FIELD, "the final message must have a text")
-    return [*messages[:-1], messages[-1] | {"content": f"{content}{_MARK}{_SPACE}"}]
-
-
-def _up_to_mark(text: str) -> str:
-    place = text.rfind(_MARK)
-    if place < 0:
+    marked = render([*messages[:-1], messages[-1] | {"content": content + _MARK}])
+    text, mark, after = marked.rpartition(_MARK)
+    if not mark:
         raise InvalidRequest(_FIELD, "the chat template leaves the final message out")
-    is_whole = without_marks(text[place + len(_MARK) :]).startswith(_SPACE)
-    return text[:place] if is_whole else text[:place].rstrip()
+    if content == content.rstrip():
+        return text
+    # without the mark, the same follows the content, which the template may now trim
+    whole, after = without_marks(render(messages)), without_marks(after)
+    if not whole.endswith(after):
+        return text
+    printed = whole.removesuffix(after)
+    return text.rstrip() + printed[len(printed.rstrip()) :]
 
 
 def shared_prefixes(tokenizer: Tokenizer, app: App) -> list[list[int]]:

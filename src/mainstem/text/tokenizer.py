@@ -26,6 +26,7 @@ from mainstem.text.parts import PartEncoder, Pending, encode_whole
 from mainstem.text.token_bound import TokenBound
 
 GENERATION_FILE = "generation_config.json"
+SETTINGS_FILE = "tokenizer_config.json"
 # sampling fields of generation_config.json that are used; requests set the others, or only Hugging
 # Face uses them
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -93,7 +94,7 @@ class Tokenizer:
             raise ModelNotFound(f"{path} cannot be read: {error}") from error
         backend.no_padding()  # published files contain settings for training
         backend.no_truncation()
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings = _read_json(folder / SETTINGS_FILE)
         special = _special_tokens(settings, _read_json(folder / "special_tokens_map.json"))
         return cls(
             backend,
@@ -371,13 +372,43 @@ def _own_template(path: Path) -> dict[str, str]:
 
 
 def _templates(folder: Path, settings: Json) -> dict[str, str]:
-    """Chat templates by name; chat_template.jinja overrides tokenizer_config.json."""
+    """Chat templates by name: "default", "tool_use".
+
+    The first of chat_template.jinja, tokenizer_config.json and chat_template.json (written by
+    multimodal processors) that has a template, and additional_chat_templates/NAME.jinja.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return _own_template(path)
+        found = _own_template(path)
+    else:
+        found = _listed_templates(folder / SETTINGS_FILE, settings)
+    if not found:
+        path = folder / "chat_template.json"
+        found = _listed_templates(path, _read_json(path))
+    for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        found[path.stem] = _own_template(path)["default"]
+    return found
+
+
+def _listed_templates(path: Path, settings: Json) -> dict[str, str]:
+    """The templates in `chat_template` of the file at `path`: one text, or a list of named ones."""
     value = settings.get("chat_template")
+    if value is None:
+        return {}
     if isinstance(value, str):
         return {"default": value}
-    if isinstance(value, list):
-        return {str(entry["name"]): str(entry["template"]) for entry in value}
-    return {}
+    if not isinstance(value, list):
+        raise _bad_template(path, "chat_template", "must be a text or a list of named templates")
+    found = {}
+    for place, entry in enumerate(value):
+        named = entry if isinstance(entry, dict) else {}
+        name, template = named.get("name"), named.get("template")
+        if not isinstance(name, str) or not isinstance(template, str):
+            reason = "must be an object with `name` and `template`, both texts"
+            raise _bad_template(path, f"chat_template[{place}]", reason)
+        found[name] = template
+    return found
+
+
+def _bad_template(path: Path, field: str, reason: str) -> ModelNotFound:
+    return ModelNotFound(f"{path}: {field} {reason}. Use another template with --chat-template")

@@ -418,6 +418,8 @@ def _explained(text: str, kind: type[Struct]) -> WireError:
         param = place
     if (part := _PART.match(place)) and (named := _ENUM.match(reason)):
         message = f"{part[1]}: {named[1]} parts are not supported: the model reads text"
+        if meant := did_you_mean(named[1], ["text"]):
+            message += f".{meant}"
         return WireError("invalid_value", message, param)
     if reason.startswith("Invalid enum value") and param == place:
         allowed = ", ".join(map(str, _choices(kind, param)))

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, structs
 
+from mainstem.core.spelling import did_you_mean
 from mainstem.text.encoding import Message
 from mainstem.wire.bodies import Anything, Json, read_fields
 from mainstem.wire.errors import WireError
@@ -243,6 +244,8 @@ def _by_block(error: WireError) -> WireError:
             return WireError(error.code, f"{error.message}: {reason}", error.param)
         return error
     message = f"{found['place']}: {found['kind']} blocks are not supported: the model reads text"
+    if meant := did_you_mean(found["kind"], ["text", "thinking", "tool_use", "tool_result"]):
+        message += f".{meant}"
     return WireError(error.code, message, error.param)
 
 

@@ -183,7 +183,9 @@ def _text(content: str | Sequence[Item], place: str) -> str:
     for index, part in enumerate(content):
         kind = part.get("type")
         if kind not in ("input_text", "output_text"):
-            reason = f"parts of type {kind!r:.80} are not supported, only text"
+            reason = (
+                f"parts of type {kind!r:.80} are not supported, only input_text and output_text"
+            )
             raise _wrong(f"{place}[{index}]", reason)
         texts.append(_read(part, TextItemPart, f"{place}[{index}]").text)
     return "\n".join(texts)

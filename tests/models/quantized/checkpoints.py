@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mainstem.models.config_file import CONFIG_FILE
-from mainstem.models.weights import SINGLE_FILE
+from mainstem.models.weight_files import SINGLE_FILE
 from tests.models.checkpoints import write_checkpoint
 from tests.models.quantized.oracles import Case, Tensors, mxfp4
 

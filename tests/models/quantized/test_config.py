@@ -137,6 +137,22 @@ def test_published_configs_are_read(words: str) -> None:
     assert str(quantized(PUBLISHED[words])) == words
 
 
+AUTO_ROUND: dict[str, Any] = {
+    "amp": True, "autoround_version": "0.4.5", "batch_size": 8, "data_type": "int",
+    "enable_minmax_tuning": True, "enable_norm_bias_tuning": False, "enable_quanted_input": True,
+    "gradient_accumulate_steps": 1, "iters": 200, "low_gpu_mem_usage": False, "lr": 0.005,
+    "minmax_lr": 0.005, "nsamples": 128, "provider": "auto-round", "scale_dtype": "torch.float16",
+    "seqlen": 2048, "to_quant_block_names": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [gptq_config(), AWQ], ids=["gptq", "awq"])
+def test_autoround_exports_are_read_as_what_they_were_exported_to(config: dict[str, Any]) -> None:
+    assert quantized(config | AUTO_ROUND) == quantized(config)
+    with pytest.raises(UnsupportedModel, match="data_type='mx_fp'"):
+        quantized(config | AUTO_ROUND | {"data_type": "mx_fp"})
+
+
 def test_stars_in_module_names_match_any_text() -> None:
     found = quantized(PUBLISHED["MXFP4, groups of 32"])
     assert found.packing_of("model.layers.7.self_attn.q_proj") is None

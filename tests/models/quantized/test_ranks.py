@@ -1,5 +1,6 @@
 """Ranks read their parts of quantized weights, and answer as the whole model."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from mainstem.core.errors import ConfigError
 from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard, part_of, shards_that_divide
 from mainstem.models.tensors import TensorReader
-from mainstem.models.weights import SINGLE_FILE, Checkpoint
+from mainstem.models.weight_files import SINGLE_FILE
+from mainstem.models.weights import Checkpoint
 from mainstem.runner.origin import folder_origin, for_rank
 from tests.models.checkpoints import SMALL
 from tests.models.quantized.cases import CASES, gptq_config
@@ -123,22 +125,35 @@ def test_ranks_dequantize_columns_in_act_order_with_a_warning(
     assert len(caplog.records) == 2
 
 
+def write_with_packed_head(folder: Path, vocab_size: int) -> None:
+    config = LlamaConfig(**WIDE | {"vocab_size": vocab_size}, tie_word_embeddings=False)
+    write_quantized(config, folder, BY_NAME["gptq"])
+    tensors = load_file(folder / SINGLE_FILE)
+    weight = tensors.pop("lm_head.weight")
+    packed, _ = BY_NAME["gptq"].make(np.random.default_rng(1), *weight.shape)
+    tensors |= {f"lm_head.{ending}": tensor for ending, tensor in packed.items()}
+    save_quantized(folder, tensors, gptq_config(lm_head=True))
+
+
 def test_a_rank_that_pads_its_rows_of_a_packed_head_dequantizes_it_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of 72 rows, the first rank has 48, the second 24: only the second pads them."""
-    config = LlamaConfig(**WIDE | {"vocab_size": 72}, tie_word_embeddings=False)
-    write_quantized(config, tmp_path, BY_NAME["gptq"])
-    tensors = load_file(tmp_path / SINGLE_FILE)
-    weight = tensors.pop("lm_head.weight")
-    packed, _ = BY_NAME["gptq"].make(np.random.default_rng(1), *weight.shape)
-    tensors |= {f"lm_head.{ending}": tensor for ending, tensor in packed.items()}
-    save_quantized(tmp_path, tensors, gptq_config(lm_head=True))
+    write_with_packed_head(tmp_path, vocab_size=72)
     with caplog.at_level(logging.WARNING, "mainstem.models"):
         check_ranks(tmp_path)
     (record,) = caplog.records
     assert "1 quantized products are dequantized" in record.getMessage()
     assert "(lm_head)" in record.getMessage()
+
+
+def test_a_packed_head_is_used_although_the_config_says_tied(tmp_path: Path) -> None:
+    write_with_packed_head(tmp_path, vocab_size=64)
+    expected = outputs(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    check_same(outputs(tmp_path), expected, 0.0)
+    check_ranks(tmp_path)
 
 
 class Counted(Checkpoint):

@@ -13,7 +13,8 @@ from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
 from mainstem.models.packed import PackedWeight
 from mainstem.models.quantized.config import read_quantized
-from mainstem.models.weights import SINGLE_FILE, Checkpoint
+from mainstem.models.weight_files import SINGLE_FILE
+from mainstem.models.weights import Checkpoint
 from tests.models.quantized.cases import CASES, FP8, gptq_config
 from tests.models.quantized.oracles import Case, Tensors, fp8, gptq
 

@@ -3,9 +3,12 @@ run time.
 
     y = (q(x) @ q(w).T) * x_scale * w_scale + bias       x_scale [tokens, 1], w_scale [out]
 
-On a card the product is torch's row-scaled one (compute capability 8.9 and up). On a CPU the same
-rounded numbers are multiplied in fp32: slow, but it shows what fp8 costs in accuracy.
+On a card the product is torch's row-scaled one (compute capability 8.9 and up); few rows have a
+product of their own (`fp8_few.py`). On a CPU the same rounded numbers are multiplied in fp32: slow,
+but it shows what fp8 costs in accuracy.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +16,9 @@ from torch.nn import functional as F
 
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.dense.fp8_rows import FP8, Fp8Rows, rounded
+
+if TYPE_CHECKING:
+    from mainstem.kernels.dense.fp8_few import FewRows
 
 _ALIGN = 16  # the product needs both sides of the weight to be multiples of this
 
@@ -64,6 +70,7 @@ class Fp8Linear:
         self.values = values
         self.scale = F.pad(scale, (0, out_pad))
         self.bias = None if bias is None else F.pad(bias, (0, out_pad)).to(out_dtype)
+        self._few = few_rows(self.values, self.scale, self.bias)
 
     @classmethod
     def quantize(
@@ -85,6 +92,8 @@ class Fp8Linear:
         return self._emulated(values, scales)
 
     def _product(self, values: Tensor, scales: Tensor) -> Tensor:
+        if self._few is not None and self._few.can_take(len(values)):
+            return self._few((values, scales), self.out_dtype)[:, : self.num_out]
         if self.values.shape[1] != self.num_in:
             padding = (0, self.values.shape[1] - self.num_in)
             values = F.pad(values.view(torch.uint8), padding).view(FP8)
@@ -105,6 +114,15 @@ class Fp8Linear:
         if self.bias is not None:
             y += self.bias[: self.num_out]
         return y.to(self.out_dtype)
+
+
+def few_rows(values: Tensor, scales: Tensor, bias: Tensor | None) -> "FewRows | None":
+    """The product of few rows with this weight; None without a card."""
+    if not values.is_cuda:
+        return None
+    from mainstem.kernels.dense.fp8_few import FewRows  # noqa: PLC0415  a CPU needs no Triton
+
+    return FewRows(values, scales, bias)
 
 
 def quantize_rows(x: Tensor) -> Fp8Rows:

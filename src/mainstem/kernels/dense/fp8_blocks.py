@@ -3,7 +3,8 @@
     y = sum over blocks b of columns: (q(x)[:, b] @ q(w)[:, b].T) * x_scale[:, b] * w_scale[:, b]
 
 Activations are quantized per token and 128 columns. The vendor's library computes the product, on
-Hopper only. On a CPU the same rounded numbers are multiplied in fp32.
+Hopper only; few rows have a product of their own (`fp8_few.py`). On a CPU the same rounded numbers
+are multiplied in fp32.
 """
 
 from functools import cache
@@ -11,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from mainstem.kernels.dense.fp8 import few_rows
 from mainstem.kernels.dense.fp8_rows import (
     FP8,
     GROUP,
@@ -55,9 +57,10 @@ def is_library_right(device: torch.device) -> bool:
     loudness = torch.exp2(some(_CHECKED_ROWS, 4)).repeat_interleave(BLOCK, dim=1)
     x = (some(_CHECKED_ROWS, 4 * BLOCK) * loudness).to(device, torch.bfloat16)
     linear = Fp8BlockLinear(values, scales, None, torch.bfloat16)
-    rows = _spread(*quantize_groups(x)).double()
-    right = rows @ linear.dense().double().t()
-    off = torch.linalg.vector_norm(linear(x).double() - right) / torch.linalg.vector_norm(right)
+    rows = quantize_groups(x)
+    right = _spread(*rows).double() @ linear.dense().double().t()
+    found = linear.product(rows).double()
+    off = torch.linalg.vector_norm(found - right) / torch.linalg.vector_norm(right)
     return bool(off < _MOST_OFF)
 
 
@@ -75,27 +78,34 @@ class Fp8BlockLinear:
         self._scales = scales.contiguous()
         self._bias = bias
         self._out_dtype = out_dtype
+        self._few = few_rows(self._values, self._scales, bias)
 
     def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
         """[tokens, in] -> [tokens, out], a new tensor."""
         rows = quantize_groups(x) if isinstance(x, Tensor) else x
-        values, scales = rows
-        if values.shape[1] != self.num_in:
-            raise ValueError(f"this linear takes {self.num_in} columns, got {values.shape[1]}")
-        if values.is_cuda:
-            all_values, all_scales = with_padding(rows)
-            y: Tensor = torch._scaled_mm(
-                all_values,
-                self._values.t(),
-                scale_a=all_scales,
-                scale_b=self._scales.t(),
-                out_dtype=self._out_dtype,
-            )
-        else:
-            y = (_spread(values, scales) @ self.dense().t()).to(self._out_dtype)
+        width = rows[0].shape[1]
+        if width != self.num_in:
+            raise ValueError(f"this linear takes {self.num_in} columns, got {width}")
+        if self._few is not None and self._few.can_take(len(rows[0])):
+            return self._few(rows, self._out_dtype)
+        y = self.product(rows)
         if self._bias is not None:
             y += self._bias
-        return y[: len(values)]
+        return y
+
+    def product(self, rows: Fp8Rows) -> Tensor:
+        """The product without bias, by the library or emulated."""
+        if not rows[0].is_cuda:
+            return (_spread(*rows) @ self.dense().t()).to(self._out_dtype)
+        values, scales = with_padding(rows)
+        y: Tensor = torch._scaled_mm(
+            values,
+            self._values.t(),
+            scale_a=scales,
+            scale_b=self._scales.t(),
+            out_dtype=self._out_dtype,
+        )
+        return y[: len(rows[0])]
 
     def dense(self) -> Tensor:
         """Return the weight dequantized, [out, in] in fp32."""

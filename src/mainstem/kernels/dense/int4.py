@@ -3,17 +3,12 @@
 """Products with 4-bit weights: x [tokens, in] in 16 bits, weights (value - zero) * scale.
 
 There are two ways. `multiply` reads packed weights and unpacks them in registers, as the left
-operand of the matrix instruction; a program computes a tile of outputs and tokens. For few tokens
-the sum over columns is split among programs, and the last one to arrive adds the parts, always in
-the same order. `dequantize` writes the weights to memory that all products share, for a product by
-the vendor's library. Both use the same numbers, rounded once to the dtype of x.
-
-An output is one sum over columns from first to last, or the sum of such sums over parts. The parts
-depend only on the weight's shape and the tile, so with one tile a row's bits do not depend on other
-rows.
+operand of the matrix instruction; for few tokens columns are split among programs
+(`split_columns.py`). `dequantize` writes the weights to memory that all products share, for a
+product by the vendor's library. Both use the same numbers, rounded once to the dtype of x.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -24,7 +19,6 @@ from triton.runtime import driver
 
 from mainstem.kernels.dense.nibbles import (
     BLOCK,
-    MOST_TILES,
     QUARTER,
     WIDTH,
     WORDS,
@@ -32,44 +26,37 @@ from mainstem.kernels.dense.nibbles import (
     load_block,
     load_columns,
 )
+from mainstem.kernels.dense.split_columns import (
+    Tile,
+    columns_of,
+    most_split_tokens,
+    num_splits,
+    tile_of,
+    write_tile,
+)
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import let_in, overlap_options, wait_alone, wait_for_ahead
 
 _DEQUANTIZED_ROWS = 64
-_FULL_CARD = 132  # multiprocessors of the card that tiles were measured on
-
-
-@dataclass(frozen=True, slots=True)
-class Int4Tile:
-    """What one program computes, and how."""
-
-    outs: int
-    tokens: int
-    warps: int
-    stages: int
-    programs: int  # number that run on a multiprocessor at once; columns are split to reach it
-    # blocks of columns per iteration, if that divides the weight's number of blocks
-    blocks: int = 1
-
 
 # By number of tokens in a step, ascending; as measured on an H200 (docs/log/gpu.md). With 8 tokens
 # each warp multiplies alone, which is faster for few tokens; from 16 tokens on, four warps multiply
 # together.
 TILES = (
-    Int4Tile(outs=64, tokens=8, warps=4, stages=3, programs=6, blocks=2),
-    Int4Tile(outs=128, tokens=16, warps=4, stages=5, programs=4),
-    Int4Tile(outs=128, tokens=32, warps=8, stages=3, programs=2, blocks=2),
-    Int4Tile(outs=128, tokens=64, warps=8, stages=3, programs=2),
-    Int4Tile(outs=256, tokens=128, warps=8, stages=3, programs=1),
-    Int4Tile(outs=128, tokens=256, warps=8, stages=3, programs=1),
+    Tile(outs=64, tokens=8, warps=4, stages=3, programs=6, blocks=2),
+    Tile(outs=128, tokens=16, warps=4, stages=5, programs=4),
+    Tile(outs=128, tokens=32, warps=8, stages=3, programs=2, blocks=2),
+    Tile(outs=128, tokens=64, warps=8, stages=3, programs=2),
+    Tile(outs=256, tokens=128, warps=8, stages=3, programs=1),
+    Tile(outs=128, tokens=256, warps=8, stages=3, programs=1),
 )
 _DETERMINISTIC_TOKENS = 64
 MOST_TOKENS = 512  # the largest step that reads packed weights; above, dequantizing is faster
 
 
 def multiply(
-    x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor, tile: Int4Tile | None = None
+    x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor, tile: Tile | None = None
 ) -> Tensor:
     """out [tokens, out] = x @ weight.T + bias."""
     tokens, num_out = len(x), weight.num_out
@@ -126,20 +113,20 @@ def _check(x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor) -> None
         raise LayoutError(f"bias must be contiguous [{weight.num_out}], got {tuple(bias.shape)}")
 
 
-def tile_for(tokens: int, dtype: torch.dtype, device: torch.device) -> Int4Tile:
+def tile_for(tokens: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """The smallest tile that holds all tokens, or else the largest."""
     tiles = _tiles_that_fit(dtype, device)
     return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
 
 
-def deterministic_tile(dtype: torch.dtype, device: torch.device) -> Int4Tile:
+def deterministic_tile(dtype: torch.dtype, device: torch.device) -> Tile:
     """The same tile for every step. It splits columns into few parts, since large steps must hold
     all parts in memory."""
     return replace(tile_for(_DETERMINISTIC_TOKENS, dtype, device), programs=1)
 
 
 @cache
-def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Int4Tile, ...]:
+def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
     """Tiles that fit into a multiprocessor's shared memory, with fewer stages if it is small."""
     if device.type != "cuda":
         return TILES
@@ -153,19 +140,6 @@ def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Int4Tile,
     return tuple(found)
 
 
-def num_splits(num_out: int, blocks: int, tile: Int4Tile) -> int:
-    """The number of parts into which columns are split. It depends only on the weight's shape and
-    the tile, so that with one tile a row's bits do not depend on the step."""
-    programs = -(-num_out // tile.outs)
-    return max(1, min(tile.programs * _FULL_CARD // programs, blocks // 4, 16))
-
-
-def most_split_tokens(num_out: int, tile: Int4Tile) -> int:
-    """Return the maximum number of tokens in one launch with split columns: each tile needs a
-    counter, and the number of counters is limited."""
-    return MOST_TILES // -(-num_out // tile.outs) * tile.tokens
-
-
 @triton.jit(do_not_specialize=("tokens", "splits"))
 def _product_kernel(
     x_ptr, words_ptr, factors_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
@@ -176,11 +150,8 @@ def _product_kernel(
 ):  # fmt: skip
     """One program per tile of the output and part of the columns."""
     wait_alone(OVERLAPS)
-    tile, split = tl.program_id(0), tl.program_id(1)
-    token_tiles = tl.cdiv(tokens, TILE_TOKENS)
-    outs = (tile // token_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
-    rows = (tile % token_tiles) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    first, end = num_blocks // STEP * split // splits, num_blocks // STEP * (split + 1) // splits
+    outs, rows = tile_of(tokens, TILE_OUT, TILE_TOKENS)
+    first, end = columns_of(num_blocks // STEP, splits)
     # rows past the last output read the last one again and are not written
     read = tl.minimum(outs, num_out - 1)
     is_token = (rows < tokens)[None, :]
@@ -204,25 +175,10 @@ def _product_kernel(
             words_ptrs += num_out * QUARTER
             x_ptrs += WIDTH
     let_in(OVERLAPS)
-    is_written = (outs < num_out)[:, None] & is_token
-    is_last = True
-    if IS_SPLIT:
-        size = tokens.to(tl.int64) * num_out
-        partial_ptrs = partial_ptr + rows.to(tl.int64)[None, :] * num_out + outs[:, None]
-        tl.store(partial_ptrs + split * size, acc, mask=is_written)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == splits - 1
-        if is_last:
-            tl.store(arrived_ptr + tile, 0)
-            acc = tl.zeros([TILE_OUT, TILE_TOKENS], tl.float32)
-            for index in range(splits):
-                acc += tl.load(partial_ptrs + index * size, mask=is_written, other=0.0)
-    if is_last:
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0)
-            acc += bias.to(tl.float32)[:, None]
-        out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * stride_out + outs[:, None]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_written)
+    write_tile(
+        acc, outs, rows, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
+        tokens, num_out, splits, stride_out, IS_SPLIT, HAS_BIAS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -23,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from mainstem.kernels.dense.split_columns import make_counters
 from mainstem.kernels.errors import LayoutError
 
 BLOCK = 128  # columns
 WORDS = BLOCK // 4  # words of a row in a block
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}  # that unpacking adds
 SMALL_GROUPS = (32, 64)  # group sizes smaller than a block
-MOST_TILES = 1 << 14  # maximum tiles of a product whose columns are split
 _MOST_EXPONENT = 128  # so that 2^(exponent - 1) is finite
 _ROWS_AT_ONCE = 4096  # rows packed at once, so that intermediate tensors are small
 
@@ -86,8 +86,7 @@ class Nibbles:
     group: int  # columns that share factors
     num_in: int
     dtype: torch.dtype  # dtype of the unpacked numbers and of x
-    # int32, per tile: how many programs have stored their part; zeros between products
-    arrived: Tensor
+    arrived: Tensor  # of `make_counters`
     is_mxfp4: bool = False
 
     @classmethod
@@ -105,7 +104,7 @@ class Nibbles:
             group = blocks * BLOCK
         factors = _int4_factors(scales, zeros, group, blocks)
         return cls(
-            _pack_words(values), factors, group, num_in, scales.dtype, _counts(values.device)
+            _pack_words(values), factors, group, num_in, scales.dtype, make_counters(values.device)
         )
 
     @classmethod
@@ -117,7 +116,7 @@ class Nibbles:
                               f"got {dtype} and 2^{int(exponents.max()) - 127}")  # fmt: skip
         num_in = 2 * values.shape[-1]
         factors = _mxfp4_factors(exponents, -(-num_in // BLOCK))
-        counts = _counts(values.device)
+        counts = make_counters(values.device)
         return cls(_pack_words(values), factors, 32, num_in, dtype, counts, is_mxfp4=True)
 
     @property
@@ -140,13 +139,6 @@ class Nibbles:
             "IS_EVEN": self.num_in % BLOCK == 0,
             "IS_PTX": has_ptx(self.dtype, self.words.device),
         }
-
-
-def _counts(device: torch.device) -> Tensor:
-    """Counters for one weight. Weights do not share them, because engines on one card may run at
-    the same time.
-    """
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def can_pack_int4(group: int, num_in: int) -> bool:

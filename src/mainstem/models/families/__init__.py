@@ -13,6 +13,7 @@ from mainstem.models.config_file import (
     GENERATION_FILE,
     Config,
     check_unread,
+    has_dtype,
     read_object,
 )
 from mainstem.models.families import (
@@ -35,6 +36,7 @@ from mainstem.models.families.common import Family
 from mainstem.models.families.multimodal import text_part, without_vision
 from mainstem.models.quantized.config import read_quantized
 from mainstem.models.spec import ModelSpec
+from mainstem.models.weight_files import embedding_dtype
 
 FAMILIES: tuple[Family, ...] = (
     falcon.FAMILY,
@@ -91,9 +93,13 @@ def read_spec(folder: Path, ignored: Collection[str] = ()) -> ModelSpec:
     field.
 
     Unknown fields in `ignored` are skipped, and the recipe lists them. Chat models often have more
-    end tokens in generation_config.json; these are added.
+    end tokens in generation_config.json; these are added. If config.json has no dtype (gpt-oss),
+    the recipe has that of the embedding.
     """
-    spec = spec_from_config(read_object(folder / CONFIG_FILE), ignored)
+    table = read_object(folder / CONFIG_FILE)
+    spec = spec_from_config(table, ignored)
+    if not has_dtype(Config(table)):
+        spec = replace(spec, dtype=embedding_dtype(folder, spec.names) or spec.dtype)
     generation = folder / GENERATION_FILE
     if not generation.is_file():
         return spec

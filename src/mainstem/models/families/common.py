@@ -106,7 +106,7 @@ def make_spec(
         num_heads=sizes.heads,
         num_kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
-        max_positions=sizes.positions,
+        max_positions=_lengthened(config, sizes.positions, layers),
         layers=tuple(layers),
         norm=norm,
         dtype=read_dtype(config),
@@ -115,6 +115,21 @@ def make_spec(
         eos_ids=config.token_ids("eos_token_id"),
         **features,
     )
+
+
+def _lengthened(config: Config, positions: int, layers: Sequence[LayerSpec]) -> int:
+    """Return the number of positions of a model whose rope may be stretched.
+
+    Users add YaRN to a config.json and leave `max_position_embeddings` as it was: Qwen 3 has 40960,
+    and with a factor of 4 over 32768, 131072. Vicuna's 16k models, with a linear factor, have the
+    stretched length in `max_sequence_length`.
+    """
+    for rope in {layer.attention.rope for layer in layers}:
+        if rope is not None and rope.scaling is RopeScaling.YARN:
+            positions = max(positions, int(rope.original_positions * rope.factor))
+        elif rope is not None and rope.scaling is RopeScaling.LINEAR:
+            positions = max(positions, config.whole("max_sequence_length", positions))
+    return positions
 
 
 def rms_norm(config: Config, default_eps: float = 1e-6, gain_offset: float = 0.0) -> NormSpec:
@@ -195,6 +210,8 @@ _ROPE_SETTINGS: dict[RopeScaling, frozenset[str]] = {
             "beta_fast",
             "beta_slow",
             "attention_factor",
+            "attn_factor",
+            "finetuned",  # says how the model was trained
             "mscale",
             "mscale_all_dim",
             "truncate",
@@ -269,6 +286,13 @@ def make_rope(
 
 
 def _yarn(table: Config, theta: float, rotary_dim: int, max_positions: int) -> RopeSpec:
+    """`attention_factor` replaces the default score factor; `attn_factor` multiplies it.
+
+    transformers ignores `attn_factor`. We follow the authors of DeepSeek-R1-0528-Qwen3-8B: their
+    attn_factor of 0.878, times YaRN's default of 1.139 for a factor of 4, is 1.
+    """
+    if table.has("attention_factor"):
+        table.only("attn_factor")
     original = table.whole("original_max_position_embeddings", max_positions)
     factor = table.number("factor", max_positions / original)
 
@@ -278,6 +302,7 @@ def _yarn(table: Config, theta: float, rotary_dim: int, max_positions: int) -> R
     score_factor = growth(1.0)
     if table.get("mscale") and table.get("mscale_all_dim"):
         score_factor = growth(table.number("mscale")) / growth(table.number("mscale_all_dim"))
+    score_factor *= table.number("attn_factor", 1.0)
     return RopeSpec(
         theta=theta,
         rotary_dim=rotary_dim,

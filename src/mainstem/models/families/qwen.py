@@ -54,4 +54,9 @@ def windowed_above(config: Config, attention: AttentionSpec, count: int) -> list
 
 
 QWEN2 = Family("Qwen 2, 2.5", ("Qwen2ForCausalLM",), _read_qwen2)
-QWEN3 = Family("Qwen 3", ("Qwen3ForCausalLM",), _read_qwen3)
+QWEN3 = Family(
+    "Qwen 3",
+    ("Qwen3ForCausalLM",),
+    _read_qwen3,
+    notes="YaRN's attn_factor (DeepSeek-R1-0528) counts; transformers ignores it",
+)

@@ -27,6 +27,9 @@ def _read_qwen2(config: Config) -> ModelSpec:
 def _read_qwen3(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
     has_bias = config.flag("attention_bias")
+    # Qwen3-Coder says what every Qwen 3 does
+    config.only("shared_expert_intermediate_size", 0)
+    config.only("use_qk_norm", True)
     return make_spec(
         config,
         sizes,

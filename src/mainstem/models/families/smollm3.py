@@ -19,7 +19,6 @@ from mainstem.models.spec import AttentionSpec, ModelSpec, layers_of
 
 def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
-    config.get("pretraining_tp")  # parallelism of its training
     rotated = full_attention(sizes.head_dim, read_rope(config, sizes, theta=2_000_000.0))
     plain = full_attention(sizes.head_dim, None)
     kinds = [rotated if has_rope else plain for has_rope in _rotated_layers(config, sizes.layers)]

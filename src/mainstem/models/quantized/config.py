@@ -30,7 +30,8 @@ _HARMLESS = words_of((
     "offload_to_disk_path autoround_version nsamples seqlen iters lr minmax_lr amp",
     "enable_minmax_tuning enable_quanted_input low_gpu_mem_usage to_quant_block_names",
     "do_fuse fuse_max_seq_len modules_to_fuse scale_fmt dequantize kv_cache_scheme",
-    "quantization_status global_compression_ratio version",
+    "quantization_status global_compression_ratio version scale_dtype gradient_accumulate_steps",
+    "provider",
 ))  # fmt: skip
 _KINDS = {4: PackedKind.INT4, 8: PackedKind.INT8}
 
@@ -82,7 +83,8 @@ def _read_gptq(table: Config) -> QuantizedSpec:
 
 
 def _check_repeated(table: Config, method: str) -> None:
-    """Check the fields that GPTQModel writes for every method."""
+    """Check the fields that GPTQModel and AutoRound write for every method."""
+    table.only("data_type", "int")
     table.only("method", method)
     table.only("pack_dtype", "int32")
 
