@@ -635,7 +635,7 @@ def _message(message: Message, checked: bodies.Message) -> Message:
 def _called(function: Message) -> Message:
     """Return the function of a past call with its arguments as an object, as chat templates
     expect."""
-    arguments = function.get("arguments")
+    arguments = function.get("arguments") or ""  # null is the same as no arguments
     if isinstance(arguments, str):
         arguments = past_arguments(arguments)
     return function | {"arguments": arguments}
