@@ -3,14 +3,17 @@
 import asyncio
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from threading import Thread
 
 import httpx
 import pytest
 
+from mainstem.server.limits import ServerLimits
 from mainstem.text.tokenizer import Tokenizer
 from tests.batch.fake_batch import FakeEngines
 from tests.server.running import Json, Running, a_server, events, until
@@ -62,6 +65,25 @@ def test_open_answers_finish_before_shutdown(is_streaming: bool) -> None:
             assert events(response.text)[-1] == "[DONE]"
         else:
             assert response.json()["usage"]["completion_tokens"] == 30
+
+
+def test_shutdown_does_not_wait_for_idle_connections() -> None:
+    """Every limit is longer than `stop` waits."""
+    new, used, refused = (
+        b"",
+        b"GET /health HTTP/1.1\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 9\r\n",
+    )
+    limits = ServerLimits(header_s=600, body_s=600, idle_s=600)
+    with a_server(limits=limits, shutdown_s=600) as running, ExitStack() as held:
+        for start in (new, used, refused):
+            address = (running.host, running.port)
+            connection = held.enter_context(socket.create_connection(address, timeout=20))
+            if start:
+                connection.sendall(start + b"host: [::1]\r\n\r\n")
+                assert connection.recv(4096).startswith(b"HTTP/1.1 ")
+        until(lambda: len(running.server.server_state.connections) == 3)
+        running.stop()
 
 
 @pytest.mark.serial

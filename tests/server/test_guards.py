@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import numpy as np
@@ -42,6 +44,24 @@ def tight(tight_server: Running) -> Iterator[Running]:
 def send(server: Running, data: bytes, **headers: str) -> httpx.Response:
     kind = {"content-type": "application/json"}
     return server.client.post("/v1/completions", content=data, headers=kind | headers)
+
+
+@contextmanager
+def refused_early(server: Running, path: bytes, length: int) -> Iterator[socket.socket]:
+    """A connection that has received the reply to a request before it sent the request's body."""
+    head = b"%b %b HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n"
+    method = b"GET" if path == b"/health" else b"POST"
+    with socket.create_connection((server.host, server.port), timeout=20) as connection:
+        connection.sendall(head % (method, path, length))
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += connection.recv(65536)
+        reply_head, _, reply = received.partition(b"\r\n\r\n")
+        found = re.search(rb"content-length: (\d+)", reply_head)
+        assert found is not None
+        while len(reply) < int(found[1]):
+            reply += connection.recv(65536)
+        yield connection
 
 
 # --- sizes and shapes ----------------------------------------------------------------------------
@@ -266,6 +286,68 @@ def test_a_body_must_come_in_time(tight: Running) -> None:
     with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/nope", b"/health"])
+@pytest.mark.parametrize("rest", [b"", b"a"])
+def test_a_body_that_stops_after_its_reply_ends_the_connection(
+    tight: Running, path: bytes, rest: bytes
+) -> None:
+    """Any byte stops uvicorn's timer for idle connections."""
+    with refused_early(tight, path, 99_999_999) as connection:
+        connection.sendall(rest)
+        assert connection.recv(4096) == b""
+
+
+def test_a_body_that_goes_on_after_its_reply_ends_the_connection(tight: Running) -> None:
+    with refused_early(tight, b"/v1/completions", 99_999_999_999) as connection:
+        connection.settimeout(0.05)
+        ended = False
+        deadline_s = time.monotonic() + 20
+        while not ended:
+            assert time.monotonic() < deadline_s, "the server reads the body without end"
+            try:
+                connection.sendall(b"a" * 1000)
+                ended = connection.recv(4096) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                ended = True
+
+
+def test_a_body_that_ends_after_its_reply_leaves_an_idle_connection() -> None:
+    """The connection can be used again; if it is not, it is closed like any other."""
+    health = b"GET /health HTTP/1.1\r\nhost: [::1]\r\n\r\n"
+    with a_server(limits=ServerLimits(idle_s=1)) as running:
+        for after, replies in ((b"", 0), (health, 1), (health + health, 2)):
+            with refused_early(running, b"/v1/nope", 5) as connection:
+                connection.sendall(b"12345" + after)
+                received = b""
+                while piece := connection.recv(4096):
+                    received += piece
+            assert received.count(b"HTTP/1.1 200 OK") == received.count(b"HTTP/1.1 ") == replies
+
+
+def test_idle_connections_outlast_those_in_the_pool_of_a_proxy(server: Running) -> None:
+    """Otherwise a proxy may send a request while the server closes the connection."""
+    proxy_s = 60  # for which nginx and others keep a connection
+    assert server.server.config.timeout_keep_alive == ServerLimits().idle_s > proxy_s
+
+
+def test_bytes_that_follow_a_request_do_not_end_its_answer(tight: Running) -> None:
+    """Some clients send a line end after the body. It is no head of a next request."""
+    tight.pause(0.05)
+    fields = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": True}
+    body = json.dumps(fields).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
+        connection.sendall(head + body)
+        received = connection.recv(4096)
+        connection.sendall(b"\r\n")
+        while not received.endswith(b"0\r\n\r\n") and (piece := connection.recv(4096)):
+            received += piece
+    assert b"HTTP/1.1 408" not in received
+    assert b"data: [DONE]" in received
 
 
 def test_a_second_request_on_a_connection_is_served_after_a_pause(tight: Running) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mainstem.server import messages_routes
+from mainstem.server import stream as server_stream
 from mainstem.wire import messages_bodies
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, expected_text
 from tests.server.conftest import POLITE
@@ -384,7 +384,7 @@ def test_events_come_in_order(server: Running) -> None:
 def test_a_stream_without_output_sends_pings(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages_routes, "PING_S", 0.01)
+    monkeypatch.setattr(server_stream, "PING_S", 0.01)
     server.pause(0.1)
     told = stream(server, BODY | {"max_tokens": 3})
     kinds = [each["type"] for each in told]

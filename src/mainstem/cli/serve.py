@@ -390,6 +390,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=gateway.limits.idle_s,
             timeout_graceful_shutdown=int(shutdown_s + GRACE_S),
         )
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""HTTP connections whose headers are bounded in bytes and in time."""
+"""HTTP connections that no client can hold without limit: headers and bodies are bounded."""
 
 import asyncio
 from asyncio import TimerHandle
@@ -15,6 +15,14 @@ class GuardedProtocol(HttpToolsProtocol):
     size. Headers must have at most `header_bytes` and be complete within `header_s`, counted from
     the connection or from the first byte of a later request. Otherwise the reply is 408 or 431 and
     the connection ends.
+
+    A reply may be sent before the body has arrived, such as 404 or 413. The rest of the body is
+    then read and dropped, since many clients read no reply before they have sent everything. If it
+    is not complete `body_s` after the reply, the connection ends.
+
+        in the head  -- header_s -->  408
+        in the body  -- the handler's own limit; after the reply body_s -->  closed
+        idle         -- idle_s (uvicorn's own timer) -->  closed
     """
 
     limits: ClassVar[ServerLimits] = ServerLimits()
@@ -40,6 +48,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._is_in_head and self._head_bytes > self.limits.header_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._unset_keepalive_if_required()
+        self._await_head()
+
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._cancel_deadline()
@@ -53,6 +66,17 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_in_head = True
         self._head_bytes = 0
+        self._cancel_deadline()
+        if self.cycle.response_complete:  # uvicorn stopped its timer when the rest of the body came
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self._is_in_head:
+            self._unset_keepalive_if_required()
+            self._deadline = self.loop.call_later(self.limits.body_s, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         if self._is_head_too_large:
@@ -61,7 +85,8 @@ class GuardedProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def _await_head(self) -> None:
-        if self._deadline is None:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self._deadline is None and not is_answering:
             self._deadline = self.loop.call_later(self.limits.header_s, self._give_up)
 
     def _give_up(self) -> None:

@@ -250,6 +250,7 @@ class Gateway:
                     lambda error: writer.last_words(exchange.failure(error)),
                     held.pop_all(),
                     self.limits.write_s,
+                    writer.ping,
                 )
             try:
                 whole = await while_connected(request.receive, writer.whole(answering))

@@ -20,6 +20,8 @@ class ServerLimits:
     header_bytes: int = 32 << 10
     header_s: float = 10.0  # from the first byte, or the connection, to the end of the headers
     body_s: float = 30.0  # from the headers to the end of the body
+    # an idle connection; proxies keep theirs for 60 s and should be the first to close
+    idle_s: int = 75
     upload_bytes: int = 256 << 20  # a file sent to /v1/files
     upload_s: float = 3600.0  # for the whole upload; each piece must arrive within `body_s`
     stored_bytes: int = 4 << 30  # all files of a key, including the answers of its batches

@@ -1,6 +1,5 @@
 """Anthropic's Messages API: the same chats in another format."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
@@ -34,8 +33,6 @@ from mainstem.wire.messages_bodies import (
     read_messages,
 )
 from mainstem.wire.replies import PromptAnswers, Reply
-
-PING_S = 10.0  # pause after which a silent stream sends a ping
 
 
 class MessagesRoutes:
@@ -157,6 +154,8 @@ def _up_to(mark: Mark, chat: Chat) -> Chat:
 class MessageWriter:
     """Gathers the answer to one request and writes it as it comes."""
 
+    ping = PING
+
     def __init__(
         self, reply: MessageReply, answers: PromptAnswers, keeper: PrefixKeeper, request_id: str
     ) -> None:
@@ -176,22 +175,12 @@ class MessageWriter:
         return msgspec.json.encode(reply.whole(self._answers))
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events, with pings while there is no news."""
+        """Yield server-sent events."""
         [ticket] = answering.tickets
         stream = MessageStream(self._reply)
         yield stream.opening(self._answers)
         stream.reply = replace(self._reply, kept=await self._keeper.measure(ticket.request))
-        listening = aiter(answering)
-        while True:
-            try:
-                async with asyncio.timeout(PING_S):
-                    news = await anext(listening)
-            except StopAsyncIteration:
-                break
-            except TimeoutError:
-                listening = aiter(answering)  # a new iterator: the timeout ended the last one
-                yield PING
-                continue
+        async for news in answering:
             events: list[bytes] = []
             for _, output in news:
                 self._answers.add(output)

@@ -13,10 +13,13 @@ from mainstem.server.turns import Turn
 from mainstem.wire.replies import PromptAnswers, Reply, ReplyStream, event
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"  # a comment, which clients ignore
 
 
 class Writer(Protocol):
     """Writes the reply to one request in the format of one API."""
+
+    ping: bytes  # sent in a stream that would be silent for long
 
     async def whole(self, answering: Answering) -> bytes:
         """The reply as JSON when every answer is finished; raises what ended an answer early."""
@@ -38,6 +41,8 @@ class ReplyWriter:
 
     `turn` gets the answer before the client, so that the next turn finds it.
     """
+
+    ping = PING
 
     def __init__(self, reply: Reply, prompt_tokens: Sequence[int], turn: Turn | None) -> None:
         self._reply = reply

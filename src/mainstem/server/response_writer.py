@@ -6,6 +6,7 @@ import msgspec
 
 from mainstem.server.answering import Answering
 from mainstem.server.faults import ApiError
+from mainstem.server.replies import PING
 from mainstem.server.turns import Turn
 from mainstem.text.text_engine import TextOutput
 from mainstem.wire.replies import PromptAnswers
@@ -15,6 +16,8 @@ from mainstem.wire.responses import Json, ResponseStream
 class ResponseWriter:
     """Writes one response. `keep` and `turn` get the response before the client does, so that the
     client's next request can continue it."""
+
+    ping = PING
 
     def __init__(
         self,

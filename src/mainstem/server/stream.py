@@ -7,9 +7,11 @@ from time import monotonic
 from typing import TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
+
+PING_S = 10.0  # pause after which a silent stream sends a ping; many proxies cut it after 60 s
 
 
 class ClientLeft(Exception):
@@ -45,6 +47,8 @@ class EventStream(Response):
     """Sends server-sent events. `held` is always closed at the end.
 
     If `events` raises, the stream ends with the event that `last_words` makes from the exception.
+    After PING_S without an event, `ping` is sent. Events set no timer: each stream has one, which
+    is set again, when it fires, to what is left of PING_S since the last event.
     """
 
     media_type = "text/event-stream"
@@ -55,6 +59,7 @@ class EventStream(Response):
         last_words: Callable[[Exception], bytes],
         held: ExitStack,
         write_s: float,
+        ping: bytes,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -62,12 +67,14 @@ class EventStream(Response):
         self._last_words = last_words
         self._held = held
         self._write_s = write_s
-        self._blocked_s: float | None = None  # when the send in progress began
+        self._ping = ping
+        self._sent_s = monotonic()  # when the last event began to be sent
+        self._is_sending = True  # also before the start and after the end, when no ping may be sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
             try:
-                await _until(self._left(receive), self._write(send))
+                await _until(self._watch(receive, send), self._write(send))
             except ClientLeft:
                 pass  # `held` releases the stream's resources
             finally:
@@ -75,25 +82,42 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
+        await self._send(send, start)
         try:
             async for event in self._events:
-                await self._send(send, event)
+                await self._send(send, _more(event))
         except Exception as error:  # the status was sent already: report the error in the stream
-            await self._send(send, self._last_words(error))
+            await self._send(send, _more(self._last_words(error)))
+        self._is_sending = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, data: bytes) -> None:
-        self._blocked_s = monotonic()
-        await send({"type": "http.response.body", "body": data, "more_body": True})
-        self._blocked_s = None
+    async def _send(self, send: Send, message: Message) -> None:
+        self._sent_s, self._is_sending = monotonic(), True
+        await send(message)
+        self._is_sending = False
 
-    async def _left(self, receive: Receive) -> None:
-        """Return when the client has closed the connection, or has read nothing for `write_s`."""
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Send pings. Return when the client has closed the connection, or has read nothing for
+        `write_s`."""
         leaving = asyncio.ensure_future(_disconnect(receive))
+        pause_s = longest_s = min(self._write_s / 4, PING_S)
         try:
-            while not (await asyncio.wait({leaving}, timeout=self._write_s / 4))[0]:
-                if self._blocked_s is not None and monotonic() - self._blocked_s > self._write_s:
-                    return
+            while not (await asyncio.wait({leaving}, timeout=pause_s))[0]:
+                silent_s, pause_s = monotonic() - self._sent_s, longest_s
+                if self._is_sending:
+                    if silent_s > self._write_s:
+                        return
+                elif silent_s < PING_S:
+                    pause_s = min(longest_s, PING_S - silent_s)
+                else:
+                    async with asyncio.timeout(self._write_s):
+                        await send(_more(self._ping))
+                    self._sent_s = monotonic()
+        except TimeoutError:
+            return  # the client does not even read pings
         finally:
             leaving.cancel()
+
+
+def _more(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}

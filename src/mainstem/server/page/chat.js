@@ -3,31 +3,13 @@
 import { copyButton } from "./copy.js";
 import { count, rate, seconds } from "./numbers.js";
 import { waitWords } from "./reading.js";
-import { reasonOf } from "./replies.js";
+import { payloads, reasonOf } from "./replies.js";
 import { drawer } from "./said.js";
 import {
   dividerBefore, dropUnanswered, endTurn, load, messagesBefore, newTalk, save,
 } from "./talks.js";
 
 const byId = (id) => document.getElementById(id);
-
-/** Every `data:` payload of a server-sent event stream, in order, without the final [DONE]. */
-async function* payloads(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split(/\r?\n/);
-    rest = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data:")) continue;
-      const payload = line.slice(5).trim();
-      if (payload === "[DONE]") return;
-      yield JSON.parse(payload);
-    }
-  }
-}
 
 export function startChat(server) {
   const log = byId("log");
