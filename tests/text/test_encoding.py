@@ -79,8 +79,9 @@ def test_messages_in_roles_that_a_template_does_not_know_are_not_dropped() -> No
 
 
 def test_a_tool_result_without_content_is_empty() -> None:
-    for result in ({"content": None}, {}):
-        messages: list[Message] = [GO, {"role": "tool", "tool_call_id": "c"} | result]
+    result: Message = {"role": "tool", "tool_call_id": "c"}
+    for given in (result, result | {"content": None}):
+        messages: list[Message] = [GO, given]
         text = begin_prompt(a_tokenizer(TEMPLATE), Chat(messages), None).text
         assert text is not None
         assert text.startswith("<user>go\n<tool>\n")

@@ -357,7 +357,8 @@ def test_the_document_describes_every_field(body: type) -> None:
 
 def test_a_refusal_is_text() -> None:
     part = {"type": "refusal", "refusal": "No."}
-    said = {"role": "assistant", "content": [{"type": "text", "text": "Hm."}, part]}
+    said: dict[str, object] = {"role": "assistant"}
+    said["content"] = [{"type": "text", "text": "Hm."}, part]
     assert chat(messages=[said])[1].messages[0]["content"] == "Hm.\nNo."
     said = {"role": "assistant", "content": None, "refusal": "No."}
     assert chat(messages=[said])[1].messages[0]["content"] == "No."
