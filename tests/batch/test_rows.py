@@ -212,7 +212,6 @@ def test_text_parts_become_one_text() -> None:
         ({"prompt": "a", "temperature": float("nan")}, "invalid_value", "temperature"),
         ({"prompt": "a", "max_tokens": 0}, "invalid_value", "max_tokens"),
         ({"prompt": "a", "max_tokens": True}, "invalid_value", "max_tokens"),
-        ({"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "invalid_value", None),
         ({"prompt": "a", "n": 10**9}, "invalid_value", "n"),
         ({"prompt": "a", "stop": 5}, "invalid_value", "stop"),
         ({"prompt": "a", "stop": [5]}, "invalid_value", "stop"),

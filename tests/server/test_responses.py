@@ -481,11 +481,6 @@ def test_a_request_of_codex_is_answered(tools: Running) -> None:
             "no function_call",
         ),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
-            "input",
-            "input[0].arguments: must be JSON",
-        ),
-        (
             {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
             "input",
             "encrypted_content",

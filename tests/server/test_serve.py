@@ -83,6 +83,28 @@ def test_a_flag_that_would_be_ignored_is_refused(flags: list[str], reason: str) 
         main(["--port", "0", *flags], no_engine)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    ["smollm2 --port 0", "--port 0 smollm2", "--port 0 smollm2 --kv-tokens 64",
+     "smollm2 --port 0 --model smollm2"],
+)  # fmt: skip
+def test_the_model_may_be_given_without_its_flag(argv: str) -> None:
+    opened: list[str] = []
+
+    def note(config: EngineConfig, _: str, __: KvEventsConfig | None) -> Parts:
+        opened.append(config.model.model)
+        raise ConfigError("not loaded")
+
+    with pytest.raises(ConfigError, match="not loaded"):
+        main(argv.split(), note)
+    assert opened == ["smollm2"]
+
+
+def test_two_different_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'a' and --model 'b'"):
+        main(["a", "--port", "0", "--model", "b"], no_engine)
+
+
 def test_a_data_folder_in_use_is_found_before_the_model_is_loaded(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path)
     with pytest.raises(ConfigError, match="another server is using"):

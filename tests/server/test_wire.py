@@ -168,6 +168,23 @@ def test_offsets_of_a_streamed_completion_are_those_of_the_whole(server: Running
         assert [item for entry in logprobs for item in entry[name]] == whole[name]
 
 
+@pytest.mark.parametrize("is_found", [False, True])
+def test_offsets_are_right_while_text_is_held_back_for_a_stop_string(
+    server: Running, is_found: bool
+) -> None:
+    """The stop string is several tokens long, and is completed or not."""
+    text = answer_to("offsets", 9)
+    stop = text[3:7] if is_found else text[3:7] + "\ue000"
+    body = {"prompt": "offsets", "max_tokens": 9, "temperature": 0, "logprobs": 0, "stop": stop}
+    body["ignore_eos"] = True
+    whole = server.post("/v1/completions", body).json()["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in stream(server, "/v1/completions", body)]
+    assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
+    told = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [item for entry in told for item in entry[name]] == whole["logprobs"][name]
+
+
 def test_a_stop_string_ends_the_answer_before_it(server: Running) -> None:
     text = answer_to("stop here", 12)
     stop = text[4:6]
@@ -342,6 +359,7 @@ def test_an_unknown_model_is_not_found(server: Running) -> None:
 
 def test_models_lists_the_names_and_the_apps(server: Running) -> None:
     listed = server.get("/v1/models").json()
+    assert server.get("/v1/models/").json() == listed
     assert [model["id"] for model in listed["data"]] == [
         "fake", "alias", "fake:pirate", "fake:polite",
     ]  # fmt: skip

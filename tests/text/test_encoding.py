@@ -60,3 +60,35 @@ def test_only_a_message_of_text_can_be_continued(content: object) -> None:
 def test_a_template_must_contain_the_continued_message() -> None:
     with pytest.raises(InvalidRequest, match="continue_final_message"):
         rendered("x", "{{ messages[0]['content'] }}")
+
+
+def test_messages_in_roles_that_a_template_does_not_know_are_not_dropped() -> None:
+    known = "".join(f"{{% if m['role'] == '{role}' %}}{role}:{{{{ m['content'] }}}} {{% endif %}}"
+                    for role in ("system", "user", "tool"))  # fmt: skip
+    template = f"{{% for m in messages %}}{known}{{% endfor %}}"
+    messages: list[Message] = [
+        {"role": "developer", "content": "a"},
+        GO,
+        {"role": "function", "name": "f", "content": "b"},
+    ]
+    text = begin_prompt(a_tokenizer(template), Chat(messages), None).text
+    assert text == "system:a user:go tool:b "
+    of_developers = template.replace("system", "developer")
+    text = begin_prompt(a_tokenizer(of_developers), Chat(messages), None).text
+    assert text == "developer:a user:go tool:b "
+
+
+def test_a_tool_result_without_content_is_empty() -> None:
+    result: Message = {"role": "tool", "tool_call_id": "c"}
+    for given in (result, result | {"content": None}):
+        messages: list[Message] = [GO, given]
+        text = begin_prompt(a_tokenizer(TEMPLATE), Chat(messages), None).text
+        assert text is not None
+        assert text.startswith("<user>go\n<tool>\n")
+
+
+def test_a_developer_message_is_appended_to_the_prompt_of_an_app() -> None:
+    messages: list[Message] = [{"role": "developer", "content": "In French."}, GO]
+    text = begin_prompt(a_tokenizer(TEMPLATE), Chat(messages), App("a", "Be brief.")).text
+    assert text is not None
+    assert text.startswith("<system>Be brief.\n\nIn French.\n<user>go")

@@ -27,6 +27,7 @@ from mainstem.text.grammar import (
     lark_form,
     regex_form,
 )
+from mainstem.text.schemas import closed
 from mainstem.text.text_engine import TextEngine, TextOutput
 from tests.batch.fake_batch import a_tokenizer
 from tests.builders import a_request, an_engine
@@ -189,6 +190,41 @@ def test_a_wrong_schema_is_refused_with_the_reason(schema: object, complaint: st
     with pytest.raises(InvalidRequest, match=complaint) as refused:
         Grammars(a_tokenizer()).compile(json_form(schema))
     assert refused.value.field == "response_format"
+
+
+A, B = {"a": {"type": "integer"}}, {"b": {"type": "integer"}}
+CLOSED = {"properties": A, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "made"),
+    [
+        ({"properties": A}, CLOSED),
+        ({"type": "array", "items": {"properties": A}}, {"type": "array", "items": CLOSED}),
+        ({"anyOf": [{"properties": A}, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"$defs": {"A": {"properties": A}}, "$ref": "#/$defs/A"},
+         {"$defs": {"A": CLOSED}, "$ref": "#/$defs/A"}),
+        ({"properties": {"x": {"properties": A}}, "additionalProperties": True},
+         {"properties": {"x": CLOSED}, "additionalProperties": True}),
+        ({"properties": A, "anyOf": [{"required": ["a"]}]},
+         CLOSED | {"anyOf": [{"required": ["a"]}]}),
+        ({"properties": {"properties": {"type": "object"}}},
+         {"properties": {"properties": {"type": "object"}}, "additionalProperties": False}),
+        ({"const": {"properties": A}}, None),
+        ({"type": "object"}, None),
+        ({"properties": A, "required": ["b"]}, None),
+        ({"allOf": [{"properties": A}, {"properties": B}]}, None),
+        ({"properties": A, "anyOf": [{"properties": B}]}, None),
+        ({"$defs": {"A": {"properties": A}}, "allOf": [{"$ref": "#/$defs/A"}]}, None),
+        ({"$defs": {"A": {"properties": A}}, "properties": B, "$ref": "#/$defs/A"}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_closed_schema_allows_only_declared_properties(
+    schema: dict[str, Any], made: dict[str, Any] | None
+) -> None:
+    """None: the schema stays as it is."""
+    assert closed(schema) == (schema if made is None else made)
 
 
 def test_a_form_is_compiled_once() -> None:

@@ -104,7 +104,7 @@ def test_the_format_of_reasoning_is_found_in_the_template(
 
 def test_a_flag_overrides_the_template() -> None:
     thinking = a_tokenizer("<think>" + HERMES)
-    assert find_formats(thinking, "none", "none") == AnswerFormats()
+    assert find_formats(thinking, "none", "none") == AnswerFormats(efforts={"medium": {}})
     named = find_formats(thinking, "mistral", "deepseek_r1")
     assert (named.tools, named.reasoning) == (ToolFormat.MISTRAL, ReasoningFormat.THINK)
     unseen = find_formats(a_tokenizer(), "hermes", "qwen3")  # its template shows no tools
@@ -223,6 +223,56 @@ def test_the_form_of_a_required_call_accepts_a_call_and_not_other_text(
     [call] = [*parser.push(text), *parser.finish()]
     assert isinstance(call, ToolCall)
     assert (call.name, json.loads(call.arguments)) == ("search", arguments)
+
+
+def accepts(tokenizer: Tokenizer, form: str, text: str) -> bool:
+    """Whether a form allows exactly this text."""
+    mask = Grammars(tokenizer).compile(form).start()
+    ids = [*tokenizer.encode_plain(text), next(iter(tokenizer.eos_ids))]
+    bits = [mask.allowed(_array(ids[:place]))[each // 8] >> each % 8 & 1 for place, each in
+            enumerate(ids)]  # fmt: skip
+    return all(bits)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "is_allowed"),
+    [
+        (None, "{}", True),
+        (None, '{"a": 1}', False),
+        ({}, "{}", True),
+        ({}, '{"a": 1}', False),
+        ({"type": "object"}, '{"a": 1}', False),
+        ({"type": "object", "properties": {}}, "{}", True),
+        ({"type": "object", "properties": {}}, '{"a": 1}', False),
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 1}', True),
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 1, "b": 2}', False),
+        ({"properties": {"a": {"type": "integer"}}}, "5", False),
+        ({"type": "object", "additionalProperties": True}, '{"a": 1}', True),
+    ],
+    ids=str,
+)
+def test_a_required_call_has_only_arguments_that_its_tool_declares(
+    parameters: object, arguments: str, is_allowed: bool
+) -> None:
+    function = {"name": "f"} if parameters is None else {"name": "f", "parameters": parameters}
+    use = offer_tools(
+        [{"type": "function", "function": function}], ["f"], AnswerFormats(ToolFormat.LLAMA)
+    )
+    assert use.form is not None
+    text = f'{{"name": "f", "parameters": {arguments}}}'
+    assert accepts(a_marked_tokenizer(), use.form, text) == is_allowed
+
+
+def test_objects_in_parameters_of_qwen3_coder_have_only_declared_properties() -> None:
+    place = {"type": "object", "properties": {"city": {"type": "string"}}}
+    parameters = {"type": "object", "properties": {"at": place}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    use = offer_tools(tools, ["f"], AnswerFormats(ToolFormat.QWEN_CODER))
+    assert use.form is not None
+    call = "<tool_call>\n<function=f>\n<parameter=at>\n{}\n</parameter>\n</function>\n</tool_call>"
+    tokenizer = a_marked_tokenizer()
+    assert accepts(tokenizer, use.form, call.format('{"city": "x"}'))
+    assert not accepts(tokenizer, use.form, call.format('{"city": "x", "b": 2}'))
 
 
 def _array(ids: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":

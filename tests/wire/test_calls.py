@@ -6,12 +6,12 @@ import pytest
 
 from mainstem.core.request import Overflow, Rendering
 from mainstem.text.encoding import Chat, Prompt
-from mainstem.text.parsers.formats import AnswerFormats, ReasoningFormat, ToolFormat
+from mainstem.text.parsers.formats import AnswerFormats, ReasoningFormat, ToolFormat, find_formats
 from mainstem.wire.bodies import ChatBody, CompletionBody
 from mainstem.wire.calls import BodyLimits, Call, CallParser, Kind
 from mainstem.wire.errors import WireError
 from mainstem.wire.openapi import document
-from tests.batch.fake_batch import a_tokenizer
+from tests.batch.fake_batch import TEMPLATE, a_tokenizer
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -57,8 +57,20 @@ def test_arguments_of_past_calls_become_objects() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [called]}
     (read,) = chat(messages=[message])[1].messages
     assert read["tool_calls"] == [called | {"function": {"name": "f", "arguments": {"a": 1}}}]
-    broken = called | {"function": {"name": "f", "arguments": "{"}}
-    assert refused(Kind.CHAT, messages=[message | {"tool_calls": [broken]}]).param == "messages"
+    for text, arguments in (("", {}), (" ", {}), (None, {}), ("{", {"arguments": "{"})):
+        other = called | {"function": {"name": "f", "arguments": text}}
+        (read,) = chat(messages=[message | {"tool_calls": [other]}])[1].messages
+        assert read["tool_calls"] == [
+            called | {"function": {"name": "f", "arguments": arguments}}
+        ], text
+
+
+def test_the_old_form_of_a_past_call_is_a_tool_call() -> None:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    message = {"role": "assistant", "content": None, "function_call": function}
+    (read,) = chat(messages=[message])[1].messages
+    called = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert read == {"role": "assistant", "content": None, "tool_calls": [called]}
 
 
 def test_a_content_may_be_a_single_part() -> None:
@@ -90,6 +102,22 @@ def test_a_choice_must_name_a_tool() -> None:
     assert refused(Kind.CHAT, tools=[], tool_choice="required").param == "tool_choice"
 
 
+def test_some_of_the_tools_may_be_allowed() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+
+    def choice(mode: str, *tools: object) -> dict[str, object]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+    call, prompt = chat(tools=[CLOCK, other], tool_choice=choice("auto", other))
+    assert prompt.tools == (other,)
+    assert call.sampling.grammar is None
+    required, prompt = chat(tools=[CLOCK, other], tool_choice=choice("required", CLOCK))
+    assert prompt.tools == (CLOCK,)
+    assert required.sampling == chat(tools=[CLOCK], tool_choice="required")[0].sampling
+    for wrong in (choice("auto", other), choice("auto"), choice("always", CLOCK)):
+        assert refused(Kind.CHAT, tools=[CLOCK], tool_choice=wrong).param == "tool_choice"
+
+
 def test_tools_are_ignored_if_there_are_none_or_tool_choice_is_none() -> None:
     assert chat(tools=[], tool_choice="auto")[0].tools is None
     assert chat(tools=[CLOCK], tool_choice="none")[0].tools is None
@@ -104,6 +132,58 @@ def test_a_required_call_and_a_form_exclude_each_other() -> None:
     assert refused(Kind.CHAT, **fields).param == "response_format"
     forms = {"guided_regex": "a", "response_format": {"type": "json_object"}}
     assert refused(Kind.COMPLETION, **forms).param == "response_format"
+
+
+def test_a_strict_schema_allows_only_declared_properties() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    lax, strict, by_hand = (
+        completion(response_format={"type": "json_schema", "json_schema": given})[0].sampling
+        for given in (
+            {"schema": schema},
+            {"schema": schema, "strict": True},
+            {"schema": schema | {"additionalProperties": False}},
+        )
+    )
+    assert strict.grammar == by_hand.grammar != lax.grammar
+
+
+@pytest.mark.parametrize(
+    ("effort", "template", "args"),
+    [
+        ("low", "{{ reasoning_effort }}", {"reasoning_effort": "low"}),
+        ("none", "{{ enable_thinking }}", {"enable_thinking": False}),
+        ("medium", "{{ enable_thinking }}", {}),
+        ("medium", "", {}),
+        ("none", "", {}),
+        (None, "", {}),
+        ("high", "", None),
+        ("minimal", "{{ reasoning_effort }}", None),
+        ("none", "<think>", None),
+        ("low", "<think>", None),
+    ],
+)
+def test_effort_reaches_a_template_that_supports_it(
+    effort: str | None, template: str, args: dict[str, object] | None
+) -> None:
+    """None: the effort is refused."""
+    parser = CallParser(find_formats=lambda: find_formats(a_tokenizer(template + TEMPLATE)))
+    body = {"messages": HELLO, "reasoning_effort": effort}
+    if args is None:
+        with pytest.raises(WireError, match=f"reasoning_effort: .*{effort!r}"):
+            parser.parse(body, Kind.CHAT)
+        return
+    _, [prompt] = parser.parse(body, Kind.CHAT)
+    assert isinstance(prompt, Chat)
+    assert prompt.template_args == args
+
+
+def test_template_variables_override_the_effort() -> None:
+    parser = CallParser(find_formats=lambda: find_formats(a_tokenizer("{{ reasoning_effort }}")))
+    own = {"reasoning_effort": "high"}
+    body = {"messages": HELLO, "reasoning_effort": "low", "chat_template_kwargs": own}
+    _, [prompt] = parser.parse(body, Kind.CHAT)
+    assert isinstance(prompt, Chat)
+    assert prompt.template_args == own
 
 
 def test_scoring_is_echo_without_an_answer() -> None:
@@ -154,6 +234,8 @@ def test_values_that_change_nothing_are_accepted() -> None:
     completion(suffix="", best_of=1, user="u", no_such_field=None)
     assert refused(Kind.COMPLETION, suffix="end").code == "unknown_field"
     assert refused(Kind.COMPLETION, best_of=2).code == "unknown_field"
+    assert completion(n=3, best_of=3)[0] == completion(n=3)[0]
+    assert refused(Kind.COMPLETION, n=2, best_of=3).code == "unknown_field"
 
 
 def test_fields_of_the_other_kind_are_accepted_if_they_change_nothing() -> None:
@@ -189,7 +271,7 @@ def test_a_field_that_changes_nothing_gives_the_same_call(fields: dict[str, obje
         ("use_beam_search", True), ("use_beam_search", 0), ("length_penalty", 0.9), ("best_of", 2),
         ("early_stopping", True), ("bad_words", ["a"]), ("allowed_token_ids", []), ("suffix", "a"),
         ("truncation_side", "right"), ("logits_processors", ["a"]), ("modalities", ["audio"]),
-        ("function_call", {"name": "f"}), ("reasoning_effort", "low"),
+        ("function_call", {"name": "f"}),
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_supported_is_refused_with_advice(name: str, value: object) -> None:
@@ -271,6 +353,23 @@ def test_the_document_describes_every_field(body: type) -> None:
     described = schemas[body.__name__]["properties"]
     assert set(body.__struct_fields__) <= set(described)  # type: ignore[attr-defined]
     assert described["n"]["anyOf"][0]["maximum"] == 128
+
+
+def test_a_refusal_is_text() -> None:
+    part = {"type": "refusal", "refusal": "No."}
+    said: dict[str, object] = {"role": "assistant"}
+    said["content"] = [{"type": "text", "text": "Hm."}, part]
+    assert chat(messages=[said])[1].messages[0]["content"] == "Hm.\nNo."
+    said = {"role": "assistant", "content": None, "refusal": "No."}
+    assert chat(messages=[said])[1].messages[0]["content"] == "No."
+    for wrong in ({"type": "text"}, {"type": "refusal", "text": "No."}):
+        error = refused(Kind.CHAT, messages=[{"role": "assistant", "content": [wrong]}])
+        assert error.param == "messages"
+        assert "missing required field" in error.message
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=9)[0].sampling.max_tokens == 9
 
 
 def test_the_document_describes_tools_parts_and_uploads() -> None:

@@ -3,28 +3,23 @@
 import json
 from collections.abc import Sequence
 
-import pytest
-
 from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
 from mainstem.text.text_engine import TextOutput
 from mainstem.text.tools import Reasoning, ToolCall
 from mainstem.wire.calls import Call, Kind
-from mainstem.wire.errors import WireError
 from mainstem.wire.replies import Heading, PromptAnswers
 from mainstem.wire.responses import Json, Part, ResponseStream
-from mainstem.wire.responses_bodies import ReasoningConfig, ResponsesBody
+from mainstem.wire.responses_bodies import ReasoningConfig, ResponsesBody, TextConfig, TextFormat
 from mainstem.wire.responses_input import Conversation, Item, chat_fields
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "done"}
 
 
-def messages(
-    items: Sequence[Item], instructions: str | None = None, template: str = ""
-) -> list[dict[str, object]]:
-    conversation = Conversation(instructions, template)
+def messages(items: Sequence[Item], instructions: str | None = None) -> list[dict[str, object]]:
+    conversation = Conversation(instructions)
     conversation.add(items)
     return conversation.messages
 
@@ -38,10 +33,8 @@ def test_system_messages_at_the_beginning_become_one_message() -> None:
     assert messages(items, "a") == [
         {"role": "system", "content": "a\n\nb\n\nc"},
         {"role": "user", "content": "d"},
-        {"role": "system", "content": "e"},
+        {"role": "developer", "content": "e"},
     ]
-    known = messages(items, "a", "{% if role == 'developer' %}")
-    assert known[-1] == {"role": "developer", "content": "e"}
 
 
 def test_calls_are_joined_to_the_message_before_them() -> None:
@@ -64,31 +57,16 @@ def test_reasoning_is_joined_to_the_answer_after_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("effort", "template", "args"),
-    [
-        ("low", "{{ reasoning_effort }}", {"reasoning_effort": "low"}),
-        ("none", "{{ enable_thinking }}", {"enable_thinking": False}),
-        ("medium", "{{ enable_thinking }}", None),
-        ("medium", "", None),
-        ("none", "", None),
-        (None, "", None),
-    ],
-)
-def test_effort_reaches_the_template(effort: str, template: str, args: Json | None) -> None:
-    reasoning = ReasoningConfig(effort=effort)  # type: ignore[arg-type]
-    body = ResponsesBody(input="x", reasoning=reasoning)
-    assert chat_fields(body, [], template).get("chat_template_kwargs") == args
+def test_effort_reaches_the_chat() -> None:
+    body = ResponsesBody(input="x", reasoning=ReasoningConfig(effort="low"))
+    assert chat_fields(body, [])["reasoning_effort"] == "low"
+    assert "reasoning_effort" not in chat_fields(ResponsesBody(input="x"), [])
 
 
-@pytest.mark.parametrize(
-    ("effort", "template"),
-    [("high", ""), ("minimal", "{{ reasoning_effort }}"), ("none", "<think>"), ("low", "<think>")],
-)
-def test_effort_is_refused_if_the_template_does_not_support_it(effort: str, template: str) -> None:
-    reasoning = ReasoningConfig(effort=effort)  # type: ignore[arg-type]
-    with pytest.raises(WireError, match=effort):
-        chat_fields(ResponsesBody(input="x", reasoning=reasoning), [], template)
+def test_strict_reaches_the_chat() -> None:
+    text = TextConfig(format=TextFormat(type="json_schema", schema={}, strict=True))
+    form = chat_fields(ResponsesBody(input="x", text=text), [])["response_format"]
+    assert form == {"type": "json_schema", "json_schema": {"schema": {}, "strict": True}}
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -183,8 +161,8 @@ def test_reasoning_may_be_cut_off() -> None:
 
 def test_a_call_with_invalid_json_can_be_continued() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "not json"}
-    conversation = Conversation(None, "")
-    conversation.add([{"role": "user", "content": "go"}, call], is_kept=True)
+    conversation = Conversation(None)
+    conversation.add([{"role": "user", "content": "go"}, call])
     *_, said = conversation.messages
     assert said["tool_calls"][0]["function"]["arguments"] == {"arguments": "not json"}  # type: ignore[index]
 
@@ -193,7 +171,7 @@ def test_reasoning_of_an_interrupted_answer_is_a_separate_message() -> None:
     def thought(text: str) -> Item:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
-    conversation = Conversation(None, "")
+    conversation = Conversation(None)
     conversation.add([
         {"role": "user", "content": "a"}, thought("cut"),
         {"role": "user", "content": "b"}, thought("whole"), {"role": "assistant", "content": "B"},

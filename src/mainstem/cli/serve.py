@@ -72,7 +72,10 @@ def host_name(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     defaults = ServerLimits()
-    made = argparse.ArgumentParser("mainstem serve", usage="%(prog)s [flags]", description=__doc__)
+    made = argparse.ArgumentParser(
+        "mainstem serve", usage="%(prog)s [MODEL] [flags]", description=__doc__
+    )
+    made.add_argument("model_given", nargs="?", metavar="MODEL", help="the same as --model")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     made.add_argument(
         "--port",
@@ -226,6 +229,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags; the model may be given with or without --model."""
+    args = parser().parse_intermixed_args(argv)  # MODEL may stand between flags
+    if args.model_given is not None:
+        if args.model not in (None, args.model_given):
+            reason = f"{args.model_given!r} and --model {args.model!r} are different models"
+            raise ConfigError(f"{reason}; give one of them")
+        args.model = args.model_given
+    return args
+
+
 Parts = tuple[Tokenizer, Callable[[], Launched]]
 OpenModel = Callable[[EngineConfig, str, KvEventsConfig | None], Parts]
 
@@ -243,7 +257,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
 
     Errors in the flags are found before the model is loaded.
     """
-    args = parser().parse_args(argv)
+    args = parse(argv)
     config = engine_config(args)
     config.check()
     _check_files(args)

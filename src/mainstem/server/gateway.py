@@ -328,9 +328,10 @@ class Gateway:
             raise self._too_long(call, f"{longest}")
 
     def _too_long(self, call: Call, num_tokens: str) -> ApiError:
+        # clients look for the first words, which are OpenAI's
         message = (
-            f"the prompt has {num_tokens} tokens; with a context window of "
-            f"{self.engine.max_model_len}, it may have at most {self._most_tokens(call)}"
+            f"This model's maximum context length is {self.engine.max_model_len} tokens; "
+            f"the prompt has {num_tokens} tokens and may have at most {self._most_tokens(call)}"
         )
         return ApiError(400, message, call.kind.prompt_field, "context_length_exceeded")
 

@@ -79,12 +79,11 @@ class ResponseRoutes:
         earlier = self._earlier(owner, body.previous_response_id)
         session_id = earlier[0].session_id if earlier else response_id
         own_items = [dict(item) for item in input_items(body)]
-        template = gateway.engine.tokenizer.chat_template
-        conversation = Conversation(body.instructions, template)
+        conversation = Conversation(body.instructions)
         for kept in earlier:
-            conversation.add(kept.read().items, is_kept=True)
+            conversation.add(kept.read().items)
         conversation.add(own_items)
-        fields = chat_fields(body, conversation.messages, template)
+        fields = chat_fields(body, conversation.messages)
         call, prompts = gateway.parser.parse(fields, Kind.CHAT)
         is_kept = body.store is not False
         call = _in_session(call, body, session_id if earlier or is_kept else None)

@@ -87,12 +87,12 @@ class ChatTemplate:
         template_args: Json,
     ) -> str:
         """Return the conversation as text; raises InvalidRequest("messages") with the template's
-        error."""
+        error. Roles that the template does not know are replaced by those that mean the same."""
         variables: dict[str, object] = {
             **self._special_tokens,
             "documents": None,
             **template_args,
-            "messages": list(messages),
+            "messages": [self._in_known_role(message) for message in messages],
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -108,6 +108,15 @@ class ChatTemplate:
             reason = str(error) or type(error).__name__
             raise InvalidRequest("messages", f"refused by the chat template: {reason}") from error
         return "".join(parts)
+
+    def _in_known_role(self, message: Message) -> Message:
+        """Return a message in a role that the template knows; most drop others without an error.
+        `function` is OpenAI's old name of `tool`."""
+        if message["role"] == "function":
+            return {**message, "role": "tool"}
+        if message["role"] == "developer" and "developer" not in self.source:
+            return {**message, "role": "system"}
+        return message
 
 
 # errors that template code can raise for messages it did not expect
@@ -125,7 +134,7 @@ _TEMPLATE_FAULTS = (
 def checked_messages(messages: object, roles: Container[str] | None) -> list[dict[str, object]]:
     """Return the messages; raises InvalidRequest unless they have the right shape and their roles
     are among `roles` (None: any). An assistant message with neither content nor calls gets an empty
-    content, as in OpenAI's API."""
+    content, as in OpenAI's API; so does a tool result without content."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequest("messages", "must be a list with at least one message")
     return [_checked_message(message, index, roles) for index, message in enumerate(messages)]
@@ -144,6 +153,8 @@ def _checked_message(
         raise InvalidRequest(f"messages[{index}].role", reason)
     if message.get("content") is not None:
         return dict(message)
+    if role in ("tool", "function"):
+        return {**message, "content": ""}
     if role != "assistant":
         raise InvalidRequest(f"messages[{index}].content", "must be a text, got null")
     calls = {"tool_calls", "function_call"}

@@ -73,11 +73,11 @@ class App:
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return the conversation with the app's system prompt before it. The conversation's own
-        system message is appended to that prompt."""
+        system or developer message is appended to that prompt."""
         system: Message = {"role": "system", "content": self.prompt}
         first = messages[0]
         own = first.get("content")
-        if first["role"] != "system":
+        if first["role"] not in ("system", "developer"):
             return [system, *messages]
         if not isinstance(own, str):
             raise InvalidRequest("messages", "the content of a system message must be a text")

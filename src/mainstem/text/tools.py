@@ -1,5 +1,6 @@
 """The parts of an answer that are not plain text: reasoning and tool calls."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from secrets import token_hex
@@ -33,3 +34,15 @@ Part: TypeAlias = str | Reasoning | ToolCall
 
 def new_call_id() -> str:
     return f"call_{token_hex(12)}"
+
+
+def past_arguments(text: str) -> object:
+    """Return the arguments of an earlier call as the object that chat templates expect. A model may
+    write anything: what is not JSON is kept as text.
+
+    "" -> {}, '{"a": 1}' -> {"a": 1}, "a" -> {"arguments": "a"}
+    """
+    try:
+        return json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return {"arguments": text}

@@ -27,16 +27,28 @@ MAX_METADATA_TEXT = 512  # characters of a text
 
 Json = Mapping[str, object]
 Anything = Annotated[object, Meta(extra_json_schema={"description": "any JSON value"})]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 T = TypeVar("T", bound=Struct)
 
 # --- conversations and tools ---------------------------------------------------------------------
 
 
 class TextPart(Struct, frozen=True):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content; only text is supported. A refusal is text of an earlier
+    answer."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text if self.type == "text" else self.refusal) is None:
+            raise ValueError(f"Object missing required field `{self.type}`")
+
+    @property
+    def said(self) -> str:
+        """The text itself."""
+        return (self.text if self.type == "text" else self.refusal) or ""
 
 
 class CalledFunction(Struct, frozen=True):
@@ -67,6 +79,7 @@ class Message(Struct, frozen=True):
     content: str | list[TextPart] | TextPart | None = None
     name: Anything = None
     tool_calls: list[PastCall] | PastCall | None = None
+    function_call: CalledFunction | None = None  # the old form of a single call
     tool_call_id: Anything = None
     reasoning_content: Anything = None  # of an earlier answer; `reasoning` is another name for it
     reasoning: Anything = None
@@ -95,17 +108,34 @@ class ChosenFunction(Struct, frozen=True):
     name: str
 
 
-class ChosenTool(Struct, frozen=True):
-    """A `tool_choice` that names a tool."""
+class AllowedTool(Struct, frozen=True):
+    """A tool that may be called."""
 
     function: ChosenFunction
-    type: Literal["function"] | None = None
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, frozen=True):
+    """The tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+
+
+class ChosenTool(Struct, frozen=True):
+    """A `tool_choice` that names the tool to call, or those that may be called."""
+
+    function: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
+    type: Literal["function", "allowed_tools"] | None = None
 
 
 class SchemaFormat(Struct, frozen=True):
     """The JSON schema that answers must match."""
 
     schema: Anything = None
+    # true: objects have no other properties than those that the schema declares
+    strict: bool | None = None
 
 
 class ResponseFormat(Struct, frozen=True):
@@ -189,6 +219,8 @@ class ChatBody(AnswerBody, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Anything] | None = None
+    # how much the model reasons; only efforts that its chat template supports
+    reasoning_effort: Effort | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     parallel_tool_calls: bool | None = None  # false: only the first call is returned
     tool_choice: Annotated[str, Meta(examples=["none", "auto", "required"])] | ChosenTool | None = (
@@ -279,7 +311,6 @@ _BOTH = {
     "length_penalty": OnlyAt((1, 1.0), "there is no beam search"),
     "logits_processors": OnlyAt(([],), "use logit_bias or structured_outputs"),
     "modalities": OnlyAt((["text"],), "only text is supported"),
-    "reasoning_effort": OnlyAt((), "use chat_template_kwargs, if the template has such a variable"),
     "return_tokens_as_token_ids": OnlyAt((False,), "use return_token_ids"),
     "spaces_between_special_tokens": OnlyAt((True,), "leave it out"),
     "truncation_side": OnlyAt(("left",), "the end of a prompt is kept"),
@@ -298,6 +329,7 @@ NEUTRAL: Mapping[type[Struct], Mapping[str, OnlyAt]] = {
         "add_special_tokens": OnlyAt((True,), "send token ids of /tokenize, which supports it"),
         "continue_final_message": OnlyAt((False,), "only in a chat"),
         "parallel_tool_calls": OnlyAt((True, False), "only in a chat"),
+        "reasoning_effort": OnlyAt((), "only in a chat"),
         "suffix": OnlyAt(("",), "text can only be continued"),
         "tool_choice": OnlyAt(("auto", "none"), "there are no tools to choose from; use a chat"),
         "tools": OnlyAt(([],), "use a chat"),
@@ -359,6 +391,8 @@ def without_harmless(fields: Json, kind: type[Struct]) -> dict[str, object]:
         for name, value in fields.items()
         if name not in HARMLESS and (name not in rules or not rules[name].takes(value))
     }
+    if "best_of" in left and left["best_of"] == left.get("n"):
+        del left["best_of"]  # the best n of n are all answers
     form = left.get("structured_outputs")
     if isinstance(form, dict):  # clients of vLLM also send default values
         left["structured_outputs"] = {

@@ -35,7 +35,9 @@ from mainstem.text.parsers.formats import (
     opening_of,
 )
 from mainstem.text.parsers.parser import AnswerParser
+from mainstem.text.schemas import closed
 from mainstem.text.tokenizer import Tokenizer
+from mainstem.text.tools import past_arguments
 from mainstem.wire import bodies
 from mainstem.wire.bodies import (
     HARMLESS,
@@ -44,7 +46,6 @@ from mainstem.wire.bodies import (
     ChosenTool,
     CompletionBody,
     Json,
-    PastCall,
     ResponseFormat,
     StructuredOutputs,
     read_fields,
@@ -262,7 +263,7 @@ class CallParser:
         if isinstance(body, ChatBody):
             formats = self.find_formats()
             tools = self._tools(body, fields, formats)
-            prompts = (_chat(body, fields, tools),)
+            prompts = (_chat(body, fields, tools, formats),)
         else:
             assert isinstance(body, CompletionBody)
             prompts = tuple(_prompts(body.prompt, self.limits))
@@ -337,26 +338,35 @@ class CallParser:
     def _tools(self, body: ChatBody, fields: Json, formats: AnswerFormats) -> ToolUse | None:
         """The tools of a chat; None when there is nothing to call."""
         names = [tool.function.name for tool in body.tools or ()]
-        required = _required_tools(body.tool_choice, names)
+        offered, required = _chosen_tools(body.tool_choice, names)
         if not names or body.tool_choice == "none":
             return None
         listed = fields["tools"]
         assert isinstance(listed, list)
-        return offer_tools(listed, required, formats)
+        tools = [tool for name, tool in zip(names, listed, strict=True) if name in offered]
+        return offer_tools(tools, required, formats)
 
 
-def _required_tools(choice: str | ChosenTool | None, names: Sequence[str]) -> Sequence[str] | None:
-    """Return the tools of which one must be called; None if the model decides."""
+def _chosen_tools(
+    choice: str | ChosenTool | None, names: Sequence[str]
+) -> tuple[Sequence[str], Sequence[str] | None]:
+    """Return the tools that are offered, and those of which one must be called; None if the model
+    decides."""
     if choice in (None, "auto", "none"):
-        return None
+        return names, None
     if not names:
         raise InvalidRequest("tool_choice", "there are no tools to choose from")
     if choice == "required":
-        return names
-    if not isinstance(choice, ChosenTool) or choice.function.name not in names:
-        reason = "must be none, auto, required or one of the tools"
-        raise InvalidRequest("tool_choice", reason)
-    return [choice.function.name]
+        return names, names
+    if isinstance(choice, ChosenTool):
+        if (allowed := choice.allowed_tools) is not None and choice.type == "allowed_tools":
+            wanted = [tool.function.name for tool in allowed.tools]
+            if set(wanted) <= set(names):
+                return wanted, wanted if allowed.mode == "required" else None
+        elif choice.function is not None and choice.function.name in names:
+            return names, [choice.function.name]
+    reason = "must be none, auto, required, or name tools of the request"
+    raise InvalidRequest("tool_choice", reason)
 
 
 # --- single fields -------------------------------------------------------------------------------
@@ -378,10 +388,9 @@ def _priority(given: int) -> int:
 
 
 def _max_tokens(body: AnswerBody) -> int | None:
-    new, old = body.max_completion_tokens, body.max_tokens
-    if new is not None and old is not None and new != old:
-        raise InvalidRequest("max_completion_tokens", f"is {new!r}, but max_tokens is {old!r}")
-    return old if new is None else new
+    """Return the limit; the newer name of the field wins."""
+    new = body.max_completion_tokens
+    return body.max_tokens if new is None else new
 
 
 def _check_stop(stop: str | list[str] | None, limits: BodyLimits) -> None:
@@ -423,7 +432,10 @@ def _response_form(described: ResponseFormat) -> str | None:
         return json_form({"type": "object"})
     if described.json_schema is None or described.json_schema.schema is None:
         raise InvalidRequest("response_format", "json_schema: must hold a schema")
-    return json_form(described.json_schema.schema)
+    schema = described.json_schema.schema
+    if described.json_schema.strict and isinstance(schema, dict):
+        schema = closed(schema)
+    return json_form(schema)
 
 
 def _structured_form(given: StructuredOutputs) -> str:
@@ -456,7 +468,7 @@ def _has_echo(body: AnswerBody) -> bool:
 
 
 def _is_scoring(body: AnswerBody) -> bool:
-    return _has_echo(body) and body.max_tokens == 0
+    return _has_echo(body) and _max_tokens(body) == 0
 
 
 def _logprobs(body: AnswerBody) -> int | None:
@@ -562,7 +574,7 @@ def _prompt(value: object) -> Prompt:
     return ids
 
 
-def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
+def _chat(body: ChatBody, fields: Json, tools: ToolUse | None, formats: AnswerFormats) -> Chat:
     """The conversation in the form that chat templates expect."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -572,44 +584,61 @@ def _chat(body: ChatBody, fields: Json, tools: ToolUse | None) -> Chat:
         _messages(fields["messages"], body.messages),
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
-        template_args=body.chat_template_kwargs or {},
+        template_args={
+            **_effort_args(body.reasoning_effort, formats),
+            **(body.chat_template_kwargs or {}),
+        },
         tools=None if tools is None else tools.tools,
     )
+
+
+def _effort_args(effort: str | None, formats: AnswerFormats) -> Json:
+    """The template variables that ask for an effort."""
+    if effort is None:
+        return {}
+    if effort not in formats.efforts:
+        known = f", only {', '.join(formats.efforts)}" if formats.efforts else ""
+        reason = f"this model's chat template does not support {effort!r}{known}"
+        advice = "leave it out, or use chat_template_kwargs"
+        raise InvalidRequest("reasoning_effort", f"{reason}; {advice}")
+    return formats.efforts[effort]
 
 
 def _messages(given: object, checked: Sequence[bodies.Message]) -> list[Message]:
     """The messages in order, each with a single text."""
     assert isinstance(given, list)
     pairs = zip(given, checked, strict=True)
-    return [_message(index, raw, read) for index, (raw, read) in enumerate(pairs)]
+    return [_message(raw, read) for raw, read in pairs]
 
 
-def _message(index: int, message: Message, checked: bodies.Message) -> Message:
+def _message(message: Message, checked: bodies.Message) -> Message:
     """Return a message for templates: parts of a content are joined, the arguments of past tool
     calls become objects, and reasoning gets the name that templates read."""
     if checked.reasoning is not None and checked.reasoning_content is None:
         message = message | {"reasoning_content": checked.reasoning}
     if checked.tool_calls is not None:
         given: list[dict[str, Message]] = _listed(message["tool_calls"])  # type: ignore[arg-type]
-        pairs = zip(given, _listed(checked.tool_calls), strict=True)
-        calls = [raw | {"function": _called(index, raw, call)} for raw, call in pairs]
+        calls = [raw | {"function": _called(raw["function"])} for raw in given]
         message = message | {"tool_calls": calls}
+    elif checked.function_call is not None:
+        called: Message = message["function_call"]  # type: ignore[assignment]
+        message = {name: value for name, value in message.items() if name != "function_call"}
+        message["tool_calls"] = [{"type": "function", "function": _called(called)}]
+    refusal = message.get("refusal") if checked.role == "assistant" else None
+    if checked.content is None and isinstance(refusal, str):
+        return message | {"content": refusal}
     if checked.content is None or isinstance(checked.content, str):
         return message
-    return message | {"content": "\n".join(part.text for part in _listed(checked.content))}
+    return message | {"content": "\n".join(part.said for part in _listed(checked.content))}
 
 
-def _called(index: int, raw: dict[str, Message], call: PastCall) -> Message:
+def _called(function: Message) -> Message:
     """Return the function of a past call with its arguments as an object, as chat templates
     expect."""
-    arguments = call.function.arguments
+    arguments = function.get("arguments") or ""  # null is the same as no arguments
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            reason = f"tool_calls of message {index} must be functions whose arguments are JSON"
-            raise InvalidRequest("messages", reason) from None
-    return raw["function"] | {"arguments": arguments}
+        arguments = past_arguments(arguments)
+    return function | {"arguments": arguments}
 
 
 def _listed(value: list[T] | T) -> list[T]:

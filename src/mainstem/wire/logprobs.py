@@ -49,8 +49,11 @@ class Offsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._end = 0
 
-    def next(self, token_id: int) -> int:
-        """Return where the next token begins."""
+    def starts(self, places: Sequence[Place]) -> list[int]:
+        """Return where the next tokens begin."""
+        return [self._next(token_id) for token_id, _ in places]
+
+    def _next(self, token_id: int) -> int:
         start = self._end
         if token_id not in self._skipped:
             self._end += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
@@ -58,11 +61,12 @@ class Offsets:
 
 
 def completion_logprobs(
-    places: Sequence[Place], offsets: Offsets, num_chars: int, tokenizer: Tokenizer
+    places: Sequence[Place], starts: Sequence[int], num_chars: int, tokenizer: Tokenizer
 ) -> Json:
     """The `logprobs` of a completion's choice, or of its next part.
 
-    `num_chars` is the length of the text so far; a stop string may have cut it.
+    `starts`: where the tokens begin; `num_chars`: the length of the text, which a stop string may
+    have cut.
     """
     return {
         "tokens": [token_text(token_id, tokenizer) for token_id, _ in places],
@@ -70,7 +74,7 @@ def completion_logprobs(
             None if entry is None else max(entry.logprob, LEAST_LOGPROB) for _, entry in places
         ],
         "top_logprobs": [None if entry is None else _top(entry, tokenizer) for _, entry in places],
-        "text_offset": [min(offsets.next(token_id), num_chars) for token_id, _ in places],
+        "text_offset": [min(start, num_chars) for start in starts],
     }
 
 

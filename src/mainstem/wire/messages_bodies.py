@@ -97,7 +97,7 @@ class InputTool(Struct, frozen=True, forbid_unknown_fields=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
-    strict: bool | None = None  # has no effect: a required call always matches its schema
+    strict: bool | None = None  # has no effect: only a required call follows its schema
     eager_input_streaming: bool | None = None  # has no effect: calls are returned whole
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None

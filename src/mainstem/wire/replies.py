@@ -189,7 +189,8 @@ class Reply:
             if has_logprobs:
                 entries = () if call.is_scoring else answer.logprobs
                 places = [*self.echoed_places(place, answers), *token_places(entries)]
-                logprobs = completion_logprobs(places, self.offsets(), len(text), self.tokenizer)
+                starts = self.offsets().starts(places)
+                logprobs = completion_logprobs(places, starts, len(text), self.tokenizer)
             if call.wants_prompt_logprobs:
                 entries_of_prompt = prompt_logprobs(answers.prompt_logprobs, self.tokenizer)
                 choice["prompt_logprobs"] = entries_of_prompt
@@ -243,6 +244,9 @@ class _StreamedChoice:
     parser: AnswerParser | None
     has_begun: bool = False  # whether a completion's first chunk, with its echo, was made
     num_chars: int = 0
+    # logprobs of a completion that wait for the text of their tokens, which a stop string may cut;
+    # each with the place where its token begins
+    held: list[tuple[Place, int]] = field(default_factory=list)
     plain: list[bytes] | None = None  # the bytes of a plain event around its text and usage
 
 
@@ -366,13 +370,15 @@ class ReplyStream:
             if reply.call.sampling.logprobs is not None:
                 places = [*reply.echoed_places(place, answers), *places]
         choice.num_chars += len(text)
+        choice.held += zip(places, choice.offsets.starts(places), strict=True)
         reason = reason_text(output.finish_reason)
-        if text or places or ids or reason is not None:
+        ready = [each for each in choice.held if reason is not None or each[1] < choice.num_chars]
+        del choice.held[: len(ready)]  # starts never decrease
+        if text or ready or ids or reason is not None:
             logprobs = None
-            if places:
-                logprobs = completion_logprobs(
-                    places, choice.offsets, choice.num_chars, reply.tokenizer
-                )
+            if ready:
+                places, starts = [each[0] for each in ready], [each[1] for each in ready]
+                logprobs = completion_logprobs(places, starts, choice.num_chars, reply.tokenizer)
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield self._text_part(text, logprobs, ids) | ending | prompt_ids
 

@@ -12,6 +12,7 @@ from mainstem.wire.bodies import (
     MAX_TOOLS,
     TOOL_NAME,
     Anything,
+    Effort,
 )
 
 Metadata = Annotated[
@@ -96,7 +97,7 @@ class FunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
     parameters: Annotated[
         dict[str, Anything] | None, Meta(description="JSON schema of its arguments")
     ] = None
-    strict: bool | None = None  # has no effect: a required call always matches its schema
+    strict: bool | None = None  # has no effect: only a required call follows its schema
 
 
 class ChosenFunctionTool(Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,7 +114,8 @@ class TextFormat(Struct, frozen=True, forbid_unknown_fields=True):
     schema: Anything = None
     name: Anything = None
     description: Anything = None
-    strict: bool | None = None  # has no effect: an answer always matches the schema
+    # true: objects have no other properties than those that the schema declares
+    strict: bool | None = None
 
 
 class TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +130,7 @@ class ReasoningConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     Reasoning is returned as it is and never summarized."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto"] | None = None
 
 
@@ -190,6 +192,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
 SAME_IN_CHATS = (
     "app",
     "cache_salt",
+    "chat_template_kwargs",
     "frequency_penalty",
     "ignore_eos",
     "min_p",

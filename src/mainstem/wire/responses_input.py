@@ -4,12 +4,12 @@ input items, and those of earlier responses  --  Conversation  -->  messages
 body, messages                               --  chat_fields   -->  a ChatBody, for CallParser
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
 
+from mainstem.text.tools import past_arguments
 from mainstem.wire.bodies import Json, read_fields
 from mainstem.wire.errors import WireError
 from mainstem.wire.responses_bodies import (
@@ -21,7 +21,6 @@ from mainstem.wire.responses_bodies import (
     FunctionOutputItem,
     FunctionTool,
     MessageItem,
-    ReasoningConfig,
     ReasoningItem,
     ResponsesBody,
     TextConfig,
@@ -37,9 +36,9 @@ ORIGINS = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning",
     "response_format": "text",
 }
-_GRADED = ("low", "medium", "high")  # efforts that templates know
 
 
 def read_body(fields: Json) -> ResponsesBody:
@@ -89,17 +88,14 @@ class Conversation:
     """Turns items into the messages of a chat, in order.
 
     Instructions and the system and developer messages at the beginning become one system message,
-    because many chat templates do not accept a second one. A later developer message becomes a
-    system message if the template has no developer role.
+    because many chat templates do not accept a second one.
     """
 
-    def __init__(self, instructions: str | None, template: str | None) -> None:
+    def __init__(self, instructions: str | None) -> None:
         self._system = [] if instructions is None else [instructions]
-        self._knows_developers = template is not None and "developer" in template
         self._messages: list[Message] = []
         self._functions: dict[str, str] = {}  # name of the function by call id
         self._reasoning = ""  # reasoning of the assistant's next message
-        self._is_kept = False  # whether the items being added come from stored responses
 
     @property
     def messages(self) -> list[Message]:
@@ -107,10 +103,8 @@ class Conversation:
             return self._messages
         return [{"role": "system", "content": "\n\n".join(self._system)}, *self._messages]
 
-    def add(self, items: Sequence[Item], is_kept: bool = False) -> None:
-        """Add items; raises WireError that names the place in the input. `is_kept`: they come from
-        stored responses."""
-        self._is_kept = is_kept
+    def add(self, items: Sequence[Item]) -> None:
+        """Add items; raises WireError that names the place in the input."""
         adders: dict[object, Callable[[str, Item], None]] = {
             "message": self._add_message,
             "function_call": self._add_call,
@@ -129,14 +123,12 @@ class Conversation:
     def _add_message(self, place: str, item: Item) -> None:
         read = _read(item, MessageItem, place)
         text = _text(read.content, f"{place}.content")
-        is_system = read.role in ("system", "developer")
-        if is_system and not self._messages:
+        if read.role in ("system", "developer") and not self._messages:
             self._system.append(text)
             return
-        role = "system" if is_system and not self._knows_developers else read.role
         thoughts = self._thoughts()
-        message: Message = {"role": role, "content": text}
-        if role == "assistant":
+        message: Message = {"role": read.role, "content": text}
+        if read.role == "assistant":
             message |= thoughts
         elif thoughts:  # from an answer that was cut off before its text
             self._messages.append({"role": "assistant", "content": "", **thoughts})
@@ -146,14 +138,8 @@ class Conversation:
         """Add a call. The calls of one answer are one message, together with the text before
         them."""
         read = _read(item, FunctionCallItem, place)
-        try:
-            arguments = json.loads(read.arguments)
-        except (ValueError, RecursionError):
-            if not self._is_kept:
-                raise _wrong(f"{place}.arguments", "must be JSON") from None
-            arguments = {"arguments": read.arguments}  # not JSON: a model may write anything
         self._functions[read.call_id] = read.name
-        function = {"name": read.name, "arguments": arguments}
+        function = {"name": read.name, "arguments": past_arguments(read.arguments)}
         call = {"id": read.call_id, "type": "function", "function": function}
         last = self._messages[-1] if self._messages else {}
         if last.get("role") == "assistant":
@@ -220,10 +206,9 @@ def _wrong(place: str, reason: str) -> WireError:
 # --- the other fields ----------------------------------------------------------------------------
 
 
-def chat_fields(body: ResponsesBody, messages: list[Message], template: str | None) -> Json:
+def chat_fields(body: ResponsesBody, messages: list[Message]) -> Json:
     """Return the fields of a ChatBody that asks for the same."""
     fields: dict[str, object] = {name: getattr(body, name) for name in SAME_IN_CHATS}
-    args = _template_args(body.reasoning, template or "")
     fields |= {
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
@@ -231,7 +216,7 @@ def chat_fields(body: ResponsesBody, messages: list[Message], template: str | No
         "response_format": _response_format(body.text),
         "tools": None if body.tools is None else [chat_tool(tool) for tool in body.tools],
         "tool_choice": _tool_choice(body.tool_choice),
-        "chat_template_kwargs": (args | (body.chat_template_kwargs or {})) or None,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -254,22 +239,5 @@ def _response_format(text: TextConfig | None) -> Json | None:
     format = text.format
     if format.type != "json_schema":
         return {"type": format.type}
-    return {"type": "json_schema", "json_schema": {"schema": format.schema}}
-
-
-def _template_args(reasoning: ReasoningConfig | None, template: str) -> dict[str, object]:
-    """The template variables for the effort; raises WireError if the template does not support the
-    effort."""
-    effort = None if reasoning is None else reasoning.effort
-    if effort is None:
-        return {}
-    if "reasoning_effort" in template and effort in _GRADED:
-        return {"reasoning_effort": effort}
-    if "enable_thinking" in template and effort == "none":
-        return {"enable_thinking": False}
-    thinks = any(word in template for word in ("reasoning_effort", "enable_thinking", "<think>"))
-    if effort == "medium" or (effort == "none" and not thinks):
-        return {}
-    reason = f"this model's chat template does not support {effort!r}"
-    message = f"reasoning: effort: {reason}; leave it out, or use chat_template_kwargs"
-    raise WireError("invalid_value", message, "reasoning")
+    described = {"schema": format.schema, "strict": format.strict}
+    return {"type": "json_schema", "json_schema": described}

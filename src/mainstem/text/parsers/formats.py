@@ -78,6 +78,8 @@ class AnswerFormats:
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     special: Mapping[str, int] = field(default_factory=dict)  # special tokens among the marks
+    # efforts of reasoning -> the template variables that ask for them
+    efforts: Mapping[str, Json] = field(default_factory=dict)
 
     def shown_ids(self, *formats: Enum | None) -> frozenset[int]:
         """The special tokens that parsers of these formats must see."""
@@ -110,7 +112,21 @@ def find_formats(
     marks = {mark for each in (tools, reasoning) if each is not None for mark in MARKS[each]}
     ids = {mark: tokenizer.special_id(mark) for mark in marks}
     special = {mark: token_id for mark, token_id in ids.items() if token_id is not None}
-    return AnswerFormats(tools, reasoning, special)
+    return AnswerFormats(tools, reasoning, special, _efforts_of(tokenizer.chat_template or ""))
+
+
+def _efforts_of(template: str) -> dict[str, Json]:
+    """The efforts that a template supports. `medium` is what a template without efforts does, and
+    `none` what a model does that does not reason."""
+    efforts: dict[str, Json] = {"medium": {}}
+    has_efforts, has_switch = "reasoning_effort" in template, "enable_thinking" in template
+    if has_efforts:
+        efforts = {each: {"reasoning_effort": each} for each in ("low", "medium", "high")}
+    if has_switch:
+        efforts["none"] = {"enable_thinking": False}
+    elif not has_efforts and "<think>" not in template:
+        efforts["none"] = {}
+    return efforts
 
 
 def _tools_of(template: str | None) -> ToolFormat | None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from mainstem.text.grammar import JSON_SPACING
+from mainstem.text.schemas import arguments_schema
 
 Json = Mapping[str, object]
 Spell = Callable[[str], str]  # mark -> its name in a form: the id of a special token, or a text
@@ -22,12 +23,8 @@ def json_rule(schema: Json) -> str:
 def arguments_rules(functions: Sequence[Json]) -> list[str]:
     """Return the rules `arguments_0`, `arguments_1` ...: JSON that the functions' schemas describe.
     Each schema has its own rule, since "#/$defs/..." refers to the schema's own definitions."""
-    schemas = [function.get("parameters") or {"type": "object"} for function in functions]
-    return [
-        f"arguments_{number}: {json_rule(schema)}"
-        for number, schema in enumerate(schemas)
-        if isinstance(schema, Mapping)
-    ]
+    schemas = [arguments_schema(function.get("parameters")) for function in functions]
+    return [f"arguments_{number}: {json_rule(schema)}" for number, schema in enumerate(schemas)]
 
 
 def json_call_rules(functions: Sequence[Json], arguments: str) -> list[str]:

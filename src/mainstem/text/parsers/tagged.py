@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mainstem.text.parsers.forms import Json, Spell, either, json_call_rules, json_rule
 from mainstem.text.parsers.parser import overlap, read_calls
+from mainstem.text.schemas import closed
 from mainstem.text.tools import Part, ToolCall, new_call_id
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -187,4 +188,4 @@ def _value_rule(rule: str, schema: object, parameters: Json) -> str:
         return f"{rule}[suffix={closing}]: /(?s:.*)/"
     assert isinstance(schema, Mapping)
     shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
-    return f"{rule}: {rule}_json {closing}\n{rule}_json: {json_rule({**shared, **schema})}"
+    return f"{rule}: {rule}_json {closing}\n{rule}_json: {json_rule(closed({**shared, **schema}))}"
