@@ -351,14 +351,15 @@ def test_roles_are_those_that_templates_know(tokenizer: Tokenizer, lenient: Toke
 
 def test_content_of_null_is_refused_or_empty(tokenizer: Tokenizer) -> None:
     question: dict[str, object] = {"role": "user", "content": "x"}
-    empty: list[dict[str, object]] = [question, {"role": "assistant", "content": ""}]
-    null: list[dict[str, object]] = [question, {"role": "assistant", "content": None}]
-    assert tokenizer.encode_chat(null) == tokenizer.encode_chat(empty)
-    wrong: list[dict[str, object]] = [{"role": "user", "content": None}, {"role": "tool"}]
-    for message in wrong:
-        with pytest.raises(InvalidRequest, match="must be a text, got null") as caught:
-            tokenizer.encode_chat([message])
-        assert caught.value.field == "messages[0].content"
+    for role in ("assistant", "tool"):
+        null, empty = (
+            tokenizer.encode_chat([question, {"role": role, "content": content}])
+            for content in (None, "")
+        )
+        assert null == empty
+    with pytest.raises(InvalidRequest, match="must be a text, got null") as caught:
+        tokenizer.encode_chat([{"role": "user", "content": None}])
+    assert caught.value.field == "messages[0].content"
 
 
 def test_a_tokenizer_that_cannot_be_split_refuses_control_tokens_in_text() -> None:
