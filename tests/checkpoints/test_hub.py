@@ -424,8 +424,13 @@ class FakeHub:
         *,
         allow_patterns: list[str],
         ignore_patterns: list[str],
+        local_files_only: bool = False,
     ) -> str:
         """Fetches what the cache does not have, as the hub's client does."""
+        if local_files_only:
+            if not self.snapshot.is_dir():
+                raise huggingface_hub.errors.LocalEntryNotFoundError("nothing is cached")
+            return str(self.snapshot)
         self.revisions.append(revision)
         self.snapshot.mkdir(parents=True, exist_ok=True)
         for name in self.files:
@@ -594,6 +599,9 @@ def test_a_tokenizer_is_fetched_without_weights_and_only_once(fake_hub: FakeHub)
     model = ModelConfig("owner/name")
     assert fetch_tokenizer(model).encode("hi") == [5]
     assert sorted(fake_hub.fetched) == ["config.json", "tokenizer.json"]
+    fake_hub.revisions.clear()
+    fetch_tokenizer(model)
+    assert not fake_hub.revisions  # the cached snapshot stays the newest one
     folder, _ = fetch_model(model)
     assert folder == fake_hub.snapshot
     assert fake_hub.fetched[2:] == [WEIGHTS]

@@ -214,7 +214,14 @@ def check_fp8_rows() -> None:
 
 
 def check_fp8_linear() -> None:
-    for num_out, num_in in ((6144, 4096), (1000, 584), (2880, 4096), (5120, 2880), (7680, 2560)):
+    for num_out, num_in in (
+        (6144, 4096),
+        (1000, 584),
+        (48, 1016),
+        (2880, 4096),
+        (5120, 2880),
+        (7680, 2560),
+    ):
         weight, bias = some(num_out, num_in), some(num_out, seed=1)
         linear = Fp8Linear.quantize(weight, bias)
         emulated = Fp8Linear.quantize(weight.cpu(), bias.cpu())

@@ -50,6 +50,16 @@ def test_the_linear_multiplies_the_rounded_numbers(num_out: int, num_in: int) ->
     assert 0.005 < float(error) < 0.05  # two roundings of 2.6 % each: 3.7 %
 
 
+@pytest.mark.parametrize(("num_in", "has_few"), [(1024, True), (1016, False)])
+def test_few_rows_are_multiplied_only_with_whole_weights(
+    num_in: int, has_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1016 columns are padded to 1024, but rows are not."""
+    monkeypatch.setattr(fp8, "few_rows", lambda *weight: "few")
+    made: object = Fp8Linear.quantize(some(16, num_in))._few
+    assert (made == "few") is has_few
+
+
 def test_the_output_is_in_bf16_by_default() -> None:
     assert Fp8Linear.quantize(some(16, 32))(some(2, 32)).dtype == torch.bfloat16
 

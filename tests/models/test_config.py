@@ -83,8 +83,9 @@ LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
     [
         (yarn(original_max_position_embeddings=192), 768),  # as Qwen 3's authors recommend
         (yarn(original_max_position_embeddings=32), 256),  # the file says more
-        (yarn(), 1024),  # the original is what the file says
-        ({**LLAMA, **LINEAR}, 256),  # the file's number may already include the factor
+        (yarn(original_max_position_embeddings=256), 1024),  # Qwen 2.5
+        (yarn(), 256),  # the file's number may already include the factor
+        ({**LLAMA, **LINEAR}, 256),
         ({**LLAMA, **LINEAR, "max_sequence_length": 1024}, 1024),  # Vicuna's 16k models
         ({**LLAMA, **LINEAR, "max_sequence_length": 128}, 256),
         ({**LLAMA, "max_sequence_length": 1024}, 256),  # not stretched

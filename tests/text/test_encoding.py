@@ -76,6 +76,9 @@ def test_messages_in_roles_that_a_template_does_not_know_are_not_dropped() -> No
     of_developers = template.replace("system", "developer")
     text = begin_prompt(a_tokenizer(of_developers), Chat(messages), None).text
     assert text == "developer:a user:go tool:b "
+    of_functions = template.replace("tool", "function")
+    text = begin_prompt(a_tokenizer(of_functions), Chat(messages), None).text
+    assert text == "system:a user:go function:b "
 
 
 def test_a_tool_result_without_content_is_empty() -> None:

@@ -217,6 +217,12 @@ CLOSED = {"properties": A, "additionalProperties": False}
         ({"properties": A, "anyOf": [{"properties": B}]}, None),
         ({"$defs": {"A": {"properties": A}}, "allOf": [{"$ref": "#/$defs/A"}]}, None),
         ({"$defs": {"A": {"properties": A}}, "properties": B, "$ref": "#/$defs/A"}, None),
+        ({"$defs": {"A/~": {"properties": A}}, "allOf": [{"$ref": "#/$defs/A~1~0"}]}, None),
+        ({"$defs": {"A": {"properties": A}}, "allOf": [{"$ref": "#/$defs/A"}],
+          "oneOf": [{"properties": B}]}, None),
+        ({"$defs": {"A": {"properties": A}}, "$ref": "#/$defs/A", "anyOf": [{"properties": B}]},
+         None),
+        ({"anyOf": [{"properties": A}], "oneOf": [{"properties": B}]}, None),
     ],
     ids=str,
 )  # fmt: skip

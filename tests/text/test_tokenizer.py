@@ -325,10 +325,11 @@ def test_named_templates_and_the_template_file_are_read(
     tmp_path: Path, smollm2_folder: Path
 ) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    config = {"chat_template": named}
-    folder = write_folder(tmp_path, smollm2_folder, tokenizer_config=config)
-    assert Tokenizer.load(folder).render_chat(CHATS[0]) == "plain"
-    assert Tokenizer.load(folder).render_chat(CHATS[0], tools=[{"name": "f"}]) == "tools"
+    for found in (named, {"default": "plain", "tool_use": "tools"}):
+        config = {"chat_template": found}
+        folder = write_folder(tmp_path, smollm2_folder, tokenizer_config=config)
+        assert Tokenizer.load(folder).render_chat(CHATS[0]) == "plain"
+        assert Tokenizer.load(folder).render_chat(CHATS[0], tools=[{"name": "f"}]) == "tools"
     (folder / "chat_template.jinja").write_text("file")
     assert Tokenizer.load(folder).render_chat(CHATS[0]) == "file"
 
@@ -369,7 +370,7 @@ def test_additional_templates_are_read(tmp_path: Path, smollm2_folder: Path, def
         ([{"name": "default", "template": ["x"]}], r"chat_template\[0\]"),
         ([{"name": 1, "template": "x"}], r"chat_template\[0\]"),
         (["x"], r"chat_template\[0\]"),
-        ({"default": "x"}, "chat_template"),
+        ({"default": ["x"]}, r"chat_template\[0\]"),
         (7, "chat_template"),
     ],
 )

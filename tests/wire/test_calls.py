@@ -57,7 +57,10 @@ def test_arguments_of_past_calls_become_objects() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [called]}
     (read,) = chat(messages=[message])[1].messages
     assert read["tool_calls"] == [called | {"function": {"name": "f", "arguments": {"a": 1}}}]
-    for text, arguments in (("", {}), (" ", {}), (None, {}), ("{", {"arguments": "{"})):
+    for text, arguments in (
+        ("", {}), (" ", {}), (None, {}), ("null", {}), ("{", {"arguments": "{"}),
+        ("[1]", {"arguments": "[1]"}),
+    ):  # fmt: skip
         other = called | {"function": {"name": "f", "arguments": text}}
         (read,) = chat(messages=[message | {"tool_calls": [other]}])[1].messages
         assert read["tool_calls"] == [

@@ -6,7 +6,7 @@ A model argument is a local folder, `smollm2` (the embedded default), or a hub i
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -99,10 +99,15 @@ def resolve_model(
 
 
 def tokenizer_folder(name: str) -> Path:
-    """The folder of a model; of a hub id, only small files are fetched, no weights."""
-    if HUB_ID.fullmatch(name) and not Path(name).exists():
-        return _small_files(name)
-    return resolve_model(name)
+    """The folder of a model; of a hub id, only small files are fetched, no weights. A cached
+    snapshot is used as it is: a newer one without weights would take its place offline."""
+    if not HUB_ID.fullmatch(name) or Path(name).exists():
+        return resolve_model(name)
+    with suppress(huggingface_hub.errors.LocalEntryNotFoundError):
+        folder = _small_files(name, is_offline=True)
+        if (folder / CONFIG_FILE).is_file() and (folder / "tokenizer.json").is_file():
+            return folder
+    return _small_files(name)
 
 
 @contextmanager
@@ -179,18 +184,23 @@ def _hub_folder(name: str, progress: Progress, preflight: Preflight | None) -> P
             )
     if lacking := missing_part(folder):
         raise ModelNotFound(
-            f"{name}: {lacking} is missing. Only safetensors weights are read, never .bin or .pt"
+            f"{name}: {lacking} is missing. Only safetensors weights are read, never .bin or .pt; "
+            "if the repository has them, the hub could not be reached"
         )
     progress("download", 1.0)
     return folder
 
 
-def _small_files(name: str) -> Path:
-    """The snapshot of a hub id, with all files that are read but the weights."""
-    with _hub_errors(name):
+def _small_files(name: str, is_offline: bool = False) -> Path:
+    """The snapshot of a hub id, with all files that are read but the weights. Offline, it has what
+    is cached; raises LocalEntryNotFoundError if nothing is."""
+    with nullcontext() if is_offline else _hub_errors(name):
         return Path(
             huggingface_hub.snapshot_download(
-                name, allow_patterns=SMALL_FILES, ignore_patterns=SMALL_SKIPPED
+                name,
+                allow_patterns=SMALL_FILES,
+                ignore_patterns=SMALL_SKIPPED,
+                local_files_only=is_offline,
             )
         )
 

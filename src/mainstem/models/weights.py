@@ -2,6 +2,7 @@
 of a checkpoint."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ from mainstem.models.quantized.packing import QuantizedSpec
 from mainstem.models.quantized.random import random_packed
 from mainstem.models.quantized.read import read_packed
 from mainstem.models.weight_files import weight_files
+
+log = logging.getLogger(__name__)
 
 MOST_HASHERS = 4  # threads; each uses one core, and together at most half of the cores
 _COMPARED_ROWS = 4096  # at a time, so that comparing two tensors takes little memory
@@ -91,8 +94,8 @@ class WeightSource(Protocol):
         ...
 
     def has_other(self, product: str, than: str) -> bool:
-        """Whether there are two weights, of `product` and of `than`, and they differ. A packed
-        weight differs from a plain one."""
+        """Whether there are two weights of the same shape, of `product` and of `than`, and they
+        differ. A packed weight differs from a plain one."""
         ...
 
     def drop(self, name: str) -> None:
@@ -210,8 +213,11 @@ class Checkpoint:
         if not its_names - {f"{product}.bias"} or other not in self._open:
             return False
         shape = self.shape_of(name)
-        if its_names - {f"{product}.bias", name} or shape is None or shape != self.shape_of(other):
+        if its_names - {f"{product}.bias", name} or shape is None:
             return True
+        if shape != self.shape_of(other):  # left over from before the vocabulary was resized
+            log.warning("%s has another shape than %s, and is not used", name, other)
+            return False
         for first in range(0, shape[0], _COMPARED_ROWS):
             at = slice(first, first + _COMPARED_ROWS)
             ours, theirs = self._rows(name, at), self._rows(other, at)

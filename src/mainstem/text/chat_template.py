@@ -111,12 +111,17 @@ class ChatTemplate:
 
     def _in_known_role(self, message: Message) -> Message:
         """Return a message in a role that the template knows; most drop others without an error.
-        `function` is OpenAI's old name of `tool`."""
-        if message["role"] == "function":
+        `function` is OpenAI's old name of `tool`, and some templates know only the old name."""
+        if message["role"] == "function" and not (
+            self._names("function") and not self._names("tool")
+        ):
             return {**message, "role": "tool"}
         if message["role"] == "developer" and "developer" not in self.source:
             return {**message, "role": "system"}
         return message
+
+    def _names(self, role: str) -> bool:
+        return f"'{role}'" in self.source or f'"{role}"' in self.source
 
 
 # errors that template code can raise for messages it did not expect

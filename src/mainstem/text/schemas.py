@@ -48,13 +48,27 @@ def _closed(schema: object, path: str, parts: frozenset[str]) -> object:
     for name, value in schema.items():
         if name in _BY_NAME and isinstance(value, Mapping):
             made[name] = {
-                key: _closed(each, f"{path}/{name}/{key}", parts) for key, each in value.items()
+                key: _closed(each, f"{path}/{name}/{_escaped(key)}", parts)
+                for key, each in value.items()
             }
-        elif name in _NESTED and not (name in _PARTS and "properties" in schema):
+        elif name in _NESTED and not _is_part(name, schema):
             made[name] = _closed(value, f"{path}/{name}", parts)
     if "additionalProperties" not in schema and _is_whole(schema):
         made["additionalProperties"] = False
     return made
+
+
+def _is_part(name: str, schema: Json) -> bool:
+    """Whether a keyword describes only a part of an object, because others describe it too."""
+    if name not in _PARTS:
+        return False
+    others = ("properties", "patternProperties", *_PARTS)
+    return name == "allOf" or any(other in schema for other in others if other != name)
+
+
+def _escaped(key: object) -> str:
+    """A key as it is written in a "$ref"."""
+    return str(key).replace("~", "~0").replace("/", "~1")
 
 
 def _is_whole(schema: Json) -> bool:
@@ -78,7 +92,7 @@ def _refs_of_parts(value: object) -> Iterator[str]:
     """Yield each "$ref" to a schema that describes a part of an object."""
     if isinstance(value, Mapping):
         for name in _PARTS:
-            if name == "allOf" or "properties" in value:
+            if _is_part(name, value):
                 yield from _refs({name: value.get(name)})
     for child in _children(value):
         yield from _refs_of_parts(child)

@@ -391,8 +391,11 @@ def _templates(folder: Path, settings: Json) -> dict[str, str]:
 
 
 def _listed_templates(path: Path, settings: Json) -> dict[str, str]:
-    """The templates in `chat_template` of the file at `path`: one text, or a list of named ones."""
+    """The templates in `chat_template` of the file at `path`: one text, or several by name, as a
+    list or as an object."""
     value = settings.get("chat_template")
+    if isinstance(value, dict):
+        value = [{"name": name, "template": template} for name, template in value.items()]
     if value is None:
         return {}
     if isinstance(value, str):

@@ -38,11 +38,14 @@ def new_call_id() -> str:
 
 def past_arguments(text: str) -> object:
     """Return the arguments of an earlier call as the object that chat templates expect. A model may
-    write anything: what is not JSON is kept as text.
+    write anything: what is no object is kept as text.
 
-    "" -> {}, '{"a": 1}' -> {"a": 1}, "a" -> {"arguments": "a"}
+    "" -> {}, "null" -> {}, '{"a": 1}' -> {"a": 1}, "a" -> {"arguments": "a"}
     """
     try:
-        return json.loads(text) if text.strip() else {}
+        found = json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
         return {"arguments": text}
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {"arguments": text}

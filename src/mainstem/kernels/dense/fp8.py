@@ -70,7 +70,7 @@ class Fp8Linear:
         self.values = values
         self.scale = F.pad(scale, (0, out_pad))
         self.bias = None if bias is None else F.pad(bias, (0, out_pad)).to(out_dtype)
-        self._few = few_rows(self.values, self.scale, self.bias)
+        self._few = None if in_pad else few_rows(self.values, self.scale, self.bias)
 
     @classmethod
     def quantize(

@@ -122,10 +122,13 @@ def _lengthened(config: Config, positions: int, layers: Sequence[LayerSpec]) -> 
 
     Users add YaRN to a config.json and leave `max_position_embeddings` as it was: Qwen 3 has 40960,
     and with a factor of 4 over 32768, 131072. Vicuna's 16k models, with a linear factor, have the
-    stretched length in `max_sequence_length`.
+    stretched length in `max_sequence_length`. Without the original length in the file, it is not
+    known whether `max_position_embeddings` is stretched already.
     """
+    tables = (config.table("rope_scaling"), config.table("rope_parameters"))
+    has_original = any(table.has("original_max_position_embeddings") for table in tables)
     for rope in {layer.attention.rope for layer in layers}:
-        if rope is not None and rope.scaling is RopeScaling.YARN:
+        if rope is not None and rope.scaling is RopeScaling.YARN and has_original:
             positions = max(positions, int(rope.original_positions * rope.factor))
         elif rope is not None and rope.scaling is RopeScaling.LINEAR:
             positions = max(positions, config.whole("max_sequence_length", positions))
