@@ -112,9 +112,8 @@ class ChatTemplate:
     def _in_known_role(self, message: Message) -> Message:
         """Return a message in a role that the template knows; most drop others without an error.
         `function` is OpenAI's old name of `tool`, and some templates know only the old name."""
-        if message["role"] == "function" and not (
-            self._names("function") and not self._names("tool")
-        ):
+        knows_function = self._names("function") and not self._names("tool")
+        if message["role"] == "function" and not knows_function:
             return {**message, "role": "tool"}
         if message["role"] == "developer" and "developer" not in self.source:
             return {**message, "role": "system"}
