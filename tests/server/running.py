@@ -113,7 +113,7 @@ class Running:
         assert not self.thread.is_alive(), "the server did not stop"
 
 
-def until(is_true: Callable[[], bool], within_s: float = 20.0) -> None:
+def until(is_true: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait until the condition is true; fails after a time limit."""
     deadline_s = monotonic() + within_s
     while not is_true():
