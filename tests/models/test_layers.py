@@ -28,9 +28,10 @@ def test_products_are_right_and_leave_onednn_on(
         torch.randn(*shape, generator=generator).to(dtype)
         for shape in ((rows, 64), (40, 64), (40,))
     )
+    is_enabled = torch._C._get_mkldnn_enabled()
     found = DenseLinear(weight, bias if has_bias else None)(x)
     assert found.dtype == dtype
     right = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
     rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}[dtype]
     torch.testing.assert_close(found.double(), right, rtol=rounding, atol=32 * rounding)
-    assert torch._C._get_mkldnn_enabled()
+    assert torch._C._get_mkldnn_enabled() == is_enabled

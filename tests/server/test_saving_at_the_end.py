@@ -34,7 +34,7 @@ def num_cached(process: Process, prompt: list[int]) -> int:
 
 def press_until_it_ends(process: Process, number: signal.Signals) -> int:
     """Send a signal until the server ends; returns its exit status."""
-    for _ in range(8):
+    for _ in range(60):
         process.popen.send_signal(number)
         try:
             return process.popen.wait(1)
