@@ -30,6 +30,13 @@ test-full: setup lint  ## the long tests too
 	$(PYTEST) $(WORKERS) -m "not gpu and not serial"
 	$(PYTEST) -m "not gpu and serial"
 
+test-hard: setup  ## make test three times, with busy cores, on one core, as on an older CPU
+	for run in 1 2 3; do $(MAKE) test || exit 1; done
+	$(BIN)/python -c 'while True: pass' & one=$$!; $(BIN)/python -c 'while True: pass' & two=$$!; \
+	  $(MAKE) test; status=$$?; kill $$one $$two; exit $$status
+	taskset -c 0 $(MAKE) test
+	ATEN_CPU_CAPABILITY=default MAINSTEM_TEST_ONEDNN=off $(MAKE) test
+
 test-gpu:    ## what needs a CUDA device; uses the python on PATH
 	PYTHONPATH=src:. $(PYTHON) -m pytest -q -m gpu tests/gpu
 
@@ -57,4 +64,4 @@ bench: setup  ## CPU benchmarks, ours and the rivals that are installed
 	$(BIN)/mainstem bench attention --json
 	$(BIN)/mainstem bench cpu --json
 
-.PHONY: help setup demo test test-full test-gpu sanitize lint docs bench
+.PHONY: help setup demo test test-full test-hard test-gpu sanitize lint docs bench

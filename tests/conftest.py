@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,23 @@ from mainstem.checkpoints.hub import resolve_model
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+if os.environ.get("MAINSTEM_TEST_ONEDNN") == "off":  # as if the CPU were older; see docs/testing.md
+    import torch
+
+    torch._C._set_mkldnn_enabled(False)
+
+with suppress(ImportError):  # not on every machine with a GPU
+    from hypothesis import settings
+
+    settings.register_profile(
+        "any machine", deadline=None
+    )  # an example may take long on a busy one
+    settings.load_profile("any machine")
+
 LONGEST_FIRST = (
     "kernels/test_aot.py",
     "kernels/test_interpreter.py",
+    "runner/test_interpreter.py",
     "metamorphic/test_real_model.py",
     "runner/test_perplexity.py",
     "test_llm.py",

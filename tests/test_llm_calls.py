@@ -46,19 +46,19 @@ def test_closing_ends_a_call_of_another_thread_after_its_step(
         nonlocal num_steps
         num_steps += 1
         runs.set()
-        assert is_closing.wait(10)
+        assert is_closing.wait(60)
 
     engines.at_launch = held
     with ThreadPoolExecutor(2) as threads:
         call = threads.submit(llm.generate, "one", LONG, False)
-        assert runs.wait(10)
+        assert runs.wait(60)
         closing = threads.submit(llm.close)
         with pytest.raises(TimeoutError):
             closing.result(0.1)  # the step has not ended
         is_closing.set()
         with pytest.raises(InvalidRequest, match="LLM: is closed"):
-            call.result(10)
-        closing.result(10)
+            call.result(60)
+        closing.result(60)
     assert num_steps < 4
     with pytest.raises(InvalidRequest, match="LLM: is closed"):
         llm.generate("one", LONG, use_tqdm=False)

@@ -296,7 +296,7 @@ def test_an_async_stream_ends_when_its_caller_stops_reading(
     def slow(_: Step) -> None:
         nonlocal num_steps
         num_steps += 1
-        Event().wait(0.005)  # the whole of an answer would take 1.5 s
+        Event().wait(0.05)  # the whole of an answer would take 15 s
 
     engines.at_launch = slow
     loop.run(body)

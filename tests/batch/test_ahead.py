@@ -41,7 +41,7 @@ def test_only_one_item_is_made_ahead() -> None:
     ahead = Ahead(items())
     assert ahead.wait(never) == 0
     assert ahead.wait(never) == 1
-    assert is_made.wait(5.0), "the third item is made while the caller has two"
+    assert is_made.wait(60.0), "the third item is made while the caller has two"
     assert len(made) == 3
     ahead.close()
 
@@ -61,7 +61,7 @@ def test_waiting_can_be_stopped() -> None:
     blocked = Event()
 
     def items() -> Iterator[int]:
-        blocked.wait(10.0)
+        blocked.wait(60.0)
         yield 1
 
     ahead = Ahead(items())

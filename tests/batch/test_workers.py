@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from time import sleep
 from typing import Any
 
@@ -17,6 +17,7 @@ from mainstem.batch.bundles import Bundle, Bundles, Task
 from mainstem.cli.batch import main
 from mainstem.cli.batch_workers import join_ray_address
 from mainstem.core.errors import ConfigError
+from mainstem.core.step import Step
 from tests.batch.fake_batch import FakeEngines, a_tokenizer
 from tests.batch.test_kill import SOME_FAILED, essences, run, write_input
 from tests.server.checked_serve import SLOW_STEP_S
@@ -266,18 +267,31 @@ def check_worker_kills(tmp_path: Path, lasting: Running, num_kills: int, num_row
     with ExitStack() as opened:
         flags = [["--port", str(port), "--served-model-name", "fake"] for port in ports]
         processes = [opened.enter_context(a_process(each, "slow")) for each in flags]
-        lasting.pause(SLOW_STEP_S)
+        all_killed = Event()
+
+        def answer_the_last_rows_after_the_kills(_: Step) -> None:
+            sleep(SLOW_STEP_S)
+            if num_answered() > num_rows // 2:
+                all_killed.wait(300)
+
+        lasting.engines.at_step = answer_the_last_rows_after_the_kills
+
+        def num_answered() -> int:
+            return output.read_bytes().count(b"\n") if output.exists() else 0
 
         def kill_some() -> None:
             nonlocal num_killed
-            until(lambda: output.exists() and output.stat().st_size > 0)
-            for kill in range(num_kills):
-                sleep(moments.random() / 4)
-                processes[kill % 2].kill()
-                num_killed += output.read_bytes().count(b"\n") < num_rows
-                if num_kills - kill > 2:
-                    again = a_process(flags[kill % 2], "slow")
-                    processes[kill % 2] = opened.enter_context(again)
+            try:
+                until(lambda: num_answered() > 0)
+                for kill in range(num_kills):
+                    sleep(moments.random() / 4)
+                    processes[kill % 2].kill()
+                    num_killed += num_answered() < num_rows
+                    if num_kills - kill > 2:
+                        again = a_process(flags[kill % 2], "slow")
+                        processes[kill % 2] = opened.enter_context(again)
+            finally:
+                all_killed.set()
 
         killer = Thread(target=kill_some)
         killer.start()

@@ -103,7 +103,7 @@ def test_host_time_includes_launching_if_steps_overlap(
     can_overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If steps do not overlap, launching includes running the step and counts as device time."""
-    launch, launch_s = FakeRunner.launch, 0.05  # far longer than everything else in the test
+    launch, launch_s = FakeRunner.launch, 0.5  # far longer than everything else in the test
 
     def slow_launch(runner: FakeRunner, step: Step) -> InFlight:
         sleep(launch_s)

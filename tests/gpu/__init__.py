@@ -1,0 +1,1 @@
+PART = "smollm2-part"  # a folder; see make_expected.py

@@ -1,7 +1,8 @@
 """A real model on a GPU gives the answers it gives on a CPU; run with `make test-gpu`.
 
-MAINSTEM_TEST_MODEL     the folder of smollm2
-MAINSTEM_TEST_EXPECTED  the file of tests/gpu/make_expected.py (carry/expected.json)
+On any machine, `python -m tests.gpu.make_expected carry` writes a part of smollm2 and a CPU's
+answers into the folder `carry`, which these tests read. With `--whole` the answers are those of all
+of smollm2, whose folder MAINSTEM_TEST_MODEL must name.
 """
 
 import json
@@ -29,17 +30,18 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams, TokenLogprobs
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
+from tests.gpu import PART
 
 DEVICE = Device.CUDA
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = os.environ.get("MAINSTEM_TEST_MODEL", "")
-EXPECTED = Path(os.environ.get("MAINSTEM_TEST_EXPECTED", ROOT / "carry" / "expected.json"))
+ADVICE = "no weights here: python -m tests.gpu.make_expected carry"
+CARRY = Path(__file__).resolve().parents[2] / "carry"
+MODEL = Path(os.environ.get("MAINSTEM_TEST_MODEL", CARRY / PART))
+EXPECTED = Path(os.environ.get("MAINSTEM_TEST_EXPECTED", CARRY / "expected.json"))
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(not MODEL, reason="MAINSTEM_TEST_MODEL names no folder"),
-    pytest.mark.skipif(not EXPECTED.is_file(), reason=f"{EXPECTED} is not there"),
+    pytest.mark.skipif(not MODEL.is_dir() or not EXPECTED.is_file(), reason=ADVICE),
 ]
 
 TIE = 1e-3  # a logit of 20 is a sum of 600 products: another order changes it by up to 2e-4
@@ -74,11 +76,11 @@ def an_engine(
     deterministic: bool = False,
 ) -> Iterator[Engine]:
     config = EngineConfig(
-        ModelConfig(MODEL, dtype, DEVICE, deterministic=deterministic),
+        ModelConfig(str(MODEL), dtype, DEVICE, deterministic=deterministic),
         CacheConfig(page_size=page_size, kv_tokens=KV_TOKENS),
         SchedConfig(chunk_tokens=chunk_tokens, share=share),
     )
-    engine = build_engine(Path(MODEL), config)
+    engine = build_engine(MODEL, config)
     yield engine
     engine.check()
     engine.close()

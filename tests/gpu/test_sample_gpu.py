@@ -8,7 +8,11 @@ from mainstem.core.request import SamplingParams
 from mainstem.runner.sampler import choice_of, choose
 from tests.runner.steps import a_sample_batch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.torch]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 VOCAB = 128_256
 SETTINGS = [

@@ -1,15 +1,28 @@
 """Compiles every kernel for a target, without its card.
 
-`python -m tests.kernels.aot_compile TARGET`, or `layouts` for Hopper's kernels with more layouts of
-heads.
+    python -m tests.kernels.aot_compile TARGET           those that are not in the record
+    python -m tests.kernels.aot_compile TARGET --all
+    python -m tests.kernels.aot_compile TARGET --record  all, and writes the record
+
+TARGET may also be `layouts`: Hopper's kernels with more layouts of heads.
+
+The record (aot_record.txt) has a hash of each kernel that was compiled: of its source, of the
+functions that it calls, its constants and the version of Triton. If one of them changes, the kernel
+is compiled again. Of the kernels in the record, another eighth is compiled each day.
 
 Prints one line per kernel. It runs in a separate process, since the other kernel tests need the
 interpreter.
 """
 
+import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from hashlib import sha256
+from inspect import getattr_static
+from pathlib import Path
+from types import ModuleType
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -73,6 +86,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 LAYOUTS = "layouts"
+RECORD = Path(__file__).with_name("aot_record.txt")
+DRAWN_OF = 8
 TARGETS[LAYOUTS] = TARGETS["sm_90"]
 INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
@@ -423,8 +438,54 @@ def _jobs(target: str) -> Iterator[Job]:
     yield from _packed_jobs(target)
 
 
-def compile_all(target: str) -> None:
+def _text(kernel: triton.JITFunction, seen: set[str]) -> Iterator[str]:
+    """The source of a kernel and of the functions of ours that it calls, and the constants that
+    they name. Line numbers are left out."""
+    names = kernel.fn.__globals__
+    seen.add(f"{kernel.fn.__module__}.{kernel.fn.__qualname__}")
+    yield kernel.src
+    for node in ast.walk(ast.parse(kernel.src)):
+        match node:
+            case ast.Name(name):
+                found = names.get(name)
+            case ast.Attribute(ast.Name(owner), name) if isinstance(names.get(owner), ModuleType):
+                found = getattr_static(names[owner], name, None)
+            case _:
+                continue
+        if isinstance(found, triton.JITFunction):
+            full_name = f"{found.fn.__module__}.{found.fn.__qualname__}"
+            if full_name.startswith("mainstem.") and full_name not in seen:
+                yield from _text(found, seen)
+        elif isinstance(found, int | float | str | triton.language.constexpr):
+            yield f"{name} = {found}"
+
+
+def key_of(job: Job, target: str) -> str:
+    """Name what is compiled."""
+    setting = (
+        sorted(job.constants.items()),
+        sorted(job.types.items()),
+        sorted(job.options.items()),
+    )
+    words = (triton.__version__, target, job.source.__name__, job.most_shared, setting)
+    return sha256("\n".join([repr(words), *_text(job.kernel, set())]).encode()).hexdigest()[:32]
+
+
+def is_drawn(key: str) -> bool:
+    """Whether a kernel of the record is compiled today."""
+    return int(key, 16) % DRAWN_OF == datetime.now(UTC).toordinal() % DRAWN_OF
+
+
+def compile_some(target: str, which: str) -> None:
+    record = RECORD.read_text().splitlines() if RECORD.is_file() else []
+    known = {line.split()[-1] for line in record} if which == "" else set()
+    lines = [line for line in record if line.split()[0] != target]
     for job in _jobs(target):
+        key = key_of(job, target)
+        lines.append(f"{target} {job.kernel.__name__} {key}")
+        if key in known and not is_drawn(key):
+            print(target, job.kernel.__name__, "as recorded", flush=True)
+            continue
         names = job.kernel.arg_names
         signature = {n: "constexpr" if n in job.constants else _type_of(n) for n in names}
         source = job.source(
@@ -443,8 +504,10 @@ def compile_all(target: str) -> None:
         shared = compiled.metadata.shared
         print(target, job.kernel.__name__, shared, flush=True)
         assert job.most_shared is None or shared <= job.most_shared, "too much shared memory"
+    if which == "--record":
+        RECORD.write_text("\n".join(sorted(set(lines))) + "\n")
     print("compiled all", flush=True)
 
 
 if __name__ == "__main__":
-    compile_all(sys.argv[1])
+    compile_some(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "")

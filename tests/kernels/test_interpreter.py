@@ -1,15 +1,11 @@
-"""Runs the tests of kernels and of the GPU runner under Triton's interpreter, in another
-process."""
+"""Runs the tests of kernels under Triton's interpreter, in another process."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.kernels.interpreted import in_another_process, run_interpreted, short_and_slow
 
-ROOT = Path(__file__).parents[2]
+pytestmark = in_another_process
+
 MODULES = [
     "test_span.py", "test_span_kinds.py", "test_merge.py", "test_merge_partials.py",
     "test_append.py", "test_rotate.py", "test_norms.py", "test_activations.py", "test_sample.py",
@@ -19,28 +15,6 @@ MODULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.torch
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1",
-    reason="the interpreter is on: these tests run in this process",
-)
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@short_and_slow
 def test_kernels_pass_their_tests_under_the_interpreter(which: str) -> None:
-    paths = [
-        *(f"tests/kernels/{name}" for name in MODULES),
-        "tests/runner/test_gpu.py",
-        "tests/runner/test_gpu_recipes.py",
-        "tests/runner/test_gpu_packed.py",
-        "tests/runner/test_gpu_linears.py",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, *paths],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).parent, MODULES, which)

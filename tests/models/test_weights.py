@@ -253,10 +253,7 @@ def test_auto_dtype_avoids_slow_16_bit_arithmetic() -> None:
 def test_emulated_bf16_is_not_fast(
     supported: bool, avx512: bool, avx512_bf16: bool, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "has_onednn", lambda: True)
-    monkeypatch.setattr(
-        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False
-    )
+    monkeypatch.setattr(weights, "has_products", lambda dtype: supported)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     assert has_fast_matmul(torch.bfloat16) is is_fast

@@ -111,7 +111,6 @@ def test_logits_do_not_depend_on_pages_and_chunks(
     torch.testing.assert_close(torch.tensor(ours), theirs, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # this CPU may lack bf16
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
 def test_sixteen_bits_are_close_to_fp32(dtype: DType, tmp_path: Path) -> None:
     """8 (bf16) or 11 (fp16) bits in three layers of large random weights change logits of size 10

@@ -201,6 +201,8 @@ def test_a_gate_delays_a_layer_until_its_pages_are_loaded() -> None:
     assert passed == []
     go[0].set()
     transfer.wait_for(1)
+    while not passed:
+        sleep(0.001)
     sleep(0.02)
     assert passed == [0]
     go[1].set()

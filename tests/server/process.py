@@ -47,11 +47,11 @@ class Process:
     def stop(self) -> int:
         """Stop the server with SIGTERM; returns its exit status."""
         self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(30)
+        return self.popen.wait(60)
 
     def kill(self) -> None:
         self.popen.kill()
-        self.popen.wait(30)
+        self.popen.wait(60)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def a_process(flags: Sequence[str], kind: str = "fake") -> Iterator[Process]:
         finally:
             process.close()
             popen.kill()
-            popen.wait(30)
+            popen.wait(60)
             reader.join(30)
 
 

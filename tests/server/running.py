@@ -53,7 +53,7 @@ class Running:
 
     @cached_property
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, verify=False)
+        return httpx.Client(base_url=self.url, timeout=60, verify=False)
 
     def send(
         self, method: str, path: str, body: Json | None = None, key: str | None = None
@@ -85,7 +85,7 @@ class Running:
         return answer
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def pause(self, seconds: float) -> None:
         """From now on every step takes this much longer."""
@@ -109,11 +109,11 @@ class Running:
     def stop(self) -> None:
         self.client.close()
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive(), "the server did not stop"
 
 
-def until(is_true: Callable[[], bool], within_s: float = 20.0) -> None:
+def until(is_true: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait until the condition is true; fails after a time limit."""
     deadline_s = monotonic() + within_s
     while not is_true():

@@ -38,13 +38,13 @@ def lines(rows: list[Json]) -> bytes:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    limits = ServerLimits(upload_bytes=1 << 20, body_s=2.0)
+    limits = ServerLimits(upload_bytes=1 << 20, body_s=5.0)
     with a_server(data_dir=tmp_path_factory.mktemp("data"), has_keys=True, limits=limits) as made:
         yield made
 
 
 def a_client(running: Running, key: str = ALICE) -> OpenAI:
-    return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=30)
+    return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 def run(client: OpenAI, rows: list[Json], **fields: Any) -> openai.types.Batch:
@@ -331,7 +331,7 @@ def test_simultaneous_uploads_do_not_exceed_the_storage_limit(tmp_path: Path) ->
         def upload(number: int) -> int:
             def pieces() -> Iterator[bytes]:
                 yield head
-                begun.wait(20)
+                begun.wait(60)
                 sleep(0.2)
                 yield b"x" * size + tail
 
@@ -340,7 +340,7 @@ def test_simultaneous_uploads_do_not_exceed_the_storage_limit(tmp_path: Path) ->
                 headers["content-length"] = str(len(head) + size + len(tail))
             url = f"{running.url}/v1/files"
             try:
-                return httpx.post(url, content=pieces(), headers=headers, timeout=30).status_code
+                return httpx.post(url, content=pieces(), headers=headers, timeout=60).status_code
             except httpx.WriteError:
                 return 413  # the server closed the connection
 

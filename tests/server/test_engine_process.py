@@ -106,7 +106,7 @@ def kill_under_load(process: Process) -> None:
     for stream in streams:
         error = json.loads(stream.end())["error"]
         assert "engine's process ended" in error["message"]
-        assert stream.last_s - killed_s < 2
+        assert stream.last_s - killed_s < 20
     until(lambda: process.engine_pid != engine and is_ready(process))
 
 
@@ -193,7 +193,7 @@ def test_an_engine_that_is_loading_ends_when_its_server_dies() -> None:
     code = (
         "import sys, time\n"
         "from mainstem.server.engine_process import main\n"
-        "main(sys.argv[1:], lambda begin, bus: time.sleep(60))\n"
+        "main(sys.argv[1:], lambda begin, bus: time.sleep(600))\n"
     )
     command = [sys.executable, "-c", code, str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as loading:
@@ -201,7 +201,7 @@ def test_an_engine_that_is_loading_ends_when_its_server_dies() -> None:
         ours.sendall(frame(Begin(EngineConfig(), "", "error")))
         sleep(1.5)
         ours.close()
-        assert loading.wait(10) != 0
+        assert loading.wait(60) != 0
 
 
 def test_the_server_reports_what_is_wrong_with_a_model(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def fails(_: Flag) -> Ready:
 
 
 def loads_for_ever(is_killed: Flag) -> Ready:
-    assert is_killed.wait(20)
+    assert is_killed.wait(60)
     raise EngineNotMade("killed")
 
 
@@ -312,7 +312,7 @@ def test_failed_starts_are_reported_and_tried_again(monkeypatch: pytest.MonkeyPa
     async def run() -> None:
         await client.start()
         lose(client)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not states:
                 await asyncio.sleep(0.001)
             await client.running()
@@ -330,7 +330,7 @@ def test_closing_does_not_wait_for_an_engine_that_is_starting() -> None:
     async def run() -> None:
         await client.start()
         lose(client)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while client.state is not EngineState.RESTARTING:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)  # the engine is being made
@@ -348,7 +348,7 @@ def test_closing_ends_open_calls_with_an_error() -> None:
         await asyncio.sleep(0.05)
         closing = asyncio.ensure_future(client.close())
         await asyncio.sleep(0.05)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(EngineFault):
                 await call
             await closing

@@ -35,7 +35,7 @@ class Background:
         self._thread.start()
 
     def _send(self) -> None:
-        with httpx.Client(base_url=self._running.url, timeout=30, verify=False) as client:
+        with httpx.Client(base_url=self._running.url, timeout=60, verify=False) as client:
             self.response = client.post(self._path, json=self._body)
 
     def result(self) -> httpx.Response:
@@ -78,7 +78,7 @@ def test_shutdown_does_not_wait_for_idle_connections() -> None:
     with a_server(limits=limits, shutdown_s=600) as running, ExitStack() as held:
         for start in (new, used, refused):
             address = (running.host, running.port)
-            connection = held.enter_context(socket.create_connection(address, timeout=20))
+            connection = held.enter_context(socket.create_connection(address, timeout=60))
             if start:
                 connection.sendall(start + b"host: [::1]\r\n\r\n")
                 assert connection.recv(4096).startswith(b"HTTP/1.1 ")
@@ -86,18 +86,18 @@ def test_shutdown_does_not_wait_for_idle_connections() -> None:
         running.stop()
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_answers_that_take_too_long_end_with_an_error(is_streaming: bool) -> None:
+    """The whole answer would take more than a minute."""
     with a_server(shutdown_s=0.3) as running:
-        running.pause(0.02)
+        running.pause(0.1)
         body = {"prompt": "x", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
         request = Background(running, body)
         until(lambda: running.gateway.engine.snapshot.num_running == 1)
         began_s = time.monotonic()
         running.server.should_exit = True
         response = request.result()
-        assert time.monotonic() - began_s < 4
+        assert time.monotonic() - began_s < 30
         if is_streaming:
             assert "shutting down" in json.loads(events(response.text)[-1])["error"]["message"]
         else:
@@ -142,14 +142,14 @@ def test_a_second_signal_also_ends_requests_that_are_being_encoded(
 
     def encode_later(tokenizer: Tokenizer, text: str) -> list[int]:
         is_encoding.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(60)
         return encode(tokenizer, text)
 
     engines = FakeEngines(num_pages=512, max_model_len=2000)
     with a_server(shutdown_s=600, engines=engines) as running:
         monkeypatch.setattr(Tokenizer, "encode", encode_later)
         request = Background(running, body, path)
-        assert is_encoding.wait(20)
+        assert is_encoding.wait(60)
         for _ in range(num_signals):
             running.server.handle_exit(signal.SIGINT, None)
             until(lambda: running.gateway.is_draining)

@@ -20,10 +20,10 @@ from mainstem.server.limits import Gate, ServerLimits
 from tests.batch.fake_batch import FakeEngines
 from tests.server.running import Running, a_server, until
 
-pytestmark = pytest.mark.serial  # on a busy machine, limits of half a second are too short
+pytestmark = pytest.mark.serial  # on a busy machine, limits of a second are too short
 
 TIGHT = ServerLimits(
-    body_bytes=20_000, header_bytes=4_000, header_s=0.4, body_s=0.4, write_s=0.5, open_answers=6
+    body_bytes=20_000, header_bytes=4_000, header_s=1.0, body_s=1.0, write_s=1.0, open_answers=6
 )
 
 
@@ -51,7 +51,7 @@ def refused_early(server: Running, path: bytes, length: int) -> Iterator[socket.
     """A connection that has received the reply to a request before it sent the request's body."""
     head = b"%b %b HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n"
     method = b"GET" if path == b"/health" else b"POST"
-    with socket.create_connection((server.host, server.port), timeout=20) as connection:
+    with socket.create_connection((server.host, server.port), timeout=60) as connection:
         connection.sendall(head % (method, path, length))
         received = b""
         while b"\r\n\r\n" not in received:
@@ -69,7 +69,7 @@ def refused_early(server: Running, path: bytes, length: int) -> Iterator[socket.
 
 def test_a_body_whose_announced_size_exceeds_the_limit_is_refused(tight: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 99999999999\r\n\r\n"
-    with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
@@ -199,7 +199,7 @@ def test_a_million_stop_strings_are_refused(server: Running) -> None:
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "stop"
     assert len(response.content) < 2000
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 60
 
 
 @pytest.mark.parametrize(
@@ -262,28 +262,28 @@ def test_headers_must_come_in_time(tight: Running) -> None:
     for start in (b"", b"GET /health HTTP/1.1\r\nhost: [::1]\r\nx-slow: "):
         began = time.perf_counter()
         assert tight.raw(start).startswith(b"HTTP/1.1 408")
-        assert time.perf_counter() - began < 5
+        assert time.perf_counter() - began < 20
 
 
 def test_headers_that_trickle_in_do_not_gain_time(tight: Running) -> None:
-    with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         began = time.perf_counter()
         received = b""
         connection.settimeout(0.05)
-        while time.perf_counter() - began < 5 and not received:
+        while time.perf_counter() - began < 20 and not received:
             try:
                 connection.sendall(b"x: y\r\n")
                 received = connection.recv(4096)
             except TimeoutError:
                 continue
     assert received.startswith(b"HTTP/1.1 408")
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 20
 
 
 def test_a_body_must_come_in_time(tight: Running) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: 100\r\n\r\n{"
-    with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
@@ -303,7 +303,7 @@ def test_a_body_that_goes_on_after_its_reply_ends_the_connection(tight: Running)
     with refused_early(tight, b"/v1/completions", 99_999_999_999) as connection:
         connection.settimeout(0.05)
         ended = False
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not ended:
             assert time.monotonic() < deadline_s, "the server reads the body without end"
             try:
@@ -340,7 +340,7 @@ def test_bytes_that_follow_a_request_do_not_end_its_answer(tight: Running) -> No
     fields = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "stream": True}
     body = json.dumps(fields).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
         connection.sendall(head + body)
         received = connection.recv(4096)
         connection.sendall(b"\r\n")
@@ -361,8 +361,8 @@ def test_a_second_request_on_a_connection_is_served_after_a_pause(tight: Running
 
 
 def test_a_full_queue_answers_429_with_retry_after(tight: Running) -> None:
-    tight.pause(0.05)
-    body = {"prompt": "x", "n": 6, "max_tokens": 40, "stream": True, "ignore_eos": True}
+    tight.pause(0.1)
+    body = {"prompt": "x", "n": 6, "max_tokens": 120, "stream": True, "ignore_eos": True}
     with tight.client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
         refused = tight.post("/v1/completions", {"prompt": "y"})
@@ -428,11 +428,11 @@ def test_a_client_that_disconnects_frees_its_pages(tight: Running, is_streaming:
         {"prompt": "leaving", "max_tokens": 700, "ignore_eos": True, "stream": is_streaming}
     ).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
-    with socket.create_connection((tight.host, tight.port), timeout=20) as connection:
+    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
         connection.sendall(head + body)
         until(lambda: tight.gateway.engine.snapshot.num_running == 1)
-    until(lambda: tight.gateway.engine.num_open == 0, within_s=2)
-    until(lambda: tight.gateway.engine.snapshot.num_running == 0, within_s=2)
+    until(lambda: tight.gateway.engine.num_open == 0)
+    until(lambda: tight.gateway.engine.snapshot.num_running == 0)
     assert tight.get("/live").json()["recent"][-1]["state"] == "aborted"
 
 
@@ -444,7 +444,7 @@ def test_a_client_that_stops_reading_is_disconnected() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body)
     with a_server(limits=ServerLimits(write_s=0.5)) as running, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.settimeout(20)
+        connection.settimeout(60)
         connection.connect((running.host, running.port))
         connection.sendall(head + body)
         until(lambda: running.gateway.gate.open_answers == 20)

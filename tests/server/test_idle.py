@@ -33,13 +33,13 @@ def test_an_idle_engine_saves_its_pages_and_forgets_old_ones(tmp_path: Path) -> 
     follows."""
 
     async def become(count: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while num_on_disk(tmp_path) != count:
                 await asyncio.sleep(0.02)
 
     async def serve() -> None:
         tiered = a_tiered_engine(
-            num_pages=32, num_slots=32, disk_dir=tmp_path, ttl_s=2.0, chunk_tokens=512
+            num_pages=32, num_slots=32, disk_dir=tmp_path, ttl_s=4.0, chunk_tokens=512
         )
         text_engine = TextEngine(tiered.engine, a_tokenizer())
         engine = EngineClient(text_engine.tokenizer, lambda: ThreadEngine(text_engine))
@@ -63,7 +63,7 @@ def test_a_long_step_is_reported_while_it_runs() -> None:
     with a_server(engines=engines, config=config) as running:
 
         def wait(_: object) -> None:
-            assert go.wait(20)
+            assert go.wait(60)
 
         engines.at_launch = wait
         body = {"prompt": "x" * 200, "max_tokens": 2, "ignore_eos": True}

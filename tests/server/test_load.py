@@ -111,8 +111,8 @@ class Crowd:
     ("kind", "seconds", "most_health_s"),
     [
         # a fake engine shares the server's interpreter lock; a real one has its own process
-        ("fake", 2, 5.0),
-        pytest.param("real", 60, 0.1, marks=[pytest.mark.slow, pytest.mark.torch]),
+        ("fake", 2, 30.0),
+        pytest.param("real", 60, 1.0, marks=[pytest.mark.slow, pytest.mark.torch]),
     ],
 )
 def test_many_clients_that_connect_and_disconnect_lose_nothing(
@@ -136,4 +136,4 @@ def test_many_clients_that_connect_and_disconnect_lose_nothing(
                 break
         assert live["pages"]["held"] == 0
         popen.send_signal(signal.SIGTERM)
-        assert popen.wait(30) == 0, "a page was lost, or the server did not stop"
+        assert popen.wait(60) == 0, "a page was lost, or the server did not stop"

@@ -35,6 +35,23 @@ def prefix(*runs: tuple[int, int], salt: bytes = b"") -> Prefix:
     return Prefix(np.repeat(*np.array(runs, np.int32).T).astype(np.int32), salt)
 
 
+class StoppedLoop(asyncio.SelectorEventLoop):
+    """Its time passes only in `pass_s`."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+async def pass_s(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, StoppedLoop)
+    loop.now_s += seconds
+    for _ in range(4):  # timers, then the tasks that they begin
+        await asyncio.sleep(0)
+
+
 def run(work: object) -> tuple[FakeEngine, PrefixPins]:
     """Run `work` on a new engine and its pins; returns both."""
     engine = FakeEngine()
@@ -45,7 +62,8 @@ def run(work: object) -> tuple[FakeEngine, PrefixPins]:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-    asyncio.run(do())
+    with asyncio.Runner(loop_factory=StoppedLoop) as runner:
+        runner.run(do())
     return engine, pins
 
 
@@ -64,7 +82,7 @@ def test_a_shorter_prefix_that_lasts_longer_stays() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 3600)
         pins.keep("a", prefix((1, 20), (2, 10)), 0.01)
-        await asyncio.sleep(0.05)
+        await pass_s(0.05)
 
     engine, pins = run(work)
     assert list(engine.pinned.values()) == [20]
@@ -75,9 +93,9 @@ def test_each_use_extends_a_pin() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 0.2)
         pins.keep("a", prefix((2, 20)), 0.2)
-        await asyncio.sleep(0.12)
+        await pass_s(0.12)
         pins.keep("a", prefix((1, 20)), 0.2)
-        await asyncio.sleep(0.12)
+        await pass_s(0.12)
         assert pins.num_pages() == 5
 
     engine, _ = run(work)
@@ -88,7 +106,7 @@ def test_pinning_again_for_a_shorter_time_does_not_shorten_a_pin() -> None:
     async def work(engine: FakeEngine, pins: PrefixPins) -> None:
         pins.keep("a", prefix((1, 20)), 3600)
         pins.keep("a", prefix((1, 20)), 0.01)
-        await asyncio.sleep(0.05)
+        await pass_s(0.05)
 
     engine, _ = run(work)
     assert list(engine.pinned.values()) == [20]

@@ -55,7 +55,7 @@ class Held:
             await send(self_, scope, receive, count)  # type: ignore[arg-type]
 
         def wait(_: object) -> None:
-            assert self._go.wait(20), "no ping was sent"
+            assert self._go.wait(60), "no ping was sent"
 
         monkeypatch.setattr(EventStream, "__call__", counted)
         server.engines.at_step = wait
@@ -74,7 +74,7 @@ def test_a_stream_that_waits_for_the_engine_sends_pings(
     go = Event()
 
     def wait(_: object) -> None:
-        assert go.wait(20), "the client received no ping"
+        assert go.wait(60), "the client received no ping"
 
     server.engines.at_step = wait
     mark = 'data: {"type":"ping"}' if path == "/v1/messages" else ": ping"

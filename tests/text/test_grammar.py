@@ -247,13 +247,13 @@ def test_no_request_waits_while_another_form_is_compiled(monkeypatch: pytest.Mon
 
     def slowly(form: str, words: LLTokenizer) -> LLMatcher:
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         return compile_hard(form, words)
 
     monkeypatch.setattr(grammar, "_matcher", slowly)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(grammars.compile, hard)
-        assert begun.wait(20)
+        assert begun.wait(60)
         second = pool.submit(grammars.compile, hard)
         try:
             assert pool.submit(grammars.compile, easy).result(20) is ready
@@ -439,7 +439,7 @@ def test_an_owner_does_not_wait_for_all_forms_of_another(monkeypatch: pytest.Mon
     def slowly(form: str, words: LLTokenizer) -> LLMatcher:
         begun.append(form)
         if "hard" in form:
-            assert may_end.wait(20)
+            assert may_end.wait(60)
         return compile_(form, words)
 
     monkeypatch.setattr(grammar, "_matcher", slowly)

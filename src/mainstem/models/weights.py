@@ -19,7 +19,7 @@ from torch import Tensor
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import CONFIG_FILE
-from mainstem.models.cpu.layers import has_onednn
+from mainstem.models.cpu.layers import has_products
 from mainstem.models.file_hashes import Stamp, file_sha256
 from mainstem.models.names import Names
 from mainstem.models.packed import OrderedColumns, PackedWeight, Weight
@@ -56,14 +56,11 @@ def compute_dtype(wanted: DType, checkpoint: DType) -> torch.dtype:
 
 def has_fast_matmul(dtype: torch.dtype) -> bool:
     """Whether this CPU has matrix instructions for a 16-bit dtype, and oneDNN uses them."""
-    if not has_onednn():
+    if not has_products(dtype):
         return False
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    # with AVX-512 alone, oneDNN converts to fp32 all the time: 256 rows take 3.6 times as long
-    return not torch.cpu._is_avx512_supported() or torch.cpu._is_avx512_bf16_supported()
+    # with AVX-512 alone, oneDNN converts bf16 to fp32 all the time: 256 rows take 3.6 times as long
+    is_emulated = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return dtype != torch.bfloat16 or not is_emulated
 
 
 class WeightSource(Protocol):

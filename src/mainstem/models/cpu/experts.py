@@ -8,9 +8,9 @@ mixture of experts in fp32 would not fit most machines.
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mainstem.models.cpu.activations import gated
+from mainstem.models.cpu.layers import multiply
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.packed import Weight
 from mainstem.models.spec import ExpertsSpec
@@ -78,15 +78,15 @@ class CpuExperts:
         tensors = self._tensors
         gate_up_bias = None if tensors.gate_up_bias is None else tensors.gate_up_bias[expert]
         down_bias = None if tensors.down_bias is None else tensors.down_bias[expert]
-        act = self._activate(F.linear(x, _one(tensors.gate_up, expert, x.dtype), gate_up_bias))
-        return F.linear(act, _one(tensors.down, expert, x.dtype), down_bias).float()
+        act = self._activate(multiply(x, _one(tensors.gate_up, expert, x.dtype), gate_up_bias))
+        return multiply(act, _one(tensors.down, expert, x.dtype), down_bias).float()
 
     def _run_shared(self, x: Tensor) -> Tensor:
         tensors = self._tensors
         assert self._shared_gate_up is not None
         assert self._shared_down is not None
-        act = self._activate(F.linear(x, self._shared_gate_up))
-        out = F.linear(act, self._shared_down).float()
+        act = self._activate(multiply(x, self._shared_gate_up))
+        out = multiply(act, self._shared_down).float()
         if tensors.shared_gate is None:
             return out
         return torch.sigmoid(x.float() @ tensors.shared_gate.float().t()) * out

@@ -5,8 +5,10 @@ calls as possible.
 """
 
 import math
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,9 +20,46 @@ Linear = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
 Norm = Callable[[Tensor], Tensor]  # [tokens, size] -> the same
 
 
+WIDENED_AT_ONCE = 1 << 22  # numbers of a weight
+
+
 def has_onednn() -> bool:
     """Whether this torch has oneDNN and the CPU can use it."""
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+@cache
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has matrix products of this dtype for this CPU; if not, torch's own loops take
+    100 to 300 times as long as fp32."""
+    if dtype == torch.float32:
+        return True
+    if not has_onednn():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # on Arm without SVE, oneDNN accepts fp16 and computes it with its reference loop
+    if platform.machine() == "aarch64" and "SVE" not in torch.backends.cpu.get_cpu_capability():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias.
+
+    Numbers of 16 bits are widened, a part of the weight at a time, if there are no products of
+    their dtype. Besides being slow, bf16 would make torch on Arm warn with a trace of C++ calls and
+    turn oneDNN off for the whole process."""
+    if has_products(x.dtype):
+        return F.linear(x, weight, bias)
+    wide, y = x.float(), x.new_empty(len(x), len(weight))
+    step = max(1, WIDENED_AT_ONCE // weight.shape[1])
+    for start in range(0, len(weight), step):
+        part = slice(start, start + step)
+        y[:, part] = F.linear(
+            wide, weight[part].float(), None if bias is None else bias[part].float()
+        )
+    return y
 
 
 class DenseLinear:
@@ -36,6 +75,7 @@ class DenseLinear:
         self.bias = bias
         self._columns = weight.t()  # made once: with one token even a view costs noticeable time
         self._packed: Tensor | None = None
+        self._is_widened = not has_products(weight.dtype)
 
     def pack(self) -> None:
         """Keep the second copy."""
@@ -48,6 +88,8 @@ class DenseLinear:
                 x, self._packed, self.bias, "none", [], ""
             )
             return packed
+        if self._is_widened:
+            return multiply(x, self.weight, self.bias)
         if self.bias is None:
             return torch.mm(x, self._columns)
         return torch.addmm(self.bias, x, self._columns)
