@@ -1,8 +1,4 @@
-"""`mainstem batch --ray` and Ray Data: skipped with a reason if Ray is not installed.
-
-Ray opens ports on all interfaces: run these tests in a network namespace of their own,
-`unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/batch/test_ray.py`.
-"""
+"""`mainstem batch --ray` and Ray Data: skipped with a reason if Ray is not installed."""
 
 import json
 import os
@@ -28,6 +24,7 @@ from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer
 from tests.batch.test_kill import ROOT
 from tests.batch.test_workers import NUM_ROWS, answer, answers, rows, write
 from tests.fake_llm import patch_loading
+from tests.needs import needs
 from tests.server.running import until
 
 try:
@@ -35,7 +32,7 @@ try:
 except ImportError:
     ray = None
 
-needs_ray = pytest.mark.skipif(ray is None, reason="Ray is not installed: mainstem[ray]")
+needs_ray = needs("ray")
 pytestmark = [
     # Ray leaves sockets and files open until the process ends
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

@@ -22,7 +22,8 @@ from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Int32s
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
-from tests.kv.redis_server import RedisServer, skip_without_server
+from tests.kv.redis_server import RedisServer
+from tests.needs import skip_without
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS, SHORTEST, LONGEST = 50, 64, 2048
@@ -149,7 +150,7 @@ def measure_hit(folder: Path, server: RedisServer, num_tokens: int = 1024) -> Fo
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    skip_without_server()
+    skip_without("redis-server")
     made = RedisServer(tmp_path)
     yield made
     made.stop()

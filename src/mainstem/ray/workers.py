@@ -8,6 +8,7 @@ still running, so that its engine does not wait for rows.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -209,6 +210,10 @@ def ray_workers(
 
     Without `num_workers`, there are as many actors as the cluster has GPUs for, and at least one.
     """
+    if address == LOCAL:
+        # listen on 127.0.0.1 only; must be set before Ray is imported, on Linux, too
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, without a warning
     try:
         import ray  # noqa: PLC0415  # an extra
     except ImportError:
