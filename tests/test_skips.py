@@ -38,7 +38,8 @@ def test_a_skip_that_is_not_listed_fails_the_run(
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "tests.skips",
          str(tmp_path / "tests")],
-        cwd=ROOT, env={**kept, **settings, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, text=True, check=False,
+        cwd=ROOT, env={**kept, **settings, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "1 passed, 1 skipped" in done.stdout
     assert done.returncode == (0 if is_allowed else 1)
