@@ -22,13 +22,15 @@ setup: .venv/ready  ## make .venv with everything (torch first, pinned)
 demo: setup  ## answer questions over shared documents, sharing on and off
 	$(BIN)/mainstem demo --out out/demo.jsonl
 
-test: setup lint  ## everything CI runs: lint, types, tests; 10 minutes on 2 quiet cores
+test: setup lint  ## lint, types, tests: 10 minutes on 2 quiet cores
 	$(PYTEST) $(WORKERS) -m "not gpu and not slow and not serial"
 	$(PYTEST) -m "not gpu and not slow and serial"
+	@$(BIN)/python -m tests.needs
 
 test-full: setup lint  ## the long tests too
 	$(PYTEST) $(WORKERS) -m "not gpu and not serial"
 	$(PYTEST) -m "not gpu and serial"
+	@$(BIN)/python -m tests.needs
 
 test-hard: setup  ## make test three times, with busy cores, on one core, as on an older CPU
 	for run in 1 2 3; do $(MAKE) test || exit 1; done

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 
@@ -25,6 +26,11 @@ with suppress(ImportError):  # not on every machine with a GPU
         "any machine", deadline=None
     )  # an example may take long on a busy one
     settings.load_profile("any machine")
+
+# Ray listens on 127.0.0.1 only, and its token is not written to the user's home
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # before Ray is imported
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = token_hex(32)
 
 LONGEST_FIRST = (
     "kernels/test_aot.py",

@@ -1,8 +1,4 @@
-"""`mainstem batch --ray` and Ray Data: skipped with a reason if Ray is not installed.
-
-Ray opens ports on all interfaces: run these tests in a network namespace of their own,
-`unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/batch/test_ray.py`.
-"""
+"""`mainstem batch --ray` and Ray Data: skipped with a reason if Ray is not installed."""
 
 import json
 import os
@@ -10,9 +6,9 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from time import sleep
 from typing import Any
 
@@ -28,6 +24,7 @@ from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer
 from tests.batch.test_kill import ROOT
 from tests.batch.test_workers import NUM_ROWS, answer, answers, rows, write
 from tests.fake_llm import patch_loading
+from tests.needs import needs
 from tests.server.running import until
 
 try:
@@ -35,7 +32,7 @@ try:
 except ImportError:
     ray = None
 
-needs_ray = pytest.mark.skipif(ray is None, reason="Ray is not installed: mainstem[ray]")
+needs_ray = needs("ray")
 pytestmark = [
     # Ray leaves sockets and files open until the process ends
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -44,14 +41,34 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 ON_RAY = ["--ray", "--ray-workers", "2"]
-STEP_S = 0.02
+ROWS_PER_KILL = 100
 
 
-def slow_engine(config: EngineConfig) -> TextEngine:
-    """The engine that actors use; its steps are slow."""
-    engines = FakeEngines(num_pages=512, max_model_len=800)
-    engines.at_step = lambda _: sleep(STEP_S)
-    return engines(config)
+class Pace:
+    """How many rows may be answered so far; actors that are ahead wait before their next step."""
+
+    def __init__(self, folder: Path, output: Path) -> None:
+        self._file, self._output = folder / "pace", output
+        self.allow(ROWS_PER_KILL)
+
+    def allow(self, num_rows: int) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text(str(num_rows))
+        new.rename(self._file)
+
+    def num_answered(self) -> int:
+        return self._output.read_bytes().count(b"\n") if self._output.exists() else 0
+
+    def wait(self) -> None:
+        sleep(0.002)  # so that steps, and not the driver, limit the pace
+        while self.num_answered() >= int(self._file.read_text()):
+            sleep(0.01)
+
+    def open_engine(self, config: EngineConfig) -> TextEngine:
+        """The engine that actors use."""
+        engines = FakeEngines(num_pages=512, max_model_len=800)
+        engines.at_step = lambda _: self.wait()
+        return engines(config)
 
 
 def actor_pids() -> list[int]:
@@ -97,37 +114,37 @@ def test_two_actors_answer_as_one_engine_does(tmp_path: Path) -> None:
     assert len(answers(spread)) == NUM_ROWS + 2
 
 
-def grown(output: Path, over: Event) -> Callable[[], bool]:
-    """Return a check: has the file grown since `grown` was called, or has the job ended?"""
-    size = output.stat().st_size
-    return lambda: output.stat().st_size > size or over.is_set()
-
-
 def check_actor_kills(tmp_path: Path, num_kills: int) -> None:
-    source, output = write(tmp_path / "in.jsonl", rows(150 * num_kills)), tmp_path / "out.jsonl"
-    over, moments = Event(), random.Random(num_kills)
+    """One of two actors is killed at a random row of each hundred. Actors do not begin the next
+    hundred before, so that the job cannot end before all kills."""
+    given = rows(ROWS_PER_KILL * (num_kills + 1))
+    source, output = write(tmp_path / "in.jsonl", given), tmp_path / "out.jsonl"
+    pace, moments = Pace(tmp_path, output), random.Random(num_kills)
     killed: list[int] = []
 
+    def kill_one() -> bool:
+        fresh = [pid for pid in actor_pids() if pid not in killed]
+        if fresh:
+            killed.append(moments.choice(fresh))
+            os.kill(killed[-1], signal.SIGKILL)
+        return bool(fresh)
+
     def kill_some() -> None:
-        until(lambda: output.exists() and output.stat().st_size > 0, within_s=120)
-        while len(killed) < num_kills and not over.is_set():
-            sleep(moments.random())
-            fresh = [pid for pid in actor_pids() if pid not in killed]
-            if fresh and not over.is_set():
-                killed.append(moments.choice(fresh))
-                os.kill(killed[-1], signal.SIGKILL)
-                until(grown(output, over), 120)
+        for kill in range(num_kills):
+            point = int(ROWS_PER_KILL * (kill + moments.random()))
+            until(lambda: pace.num_answered() > point, within_s=120)  # noqa: B023  # called here
+            until(kill_one, within_s=120)
+            pace.allow(ROWS_PER_KILL * (kill + 2) if kill < num_kills - 1 else len(given) + 1)
 
     killer = Thread(target=kill_some)
     killer.start()
     argv = [str(source), "-o", str(output), "--no-progress", "--window-mib", "64", *ON_RAY]
-    status = main(argv, slow_engine, lambda _: a_tokenizer())
-    over.set()
+    status = main(argv, pace.open_engine, lambda _: a_tokenizer())
     killer.join()
-    assert status == 0
-    assert len(killed) == num_kills, "the job ended before all kills"
+    assert len(killed) == num_kills
     found = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
-    assert sorted(found) == sorted(row["custom_id"] for row in rows(150 * num_kills))
+    assert sorted(found) == sorted(row["custom_id"] for row in given)
+    assert status == 0
     alone = tmp_path / "alone.jsonl"
     assert answer(source, alone) == 0
     assert answers(output) == answers(alone)

@@ -1,6 +1,5 @@
 """A real redis-server on a free port, and a proxy that delays bytes and cuts connections."""
 
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,18 +11,9 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from time import monotonic, sleep
 
-import pytest
-
 from mainstem.kv.bytes.line import Address, Line, LineError, Reply
 
 CHUNK = 1 << 18
-
-
-def skip_without_server() -> None:
-    """Skip a test if there is no redis-server, or no client for it."""
-    pytest.importorskip("redis", reason="needs the client: pip install 'mainstem[remote]'")
-    if shutil.which("redis-server") is None:
-        pytest.skip("needs redis-server on PATH")
 
 
 def free_port() -> int:

@@ -29,8 +29,9 @@ from mainstem.kv.tier import Answer, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import DistantLink
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import fake_answer
-from tests.kv.redis_server import Proxy, RedisServer, free_port, skip_without_server
+from tests.kv.redis_server import Proxy, RedisServer, free_port
 from tests.kv.tiered import REMOTE, Tiered, a_tiered_engine
+from tests.needs import skip_without
 
 PROMPT = list(range(40))
 PAGE = 256
@@ -39,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    skip_without_server()
+    skip_without("redis-server")
     (tmp_path / "redis").mkdir()
     made = RedisServer(tmp_path / "redis")
     yield made
@@ -138,7 +139,8 @@ def test_pages_are_exchanged_over_a_unix_socket(server: RedisServer) -> None:
 
 
 def test_pages_are_exchanged_over_tls(tmp_path: Path) -> None:
-    skip_without_server()
+    skip_without("redis-server")
+    skip_without("openssl")
     certificate, private = tmp_path / "server.crt", tmp_path / "server.key"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
@@ -187,7 +189,6 @@ def test_bad_addresses_are_refused(url: str, words: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
 def test_a_certificate_must_name_the_host(scheme: str) -> None:
-    pytest.importorskip("redis")
     connection: Any = Line(Address(f"{scheme}://host"))._connection
     assert connection.check_hostname
 
@@ -512,7 +513,7 @@ def write_one(server: RedisServer) -> str | None:
 
 
 def test_a_cluster_is_reported_as_unsupported(tmp_path: Path) -> None:
-    skip_without_server()
+    skip_without("redis-server")
     server = RedisServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
     try:
         assert write_one(server) == "clusters are not supported"

@@ -1,6 +1,7 @@
 """How the round trip to a server changes the time to the first token, with a real model.
 
-This takes long: 90,000 tokens of prompts on a CPU. Run as a script, it prints its measurements.
+Run as a script, this prints its measurements: 90,000 tokens of prompts, minutes on a CPU. The test
+has a fifth of them.
 """
 
 import subprocess
@@ -22,10 +23,12 @@ from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Int32s
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
-from tests.kv.redis_server import RedisServer, skip_without_server
+from tests.kv.redis_server import RedisServer
+from tests.needs import skip_without
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_REQUESTS, SHORTEST, LONGEST = 50, 64, 2048
+FEW_REQUESTS, RATHER_LONG = 20, 1024  # of the test
 NEW = 16  # tokens after a prefix
 LATENCIES_MS = (1, 10, 100)
 VOCAB = 40_000
@@ -85,12 +88,17 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[Int32s]:
     return [rng.integers(0, VOCAB, length).astype(np.int32) for length in lengths]
 
 
-def measure_traffic(folder: Path, server: RedisServer) -> Found:
+def measure_traffic(
+    folder: Path,
+    server: RedisServer,
+    num_requests: int = NUM_REQUESTS,
+    longest: int = LONGEST,
+) -> Found:
     """Half of the requests find their prefix on the server. Requests are sent one after the other,
     each to an engine without a store and to one engine for each latency, so that the machine is in
     the same state for all engines."""
     rng = np.random.default_rng(0)
-    lengths = np.geomspace(SHORTEST, LONGEST, NUM_REQUESTS).astype(int)
+    lengths = np.geomspace(SHORTEST, longest, num_requests).astype(int)
     rng.shuffle(lengths)
     known = prompts(1, lengths[::2].tolist())
     writer = Asked(folder, server.url)
@@ -149,7 +157,7 @@ def measure_hit(folder: Path, server: RedisServer, num_tokens: int = 1024) -> Fo
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    skip_without_server()
+    skip_without("redis-server")
     made = RedisServer(tmp_path)
     yield made
     made.stop()
@@ -173,7 +181,7 @@ def test_a_prefix_from_a_server_nearby_is_quicker_than_computing_it(
 def test_a_server_at_any_distance_adds_at_most_a_fifth_to_the_mean_time(
     smollm2_folder: Path, server: RedisServer
 ) -> None:
-    found = measure_traffic(smollm2_folder, server)
+    found = measure_traffic(smollm2_folder, server, FEW_REQUESTS, RATHER_LONG)
     for latency_ms in LATENCIES_MS:
         assert found.mean_s(f"{latency_ms} ms") <= 1.2 * found.mean_s("none")
 

@@ -1,8 +1,4 @@
-"""Two replicas under Ray Serve, asked by the stock `openai` client; skipped without Ray.
-
-Ray opens ports on all interfaces: run these tests in a network namespace of their own,
-`unshare -n bash -c 'ip link set lo up; exec "$@"' _ python -m pytest tests/ray_serve`.
-"""
+"""Two replicas under Ray Serve, asked by the stock `openai` client; skipped without Ray."""
 
 import json
 import os
@@ -10,7 +6,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,13 +16,11 @@ import pytest
 from openai import OpenAI
 
 from tests.batch.fake_batch import TEMPLATE, a_tokenizer
+from tests.needs import needs
 from tests.server.running import ADMIN, ALICE, until
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("ray") is None or find_spec("fastapi") is None,
-        reason="Ray Serve is not installed: mainstem[ray]",
-    ),
+    needs("ray"),
     pytest.mark.torch,
     # Ray leaves sockets and files open until the process ends
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -102,7 +95,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "num_cpus": 0.5,
     }
     port = _free_port()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(app(arguments), name="mainstem")

@@ -4,13 +4,14 @@ import base64
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
+
+from tests.needs import find_program
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
@@ -29,10 +30,6 @@ os.dup2(listen, 3)
 os.dup2(answer, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-
-
-def find_chromium() -> str | None:
-    return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Page:
@@ -141,8 +138,10 @@ class Page:
 
 
 @contextmanager
-def browser(chromium: str, profile: Path) -> Iterator[Page]:
+def browser(profile: Path) -> Iterator[Page]:
     """A new browser with an empty profile; it is closed at the end."""
+    chromium = find_program("chromium")
+    assert chromium is not None
     command_read, command_write = os.pipe()
     answer_read, answer_write = os.pipe()
     process = subprocess.Popen(

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server_page.browser import Page, browser, find_chromium
+from tests.needs import skip_without
+from tests.server_page.browser import Page, browser
 
 
 @pytest.fixture(scope="package")
 def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    chromium = find_chromium()
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    with browser(chromium, tmp_path_factory.mktemp("profile")) as made:
+    skip_without("chromium")
+    with browser(tmp_path_factory.mktemp("profile")) as made:
         yield made

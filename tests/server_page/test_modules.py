@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import skip_without
+
 MODULES = Path(__file__).parent / "modules"
 
 
@@ -24,11 +26,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in MODULES.glob("*.mjs")))
 def test_the_tests_of_a_module_pass_in_node(name: str, page: Path) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
+    skip_without("node")
     ran = subprocess.run(
-        [node, "--test", MODULES / f"{name}.mjs"],
+        ["node", "--test", MODULES / f"{name}.mjs"],
         env={**os.environ, "PAGE": str(page)},
         capture_output=True,
         text=True,

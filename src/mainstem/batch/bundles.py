@@ -7,7 +7,7 @@ returned  | rows that workers gave back        any worker takes these first
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from mainstem.core.plan import Int64s, Plan
 from mainstem.plan.cut import cut_plan
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Task:
     """A row for a worker, and the rows that get the same answer."""
 
@@ -31,7 +31,9 @@ class Task:
     copies: list[Row]
     line: Line  # as it was read
     template: int
-    num_losses: int = 0  # number of workers that failed while they had this row
+    num_faults: int = 0  # of engines that live on
+    is_suspect: bool = False  # a worker died while it had this row
+    deaths_alone: list[int] = field(default_factory=list)  # workers that died with only this row
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@
                                           +---- give_back --+--answers--> output
 
 If a worker is lost, the rows it has at that moment go to the others. Each row is in one place at a
-time, and its answer is written once.
+time, and its answer is written once. Rows that a worker died with are tried apart from the others
+(suspects.py).
 """
 
 import asyncio
@@ -23,11 +24,13 @@ from mainstem.batch.job import JobConfig
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow
 from mainstem.batch.rows import Row, error_row, served_row
 from mainstem.batch.summary import Summary
+from mainstem.batch.suspects import Suspects, is_at_fault
 from mainstem.batch.windows import Failure
 from mainstem.wire.errors import WireError
 
 POLL_S = 0.02
-MOST_LOSSES = 5  # after workers failed on a row this many times, the row becomes an error row
+MOST_FAULTS = 5  # after engines failed on a row this many times, the row becomes an error row
+MOST_DEATHS_IN_A_ROW = 20  # of a worker without an answer between them; then it is no longer used
 
 Json = Mapping[str, object]
 
@@ -42,11 +45,17 @@ class Desk:
     def __init__(self, driver: "Driver", worker: int) -> None:
         self._driver = driver
         self._worker = worker
+        self._held: dict[int, Task] = {}  # by line
+        self._num_deaths = 0  # since the last answer
 
     def take(self, is_idle: bool) -> Sequence[Task]:
         """Return the next rows of the worker's share; an idle worker steals from others. The list
-        is empty if there are none now."""
-        return self._driver.take(self._worker, is_idle)
+        is empty if there are none now, or if the worker's rows are tried alone."""
+        if any(task.is_suspect for task in self._held.values()):
+            return ()
+        tasks = self._driver.take(self._worker, is_idle, has_rows=bool(self._held))
+        self._held |= {task.row.line: task for task in tasks}
+        return tasks
 
     def check_model(self, name: str) -> None:
         """Raise WorkerLost unless the worker's model has the same name as that of the others."""
@@ -54,20 +63,39 @@ class Desk:
 
     def answer(self, task: Task, body: Json) -> None:
         """Record the answer to a row; `body` is OpenAI's completion object."""
+        self._drop([task])
+        self._num_deaths = 0
         self._driver.answer(task, body)
 
     def fail(self, task: Task, error: WireError) -> None:
         """Record the error of a row that no worker can answer."""
+        self._drop([task])
         self._driver.fail(task, error)
 
     def give_back(self, tasks: Sequence[Task]) -> None:
         """Put rows back for any worker, without blaming them."""
+        self._drop(tasks)
         self._driver.give_back(tasks)
 
+    def retry(self, task: Task, reason: str) -> None:
+        """Put back a row that the engine failed on and survived. After MOST_FAULTS times it becomes
+        an error row."""
+        self._drop([task])
+        self._driver.retry(task, reason)
+
     def lose(self, tasks: Sequence[Task], reason: str) -> None:
-        """Put back rows whose worker failed, perhaps because of one of them. A row that is lost
-        MOST_LOSSES times becomes an error row."""
-        self._driver.lose(tasks, reason)
+        """Put back running rows whose worker died, perhaps because of one of them. Raises
+        WorkerLost if it dies again and again."""
+        is_alone = len(tasks) == len(self._held) == 1
+        self._drop(tasks)
+        self._driver.lose(self._worker, tasks, is_alone, reason)
+        self._num_deaths += bool(tasks)
+        if self._num_deaths >= MOST_DEATHS_IN_A_ROW:
+            raise WorkerLost(f"it died {MOST_DEATHS_IN_A_ROW} times without an answer ({reason})")
+
+    def _drop(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            del self._held[task.row.line]
 
 
 class Worker(Protocol):
@@ -117,6 +145,8 @@ class Driver:
         self._summary = summary
         self._bar = bar
         self._bundles = Bundles(len(workers))
+        self._suspects = Suspects()
+        self._num_at_work = len(workers)
         self._estimate = LengthEstimate()
         self._num_open = 0  # tasks whose output lines are not written yet
         self._served_model: str | None = None
@@ -134,7 +164,7 @@ class Driver:
         try:
             while not should_stop():
                 self._set_aside(at_work)
-                if not self._bundles:
+                if not self._bundles and not self._suspects:
                     if (window := windows.poll()) is not None:
                         self._take_window(window)
                         continue
@@ -157,6 +187,7 @@ class Driver:
         """Report workers that were lost; raises FileFault if no worker is left."""
         for task in [task for task in at_work if task.done()]:
             worker = at_work.pop(task)
+            self._num_at_work -= 1
             try:
                 task.result()
             except WorkerLost as error:
@@ -183,8 +214,10 @@ class Driver:
 
     # --- what workers do ------------------------------------------------------------------------
 
-    def take(self, worker: int, is_idle: bool) -> Sequence[Task]:
+    def take(self, worker: int, is_idle: bool, has_rows: bool) -> Sequence[Task]:
         """See Desk."""
+        if not has_rows and (group := self._suspects.take(worker, self._num_at_work == 1)):
+            return group
         bundle = self._bundles.take(worker)
         if bundle is None and is_idle:
             bundle = self._bundles.take_from_others()
@@ -200,19 +233,27 @@ class Driver:
 
     def give_back(self, tasks: Sequence[Task]) -> None:
         """See Desk."""
-        self._bundles.give_back(tasks)
+        self._bundles.give_back([task for task in tasks if not task.is_suspect])
+        self._suspects.add_untried([task for task in tasks if task.is_suspect])
 
-    def lose(self, tasks: Sequence[Task], reason: str) -> None:
+    def retry(self, task: Task, reason: str) -> None:
         """See Desk."""
-        kept: list[Task] = []
-        for task in tasks:
-            task.num_losses += 1
-            if task.num_losses < MOST_LOSSES:
-                kept.append(task)
-            else:
-                times = f"workers failed on this row {task.num_losses} times"
-                self.fail(task, WireError(ENGINE_FAILED, f"{times}; the last error: {reason}"))
-        self.give_back(kept)
+        task.num_faults += 1
+        if task.num_faults < MOST_FAULTS:
+            self.give_back([task])
+        else:
+            self._give_up(task, f"engines failed on this row {task.num_faults} times", reason)
+
+    def lose(self, worker: int, tasks: Sequence[Task], is_alone: bool, reason: str) -> None:
+        """See Desk. `is_alone`: the worker had only this row."""
+        if is_alone and is_at_fault(tasks[0], worker):
+            times = f"{len(tasks[0].deaths_alone)} workers died that had only this row"
+            self._give_up(tasks[0], times, reason)
+        else:
+            self._suspects.add(tasks)
+
+    def _give_up(self, task: Task, what: str, reason: str) -> None:
+        self.fail(task, WireError(ENGINE_FAILED, f"{what}; the last error: {reason}"))
 
     def answer(self, task: Task, body: Json) -> None:
         """See Desk."""

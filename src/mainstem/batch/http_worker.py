@@ -176,7 +176,7 @@ class HttpWorker:
             self._waiting.appendleft(task)
             raise OSError(error.message)
         elif reply.status >= FAILED or reply.status == OK:
-            desk.lose([task], error.message)
+            desk.retry(task, error.message)
         else:
             desk.fail(task, error)
 

@@ -128,6 +128,12 @@ class Job:
                 self._summary.is_complete = True
                 return
 
+    @property
+    def started_lines(self) -> list[int]:
+        """Lines of the rows that the engine has now; for any thread."""
+        names = [*self._open.copy(), *self._scored.copy()]
+        return [int(name.partition(".")[0]) for name in names]
+
     def _should_stop_waiting(self) -> bool:
         """Whether to stop waiting; polled while the next window is made."""
         self._bar.show_preparing()

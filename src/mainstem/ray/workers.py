@@ -8,6 +8,7 @@ still running, so that its engine does not wait for rows.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,15 @@ class _Lines:
             yield Line(number, data)
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What an actor reports."""
+
+    rows: list[Mapping[str, object]]  # finished since the last report
+    started: list[int]  # lines that its engine has now
+    wants_more: bool
+
+
 class EngineActor:
     """Answers bundles of lines; a Ray actor is made of it."""
 
@@ -87,16 +97,15 @@ class EngineActor:
         summary = Summary("", "", name)
         bar = JobBar(summary, str, is_shown=False)
         job_config = JobConfig(name, settings.seed)
-        job = Job(engine, self, job_config, summary, lambda: False, bar)
-        Thread(target=self._run, args=(job,), name="job", daemon=True).start()
+        self._job = Job(engine, self, job_config, summary, lambda: False, bar)
+        Thread(target=self._run, name="job", daemon=True).start()
 
     def take(self, lines: Sequence[tuple[int, bytes | None]]) -> None:
         """Take lines to answer, each with its number in the input."""
         self._asked.put(lines)
 
-    def finished(self, wait_s: float) -> tuple[list[Mapping[str, object]], bool]:
-        """Return the rows that were finished since the last call, and whether the actor wants more
-        lines."""
+    def finished(self, wait_s: float) -> Progress:
+        """Return what was done since the last call."""
         rows: list[Mapping[str, object]] = []
         try:
             rows.append(self._answered.get(timeout=wait_s))
@@ -105,15 +114,15 @@ class EngineActor:
         except Empty:
             if self._fault is not None and not rows:
                 raise RuntimeError(f"the engine failed: {self._fault}") from None
-        return rows, self._asked.empty()
+        return Progress(rows, self._job.started_lines, self._asked.empty())
 
     def append(self, row: Mapping[str, object]) -> None:
         """Called by the job with a finished row."""
         self._answered.put(row)
 
-    def _run(self, job: Job) -> None:
+    def _run(self) -> None:
         try:
-            job.run(Ahead(self._windows()))
+            self._job.run(Ahead(self._windows()))
         except BaseException as error:  # `finished` reports it
             self._fault = error
 
@@ -131,6 +140,7 @@ class RayWorker:
         self._actor = actor
         self._name = name
         self._open: dict[str, Task] = {}  # by custom_id
+        self._started: set[int] = set()  # lines that the engine had at the last report
 
     @property
     def name(self) -> str:
@@ -149,7 +159,7 @@ class RayWorker:
                 except exceptions.ActorDiedError as error:
                     raise WorkerLost(_last_line(error)) from None
                 except (exceptions.RayActorError, exceptions.RayTaskError) as error:
-                    desk.lose(self._leave(), _last_line(error))
+                    self._lose(desk, _last_line(error))
                     if monotonic() - last_s > PATIENCE_S:
                         raise WorkerLost(f"no answer for {PATIENCE_S:.0f} s") from None
                     if isinstance(error, exceptions.RayTaskError):
@@ -159,10 +169,11 @@ class RayWorker:
             desk.give_back(self._leave())
 
     async def _step(self, desk: Desk) -> None:
-        rows, wants_more = await self._actor.finished.remote(WAIT_S if self._open else 0.0)
-        for row in rows:
+        found: Progress = await self._actor.finished.remote(WAIT_S if self._open else 0.0)
+        for row in found.rows:
             self._settle(desk, row)
-        if not wants_more:
+        self._started = set(found.started)
+        if not found.wants_more:
             return
         tasks = desk.take(not self._open)
         if tasks:
@@ -180,9 +191,20 @@ class RayWorker:
             return
         error = WireError(*(row["error"][name] for name in ("code", "message", "param")))
         if error.code == ENGINE_FAILED:
-            desk.lose([task], error.message)
+            desk.retry(task, error.message)
         else:
             desk.fail(task, error)
+
+    def _lose(self, desk: Desk, reason: str) -> None:
+        """Give back all rows. Only those that had started may have been the reason, or all of them
+        if the actor died before it reported any."""
+        held = list(self._open.values())
+        started = [task for task in held if task.line.number in self._started] or held
+        for task in started:
+            del self._open[task.row.custom_id]
+        self._started.clear()
+        desk.lose(started, reason)
+        desk.give_back(self._leave())
 
     def _restart(self) -> None:
         import ray  # noqa: PLC0415  # an extra
@@ -209,6 +231,10 @@ def ray_workers(
 
     Without `num_workers`, there are as many actors as the cluster has GPUs for, and at least one.
     """
+    if address == LOCAL:
+        # listen on 127.0.0.1 only; must be set before Ray is imported, on Linux, too
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, without a warning
     try:
         import ray  # noqa: PLC0415  # an extra
     except ImportError:

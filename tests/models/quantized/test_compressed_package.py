@@ -9,11 +9,10 @@ from torch import Tensor
 
 from tests.models.quantized.cases import FLOAT8, compressed_config, ints
 from tests.models.quantized.test_read import OUT, WIDTH, saved, taken
+from tests.needs import reason
 
 pytestmark = pytest.mark.torch
-package: Any = pytest.importorskip(
-    "compressed_tensors", reason="needs the package compressed-tensors, which is not installed"
-)
+package: Any = pytest.importorskip("compressed_tensors", reason=reason("compressed_tensors"))
 
 FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 CASES = {

@@ -1,0 +1,55 @@
+"""Finds the row that makes workers die, by halves.
+
+    a worker dies --> its started rows are suspects --> each half is tried alone --+--> answered
+                                        ^                                          |
+                                        '------ in halves again <--- dies again ---+
+                                                     one row, alone: dies again, and again: at fault
+
+Workers also die by chance, so that one death says little about a row. A row is at fault only if
+workers died MOST_DEATHS_ALONE times while they had no other row. These are different workers if
+possible, because one of them may be broken.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from mainstem.batch.bundles import Task
+
+MOST_DEATHS_ALONE = 3  # of workers that had one row only; then that row is at fault
+
+
+class Suspects:
+    """Rows whose worker died, in groups that are to be tried alone. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._groups: deque[Sequence[Task]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Add rows whose worker died while they were running."""
+        for task in tasks:
+            task.is_suspect = True
+        middle = (len(tasks) + 1) // 2
+        self._groups += [half for half in (tasks[:middle], tasks[middle:]) if half]
+
+    def add_untried(self, tasks: Sequence[Task]) -> None:
+        """Put back a group that was taken and not tried."""
+        if tasks:
+            self._groups.append(tasks)
+
+    def take(self, worker: int, is_only: bool) -> Sequence[Task]:
+        """Return a group for a worker that has no rows, and gets no others meanwhile. A row that
+        this worker was the last to die of is for others, unless this is the only worker."""
+        for place, group in enumerate(self._groups):
+            if is_only or len(group) > 1 or worker not in group[0].deaths_alone[-1:]:
+                del self._groups[place]
+                return group
+        return ()
+
+
+def is_at_fault(task: Task, worker: int) -> bool:
+    """Record that a worker died while it had only this row; returns whether the row is to blame."""
+    task.deaths_alone.append(worker)
+    return len(task.deaths_alone) >= MOST_DEATHS_ALONE
