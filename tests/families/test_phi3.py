@@ -8,6 +8,7 @@ from transformers import Phi3Config
 
 from mainstem.core.config import CacheConfig, EngineConfig, SchedConfig
 from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.load import load_runner
 from mainstem.runner.origin import folder_origin
 from tests.families.equality import CONTEXT, PREFIX_TOKENS, check_family
 from tests.models.checkpoints import SMALL, write_checkpoint
@@ -56,3 +57,17 @@ def test_pages_of_short_and_long_factors_have_different_names(tmp_path: Path) ->
     assert identity(ORIGINAL - 1) == identity(ORIGINAL)
     assert identity(ORIGINAL + 1) == identity(ORIGINAL + 2)
     assert identity(ORIGINAL) != identity(ORIGINAL + 1)
+
+
+def test_a_warning_says_that_short_requests_use_long_factors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(Phi3Config(**longrope(ORIGINAL, num_pairs=4)), tmp_path)
+    cache = CacheConfig(kv_tokens=64)
+    short = EngineConfig(cache=cache, sched=SchedConfig(max_model_len=ORIGINAL))
+    load_runner(folder_origin(tmp_path), short)
+    assert not caplog.messages
+    long = EngineConfig(cache=cache, sched=SchedConfig(max_model_len=ORIGINAL + 1))
+    load_runner(folder_origin(tmp_path), long)
+    (message,) = caplog.messages
+    assert f"--max-model-len {ORIGINAL}" in message

