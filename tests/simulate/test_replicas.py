@@ -10,18 +10,18 @@ import pytest
 
 from mainstem.cli import simulate as cli
 from mainstem.core.errors import ConfigError
-from mainstem.route.router import RouterKind
-from mainstem.simulate.device_pages import DevicePages, PagedTrace
-from mainstem.simulate.replicas import (
+from mainstem.ray.router import RouterKind
+from mainstem_simulate.device_pages import DevicePages, PagedTrace
+from mainstem_simulate.replicas import (
     FleetConfig,
     FleetReport,
     Reference,
     find_reference,
     simulate_fleet,
 )
-from mainstem.simulate.service import ServiceRates
-from mainstem.simulate.trace_records import Trace, TraceFormat, TraceRequest
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate.service import ServiceRates
+from mainstem_simulate.trace_records import Trace, TraceFormat, TraceRequest
+from mainstem_simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 MOONCAKE = DATA / "mooncake_sample.jsonl.gz"

@@ -9,11 +9,11 @@ import pytest
 from mainstem.cli import simulate as cli
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.kv.ranking import PolicyKind
-from mainstem.simulate import plots
-from mainstem.simulate.service import Prices, ServiceRates
-from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
-from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat, TraceRequest
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate import plots
+from mainstem_simulate.service import Prices, ServiceRates
+from mainstem_simulate.simulator import Queue, Report, SimulationConfig, simulate
+from mainstem_simulate.trace_records import ReadOptions, Trace, TraceFormat, TraceRequest
+from mainstem_simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 MOONCAKE = DATA / "mooncake_sample.jsonl.gz"

@@ -22,10 +22,10 @@ from math import log, log2, sqrt
 
 from mainstem.kv.policy import PolicyConfig, TierPolicy
 from mainstem.kv.ranking import PolicyKind
-from mainstem.simulate.plots import CapacityPoint
-from mainstem.simulate.service import GB, ServiceRates
-from mainstem.simulate.simulator import without_garbage_collection
-from mainstem.simulate.trace_records import Trace, TraceRequest
+from mainstem_simulate.plots import CapacityPoint
+from mainstem_simulate.service import GB, ServiceRates
+from mainstem_simulate.simulator import without_garbage_collection
+from mainstem_simulate.trace_records import Trace, TraceRequest
 
 PRECISION = 1.03  # factor between a capacity that misses the target and the one that is found
 PLOTTED_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)

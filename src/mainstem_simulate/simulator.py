@@ -24,8 +24,8 @@ from time import perf_counter
 from mainstem.core.errors import ConfigError
 from mainstem.kv.policy import HEADROOM, HOST, PolicyConfig, TierPolicy
 from mainstem.kv.ranking import PolicyKind
-from mainstem.simulate.service import GB, Prices, ServiceRates
-from mainstem.simulate.trace_records import Trace, TraceRequest
+from mainstem_simulate.service import GB, Prices, ServiceRates
+from mainstem_simulate.trace_records import Trace, TraceRequest
 
 READ_AHEAD_S = 1.0  # pages are prefetched as long as the disk's queue is shorter than this
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mainstem.cli import simulate_replicas
 from mainstem.cli.flag_types import (
     comma_list,
     member_of,
@@ -24,7 +23,15 @@ from mainstem.cli.flag_types import (
     not_negative_count,
     positive_count,
 )
-from mainstem.cli.trace_flags import (
+from mainstem.core.errors import ConfigError
+from mainstem.core.tables import table
+from mainstem.kv.policy import HEADROOM
+from mainstem.kv.ranking import PolicyKind
+from mainstem_simulate import replicas_command
+from mainstem_simulate.plots import plot_reports, require_matplotlib
+from mainstem_simulate.service import Prices, ServiceRates
+from mainstem_simulate.simulator import Queue, Report, SimulationConfig, simulate
+from mainstem_simulate.trace_flags import (
     add_rate_flags,
     add_storage_prices,
     add_trace_flags,
@@ -32,15 +39,8 @@ from mainstem.cli.trace_flags import (
     read_options,
     warn_if_nothing_is_shared,
 )
-from mainstem.core.errors import ConfigError
-from mainstem.core.tables import table
-from mainstem.kv.policy import HEADROOM
-from mainstem.kv.ranking import PolicyKind
-from mainstem.simulate.plots import plot_reports, require_matplotlib
-from mainstem.simulate.service import Prices, ServiceRates
-from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
-from mainstem.simulate.trace_records import Trace
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate.trace_records import Trace
+from mainstem_simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if any(word.partition("=")[0] == "--replicas" for word in words):
-        return simulate_replicas.main(words)
+        return replicas_command.main(words)
     args = parser().parse_args(words)
     if args.plot is not None:
         require_matplotlib()

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.simulate.arrivals import ArrivalProcess
-from mainstem.simulate.trace_records import (
+from mainstem_simulate.arrivals import ArrivalProcess
+from mainstem_simulate.trace_records import (
     MAX_TOKENS,
     Lines,
     ReadOptions,

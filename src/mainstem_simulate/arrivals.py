@@ -44,7 +44,7 @@ def load_think_times(path: Path | None) -> list[float]:
     """Return the shipped times, or the gaps between turns in a file of {"turns": [[first_s,
     last_s]]}."""
     if path is None:
-        table = json.loads((files("mainstem") / "data" / "think_times.json").read_text())
+        table = json.loads((files("mainstem_simulate") / "data" / "think_times.json").read_text())
         return [float(value) for value in table["think_s"]]
     gaps: list[float] = []
     try:

@@ -16,25 +16,25 @@ from time import perf_counter
 
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative_count, positive
-from mainstem.cli.trace_flags import (
-    add_storage_prices,
-    add_trace_flags,
-    kv_bytes_per_token,
-    read_options,
-    warn_if_nothing_is_shared,
-)
 from mainstem.core.errors import InvalidRequest
 from mainstem.kv.ranking import PolicyKind
-from mainstem.simulate.capacity import (
+from mainstem_simulate.capacity import (
     DEFAULT_TTL_S,
     CapacityQuestion,
     CapacityReport,
     curve,
     plan_capacity,
 )
-from mainstem.simulate.plots import plot_capacity, require_matplotlib
-from mainstem.simulate.service import Prices
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate.plots import plot_capacity, require_matplotlib
+from mainstem_simulate.service import Prices
+from mainstem_simulate.trace_flags import (
+    add_storage_prices,
+    add_trace_flags,
+    kv_bytes_per_token,
+    read_options,
+    warn_if_nothing_is_shared,
+)
+from mainstem_simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,23 +19,23 @@ from mainstem.cli.flag_types import (
     positive,
     positive_count,
 )
-from mainstem.cli.trace_flags import (
+from mainstem.core.errors import ConfigError
+from mainstem.core.tables import table
+from mainstem.ray.router import RouterKind
+from mainstem_simulate.device_pages import PagedTrace
+from mainstem_simulate.fleet_plots import plot_fleets
+from mainstem_simulate.plots import require_matplotlib
+from mainstem_simulate.replicas import FleetConfig, FleetReport, find_reference, simulate_fleet
+from mainstem_simulate.service import ServiceRates
+from mainstem_simulate.trace_flags import (
     add_rate_flags,
     add_trace_flags,
     kv_bytes_per_token,
     read_options,
     warn_if_nothing_is_shared,
 )
-from mainstem.core.errors import ConfigError
-from mainstem.core.tables import table
-from mainstem.route.router import RouterKind
-from mainstem.simulate.device_pages import PagedTrace
-from mainstem.simulate.fleet_plots import plot_fleets
-from mainstem.simulate.plots import require_matplotlib
-from mainstem.simulate.replicas import FleetConfig, FleetReport, find_reference, simulate_fleet
-from mainstem.simulate.service import ServiceRates
-from mainstem.simulate.trace_records import Trace
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate.trace_records import Trace
+from mainstem_simulate.traces import read_trace
 
 DEVICE_TOKENS = 1_000_000
 SHARED_GB_PER_S = 10.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.simulate.simulator import Report
+from mainstem_simulate.simulator import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

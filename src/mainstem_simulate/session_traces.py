@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from mainstem.simulate.arrivals import ArrivalProcess
-from mainstem.simulate.trace_records import (
+from mainstem_simulate.arrivals import ArrivalProcess
+from mainstem_simulate.trace_records import (
     MAX_TOKENS,
     Lines,
     Outgrown,

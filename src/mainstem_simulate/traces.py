@@ -24,15 +24,15 @@ from pathlib import Path
 
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import open_plain_or_gzip
-from mainstem.simulate.hash_traces import read_mooncake, read_qwen, read_weka
-from mainstem.simulate.length_traces import (
+from mainstem_simulate.hash_traces import read_mooncake, read_qwen, read_weka
+from mainstem_simulate.length_traces import (
     azure_columns,
     is_servegen,
     read_azure,
     read_servegen,
 )
-from mainstem.simulate.session_traces import read_chitchat, read_sessions
-from mainstem.simulate.trace_records import (
+from mainstem_simulate.session_traces import read_chitchat, read_sessions
+from mainstem_simulate.trace_records import (
     Lines,
     Outgrown,
     ReadOptions,

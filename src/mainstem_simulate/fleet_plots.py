@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mainstem.simulate.plots import new_figure, save_figure
-from mainstem.simulate.replicas import FleetReport
+from mainstem_simulate.plots import new_figure, save_figure
+from mainstem_simulate.replicas import FleetReport
 
 COLOURS = {"affine": "#1f5fa8", "random": "#c8702a", "round-robin": "#5b8c3e"}
 PANELS: tuple[tuple[str, Callable[[FleetReport], float]], ...] = (

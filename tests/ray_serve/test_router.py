@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mainstem.core.errors import ConfigError
-from mainstem.route.holdings import Holdings
-from mainstem.route.router import (
+from mainstem.ray.holdings import Holdings
+from mainstem.ray.router import (
     NoReplica,
     ReplicaState,
     Router,

@@ -9,8 +9,8 @@ from mainstem.checkpoints.hub import config_folder
 from mainstem.cli.flag_types import not_negative, positive, positive_count
 from mainstem.core.config import DType
 from mainstem.runner.kv_size import kv_size
-from mainstem.simulate.service import Prices, ServiceRates
-from mainstem.simulate.trace_records import Outgrown, ReadOptions, Trace, TraceFormat
+from mainstem_simulate.service import Prices, ServiceRates
+from mainstem_simulate.trace_records import Outgrown, ReadOptions, Trace, TraceFormat
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mainstem.core.step import Int64s
-from mainstem.simulate.trace_records import Trace, TraceFormat, TraceRequest
+from mainstem_simulate.trace_records import Trace, TraceFormat, TraceRequest
 
 # smaller pages are joined; of each prompt, half a joined page on average is then not cached
 LEAST_PAGE_TOKENS = 512

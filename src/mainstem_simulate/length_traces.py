@@ -9,7 +9,7 @@ from math import isfinite
 from random import Random
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.simulate.trace_records import Lines, ReadOptions, TraceRequest, fitting, in_order
+from mainstem_simulate.trace_records import Lines, ReadOptions, TraceRequest, fitting, in_order
 
 AZURE_COLUMNS = (
     ("timestamp_ms", "timestamp"),

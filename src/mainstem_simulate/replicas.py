@@ -22,11 +22,11 @@ from time import perf_counter
 from typing import Any
 
 from mainstem.core.errors import ConfigError
-from mainstem.route.router import Router, RouterConfig, RouteRequest, RouterKind, Ticket
-from mainstem.simulate.device_pages import DevicePages, PagedTrace
-from mainstem.simulate.service import GB, ServiceRates
-from mainstem.simulate.simulator import without_garbage_collection
-from mainstem.simulate.trace_records import TraceRequest
+from mainstem.ray.router import Router, RouterConfig, RouteRequest, RouterKind, Ticket
+from mainstem_simulate.device_pages import DevicePages, PagedTrace
+from mainstem_simulate.service import GB, ServiceRates
+from mainstem_simulate.simulator import without_garbage_collection
+from mainstem_simulate.trace_records import TraceRequest
 
 PACES_TRIED = 12
 PACE_STEP = 3.0

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.errors import ConfigError, MainstemError
-from mainstem.route.holdings import Holdings, PageHash
+from mainstem.ray.holdings import Holdings, PageHash
 
 LOAD_BOUND = 1.25
 FREE_REQUESTS = 2.0
