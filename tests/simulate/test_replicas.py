@@ -8,9 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from mainstem.cli import simulate as cli
 from mainstem.core.errors import ConfigError
 from mainstem.ray.router import RouterKind
+from mainstem_simulate import command as cli
 from mainstem_simulate.device_pages import DevicePages, PagedTrace
 from mainstem_simulate.replicas import (
     FleetConfig,

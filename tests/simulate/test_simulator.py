@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.cli import simulate as cli
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.kv.ranking import PolicyKind
+from mainstem_simulate import command as cli
 from mainstem_simulate import plots
 from mainstem_simulate.service import Prices, ServiceRates
 from mainstem_simulate.simulator import Queue, Report, SimulationConfig, simulate
