@@ -14,8 +14,8 @@ from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem.models.spec import ModelSpec
+from mainstem_bench.shapes import SHAPES
 
 Ids = list[int]
 

@@ -29,13 +29,14 @@ from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.core.step import Int32s, Step, StepResult
 from mainstem.kv.store import KVStore
-from mainstem.models.shapes import SHAPES
-from mainstem.plan.cost import H200, span_floor_s, worth_sharing
+from mainstem.plan.cost import H200, worth_sharing
 from mainstem.plan.planner import PlanConfig
 from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.feed import Feed, Order
+from mainstem_bench.floors import span_floor_s
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.report import line
+from mainstem_bench.shapes import SHAPES
 from mainstem_bench.step_trace import StepTrace
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
 

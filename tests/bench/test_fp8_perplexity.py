@@ -14,7 +14,7 @@ from mainstem.models.cpu.decoder import Decoder, load_decoder
 from mainstem.models.cpu.layers import DenseLinear, Linear, Mlp, Norm, RmsNorm, norm_scale
 from mainstem.models.families import read_spec
 from mainstem.models.weights import Checkpoint
-from mainstem.runner.perplexity import perplexity
+from mainstem_bench.perplexity import perplexity
 
 TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
 QUANTIZED = ("qkv", "out", "gate_up", "down")  # the same as on a card

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from mainstem.models.cpu.decoder import load_decoder, pack
 from mainstem.models.cpu.quantize import quantize_decoder
 from mainstem.models.families import read_spec
-from mainstem.runner.perplexity import perplexity
+from mainstem_bench.perplexity import perplexity
 from tests.models.checkpoints import VOCAB, make_checkpoint
 
 TEXT = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"

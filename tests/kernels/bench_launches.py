@@ -32,12 +32,12 @@ from mainstem.models.block import OpenGate
 from mainstem.models.gpu import experts
 from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
-from mainstem.models.shapes import SHAPES
 from mainstem.models.weights import RandomWeights, part_shape
 from mainstem.runner.gpu import _one_key_each
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_inputs import InputBuffers
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem_bench.shapes import SHAPES
 from tests.kernels.no_launch import NoLaunch
 
 CPU = torch.device("cpu")

@@ -24,11 +24,11 @@ from mainstem.core.config import (
     StorePolicy,
 )
 from mainstem.engine.build import with_chunk
-from mainstem.models.shapes import SHAPES
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
 from mainstem_bench.policies import Room, Turns, made_up, measure, with_room
 from mainstem_bench.session_engine import Bench, Sessions
+from mainstem_bench.shapes import SHAPES
 
 REPEATS = 3
 # read buffers, in layers; all: a sequence starts when all its layers are loaded
