@@ -20,7 +20,7 @@ from mainstem.core.events import StepFinished
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
 from mainstem.llm import LLM
-from tests.batch.fake_batch import EOS_ID, FakeEngines, a_tokenizer
+from tests.fake_engines import EOS_ID, FakeEngines, a_tokenizer
 from tests.fake_llm import a_fake_llm, patch_loading
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)

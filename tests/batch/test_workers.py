@@ -17,8 +17,8 @@ from mainstem.batch.bundles import Bundle, Bundles, Task
 from mainstem.cli.batch import main
 from mainstem.cli.batch_workers import join_ray_address
 from mainstem.core.errors import ConfigError
-from tests.batch.fake_batch import FakeEngines, a_tokenizer
 from tests.batch.test_kill import SOME_FAILED, essences, run, write_input
+from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server.checked_serve import SLOW_STEP_S
 from tests.server.process import a_process
 from tests.server.running import ALICE, Running, a_server, until
