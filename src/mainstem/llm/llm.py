@@ -1,280 +1,39 @@
 """LLM: the engine for scripts, with the names vLLM users know (docs/python.md)."""
 
-from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
-from pathlib import Path
-from threading import Lock, RLock
-from typing import NoReturn, Self
+from threading import RLock
+from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
-from mainstem.checkpoints.fetch import fetch_model
-from mainstem.checkpoints.progress import StageBar
-from mainstem.core.config import EngineConfig, Share, with_arguments
-from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
-from mainstem.core.events import EventBus
+from mainstem.core.config import EngineConfig, Share
+from mainstem.core.errors import AnswerFailed, InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.metrics import Counters
-from mainstem.core.plan import Prompts
-from mainstem.core.request import (
-    Delivery,
-    Grammar,
-    Overflow,
-    Request,
-    SamplingParams,
-    id_array,
-)
+from mainstem.core.request import Delivery, Overflow, Request, SamplingParams, id_array
 from mainstem.core.step import Int32s
-from mainstem.core.vllm_names import own_arguments
-from mainstem.engine.build import build_engine
-from mainstem.plan.order import shared_with_next
-from mainstem.plan.planner import plan_prompts
+from mainstem.llm.loaded import LoadedModel, ReadyPrompt, overflow_policy
+from mainstem.llm.steps import SharedSteps
 from mainstem.text.control_tokens import without_marks
-from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.prompts import (
     Context,
     Conversation,
-    Message,
     OnError,
     Refusals,
     ScriptPrompt,
-    is_conversation,
     listed_choices,
     listed_contexts,
     listed_conversations,
     listed_params,
     listed_prompts,
     listed_sessions,
-    read_conversation,
-    read_prompt,
 )
-from mainstem.text.results import (
-    AnswerPiece,
-    RequestOutput,
-    add_piece,
-    empty_result,
-    piece_of,
-)
-from mainstem.text.scoring import (
-    SCORE_SAMPLING,
-    ContextScoring,
-    ScoreOutput,
-    encode_scoring,
-)
-from mainstem.text.sessions import SessionLimits, Sessions, said_before, spoken_chat
-from mainstem.text.text_engine import TextEngine, TextOutput
-from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
-
-
-class LoadedModel:
-    """A model with its engine and tokenizer: what LLM and AsyncLLM have in common."""
-
-    def __init__(  # noqa: PLR0913  # the settings a script may name, all by keyword
-        self,
-        model: str | Path = "smollm2",
-        *,
-        dtype: str = "auto",
-        device: str = "auto",
-        quantize: str = "none",
-        page_size: int = 16,
-        kv_tokens: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        chunk_tokens: int | None = None,
-        max_seqs: int | None = None,
-        share: str = "reads",
-        span_levels: int | None = None,
-        max_model_len: int | None = None,
-        threads: int | None = None,
-        chat_template: str | Path | None = None,
-        allow_special_tokens: bool = False,
-        deterministic: bool = False,
-        tensor_parallel: int = 1,
-        ranks_on_one_gpu: bool = False,
-        ignore_config_fields: str | Sequence[str] | None = None,
-        seed: int = 0,
-        truncation_ratio: float = 0.5,
-        sink_tokens: int | None = None,
-        host_gb: float | None = None,
-        disk_dir: str | Path | None = None,
-        disk_gb: float = 20.0,
-        remote: str | None = None,
-        remote_gb: float = 20.0,
-        remote_ttl: float = 86400.0,
-        remote_secrets: str | Path | None = None,
-        store_ttl: float | None = None,
-        store_policy: str = "lookahead",
-        store_save: str = "decoding",
-        store_fetch: str = "auto",
-        preload: str = "auto",
-        **others: object,
-    ) -> None:
-        """Settings have the same meaning as the flags of the same names (docs/settings.md).
-        `others` are arguments of vLLM: accepted if they mean the same here, otherwise refused
-        (core/vllm_names.py)."""
-        given = dict(locals())  # all arguments; those removed below are not settings
-        del given["self"], given["others"]
-        config = with_arguments(EngineConfig(), own_arguments(given, others), "LLM")
-        self._connect(config)
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """An LLM from a complete EngineConfig, as the command line makes it."""
-        llm = cls.__new__(cls)
-        llm._connect(config)
-        return llm
-
-    def _connect(self, config: EngineConfig) -> None:
-        with StageBar() as bar:
-            folder, tokenizer = fetch_model(config.model, bar)
-        bus = EventBus()
-        self.counters = Counters().attach(bus)
-        engine = build_engine(folder, config, bus)
-        self.text_engine = TextEngine(engine, tokenizer)
-        self._request_ids = count()
-        self._is_closed = False
-        self._sessions = Sessions(SessionLimits())
-        self._sessions_lock = Lock()
-        self._shares = config.sched.share is not Share.NONE
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled or copied: it holds a model and an engine. "
-            "Make one in each process that needs one, and send prompts and results between them"
-        )
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.text_engine.tokenizer
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer and chat template: `encode`, `decode`, `render_chat`."""
-        return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Default sampling parameters, from the model's generation_config.json."""
-        try:
-            return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
-        except InvalidRequest as error:
-            raise ConfigError(f"{GENERATION_FILE}: {error}; give SamplingParams instead") from None
-
-    def encode_turn(self, session: str | None, text: str) -> list[int]:
-        """Return the ids of a conversation whose text is from `Tokenizer.chat_text`. If it
-        continues `session`, the session's ids are kept: encoding an answer again could give other
-        ids, whose pages are not cached."""
-        with self._sessions_lock:
-            known = None if session is None else self._sessions.find("", session)
-        before = said_before(known, text, self.tokenizer)
-        if known is None or before is None:
-            return self.tokenizer.encode_chat_text(text)
-        rest = self.tokenizer.encode_chat_text(text[len(known.text) :])
-        return [*before.tolist(), *rest]
-
-    def keep_turn(
-        self, session: str | None, text: str, prompt_ids: list[int], output_ids: list[int]
-    ) -> None:
-        """Remember a turn that has ended, for `encode_turn` of the next turn."""
-        if session is not None:
-            said = spoken_chat(text, output_ids, self.tokenizer)
-            token_ids = np.array([*prompt_ids, *output_ids], np.int32)
-            with self._sessions_lock:
-                self._sessions.keep("", session, token_ids, said)
-
-    def _check_open(self) -> None:
-        self.text_engine.engine.check_process()
-        if self._is_closed:
-            raise InvalidRequest("LLM", "is closed")
-
-    def _next_id(self) -> RequestId:
-        return RequestId(f"{next(self._request_ids)}")
-
-    def _compiled(self, sampling: SamplingParams) -> Grammar | None:
-        """The form that answers must have, if any; raises InvalidRequest."""
-        if sampling.grammar is None:
-            return None
-        try:
-            return self.text_engine.grammars.compile(sampling.grammar)
-        except InvalidRequest as error:
-            raise InvalidRequest("structured_outputs", error.reason) from None
-
-    def _turn(
-        self,
-        prompt: ScriptPrompt | Conversation,
-        sampling_params: SamplingParams | None,
-        session: str | None,
-        overflow: Overflow | str | None,
-        delivery: Delivery = Delivery.EACH_STEP,
-    ) -> "Turn":
-        """One prompt or conversation, ready to be submitted; raises InvalidRequest."""
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        (sampling,) = listed_params(sampling_params, 1)
-        (session,) = listed_sessions(session, 1)
-        text: str | None
-        if is_conversation(prompt):
-            text = self.tokenizer.chat_text(read_conversation(prompt))
-            ids = self.encode_turn(session, text)
-        else:
-            given = read_prompt(prompt)
-            if not isinstance(given, str) and any(isinstance(item, str) for item in given):
-                raise InvalidRequest("prompt", "must be one prompt here; open a stream for each")
-            text = given if isinstance(given, str) else None
-            ids = self.tokenizer.encode(given) if isinstance(given, str) else given
-        request = Request(
-            self._next_id(),
-            id_array(ids),
-            sampling,
-            grammar=self._compiled(sampling),
-            delivery=delivery,
-            session=None if session is None else SessionId(session),
-            overflow=_overflow(overflow),
-        )
-        return Turn(request, text, session if is_conversation(prompt) else None, ids)
-
-    def _scoring(
-        self, context: str | list[int] | list[Message], choices: Sequence[str]
-    ) -> ContextScoring:
-        """A context and its choices as tokens; raises InvalidRequest."""
-        prompt: Prompt
-        if isinstance(context, str):
-            prompt = context
-        elif is_conversation(context):
-            prompt = Chat([dict(message) for message in read_conversation(context)])
-        else:
-            ids = [each for each in context if not isinstance(each, Mapping)]
-            prompt = array("i", id_array(ids).tolist())
-        return encode_scoring(self.tokenizer, prompt, choices)
-
-    def _score_requests(self, scoring: ContextScoring) -> list[Request]:
-        return [
-            Request(
-                self._next_id(),
-                id_array(ids),
-                SCORE_SAMPLING,
-                delivery=Delivery.AT_END,
-                scoring=asked,
-            )
-            for ids, asked in scoring.prompts()
-        ]
-
-    def _keep(self, turn: "Turn", output_ids: list[int]) -> None:
-        if turn.text is not None:
-            self.keep_turn(turn.session, turn.text, turn.prompt_ids, output_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A prompt that is ready to be submitted to the engine."""
-
-    request: Request
-    text: str | None  # with marks in a chat (text/control_tokens.py); None: given as ids
-    session: str | None  # the session that keeps the turn after it has ended
-    prompt_ids: list[int]
+from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
+from mainstem.text.scoring import ContextScoring, ScoreOutput
+from mainstem.text.text_engine import TextOutput
 
 
 class LLM(LoadedModel):
@@ -294,8 +53,8 @@ class LLM(LoadedModel):
         # held while answers are made; an RLock, since a signal handler may close the LLM meanwhile
         self._lock = RLock()
         self._is_called = False
-        self._streams: dict[str, deque[TextOutput]] = {}  # news not read yet, by request
-        self._abandoned: deque[str] = deque()  # streams that are no longer read
+        shares = config.sched.share is not Share.NONE
+        self._steps = SharedSteps(self.text_engine, shares, self._check_open)
 
     def generate(
         self,
@@ -323,7 +82,7 @@ class LLM(LoadedModel):
         ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in listed]
         shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
         params = self._params(sampling_params, len(listed))
-        names, policy = listed_sessions(sessions, len(listed)), _overflow(overflow)
+        names, policy = listed_sessions(sessions, len(listed)), overflow_policy(overflow)
         with self._call():
             return self._run(_GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm)
 
@@ -347,7 +106,7 @@ class LLM(LoadedModel):
                 with refusals.at(index):
                     texts[index] = self.tokenizer.chat_text(conversation)
         params = self._params(sampling_params, len(texts))
-        names, policy = listed_sessions(sessions, len(texts)), _overflow(overflow)
+        names, policy = listed_sessions(sessions, len(texts)), overflow_policy(overflow)
         turns = list(zip(names, texts, strict=True))
         with self._call():
             ids: list[list[int] | None] = [None] * len(texts)
@@ -419,19 +178,18 @@ class LLM(LoadedModel):
             turn = self._turn(prompt, sampling_params, session, overflow)
         return self._pieces(turn)
 
-    def _pieces(self, turn: Turn) -> Iterator[AnswerPiece]:
-        request, news = turn.request, deque[TextOutput]()
-        num_open, output_ids = request.sampling.n, list[int]()
+    def _pieces(self, turn: ReadyPrompt) -> Iterator[AnswerPiece]:
+        request, output_ids = turn.request, list[int]()
+        num_open = request.sampling.n
         try:
             with self._call():
-                self._streams[request.request_id] = news
-                self.text_engine.submit(request)
+                news = self._steps.open_stream(request)
             while num_open:
                 while not news:
                     with self._call():
                         assert news or self.text_engine.has_work, "a stream was lost"
                         if not news:
-                            self._step()
+                            self._steps.step()
                 output = news.popleft()
                 if output.fault is not None:
                     raise AnswerFailed(f"the prompt could not be answered: {output.fault}")
@@ -448,38 +206,15 @@ class LLM(LoadedModel):
         """Note that a stream was read to its end, or was closed early. May be called at any time
         and on any thread, since Python closes unused generators. The work is done at once if no
         call is running, otherwise by the next step."""
-        self._abandoned.append(request_id)
+        self._steps.leave_stream(request_id)
         if not self._lock.acquire(blocking=False):
             return
         try:
             if not (self._is_called or self._is_closed):
                 with guarded_interrupts():
-                    self._settle()
+                    self._steps.settle()
         finally:
             self._lock.release()
-
-    def _step(self) -> list[TextOutput]:
-        """Advance the engine by one step. Streams get their outputs; the others are returned."""
-        self._end_abandoned()
-        outputs = self.text_engine.step()
-        if not self._streams:
-            return outputs
-        rest: list[TextOutput] = []
-        for output in outputs:
-            self._streams.get(output.request_id, rest).append(output)
-        return rest
-
-    def _end_abandoned(self) -> None:
-        while self._abandoned:
-            request_id = self._abandoned.popleft()
-            self._streams.pop(request_id, None)
-            self.text_engine.abort(request_id)
-
-    def _settle(self) -> None:
-        """Run the engine until it is idle, unless streams are open."""
-        self._end_abandoned()
-        while self.text_engine.has_work and not self._streams:
-            self._step()
 
     def _params(
         self, given: SamplingParams | Iterable[SamplingParams] | None, number: int
@@ -520,85 +255,64 @@ class LLM(LoadedModel):
     def _run(
         self, given: "_GivenPrompts", refusals: Refusals, use_tqdm: bool
     ) -> list[RequestOutput]:
-        results: list[RequestOutput] = []
-        arrays: dict[int, Int32s] = {}
+        results: dict[str, RequestOutput] = {}
+        indices: dict[str, int] = {}
+        prompts: dict[RequestId, Int32s] = {}
         rows = zip(given.texts, given.ids, given.params, strict=True)
         for index, (text, ids, sampling) in enumerate(rows):
-            results.append(empty_result(self._next_id(), text, ids or [], sampling))
+            request_id = self._next_id()
+            results[request_id] = empty_result(request_id, text, ids or [], sampling)
+            indices[request_id] = index
             if ids is not None:
                 with refusals.at(index):
-                    arrays[index] = id_array(ids)
-        running: dict[str, RequestOutput] = {}
-        try:
-            for index, place in self._order(arrays):
-                result = running[results[index].request_id] = results[index]
-                with refusals.at(index):
-                    self._submit(given, index, result.request_id, arrays[index], place)
-                if index in refusals.reasons:
-                    del running[result.request_id]
-            faults = self._drain(running, use_tqdm)
-        except BaseException:
-            for request_id in running:  # after an error or Ctrl-C nothing may run on
-                self.text_engine.abort(request_id)
-            self._settle()
-            raise
+                    prompts[request_id] = id_array(ids)
+        faults: dict[str, str] = {}
+
+        def submit(request_id: RequestId, place: int | None) -> bool:
+            index = indices[request_id]
+            with refusals.at(index):
+                request = self._request(given, index, request_id, prompts[request_id], place)
+                self.text_engine.submit(request)
+                progress.add(results[request_id])
+                return True
+            return False
+
+        def hear(outputs: list[TextOutput]) -> int:
+            num_ended = 0
+            for output in outputs:
+                result = results[output.request_id]
+                add_piece(result, piece_of(output, self.tokenizer))
+                if output.fault is not None:
+                    faults[output.request_id] = output.fault
+                num_ended += result.finished
+            bar.set_postfix_str(progress.shown(), refresh=False)
+            return num_ended
+
+        with _bar("req", use_tqdm) as bar:
+            progress = _Progress(self.counters, bar)
+            self._steps.run(prompts, submit, hear, bar)
+        listed = [*results.values()]
         for index, reason in refusals.reasons.items():
-            results[index].outputs, results[index].error = [], reason
+            listed[index].outputs, listed[index].error = [], reason
         if faults and refusals.on_error is OnError.RAISE:
-            first = next(index for index, each in enumerate(results) if each.request_id in faults)
-            fault = faults[results[first].request_id]
-            counted = f"{len(faults)} of {len(results)} prompts could not be answered"
-            raise AnswerFailed(f"{counted}; number {first}: {fault}", results)
+            first, fault = min((indices[name], fault) for name, fault in faults.items())
+            counted = f"{len(faults)} of {len(listed)} prompts could not be answered"
+            raise AnswerFailed(f"{counted}; number {first}: {fault}", listed)
         for request_id, fault in faults.items():
-            running[request_id].error = fault
-        return results
+            results[request_id].error = fault
+        return listed
 
-    def _run_scorings(
-        self, scorings: Mapping[int, ContextScoring], refusals: Refusals, use_tqdm: bool
-    ) -> dict[int, str]:
-        """Score all choices; returns the failures by context."""
-        asked: list[tuple[int, int, Request]] = []  # (context, place among its prompts, request)
-        for index, scoring in scorings.items():
-            requests = enumerate(self._score_requests(scoring))
-            asked += [(index, place, request) for place, request in requests]
-        prompts = {row: request.prompt_ids for row, (_, _, request) in enumerate(asked)}
-        running: dict[str, tuple[int, int]] = {}
-        faults: dict[int, str] = {}
-        try:
-            for row, plan_place in self._order(prompts):
-                index, place, request = asked[row]
-                with refusals.at(index):
-                    self.text_engine.submit(replace(request, plan_place=plan_place))
-                    running[request.request_id] = index, place
-            with tqdm(
-                total=len(running), unit="prompt", disable=not use_tqdm, dynamic_ncols=True
-            ) as bar:
-                num_open = len(running)
-                while self.text_engine.has_work and (num_open or not self._streams):
-                    outputs = [each for each in self._step() if each.request_id in running]
-                    for output in outputs:
-                        index, place = running[output.request_id]
-                        if output.fault is not None:
-                            faults[index] = output.fault
-                        elif output.prompt_logprobs is not None:
-                            cached = output.num_cached_tokens
-                            scorings[index].take(place, output.prompt_logprobs, cached)
-                    self._check_open()
-                    num_open -= len(outputs)
-                    bar.update(len(outputs))
-        except BaseException:
-            for request_id in running:  # after an error or Ctrl-C nothing may run on
-                self.text_engine.abort(request_id)
-            self._settle()
-            raise
-        return faults
-
-    def _submit(
-        self, given: "_GivenPrompts", index: int, request_id: str, ids: Int32s, place: int | None
-    ) -> None:
+    def _request(
+        self,
+        given: "_GivenPrompts",
+        index: int,
+        request_id: RequestId,
+        ids: Int32s,
+        place: int | None,
+    ) -> Request:
         session = given.sessions[index]
-        request = Request(
-            RequestId(request_id),
+        return Request(
+            request_id,
             ids,
             given.params[index],
             grammar=self._compiled(given.params[index]),
@@ -607,54 +321,37 @@ class LLM(LoadedModel):
             session=None if session is None else SessionId(session),
             overflow=given.overflow,
         )
-        self.text_engine.submit(request)
 
-    def _order(self, ids: Mapping[int, Int32s]) -> list[tuple[int, int | None]]:
-        """Return the prompts in the order to run, with their plan places. Prompts with a common
-        prefix are neighbours; without sharing, the order is the given one, without places."""
-        if not self._shares or len(ids) < 2:
-            return [(index, None) for index in ids]
-        starts = np.zeros(len(ids) + 1, np.int64)
-        np.cumsum([len(row) for row in ids.values()], out=starts[1:])
-        plan = plan_prompts(Prompts(np.concatenate([*ids.values()]), starts))
-        first, indices = self.text_engine.expect(shared_with_next(plan)), [*ids]
-        return [(indices[row], first + place) for place, row in enumerate(plan.members.tolist())]
+    def _run_scorings(
+        self, scorings: Mapping[int, ContextScoring], refusals: Refusals, use_tqdm: bool
+    ) -> dict[int, str]:
+        """Score all choices; returns the failures by context."""
+        asked: dict[RequestId, tuple[int, int, Request]] = {}  # context, place in it, request
+        for index, scoring in scorings.items():
+            for place, request in enumerate(self._score_requests(scoring)):
+                asked[request.request_id] = index, place, request
+        faults: dict[int, str] = {}
 
-    def _drain(self, results: Mapping[str, RequestOutput], use_tqdm: bool) -> dict[str, str]:
-        """Run steps until everything is answered; returns the failures by request."""
-        counters = self.counters
-        num_prompt = sum(
-            len(result.prompt_token_ids) * len(result.outputs) for result in results.values()
-        )
-        prefilled = counters.computed_tokens + counters.cached_tokens
-        decoded = counters.decoded_tokens
-        faults: dict[str, str] = {}
-        num_open = len(results)
-        with tqdm(
-            total=len(results), unit="req", disable=not use_tqdm, miniters=0, dynamic_ncols=True
-        ) as bar:
-            while self.text_engine.has_work and (num_open or not self._streams):
-                num_finished = 0
-                for output in self._step():
-                    result = results.get(output.request_id)
-                    if result is None:
-                        continue  # the last news of a call that was interrupted
-                    add_piece(result, piece_of(output, self.tokenizer))
-                    if output.fault is not None:
-                        faults[output.request_id] = output.fault
-                    num_finished += result.finished
-                self._check_open()
-                num_open -= num_finished
-                done = min(
-                    num_prompt, counters.computed_tokens + counters.cached_tokens - prefilled
-                )
-                rate = (counters.decoded_tokens - decoded) / max(bar.format_dict["elapsed"], 1e-9)
-                bar.set_postfix_str(
-                    f"{done:,}/{num_prompt:,} prompt tok, {counters.saving_ratio:.0%} saved, "
-                    f"{rate:.0f} tok/s out",
-                    refresh=False,
-                )
-                bar.update(num_finished)
+        def submit(request_id: RequestId, plan_place: int | None) -> bool:
+            index, _, request = asked[request_id]
+            with refusals.at(index):
+                self.text_engine.submit(replace(request, plan_place=plan_place))
+                return True
+            return False
+
+        def hear(outputs: list[TextOutput]) -> int:
+            for output in outputs:
+                index, place, _ = asked[output.request_id]
+                if output.fault is not None:
+                    faults[index] = output.fault
+                elif output.prompt_logprobs is not None:
+                    cached = output.num_cached_tokens
+                    scorings[index].take(place, output.prompt_logprobs, cached)
+            return len(outputs)
+
+        prompts = {name: request.prompt_ids for name, (_, _, request) in asked.items()}
+        with _bar("prompt", use_tqdm) as bar:
+            self._steps.run(prompts, submit, hear, bar)
         return faults
 
 
@@ -669,11 +366,30 @@ class _GivenPrompts:
     overflow: Overflow | None
 
 
-def _overflow(given: Overflow | str | None) -> Overflow | None:
-    """What happens to prompts that are longer than the context window."""
-    if not isinstance(given, str):
-        return given
-    known = [policy.value for policy in Overflow]
-    if given not in known:
-        raise InvalidRequest("overflow", f"must be one of {known}, got {given!r}")
-    return Overflow(given)
+def _bar(unit: str, is_shown: bool) -> "tqdm[Any]":
+    return tqdm(total=0, unit=unit, disable=not is_shown, miniters=0, dynamic_ncols=True)
+
+
+class _Progress:
+    """What a call's bar says besides the number of answers."""
+
+    def __init__(self, counters: Counters, bar: "tqdm[Any]") -> None:
+        self._counters = counters
+        self._bar = bar
+        self._num_prompt = 0  # tokens of all prompts
+        self._prefilled = counters.computed_tokens + counters.cached_tokens
+        self._decoded = counters.decoded_tokens
+
+    def add(self, result: RequestOutput) -> None:
+        self._num_prompt += len(result.prompt_token_ids) * len(result.outputs)
+
+    def shown(self) -> str:
+        counters = self._counters
+        prefilled = counters.computed_tokens + counters.cached_tokens - self._prefilled
+        done = min(self._num_prompt, prefilled)
+        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
+        rate = (counters.decoded_tokens - self._decoded) / seconds
+        return (
+            f"{done:,}/{self._num_prompt:,} prompt tok, {counters.saving_ratio:.0%} saved, "
+            f"{rate:.0f} tok/s out"
+        )
