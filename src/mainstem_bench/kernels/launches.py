@@ -1,6 +1,6 @@
 """How long the host takes to launch a layer, without a card.
 
-`python -m tests.kernels.bench_launches [SHAPE] [TOKENS]`: microseconds that the host needs for a
+`python -m mainstem_bench.kernels.launches [SHAPE] [TOKENS]`: microseconds that the host needs for a
 layer of a model's shape on Hopper, and that Triton needs for each of its launches. Nothing
 is computed: weights are zeros that are never read, products of the vendor's library return at once,
 and the driver's own part of a launch is left out (`no_launch.py`). Each number is the least of
@@ -37,8 +37,8 @@ from mainstem.runner.gpu import _one_key_each
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_inputs import InputBuffers
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem_bench.kernels.no_launch import NoLaunch
 from mainstem_bench.shapes import SHAPES
-from tests.kernels.no_launch import NoLaunch
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 2

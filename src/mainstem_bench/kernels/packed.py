@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Products with packed weights on a card, timed; `test_packed_gpu.py` runs the checks.
 
-`PYTHONPATH=src:. python -m tests.gpu.bench_int4 [--only PART] [--sweep] [--warm I/N]`
+`PYTHONPATH=src:. python -m mainstem_bench.kernels.packed [--only PART] [--sweep] [--warm I/N]`
 
 Prints one line per result: microseconds, GB/s of weights read, TFLOP/s. Copies of the INT4
 weights are used in turn, so that they come from memory. A graph of several products is replayed.
@@ -61,7 +61,7 @@ LIMITS = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 
 
 @dataclass(frozen=True)
-class Arguments:
+class SweepOptions:
     only: str | None
     is_sweep: bool
     part: tuple[int, int] | None
@@ -249,7 +249,7 @@ def show(what: str, us: float, weight_bytes: float, flops: float) -> None:
           f"{flops / us / 1e6:.0f} TFLOP/s", flush=True)  # fmt: skip
 
 
-def tiles_for(tokens: int, args: Arguments) -> Iterator[Tile]:
+def tiles_for(tokens: int, args: SweepOptions) -> Iterator[Tile]:
     """Tiles that hold the tokens and waste few rows, and tiles of 128 tokens or more that divide
     the number of tokens."""
     for tile in _SWEPT if args.is_sweep else TILES:
@@ -258,7 +258,7 @@ def tiles_for(tokens: int, args: Arguments) -> Iterator[Tile]:
             yield tile
 
 
-def bench_int4(args: Arguments) -> None:
+def bench_int4(args: SweepOptions) -> None:
     turn = 0
     for name, (num_out, num_in) in SHAPES.items():
         copies = 1 + _CACHE_BYTES // (num_out * num_in // 2)
@@ -289,7 +289,7 @@ def bench_int4(args: Arguments) -> None:
             show(f"dequantize {name}", us, nbytes + room.nbytes, 0)
 
 
-def bench_experts(args: Arguments) -> None:
+def bench_experts(args: SweepOptions) -> None:
     experts, size, hidden = GPT_OSS.num_experts, GPT_OSS.size, GPT_OSS_HIDDEN
     kinds = {"mxfp4": gpt_oss_layer(PackedKind.MXFP4, 4096), "bf16": gpt_oss_layer(None, 4096)}
     params = 3 * experts * size * hidden
@@ -309,7 +309,7 @@ def bench_experts(args: Arguments) -> None:
                 show(f"experts {name} {tokens} [{tiles_name}]", us, nbytes, flops)
 
 
-def bench_fp8(args: Arguments) -> None:
+def bench_fp8(args: SweepOptions) -> None:
     if args.part is not None:
         return
     for name, (num_out, num_in) in SMALL.items():
@@ -342,7 +342,7 @@ def main() -> None:
     if given.warm is not None:
         index, count = given.warm.split("/")
         part = int(index), int(count)
-    args = Arguments(given.only, given.sweep, part)
+    args = SweepOptions(given.only, given.sweep, part)
     with torch.inference_mode():
         for run in (partial(made, args) for name, made in PARTS.items()
                     if args.only in (None, name)):  # fmt: skip

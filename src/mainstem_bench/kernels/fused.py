@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Kernels around attention on a card: checked against torch, then timed at Llama-8B's shapes.
 
-`PYTHONPATH=src:. python -m tests.gpu.bench_fused [--checks-only] [--json FILE]`
+`PYTHONPATH=src:. python -m mainstem_bench.kernels.fused [--checks-only] [--json FILE]`
 
 Prints one JSON line per result, in microseconds. Inputs are used in turn, so that weights come from
 memory and not from the cache.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mainstem.core.request import SamplingParams
-from mainstem.core.step import SampleBatch, StartedSequence
+from mainstem.core.step import SampleBatch
 from mainstem.kernels.dense import invariant, reference
 from mainstem.kernels.dense.activations import (
     Act,
@@ -44,8 +44,8 @@ from mainstem.kernels.dense.rows import quantize_rows
 from mainstem.kernels.memory import reference as memory_reference
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.sampling.sample import argmax, draw, sample
-from mainstem.runner.sampler import Sampler, choice_of, choose, start_logprobs
-from tests.runner.steps import Seq, Work, a_sample_batch, a_step, some_keys
+from mainstem.runner.sampler import choice_of, choose
+from mainstem_bench.kernels.samples import a_sample_batch, some_keys
 
 EPS = 1e-5
 HIDDEN, MLP, VOCAB = 4096, 14336, 128256
@@ -330,46 +330,6 @@ def _drawer(batch: SampleBatch) -> Callable[[Tensor], Tensor]:
     return lambda logits: run(logits, *settings)
 
 
-def check_sampler_does_not_wait() -> None:
-    """Penalties, bias, masks and draws give the tokens of the CPU's sampler without
-    synchronising."""
-    vocab, rows = 5000, 40
-    settings = [
-        SamplingParams(
-            max_tokens=100,
-            temperature=0.0 if row % 3 else 0.7,
-            repetition_penalty=1.2 if row % 2 else 1.0,
-            frequency_penalty=0.3,
-            min_tokens=5 if row % 4 == 0 else 0,
-            logit_bias={row: 2.0},
-        )
-        for row in range(rows)
-    ]
-    samplers = Sampler(), Sampler(torch.device("cuda"))
-    for row in range(rows):
-        prompt, empty = np.arange(row, row + 30, dtype=np.int32), np.empty(0, np.int32)
-        for sampler in samplers:
-            sampler.start(StartedSequence(row, settings[row], prompt, empty, (2,)))
-    step = a_step([Work(Seq(row, [1], [row], sampling=settings[row]), 1) for row in range(rows)],
-                  4, vocab)  # fmt: skip
-    for index in range(12):
-        logits = some(rows, vocab, dtype=torch.float32, seed=index)
-        torch.cuda.synchronize()
-        right = samplers[0].sample(logits.cpu(), step)
-        torch.cuda.set_sync_debug_mode("error" if index else "default")
-        ids = samplers[1].sample(logits, step)
-        raw = logits[:4].clone()
-        records = start_logprobs(raw, ids[:4], np.array([3, 0, 5, 1], np.int32))
-        torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(ids.cpu(), right)
-        plain = start_logprobs(raw.cpu(), right[:4], np.array([3, 0, 5, 1], np.int32))
-        for mine, theirs in zip(records.resolve(), plain.resolve(), strict=True):
-            assert (mine.token_id, mine.rank, mine.top_ids) == (
-                theirs.token_id, theirs.rank, theirs.top_ids,
-            )  # fmt: skip
-            assert abs(mine.logprob - theirs.logprob) < 1e-4
-
-
 CHECKS: dict[str, Callable[[], None]] = {
     name.removeprefix("check_"): value
     for name, value in list(globals().items())
@@ -398,7 +358,7 @@ def time_us(runs: Sequence[Callable[[], object]], replays: int = 7) -> float:
     return statistics.median(times[2:])
 
 
-class Report:
+class TimingLines:
     """Prints results and keeps them."""
 
     def __init__(self) -> None:
@@ -414,7 +374,7 @@ def over(inputs: Sequence[Tensor], run: Callable[[Tensor], object]) -> list[Call
     return [lambda x=x: run(x) for x in inputs]  # type: ignore[misc]
 
 
-def time_rows(report: Report) -> None:
+def time_rows(report: TimingLines) -> None:
     norm, q_norm, layer = a_norm("rms", HIDDEN), a_norm("rms", 128), a_norm("layer", HIDDEN)
     gemma = a_norm("rms, fp32 gain", HIDDEN)
     for tokens in TOKENS:
@@ -463,7 +423,7 @@ def time_rows(report: Report) -> None:
         )  # fmt: skip
 
 
-def time_sampling(report: Report) -> None:
+def time_sampling(report: TimingLines) -> None:
     for rows in (1, 16, 256, 1000):
         logits = [some(rows, VOCAB, seed=seed) for seed in range(2)]
         report("argmax", rows, floor=logits[0].nbytes / COPY_BYTES_PER_US,
@@ -484,7 +444,7 @@ def time_sampling(report: Report) -> None:
                    **figures)  # fmt: skip
 
 
-def time_products(report: Report) -> None:
+def time_products(report: TimingLines) -> None:
     for name, (num_out, num_in) in LINEARS.items():
         weights = [some(num_out, num_in, seed=seed) for seed in range(3)]
         linears = [Fp8Linear.quantize(weight) for weight in weights]
@@ -537,7 +497,7 @@ def main() -> None:
         except Exception as error:  # the other checks run anyway
             failed += 1
             print(f"check {name}: {type(error).__name__} {error}", flush=True)
-    report = Report()
+    report = TimingLines()
     if not arguments.checks_only:
         with torch.inference_mode():
             for part in (time_rows, time_sampling, time_products):

@@ -1,6 +1,6 @@
 """Mixtures of experts on a card: timed at the shapes of three models, or checked against torch.
 
-`PYTHONPATH=src:. python -m tests.gpu.bench_experts [--checks-only | --sweep] [--seconds 60]
+`PYTHONPATH=src:. python -m mainstem_bench.kernels.experts [--checks-only | --sweep] [--seconds 60]
 [--methods ours,hopper,library] [--json FILE]`
 
 Prints one JSON line per number of tokens, in microseconds:
@@ -19,8 +19,9 @@ steps the weights come from memory, not from the cache. --sweep times other tile
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,7 @@ from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import ExpertSpace, GpuExperts, Linear
 from mainstem.models.packed import Weight, as_tensor
 from mainstem.models.spec import Activation, ExpertsSpec
-from tests.expert_layers import in_dtype
-from tests.gpu.bench_fused import COPY_BYTES_PER_US, Report, off_by, some, time_us
+from mainstem_bench.kernels.fused import COPY_BYTES_PER_US, TimingLines, off_by, some, time_us
 
 TOKENS = (8192, 16, 1, 512, 128, 2048)  # the most informative first
 COPIES = 4  # inputs that are used in turn
@@ -56,18 +56,18 @@ CUDA = torch.device("cuda")
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExpertsShape:
     name: str
     hidden: int
     spec: ExpertsSpec
 
 
-QWEN3 = Shape("qwen3-30b-a3b", 2048, ExpertsSpec(128, 8, 768, Activation.SILU))
-GPT_OSS = Shape(
+QWEN3 = ExpertsShape("qwen3-30b-a3b", 2048, ExpertsSpec(128, 8, 768, Activation.SILU))
+GPT_OSS = ExpertsShape(
     "gpt-oss-20b", 2880, ExpertsSpec(32, 4, 2880, Activation.CLAMPED_SILU, has_bias=True)
 )
-MIXTRAL = Shape("mixtral-8x7b", 4096, ExpertsSpec(8, 2, 14336, Activation.SILU))
-QWEN2 = Shape(
+MIXTRAL = ExpertsShape("mixtral-8x7b", 4096, ExpertsSpec(8, 2, 14336, Activation.SILU))
+QWEN2 = ExpertsShape(
     "qwen1.5-moe-a2.7b",
     2048,
     ExpertsSpec(
@@ -79,7 +79,7 @@ OF_METHOD = {Method.HOPPER: HOPPER, Method.LIBRARY: GROUPED}
 ALL_TILES = (FEW, SOME, MANY, GROUPED, *([HOPPER] if hopper_kernels(CUDA) else []))
 
 
-def some_weights(shape: Shape, is_skewed: bool = False) -> ExpertTensors:
+def some_weights(shape: ExpertsShape, is_skewed: bool = False) -> ExpertTensors:
     """Skewed: later experts have longer router rows and are chosen more often."""
     spec, hidden = shape.spec, shape.hidden
     experts, size, shared = spec.num_experts, spec.size, spec.shared_size
@@ -116,11 +116,13 @@ def invariant_linear(weight: Weight, bias: Tensor | None) -> Linear:
     return lambda x, out: matmul(x, as_tensor(weight), bias, out=out)
 
 
-def a_space(shape: Shape, max_tokens: int) -> ExpertSpace:
+def a_space(shape: ExpertsShape, max_tokens: int) -> ExpertSpace:
     return ExpertSpace.make(shape.spec, shape.hidden, max_tokens, BF16, CUDA)
 
 
-def right_answer(x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: Shape) -> Tensor:
+def right_answer(
+    x: Tensor, tensors: ExpertTensors, space: ExpertSpace, shape: ExpertsShape
+) -> Tensor:
     """The exact output in fp32, of the experts that the kernel chose; check_routing checks the
     choice."""
     spec, routing = shape.spec, space.routing
@@ -197,6 +199,14 @@ def check_layer() -> None:
                     assert apart < 1e-2, f"{shape.name} {tiles} {tokens} tokens: {apart}"
 
 
+def in_dtype(tensors: ExpertTensors, dtype: torch.dtype) -> ExpertTensors:
+    values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    found: dict[str, Any] = {
+        name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)
+    }
+    return replace(tensors, **found)
+
+
 def check_fp32() -> None:
     shape = replace(QWEN2, spec=replace(QWEN2.spec, num_experts=7, size=264))
     wide = in_dtype(some_weights(shape), torch.float32)
@@ -255,7 +265,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 class Timing:
     """One layer of a shape; measures the times of its parts."""
 
-    def __init__(self, shape: Shape, is_skewed: bool) -> None:
+    def __init__(self, shape: ExpertsShape, is_skewed: bool) -> None:
         self.name = f"{shape.name} {'skewed' if is_skewed else 'uniform'}"
         self.shape = shape
         self.tensors = some_weights(shape, is_skewed)
@@ -334,7 +344,7 @@ class Timing:
         }
 
 
-def compare_bits(report: Report) -> None:
+def compare_bits(report: TimingLines) -> None:
     """Whether tiles give the same bits as the tiles of 64 rows of the deterministic setting. If so,
     that setting could use them too."""
     space, tensors = a_space(QWEN3, 2000), some_weights(QWEN3)
@@ -350,7 +360,7 @@ def compare_bits(report: Report) -> None:
     report("same bits as tiles of 64 rows", 2000, **equal)
 
 
-def time_all(report: Report, methods: Sequence[Method], deadline: float) -> None:
+def time_all(report: TimingLines, methods: Sequence[Method], deadline: float) -> None:
     compare_bits(report)
     for shape in SHAPES:
         for is_skewed in (False, True):
@@ -362,7 +372,7 @@ def time_all(report: Report, methods: Sequence[Method], deadline: float) -> None
                 time_one(report, timing, tokens, methods)
 
 
-def time_one(report: Report, timing: Timing, tokens: int, methods: Sequence[Method]) -> None:
+def time_one(report: TimingLines, timing: Timing, tokens: int, methods: Sequence[Method]) -> None:
     spec = timing.shape.spec
     chosen = tiles_of(tokens, timing.shape)
     figures = {"layer": timing.layer_us(tokens, None)}
@@ -376,13 +386,13 @@ def time_one(report: Report, timing: Timing, tokens: int, methods: Sequence[Meth
            **timing.parts_us(tokens, ours_of(tokens, timing.shape), methods))  # fmt: skip
 
 
-def tiles_of(tokens: int, shape: Shape) -> Tiles:
+def tiles_of(tokens: int, shape: ExpertsShape) -> Tiles:
     """The tiles that `choose` chooses."""
     x, spec = torch.empty(1, shape.hidden, dtype=BF16, device=CUDA), shape.spec
     return choose(tokens * spec.top_k, spec.num_experts, x, is_deterministic=False)
 
 
-def ours_of(tokens: int, shape: Shape) -> Tiles:
+def ours_of(tokens: int, shape: ExpertsShape) -> Tiles:
     """The tiles of the method that runs on any card."""
     tiles = tiles_of(tokens, shape)
     return tiles if tiles.method is Method.OURS else MANY
@@ -407,7 +417,7 @@ def other_tiles(tokens: int, spec: ExpertsSpec) -> Iterator[Tiles]:
         )
 
 
-def sweep(report: Report, deadline: float) -> None:
+def sweep(report: TimingLines, deadline: float) -> None:
     timing = Timing(QWEN3, is_skewed=False)
     for tokens in (8192, 16, 1024):
         for tiles in other_tiles(tokens, QWEN3.spec):
@@ -432,7 +442,7 @@ def main() -> None:
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     failed = 0
-    report = Report()
+    report = TimingLines()
     with torch.inference_mode():
         if arguments.checks_only:
             failed = run_checks()
