@@ -51,7 +51,7 @@ WAYS = {  # how prompts are planned; None: not planned
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class JobTrace:
     """One way through the job."""
 
     way: str
@@ -138,7 +138,7 @@ def run(
     outputs: Sequence[int],
     config: SchedConfig,
     way: str,
-) -> Run:
+) -> JobTrace:
     """Run the whole job in virtual time."""
     bus = EventBus()
     counters = Counters().attach(bus)
@@ -166,7 +166,7 @@ def run(
         scheduler.commit(step, StepResult(tokens, {}, ()))
         scheduler.take_outputs()
     scheduler.check()
-    return Run(way, trace, counters.saving_ratio, counters.preemptions)
+    return JobTrace(way, trace, counters.saving_ratio, counters.preemptions)
 
 
 def virtual_s(model: ModelCost, step: Step) -> float:
@@ -187,7 +187,7 @@ def virtual_s(model: ModelCost, step: Step) -> float:
     return flops / H200.flops_per_s + moved / H200.bytes_per_s + attention_s
 
 
-def plot(runs: Sequence[Run], path: Path) -> None:
+def plot(runs: Sequence[JobTrace], path: Path) -> None:
     """Plot tokens per step against time, with decodes below, one row for each way."""
     try:
         from matplotlib import pyplot  # noqa: PLC0415

@@ -30,7 +30,7 @@ from mainstem.kv.ranking import PolicyKind
 from mainstem_simulate import replicas_command
 from mainstem_simulate.plots import plot_reports, require_matplotlib
 from mainstem_simulate.service import Prices, ServiceRates
-from mainstem_simulate.simulator import Queue, Report, SimulationConfig, simulate
+from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
 from mainstem_simulate.trace_flags import (
     add_rate_flags,
     add_storage_prices,
@@ -178,7 +178,7 @@ def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]
     ]
 
 
-def as_json(report: Report, trace: Trace) -> dict[str, object]:
+def as_json(report: SimulationReport, trace: Trace) -> dict[str, object]:
     values = {
         name: round(value, 6) if isinstance(value, float) else value
         for name, value in asdict(report).items()
@@ -186,7 +186,7 @@ def as_json(report: Report, trace: Trace) -> dict[str, object]:
     return {"format": trace.format.value, "can_share": trace.can_share, **values}
 
 
-def as_table(reports: Sequence[Report]) -> str:
+def as_table(reports: Sequence[SimulationReport]) -> str:
     header = (
         "policy", "lookahead", "device GB", "host GB", "disk GB", "hit rate", "device", "DRAM",
         "disk", "unbounded",

@@ -47,7 +47,7 @@ class PagedTrace:
         )
 
 
-class DevicePages:
+class ReplicaPages:
     """An LRU cache of `capacity` pages; the tail of a chain is evicted before its head."""
 
     def __init__(self, capacity: int, num_pages: int) -> None:

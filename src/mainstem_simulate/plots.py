@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem_simulate.simulator import Report
+from mainstem_simulate.simulator import SimulationReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ class CapacityPoint:
     prompt_tokens_per_s: float  # of device time
 
 
-def plot_reports(reports: Sequence[Report], path: Path) -> None:
+def plot_reports(reports: Sequence[SimulationReport], path: Path) -> None:
     """Plot Fig. 21, 22 and 24: the hit rate by policy and storage, split into device, DRAM and
     disk, and the device time."""
     figure = new_figure(11, 4)
@@ -75,7 +75,7 @@ def plot_reports(reports: Sequence[Report], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _sizes(report: Report) -> tuple[float, float, float]:
+def _sizes(report: SimulationReport) -> tuple[float, float, float]:
     return report.device_gb, report.host_gb, report.disk_gb
 
 

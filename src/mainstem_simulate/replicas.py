@@ -23,7 +23,7 @@ from typing import Any
 
 from mainstem.core.errors import ConfigError
 from mainstem.ray.router import Router, RouterConfig, RouteRequest, RouterKind, Ticket
-from mainstem_simulate.device_pages import DevicePages, PagedTrace
+from mainstem_simulate.device_pages import PagedTrace, ReplicaPages
 from mainstem_simulate.service import GB, ServiceRates
 from mainstem_simulate.simulator import without_garbage_collection
 from mainstem_simulate.trace_records import TraceRequest
@@ -128,7 +128,7 @@ def simulate_fleet(trace: PagedTrace, config: FleetConfig, reference: Reference)
 class _Device:
     """One replica: its memory, its queue and its link to the shared tier."""
 
-    def __init__(self, memory: DevicePages) -> None:
+    def __init__(self, memory: ReplicaPages) -> None:
         self.memory = memory
         self.queue: deque[_Visit] = deque()
         self.is_busy = False
@@ -164,9 +164,9 @@ class _Fleet:
         self._trace, self._config, self._pace = trace, config, pace
         self._has_one_memory = has_one_memory
         pages = config.device_tokens // trace.page_tokens
-        common = DevicePages(pages, trace.num_pages)
+        common = ReplicaPages(pages, trace.num_pages)
         self._devices = [
-            _Device(common if has_one_memory else DevicePages(pages, trace.num_pages))
+            _Device(common if has_one_memory else ReplicaPages(pages, trace.num_pages))
             for _ in range(config.num_replicas)
         ]
         rates = config.rates
@@ -181,7 +181,7 @@ class _Fleet:
             ),
         )
         page_bytes = trace.page_tokens * config.kv_bytes_per_token
-        self._shared = DevicePages(int(config.shared_gb * GB / page_bytes), trace.num_pages)
+        self._shared = ReplicaPages(int(config.shared_gb * GB / page_bytes), trace.num_pages)
         self._load_page_s = page_bytes / GB / config.shared_gb_per_s
         self._followers = {
             request.previous: index

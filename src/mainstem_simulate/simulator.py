@@ -87,7 +87,7 @@ class SimulationConfig:
 
 
 @dataclass(slots=True)
-class Report:
+class SimulationReport:
     """The results. Tokens, pages and times count only requests after the warm-up."""
 
     policy: str
@@ -121,7 +121,7 @@ class Report:
     seconds: float = 0.0
 
 
-def simulate(trace: Trace, config: SimulationConfig) -> Report:
+def simulate(trace: Trace, config: SimulationConfig) -> SimulationReport:
     """Serve the whole trace; `seconds` of the report is the run time of the simulation."""
     with without_garbage_collection():
         return _Simulation(trace, config).run()
@@ -199,7 +199,7 @@ class _Simulation:
         self._pages_read = 0
         self._pages_written = 0
         self._counted_from_s = 0.0
-        self._report = Report(
+        self._report = SimulationReport(
             policy=config.policy.value,
             lookahead=self._window,
             host_gb=config.host_gb,
@@ -212,7 +212,7 @@ class _Simulation:
             warmup=config.warmup,
         )
 
-    def run(self) -> Report:
+    def run(self) -> SimulationReport:
         started = perf_counter()
         if self._config.queue is Queue.SATURATED:
             self._run_saturated()
@@ -347,7 +347,7 @@ class _Simulation:
 
     # -- sums ----------------------------------------------------------------------------------
 
-    def _finish(self, seconds: float) -> Report:
+    def _finish(self, seconds: float) -> SimulationReport:
         report, prices = self._report, self._config.prices
         report.requests = len(self._ttfts)
         tokens = max(1, report.prompt_tokens)

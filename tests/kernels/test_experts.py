@@ -31,7 +31,7 @@ from mainstem.kernels.experts.products import (  # noqa: E402
     Tiles,
 )
 from mainstem.kernels.experts.route import (  # noqa: E402
-    Router,
+    ExpertRouter,
     Routing,
     most_tiles,
     route,
@@ -211,7 +211,7 @@ def routed(logits: Tensor, top_k: int, is_normalized: bool, tile_rows: int = 4) 
     """Routes these logits, with the identity as the router."""
     tokens, experts = logits.shape
     routing = Routing.make(experts, top_k, tokens, CPU)
-    router = Router(torch.eye(experts), None, experts, top_k, is_normalized)
+    router = ExpertRouter(torch.eye(experts), None, experts, top_k, is_normalized)
     route(logits, router, routing, tile_rows)
     return routing
 

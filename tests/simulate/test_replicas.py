@@ -11,7 +11,7 @@ import pytest
 from mainstem.core.errors import ConfigError
 from mainstem.ray.router import RouterKind
 from mainstem_simulate import command as cli
-from mainstem_simulate.device_pages import DevicePages, PagedTrace
+from mainstem_simulate.device_pages import PagedTrace, ReplicaPages
 from mainstem_simulate.replicas import (
     FleetConfig,
     FleetReport,
@@ -90,7 +90,7 @@ def test_small_pages_are_joined() -> None:
 
 
 def test_the_device_memory_evicts_like_an_lru_of_chains() -> None:
-    draw, memory = Random(1), DevicePages(30, 400)
+    draw, memory = Random(1), ReplicaPages(30, 400)
     plain: OrderedDict[int, None] = OrderedDict()
     for _ in range(2000):
         start = draw.randrange(10) * 40

@@ -11,7 +11,7 @@ from mainstem.kv.ranking import PolicyKind
 from mainstem_simulate import command as cli
 from mainstem_simulate import plots
 from mainstem_simulate.service import Prices, ServiceRates
-from mainstem_simulate.simulator import Queue, Report, SimulationConfig, simulate
+from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
 from mainstem_simulate.trace_records import ReadOptions, Trace, TraceFormat, TraceRequest
 from mainstem_simulate.traces import read_trace
 
@@ -30,7 +30,7 @@ def a_trace(chains: Sequence[Sequence[int]], gap_s: float = 1.0, output: int = 0
     return Trace(TraceFormat.MOONCAKE, PAGE, requests)
 
 
-def run(trace: Trace, host_pages: int, disk_pages: int = 0, **more: object) -> Report:
+def run(trace: Trace, host_pages: int, disk_pages: int = 0, **more: object) -> SimulationReport:
     gb_per_page = PAGE * KV_BYTES / 1e9
     sizes = {"host_gb": host_pages * gb_per_page + 1e-6, "disk_gb": disk_pages * gb_per_page + 1e-6}
     if not disk_pages:

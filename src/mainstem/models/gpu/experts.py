@@ -29,7 +29,7 @@ from mainstem.kernels.experts.products import (
     gate_up,
     grouped_product,
 )
-from mainstem.kernels.experts.route import Router, Routing, route
+from mainstem.kernels.experts.route import ExpertRouter, Routing, route
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.packed import Unpacked, pack_nibbles
 from mainstem.models.packed import PackedWeight, Weight
@@ -226,11 +226,13 @@ def _hopper_of(
     return None if act.dtype == torch.float32 else kernels.HopperProducts(gate_up, down, act)
 
 
-def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> Router:
+def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> ExpertRouter:
     weight = tensors.router
     if tensors.shared_gate is not None:
         weight = torch.cat((weight, tensors.shared_gate))
-    return Router(weight, tensors.router_bias, spec.num_experts, spec.top_k, spec.is_normalized)
+    return ExpertRouter(
+        weight, tensors.router_bias, spec.num_experts, spec.top_k, spec.is_normalized
+    )
 
 
 def _shared_of(
