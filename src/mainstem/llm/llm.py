@@ -271,8 +271,19 @@ class LLM(LoadedModel):
         def submit(request_id: RequestId, place: int | None) -> bool:
             index = indices[request_id]
             with refusals.at(index):
-                request = self._request(given, index, request_id, prompts[request_id], place)
-                self.text_engine.submit(request)
+                session = given.sessions[index]
+                self.text_engine.submit(
+                    Request(
+                        request_id,
+                        prompts[request_id],
+                        given.params[index],
+                        grammar=self._compiled(given.params[index]),
+                        delivery=Delivery.AT_END,
+                        plan_place=place,
+                        session=None if session is None else SessionId(session),
+                        overflow=given.overflow,
+                    )
+                )
                 progress.add(results[request_id])
                 return True
             return False
@@ -301,26 +312,6 @@ class LLM(LoadedModel):
         for request_id, fault in faults.items():
             results[request_id].error = fault
         return listed
-
-    def _request(
-        self,
-        given: "_GivenPrompts",
-        index: int,
-        request_id: RequestId,
-        ids: Int32s,
-        place: int | None,
-    ) -> Request:
-        session = given.sessions[index]
-        return Request(
-            request_id,
-            ids,
-            given.params[index],
-            grammar=self._compiled(given.params[index]),
-            delivery=Delivery.AT_END,
-            plan_place=place,
-            session=None if session is None else SessionId(session),
-            overflow=given.overflow,
-        )
 
     def _run_scorings(
         self, scorings: Mapping[int, ContextScoring], refusals: Refusals, use_tqdm: bool
