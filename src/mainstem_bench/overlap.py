@@ -14,7 +14,7 @@ from mainstem.core.config import Fetch, Saving
 from mainstem.core.events import StepFinished
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
-from mainstem.runner.copy_engine import Rows
+from mainstem.runner.copy_engine import PitchedRows
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem_bench.session_engine import SessionEngine
 from mainstem_bench.settings import settings
@@ -226,9 +226,9 @@ def measure_grain(bench: SessionEngine) -> Iterator[dict[str, object]]:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     handle = stream.cuda_stream
     ways = {
-        "page": (Rows(width, width, num_pages * width), halves, 1, halves),
-        "layer": (Rows(width, width, num_pages * width), 2, 1, halves),
-        "token": (Rows(row, head, head), shape.num_kv_heads, page_size, 1),
+        "page": (PitchedRows(width, width, num_pages * width), halves, 1, halves),
+        "layer": (PitchedRows(width, width, num_pages * width), 2, 1, halves),
+        "token": (PitchedRows(row, head, head), shape.num_kv_heads, page_size, 1),
     }
     for name, (rows, height, num_tokens, at_once) in ways.items():
         step = height if at_once > 1 else 1

@@ -48,8 +48,7 @@ from mainstem.kernels.experts.combine import _combine_kernel
 from mainstem.kernels.experts.packed import FEW as PACKED_FEW
 from mainstem.kernels.experts.packed import MANY as PACKED_MANY
 from mainstem.kernels.experts.packed import _packed_down_kernel, _packed_gate_up_kernel
-from mainstem.kernels.experts.products import FEW, MANY, _down_kernel, _gate_up_kernel
-from mainstem.kernels.experts.products import Tiles as ExpertTiles
+from mainstem.kernels.experts.products import FEW, MANY, ExpertTiles, _down_kernel, _gate_up_kernel
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
 from mainstem.kernels.hopper import tiles_of
 from mainstem.kernels.memory.append import _rope_append_kernel

@@ -28,7 +28,7 @@ from mainstem.kernels.experts.products import (  # noqa: E402
     HOPPER,
     MANY,
     SOME,
-    Tiles,
+    ExpertTiles,
 )
 from mainstem.kernels.experts.route import (  # noqa: E402
     ExpertRouter,
@@ -53,7 +53,7 @@ from tests.expert_layers import (  # noqa: E402
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
-SMALL = Tiles(Tile(16, 32, 64, warps=4, stages=1), Tile(16, 64, 64, warps=4, stages=1))
+SMALL = ExpertTiles(Tile(16, 32, 64, warps=4, stages=1), Tile(16, 64, 64, warps=4, stages=1))
 # Relative errors. The interpreter truncates bf16 instead of rounding it.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
@@ -67,7 +67,7 @@ def a_layer(
     case: Case,
     tensors: ExpertTensors,
     max_tokens: int,
-    tiles: Tiles | None = SMALL,
+    tiles: ExpertTiles | None = SMALL,
     is_deterministic: bool = False,
 ) -> GpuExperts:
     space = ExpertSpace.make(case.spec, case.hidden, max_tokens, tensors.router.dtype, CPU)
@@ -140,7 +140,7 @@ def test_a_layer_agrees_with_the_reference(name: str) -> None:
 @pytest.mark.parametrize(
     "tiles", [FEW, SOME, MANY, GROUPED], ids=["few", "some", "many", "grouped"]
 )
-def test_all_tiles_and_the_library_agree(tiles: Tiles) -> None:
+def test_all_tiles_and_the_library_agree(tiles: ExpertTiles) -> None:
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(5, case.hidden)
     assert_right(run(a_layer(case, tensors, 5, tiles), x), x, tensors, case.spec)

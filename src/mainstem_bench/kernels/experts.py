@@ -36,8 +36,8 @@ from mainstem.kernels.experts.products import (
     HOPPER,
     MANY,
     SOME,
+    ExpertTiles,
     Method,
-    Tiles,
     down,
     gate_up,
     grouped_product,
@@ -274,12 +274,14 @@ class Timing:
     def inputs(self, tokens: int) -> list[Tensor]:
         return [some(tokens, self.shape.hidden, seed=seed) for seed in range(COPIES)]
 
-    def layer_us(self, tokens: int, tiles: Tiles | None) -> float:
+    def layer_us(self, tokens: int, tiles: ExpertTiles | None) -> float:
         layer = GpuExperts(self.tensors, self.shape.spec, self.space, plain_linear, tiles=tiles)
         out = torch.empty(tokens, self.shape.hidden, dtype=BF16, device="cuda")
         return time_us([lambda x=x: layer(x, out) for x in self.inputs(tokens)])  # type: ignore[misc]
 
-    def parts_us(self, tokens: int, tiles: Tiles, methods: Sequence[Method]) -> dict[str, float]:
+    def parts_us(
+        self, tokens: int, tiles: ExpertTiles, methods: Sequence[Method]
+    ) -> dict[str, float]:
         """Times of the products alone. Their routing is always the same, so weights of small steps
         are in the L2 cache; in `layer_us` they come from memory."""
         spec, routing, tensors = self.shape.spec, self.space.routing, self.tensors
@@ -350,7 +352,7 @@ def compare_bits(report: TimingLines) -> None:
     space, tensors = a_space(QWEN3, 2000), some_weights(QWEN3)
     x = some(2000, QWEN3.hidden)
 
-    def answer(tiles: Tiles) -> Tensor:
+    def answer(tiles: ExpertTiles) -> Tensor:
         layer = GpuExperts(tensors, QWEN3.spec, space, plain_linear, tiles=tiles)
         return layer(x, torch.empty_like(x))
 
@@ -386,25 +388,25 @@ def time_one(report: TimingLines, timing: Timing, tokens: int, methods: Sequence
            **timing.parts_us(tokens, ours_of(tokens, timing.shape), methods))  # fmt: skip
 
 
-def tiles_of(tokens: int, shape: ExpertsShape) -> Tiles:
+def tiles_of(tokens: int, shape: ExpertsShape) -> ExpertTiles:
     """The tiles that `choose` chooses."""
     x, spec = torch.empty(1, shape.hidden, dtype=BF16, device=CUDA), shape.spec
     return choose(tokens * spec.top_k, spec.num_experts, x, is_deterministic=False)
 
 
-def ours_of(tokens: int, shape: ExpertsShape) -> Tiles:
+def ours_of(tokens: int, shape: ExpertsShape) -> ExpertTiles:
     """The tiles of the method that runs on any card."""
     tiles = tiles_of(tokens, shape)
     return tiles if tiles.method is Method.OURS else MANY
 
 
-def other_tiles(tokens: int, spec: ExpertsSpec) -> Iterator[Tiles]:
+def other_tiles(tokens: int, spec: ExpertsSpec) -> Iterator[ExpertTiles]:
     if tokens * spec.top_k / spec.num_experts <= 8:
         for columns, k, warps, stages in (
             (32, 256, 4, 3), (32, 128, 4, 4), (64, 128, 4, 4), (16, 256, 4, 4), (64, 128, 8, 4),
             (32, 256, 4, 4),
         ):  # fmt: skip
-            yield Tiles(
+            yield ExpertTiles(
                 Tile(16, columns, k, warps, stages), Tile(16, 2 * columns, k, warps, stages)
             )
         return
@@ -412,7 +414,7 @@ def other_tiles(tokens: int, spec: ExpertsSpec) -> Iterator[Tiles]:
         (64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4),
         (128, 64, 128, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (256, 64, 64, 8, 3),
     ):  # fmt: skip
-        yield Tiles(
+        yield ExpertTiles(
             Tile(rows, columns, k, warps, stages), Tile(rows, 2 * columns, k, warps, stages)
         )
 

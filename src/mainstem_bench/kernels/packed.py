@@ -27,7 +27,7 @@ from mainstem.kernels.dense.int4 import (
     multiply,
 )
 from mainstem.kernels.dense.nibbles import Nibbles
-from mainstem.kernels.dense.split_columns import Tile
+from mainstem.kernels.dense.split_columns import ColumnTile
 from mainstem.kernels.experts import packed, products
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import ExpertSpace, GpuExperts
@@ -45,7 +45,7 @@ GPT_OSS_HIDDEN = 2880
 CUDA = torch.device("cuda")
 _CACHE_BYTES = 150 << 20  # the copies of a weight together are larger than this
 _SWEPT = tuple(
-    Tile(*sizes)
+    ColumnTile(*sizes)
     for sizes in (
         (64, 8, 4, 4, 6), (64, 8, 4, 6, 4), (64, 8, 4, 3, 6, 2), (64, 8, 4, 3, 4, 2),
         (64, 8, 4, 4, 4, 2), (128, 8, 4, 4, 4), (128, 8, 4, 3, 3, 2), (128, 8, 8, 3, 2, 2),
@@ -249,7 +249,7 @@ def show(what: str, us: float, weight_bytes: float, flops: float) -> None:
           f"{flops / us / 1e6:.0f} TFLOP/s", flush=True)  # fmt: skip
 
 
-def tiles_for(tokens: int, args: SweepOptions) -> Iterator[Tile]:
+def tiles_for(tokens: int, args: SweepOptions) -> Iterator[ColumnTile]:
     """Tiles that hold the tokens and waste few rows, and tiles of 128 tokens or more that divide
     the number of tokens."""
     for tile in _SWEPT if args.is_sweep else TILES:
