@@ -47,7 +47,14 @@ from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import ExpertSpace, GpuExperts, Linear
 from mainstem.models.packed import Weight, as_tensor
 from mainstem.models.spec import Activation, ExpertsSpec
-from mainstem_bench.kernels.fused import COPY_BYTES_PER_US, TimingLines, off_by, some, time_us
+from mainstem_bench.kernels.fused import (
+    COPY_BYTES_PER_US,
+    TimingLines,
+    off_by,
+    run_checks,
+    some,
+    time_us,
+)
 
 TOKENS = (8192, 16, 1, 512, 128, 2048)  # the most informative first
 COPIES = 4  # inputs that are used in turn
@@ -447,7 +454,7 @@ def main() -> None:
     report = TimingLines()
     with torch.inference_mode():
         if arguments.checks_only:
-            failed = run_checks()
+            failed = run_checks(CHECKS)
         elif arguments.sweep:
             sweep(report, deadline)
         else:
@@ -456,18 +463,6 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text("\n".join(report.lines) + "\n")
     raise SystemExit(failed)
-
-
-def run_checks() -> int:
-    failed = 0
-    for name, check in CHECKS.items():
-        try:
-            check()
-            print(f"check {name}: right", flush=True)
-        except Exception as error:  # the other checks run anyway
-            failed += 1
-            print(f"check {name}: {type(error).__name__} {error}", flush=True)
-    return failed
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ memory and not from the cache.
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -484,19 +484,25 @@ def check_tiles_agree() -> None:
 CHECKS["tiles_agree"] = check_tiles_agree
 
 
+def run_checks(checks: Mapping[str, Callable[[], None]]) -> int:
+    """Run all checks, also after one that fails; returns how many failed."""
+    failed = 0
+    for name, check in checks.items():
+        try:
+            check()
+            print(f"check {name}: right", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"check {name}: {type(error).__name__} {error}", flush=True)
+    return failed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checks-only", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    failed = 0
-    for name, check in CHECKS.items():
-        try:
-            check()
-            print(f"check {name}: right", flush=True)
-        except Exception as error:  # the other checks run anyway
-            failed += 1
-            print(f"check {name}: {type(error).__name__} {error}", flush=True)
+    failed = run_checks(CHECKS)
     report = TimingLines()
     if not arguments.checks_only:
         with torch.inference_mode():

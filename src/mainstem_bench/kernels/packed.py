@@ -10,7 +10,6 @@ share.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +33,7 @@ from mainstem.models.gpu.experts import ExpertSpace, GpuExperts
 from mainstem.models.gpu.packed import pack_nibbles
 from mainstem.models.packed import PackedKind, PackedWeight
 from mainstem.models.spec import Activation, ExpertsSpec
+from mainstem_bench.kernels.fused import off_by, some, time_us
 
 SHAPES = {"qkv": (10240, 8192), "out": (8192, 8192), "gate_up": (57344, 8192),
           "down": (8192, 28672)}  # fmt: skip
@@ -67,11 +67,6 @@ class SweepOptions:
     part: tuple[int, int] | None
 
 
-def some(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-
 def some_packed(
     *shape: int,
     group: int = 128,
@@ -99,10 +94,6 @@ def as_nibbles(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Nib
     found = pack_nibbles(weight, dtype)
     assert found is not None
     return found
-
-
-def off_by(found: Tensor, right: Tensor) -> float:
-    return float((found.double() - right.double()).norm() / right.double().norm())
 
 
 def check_int4() -> None:
@@ -222,28 +213,6 @@ CHECKS = {
 }
 
 
-def microseconds(run: Callable[[int], object], copies: int) -> float:
-    """Time of one call: the median over replays of a graph of several."""
-    calls = max(copies, 8)
-    for index in range(copies):
-        run(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(calls):
-            run(index % copies)
-    times: list[float] = []
-    for _ in range(7):
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times[1:])
-
-
 def show(what: str, us: float, weight_bytes: float, flops: float) -> None:
     print(f"{what}: {us:.1f} us, {weight_bytes / us / 1e3:.0f} GB/s, "
           f"{flops / us / 1e6:.0f} TFLOP/s", flush=True)  # fmt: skip
@@ -256,6 +225,11 @@ def tiles_for(tokens: int, args: SweepOptions) -> Iterator[ColumnTile]:
         fits = tile.tokens >= tokens and (tile.tokens < 2 * tokens or tile.tokens <= 16)
         if fits or (tokens > tile.tokens >= 128 and tokens % tile.tokens == 0):
             yield tile
+
+
+def microseconds(run: Callable[[int], object], copies: int) -> float:
+    """Time of one call; `run` gets the number of the copy to use."""
+    return time_us([partial(run, index % copies) for index in range(max(copies, 8))])
 
 
 def bench_int4(args: SweepOptions) -> None:
