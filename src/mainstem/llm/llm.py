@@ -309,8 +309,8 @@ class LLM(LoadedModel):
             first, fault = min((indices[name], fault) for name, fault in faults.items())
             counted = f"{len(faults)} of {len(listed)} prompts could not be answered"
             raise AnswerFailed(f"{counted}; number {first}: {fault}", listed)
-        for request_id, fault in faults.items():
-            results[request_id].error = fault
+        for name, fault in faults.items():
+            results[name].error = fault
         return listed
 
     def _run_scorings(

@@ -69,7 +69,7 @@ class SharedSteps:
     ) -> None:
         """Submit the prompts of a call in the order to run, and step until all have ended. After
         an error or Ctrl-C none of them runs on."""
-        running: set[str] = set()
+        running: set[RequestId] = set()
         try:
             for request_id, place in self._order(prompts):
                 running.add(request_id)
