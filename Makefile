@@ -46,7 +46,7 @@ sanitize:    ## small attention cases under compute-sanitizer, on a CUDA device
 	PYTHONPATH=src:. PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 	  compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu \
 	  tests/gpu/test_span_gpu.py -k "named and (page or depth or prefill)"
-	# not over hopper_*.py: racecheck does not pair the barriers of warps that run different code
+	# not over attention/hopper/*.py: racecheck does not pair the barriers of warps that run different code
 	PYTHONPATH=src:. PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 	  compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu \
 	  tests/gpu/test_span_gpu.py -k "deterministic_setting and (depth or prefill)"

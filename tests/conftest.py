@@ -37,7 +37,7 @@ LONGEST_FIRST = (
     "kernels/test_interpreter.py",
     "runner/test_interpreter.py",
     "metamorphic/test_real_model.py",
-    "runner/test_perplexity.py",
+    "bench/test_perplexity.py",
     "test_llm.py",
 )
 

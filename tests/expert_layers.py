@@ -1,7 +1,6 @@
 """Small mixtures of experts that use every option, and the outputs they must give."""
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,14 +71,6 @@ def some_tensors(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) 
 def some_rows(tokens: int, hidden: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(tokens)
     return torch.randn((tokens, hidden), generator=generator).to(dtype)
-
-
-def in_dtype(tensors: ExpertTensors, dtype: torch.dtype) -> ExpertTensors:
-    values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    found: dict[str, Any] = {
-        name: value.to(dtype) for name, value in values.items() if isinstance(value, Tensor)
-    }
-    return replace(tensors, **found)
 
 
 def right_answer(x: Tensor, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor:

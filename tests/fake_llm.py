@@ -9,7 +9,7 @@ from mainstem.checkpoints.progress import Progress
 from mainstem.core.config import ModelConfig
 from mainstem.llm import LLM
 from mainstem.text.tokenizer import Tokenizer
-from tests.batch.fake_batch import FakeEngines, a_tokenizer
+from tests.fake_engines import FakeEngines, a_tokenizer
 
 
 def a_fake_llm(engines: FakeEngines, patch: pytest.MonkeyPatch) -> LLM:
@@ -30,5 +30,7 @@ def patch_loading(engines: FakeEngines, patch: pytest.MonkeyPatch) -> None:
     def fetch(model: ModelConfig, _: Progress) -> tuple[Path, Tokenizer]:
         return Path("fake"), a_tokenizer(allow_special_tokens=model.allow_special_tokens)
 
-    patch.setattr("mainstem.llm.fetch_model", fetch)
-    patch.setattr("mainstem.llm.build_engine", lambda _, config, *__, **___: engines(config).engine)
+    patch.setattr("mainstem.llm.loaded.fetch_model", fetch)
+    patch.setattr(
+        "mainstem.llm.loaded.build_engine", lambda _, config, *__, **___: engines(config).engine
+    )

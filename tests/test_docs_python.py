@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 from tests.fake_llm import patch_loading
 
 ROOT = Path(__file__).resolve().parent.parent

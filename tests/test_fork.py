@@ -10,7 +10,7 @@ PARENT = """
 import asyncio, os, sys, threading
 from pathlib import Path
 import pytest
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 from tests.builders import a_request, run_all
 from tests.fake_llm import a_fake_async_llm, a_fake_llm
 from tests.kv.tiered import a_tiered_engine

@@ -15,8 +15,8 @@ from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
 from mainstem.llm import LLM
 from mainstem.text.grammar import StructuredOutputsParams
-from tests.batch.fake_batch import FakeEngines, expected_text
 from tests.builders import BEYOND
+from tests.fake_engines import FakeEngines, expected_text
 from tests.fake_llm import a_fake_llm
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

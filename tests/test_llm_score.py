@@ -10,7 +10,7 @@ import pytest
 from mainstem import LLM, AnswerFailed, ChoiceScore, InvalidRequest, SamplingParams
 from mainstem.core.step import Step
 from mainstem.text.prompts import Context
-from tests.batch.fake_batch import FakeEngines, a_tokenizer
+from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.fake_llm import a_fake_async_llm, a_fake_llm
 from tests.fakes import fake_logprob
 

@@ -19,7 +19,7 @@ from mainstem.core.step import Step
 from mainstem.llm import LLM
 from mainstem.text.grammar import StructuredOutputsParams
 from mainstem.text.results import AnswerPiece
-from tests.batch.fake_batch import FakeEngines, expected_text
+from tests.fake_engines import FakeEngines, expected_text
 from tests.fake_llm import a_fake_async_llm, a_fake_llm
 
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
@@ -47,7 +47,7 @@ def joined(pieces: list[AnswerPiece]) -> str:
 
 def at_rest(llm: LLM) -> bool:
     llm.text_engine.engine.check()
-    return not (llm.text_engine.has_work or llm._streams or llm._abandoned)
+    return llm._steps.is_idle
 
 
 # --- on the caller's thread ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from mainstem.cli.batch import main
 from mainstem.core.errors import AnswerFailed, EngineLost
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
-from tests.batch.fake_batch import FakeEngines, expected_text
+from tests.fake_engines import FakeEngines, expected_text
 from tests.fake_llm import a_fake_llm
 
 POISON = "longer than whatever any of the others has to say"

@@ -1,4 +1,4 @@
-"""`pip install` installs both packages and every file that they read."""
+"""`pip install` installs all packages and every file that they read."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def packaged() -> set[str]:
     """Every file of the packages, with its name in a wheel."""
-    packages = (SOURCE / "mainstem", SOURCE / "mainstem_bench")
+    packages = [SOURCE / name for name in ("mainstem", "mainstem_bench", "mainstem_simulate")]
     paths = [path for package in packages for path in package.rglob("*") if path.is_file()]
     return {str(path.relative_to(SOURCE)) for path in paths if "__pycache__" not in path.parts}
 
@@ -39,7 +39,7 @@ def test_the_readme_names_every_extra() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_has_both_packages_and_their_data(tmp_path: Path) -> None:
+def test_a_wheel_has_all_packages_and_their_data(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     copy = tmp_path / "copy"
     copy.mkdir()

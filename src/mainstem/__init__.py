@@ -17,6 +17,7 @@ from mainstem.core.errors import (
     UnsupportedModel,
 )
 from mainstem.core.request import SamplingParams
+from mainstem.core.version import __version__
 
 if TYPE_CHECKING:
     from mainstem.async_llm import AsyncLLM
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mainstem.text.scoring import ChoiceScore, ScoreOutput
     from mainstem.text.tokenizer import Tokenizer
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AnswerFailed",

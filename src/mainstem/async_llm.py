@@ -6,8 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from mainstem.core.config import EngineConfig
-from mainstem.core.request import ChooseKept, Delivery, Overflow, Request, SamplingParams
-from mainstem.llm import LoadedModel, Turn
+from mainstem.core.request import Delivery, Overflow, Request, SamplingParams
+from mainstem.llm.loaded import LoadedModel, ReadyPrompt
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.engine_thread import Ended, EngineThread, News
 from mainstem.text.prompts import (
@@ -34,8 +34,8 @@ class AsyncLLM(LoadedModel):
     Coroutines of one or several event loops may call its methods.
     """
 
-    def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
-        super()._connect(config, choose_kept)
+    def _connect(self, config: EngineConfig) -> None:
+        super()._connect(config)
         self._listeners: dict[str, _Listener] = {}  # by request
         self._thread = EngineThread(self.text_engine, self._hand_over)
 
@@ -113,12 +113,12 @@ class AsyncLLM(LoadedModel):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _prepared(self, args: "_Args", delivery: Delivery) -> Turn:
+    async def _prepared(self, args: "_Args", delivery: Delivery) -> ReadyPrompt:
         """Encode the prompt and compile the form on another thread, since both may take a while."""
         self._check_open()
         return await asyncio.to_thread(self._turn, *args, delivery)
 
-    async def _pieces(self, turn: Turn) -> AsyncGenerator[AnswerPiece, None]:
+    async def _pieces(self, turn: ReadyPrompt) -> AsyncGenerator[AnswerPiece, None]:
         num_open, output_ids = turn.request.sampling.n, list[int]()
         async with aclosing(self._news(turn.request)) as outputs:
             async for news in outputs:

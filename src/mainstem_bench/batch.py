@@ -32,7 +32,7 @@ NOT_SHARED = {"span_levels", *(row.argument for row in SETTINGS if row.section =
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BatchPass:
     """One pass over all questions."""
 
     name: str
@@ -134,7 +134,7 @@ def engine_flags(args: argparse.Namespace, left_out: Collection[str] = ()) -> li
     return flags
 
 
-def run(name: str, source: Path, flags: list[str]) -> tuple[Run, dict[str, str]]:
+def run(name: str, source: Path, flags: list[str]) -> tuple[BatchPass, dict[str, str]]:
     """Answer the file once; returns its times and counts, and the text of every answer."""
     out, summary_file = source.with_name(f"{name}.jsonl"), source.with_name(f"{name}.json")
     began_s = process_time()
@@ -150,7 +150,7 @@ def run(name: str, source: Path, flags: list[str]) -> tuple[Run, dict[str, str]]
     for text in out.read_text().splitlines():
         row = json.loads(text)
         answers[row["custom_id"]] = row["response"]["body"]["choices"][0]["text"]
-    done = Run(
+    done = BatchPass(
         name,
         summary["seconds"],
         round(cpu_seconds, 3),
@@ -161,7 +161,7 @@ def run(name: str, source: Path, flags: list[str]) -> tuple[Run, dict[str, str]]
     return done, answers
 
 
-def report(num_requests: int, runs: list[Run]) -> str:
+def report(num_requests: int, runs: list[BatchPass]) -> str:
     header = ["batch", "seconds", "CPU seconds", "requests/s", "prompt tokens computed", "saved"]
     lines = [
         [

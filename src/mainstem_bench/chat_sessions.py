@@ -30,7 +30,7 @@ from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
 from mainstem.text.tokenizer import Tokenizer
-from mainstem_bench.conversations import Conversation, from_file
+from mainstem_bench.conversations import Dialogue, from_file
 from mainstem_bench.settings import empty_folder
 
 Ids = list[int]
@@ -226,7 +226,7 @@ class Chats:
             for i, (session, turn, prompt) in enumerate(todo)
         ]
 
-    def _prompt(self, chat: Conversation, turn: int, before: Asked | None) -> Ids:
+    def _prompt(self, chat: Dialogue, turn: int, before: Asked | None) -> Ids:
         """Return the prompt: the ids of the conversation so far, and the next question in the
         model's format."""
         question = {"role": "user", "content": chat.questions[turn - 1]}
@@ -240,7 +240,7 @@ class Chats:
         return [*before.prompt, *before.answer, *self._tokenizer.encode_plain(rest)]
 
 
-def _choose(work: ChatWork) -> list[Conversation]:
+def _choose(work: ChatWork) -> list[Dialogue]:
     """Choose conversations from all files in turn, each with questions for every turn."""
     files = [
         [chat for chat in from_file(Path(file)) if len(chat.questions) >= work.turns]

@@ -30,7 +30,7 @@ WORDS = """
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Dialogue:
     """The text before the first question, and the questions; the server's answers come between
     them."""
 
@@ -39,7 +39,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DialogueShape:
     """Generated conversations: `groups` system prompts, each shared by many conversations."""
 
     prefix_words: int
@@ -48,7 +48,7 @@ class Shape:
     turns: int = 1
 
 
-def made_up(shape: Shape, seed: int) -> Iterator[Conversation]:
+def made_up(shape: DialogueShape, seed: int) -> Iterator[Dialogue]:
     """Yield generated conversations without end; equal arguments give equal conversations."""
     rng = random.Random(seed)
     prefixes = [" ".join(rng.choices(WORDS, k=shape.prefix_words)) for _ in range(shape.groups)]
@@ -57,10 +57,10 @@ def made_up(shape: Shape, seed: int) -> Iterator[Conversation]:
         if prefix:
             opening = ({"role": "system", "content": prefix},)
         questions = [" ".join(rng.choices(WORDS, k=shape.own_words)) for _ in range(shape.turns)]
-        yield Conversation(opening, tuple(questions))
+        yield Dialogue(opening, tuple(questions))
 
 
-def from_file(path: Path) -> list[Conversation]:
+def from_file(path: Path) -> list[Dialogue]:
     """Read a file, gzipped or not, with one conversation per line, as JSON in any of these shapes:
 
     {"prompt": "..."}                                    one question
@@ -89,29 +89,29 @@ def from_file(path: Path) -> list[Conversation]:
     return found
 
 
-def _conversation(row: dict[str, object]) -> Conversation:
+def _conversation(row: dict[str, object]) -> Dialogue:
     if "prompt" in row:
-        return Conversation((), (_text(row["prompt"]),))
+        return Dialogue((), (_text(row["prompt"]),))
     if "turns" in row:
         opening = ({"role": "system", "content": _text(row["system"])},) if "system" in row else ()
-        return Conversation(opening, tuple(_text(turn) for turn in _some(row["turns"])))
+        return Dialogue(opening, tuple(_text(turn) for turn in _some(row["turns"])))
     if "conversations" in row:
         said = [_fields(each) for each in _some(row["conversations"])]
         asked = [_text(each["value"]) for each in said if each["from"] in ("human", "user")]
-        return Conversation((), tuple(_text(turn) for turn in _some(asked)))
+        return Dialogue((), tuple(_text(turn) for turn in _some(asked)))
     if "body" in row:
         row = _fields(row["body"])
     return _from_messages([_fields(each) for each in _some(row["messages"])])
 
 
-def _from_messages(messages: list[dict[str, object]]) -> Conversation:
+def _from_messages(messages: list[dict[str, object]]) -> Dialogue:
     if messages[-1]["role"] == "user":
         plain = [{"role": _text(m["role"]), "content": _text(m["content"])} for m in messages]
-        return Conversation(tuple(plain[:-1]), (plain[-1]["content"],))
+        return Dialogue(tuple(plain[:-1]), (plain[-1]["content"],))
     system = [_text(m["content"]) for m in messages if m["role"] == "system"]
     asked = [_text(m["content"]) for m in messages if m["role"] == "user"]
     opening = tuple({"role": "system", "content": text} for text in system)
-    return Conversation(opening, tuple(_text(turn) for turn in _some(asked)))
+    return Dialogue(opening, tuple(_text(turn) for turn in _some(asked)))
 
 
 def _text(value: object) -> str:

@@ -16,12 +16,12 @@ from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import submit_all
 from mainstem_bench.machine import Machine
 from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
+from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import shared
 
 NAME = "decode"  # begins the names of requests

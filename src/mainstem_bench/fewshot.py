@@ -41,7 +41,7 @@ EXAMPLE_END = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class FewshotQuestion:
     prompts: dict[int, str]  # by number of examples
     right: int  # which of the LETTERS
 
@@ -79,7 +79,7 @@ class Quality:
     seconds: float
 
 
-def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[Question]:
+def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[FewshotQuestion]:
     """Return a random choice of `count` questions, which is the same in every run."""
     if path is None:
         with shipped("mmlu_few.jsonl.gz") as found:
@@ -93,7 +93,7 @@ def read_questions(path: Path | None, shots: Sequence[int], count: int) -> list[
             heads = {count: _head(subject["prefix"], count) for count in shots}
             for item in subject["items"]:
                 prompts = {count: head + item["q"] for count, head in heads.items()}
-                questions.append(Question(prompts, LETTERS.index(item["a"])))
+                questions.append(FewshotQuestion(prompts, LETTERS.index(item["a"])))
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(str(path), f"line {number}: {error}") from error
     if len(questions) < count:
@@ -167,7 +167,7 @@ def compare(shots: int, share: Share, found: Answers, first: Answers, right: lis
 
 def measure(
     config: EngineConfig,
-    questions: Sequence[Question],
+    questions: Sequence[FewshotQuestion],
     shots: Sequence[int],
     shares: Sequence[Share],
     *,

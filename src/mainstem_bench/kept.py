@@ -39,7 +39,7 @@ class KeptRunner:
 
 
 @dataclass(slots=True)
-class _Loaded:
+class _LoadedRunner:
     given: EngineConfig
     chunk_tokens: int | None
     runner: Runner
@@ -52,7 +52,7 @@ class KeptModel:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._loaded: _Loaded | None = None
+        self._loaded: _LoadedRunner | None = None
 
     def build(
         self,
@@ -81,11 +81,11 @@ class KeptModel:
             self._loaded = None
         free_memory()
 
-    def _load(self, config: EngineConfig) -> _Loaded:
+    def _load(self, config: EngineConfig) -> _LoadedRunner:
         if self._loaded is None or _of_runner(self._loaded.given) != _of_runner(config):
             self.close()
             runner, facts, sized = load_folder(self.folder, config)
-            self._loaded = _Loaded(config, sized.sched.chunk_tokens, runner, facts)
+            self._loaded = _LoadedRunner(config, sized.sched.chunk_tokens, runner, facts)
         return self._loaded
 
 

@@ -21,7 +21,8 @@ from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention import reference
 from mainstem.kernels.attention.window import clip_spans
-from mainstem.plan.cost import H200, Card, Heads, span_floor_s, span_flops
+from mainstem.plan.cost import H200, Card, Heads
+from mainstem_bench.floors import span_floor_s, span_flops
 from mainstem_bench.workloads import (
     AttentionCase,
     Run,

@@ -34,7 +34,7 @@ _SEQUENCES_AT_ONCE = 64  # sequences whose attention is computed together, to sa
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LlamaLayer:
     weights: ByKind[Tensor]  # [out, in]; "first" is gate, then up
     attention_gain: Tensor
     mlp_gain: Tensor
@@ -55,12 +55,12 @@ class Llama:
         rope = self.spec.layers[0].attention.rope
         self._turns = None if rope is None else rotary_table(rope, length).to(device)[:, None]
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: int) -> LlamaLayer:
         tensors = self._reader.layer(index)
         mlp = tensors.mlp
         assert isinstance(mlp, MlpTensors)
         products = {"qkv": tensors.qkv, "out": tensors.out, "first": mlp.first, "down": mlp.down}
-        return Layer(
+        return LlamaLayer(
             {kind: product.dense for kind, product in products.items()},
             _gain(tensors.attention_norm),
             _gain(tensors.mlp_norm),
@@ -74,7 +74,7 @@ class Llama:
         """[sequences, length] -> [tokens, hidden]"""
         return F.embedding(token_ids.reshape(-1), self._embedding)
 
-    def run(self, layer: Layer, weights: ByKind[Tensor], x: Tensor) -> Tensor:
+    def run(self, layer: LlamaLayer, weights: ByKind[Tensor], x: Tensor) -> Tensor:
         """The residual [tokens, hidden] after this layer, with other weights of its products."""
         mixed = self.attend(self.norm(x, layer.attention_gain) @ weights["qkv"].t())
         x = x + mixed @ weights["out"].t()

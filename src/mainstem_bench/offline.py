@@ -21,7 +21,6 @@ from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.quantized.packing import PackedKind
-from mainstem.models.shapes import SHAPES
 from mainstem.models.spec import ModelSpec
 from mainstem_bench.arrivals import run_arrivals
 from mainstem_bench.feed import JobRun, Order, run_job, submit_all
@@ -32,6 +31,7 @@ from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.profile import ProfileWindow
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
+from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
 
 FP8_FLOPS_PER_S = 1297e12  # GEMM on an H200, sustained

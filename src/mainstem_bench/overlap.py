@@ -14,9 +14,9 @@ from mainstem.core.config import Fetch, Saving
 from mainstem.core.events import StepFinished
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
-from mainstem.runner.copy_engine import Rows
+from mainstem.runner.copy_engine import PitchedRows
 from mainstem.runner.gates import LAYERS_AT_ONCE
-from mainstem_bench.session_engine import Bench
+from mainstem_bench.session_engine import SessionEngine
 from mainstem_bench.settings import settings
 
 SAVE_STEPS = 200  # decode steps of a batch while pages of other requests are saved
@@ -31,7 +31,7 @@ JOBS, REPEATS = 2, 2  # jobs one after the other, whose pages are saved; how oft
 SHORT, LONG = 20, 200  # tokens of the jobs' answers; the paper has 20
 
 
-def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object]]:
+def measure_preload(bench: SessionEngine, repeats: int = 8) -> Iterator[dict[str, object]]:
     """Measure the time to the first token of a single returning session for each size of the read
     buffer."""
     bench.warm_up()
@@ -56,7 +56,7 @@ def measure_preload(bench: Bench, repeats: int = 8) -> Iterator[dict[str, object
     bench.engine.change_store(bench.config.store)
 
 
-def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
+def measure_saves(bench: SessionEngine) -> Iterator[dict[str, object]]:
     """Measure decode steps of one batch. From time to time another prompt arrives, whose pages are
     saved during the steps."""
     bench.warm_up()
@@ -100,7 +100,7 @@ def measure_saves(bench: Bench) -> Iterator[dict[str, object]]:
     }
 
 
-def measure_busy(bench: Bench) -> Iterator[dict[str, object]]:
+def measure_busy(bench: SessionEngine) -> Iterator[dict[str, object]]:
     """Measure, for each size of the read buffer, the time to the first token of a batch of sessions
     that returns while a job decodes, and how long the job's tokens are delayed."""
     bench.warm_up()
@@ -136,7 +136,7 @@ def measure_busy(bench: Bench) -> Iterator[dict[str, object]]:
 
 
 @contextmanager
-def _running(bench: Bench, prompts: list[list[int]], output: int) -> Iterator[None]:
+def _running(bench: SessionEngine, prompts: list[list[int]], output: int) -> Iterator[None]:
     """Start a job that decodes in the background."""
     names = [f"job-{index}" for index in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
@@ -151,7 +151,7 @@ def _running(bench: Bench, prompts: list[list[int]], output: int) -> Iterator[No
 
 
 def _return_behind(
-    bench: Bench, histories: list[list[int]], rng: Random, name: str
+    bench: SessionEngine, histories: list[list[int]], rng: Random, name: str
 ) -> tuple[list[float], list[float]]:
     """Return the seconds to the first token of each session, and between the job's tokens in that
     time."""
@@ -177,7 +177,7 @@ def _return_behind(
     return first_s, gaps
 
 
-def measure_saving(bench: Bench) -> Iterator[dict[str, object]]:
+def measure_saving(bench: SessionEngine) -> Iterator[dict[str, object]]:
     """Measure jobs of a batch, one after the other, for each value of --store-save (the paper's
     Fig. 20)."""
     bench.warm_up()
@@ -212,7 +212,7 @@ def measure_saving(bench: Bench) -> Iterator[dict[str, object]]:
     bench.engine.change_store(bench.config.store)
 
 
-def measure_grain(bench: Bench) -> Iterator[dict[str, object]]:
+def measure_grain(bench: SessionEngine) -> Iterator[dict[str, object]]:
     """Compare ways to save a page to host memory: all layers in one copy, one copy per layer, or
     one copy per token and layer as an answer grows. Only with a GPU, whose copy engines do this."""
     if not torch.cuda.is_available():
@@ -226,9 +226,9 @@ def measure_grain(bench: Bench) -> Iterator[dict[str, object]]:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     handle = stream.cuda_stream
     ways = {
-        "page": (Rows(width, width, num_pages * width), halves, 1, halves),
-        "layer": (Rows(width, width, num_pages * width), 2, 1, halves),
-        "token": (Rows(row, head, head), shape.num_kv_heads, page_size, 1),
+        "page": (PitchedRows(width, width, num_pages * width), halves, 1, halves),
+        "layer": (PitchedRows(width, width, num_pages * width), 2, 1, halves),
+        "token": (PitchedRows(row, head, head), shape.num_kv_heads, page_size, 1),
     }
     for name, (rows, height, num_tokens, at_once) in ways.items():
         step = height if at_once > 1 else 1

@@ -11,8 +11,8 @@ from mainstem.models.quantized.packing import (
     Rule,
     rules_for,
 )
-from mainstem.models.shapes import SHAPES
 from mainstem.models.spec import ModelSpec
+from mainstem_bench.shapes import SHAPES
 
 _PLAIN = rules_for(("lm_head", "mlp.gate", "mlp.router", "block_sparse_moe.gate"))
 PACKED = {

@@ -31,13 +31,13 @@ from mainstem.core.tables import table
 from mainstem.engine.build import build_engine, build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.families import read_spec
-from mainstem.models.shapes import SHAPES
 from mainstem.models.spec import ModelSpec
 from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals, arrival_times
 from mainstem_bench.machine import Machine
 from mainstem_bench.replay import read_parts
 from mainstem_bench.report import line, load_average, spread
 from mainstem_bench.settings import empty_folder, random_config, settings
+from mainstem_bench.shapes import SHAPES
 
 MOST_IDS = 30_000  # ids of generated prompts are below this
 WHOLE_S = 1e9  # longer than any pause, so that the record is one part
@@ -233,13 +233,14 @@ def _engine(config: EngineConfig, folder: Path | None) -> Iterator[tuple[Engine,
 
 def _result(answers: Sequence[TimedAnswer], counters: Counters) -> dict[str, object]:
     loaded = counters.loaded_pages
+    num_loaded = sum(loaded.values())
     return {
         "requests": len(answers),
         "seconds": round(max(answer.token_s[-1] for answer in answers), 2),
         **spread("ttft_ms", [answer.first_token_s for answer in answers]),
         "hit_rate": round(counters.saving_ratio, 4),
         "computed_tokens": counters.computed_tokens,
-        "dram_share": round(counters.dram_share, 4),
+        "dram_share": round(loaded["host"] / num_loaded, 4) if num_loaded else 0.0,
         "loaded_host": loaded["host"],
         "loaded_disk": loaded["disk"],
         "prefetched": counters.prefetched_pages,

@@ -37,7 +37,7 @@ HOST_CATEGORIES = ("cpu_op",)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TracedWork:
     """A piece of work in a trace."""
 
     name: str
@@ -58,12 +58,14 @@ def kind_of(name: str) -> str:
     return "other"
 
 
-def read_trace(path: Path) -> list[Work]:
+def read_trace(path: Path) -> list[TracedWork]:
     """Return the device's work in a trace; the operators of the CPU if no other device was used."""
     events = json.loads(path.read_text())["traceEvents"]
     for categories in (DEVICE_CATEGORIES, HOST_CATEGORIES):
         found = [
-            Work(event["name"], (event["pid"], event["tid"]), event["ts"], event.get("dur", 0.0))
+            TracedWork(
+                event["name"], (event["pid"], event["tid"]), event["ts"], event.get("dur", 0.0)
+            )
             for event in events
             if event.get("ph") == "X" and event.get("cat") in categories
         ]
@@ -72,13 +74,13 @@ def read_trace(path: Path) -> list[Work]:
     return []
 
 
-def self_us(works: Iterable[Work]) -> list[tuple[str, float]]:
+def self_us(works: Iterable[TracedWork]) -> list[tuple[str, float]]:
     """Return each piece's own time, without the pieces inside it, and without the time in which a
     kernel that was launched early waits for an earlier kernel to end. Pieces are in order of their
     start; an enclosing piece comes before those inside it.
     """
     spent: list[tuple[str, float]] = []
-    open_works: dict[object, list[tuple[int, Work]]] = defaultdict(list)
+    open_works: dict[object, list[tuple[int, TracedWork]]] = defaultdict(list)
     for work in works:
         stack = open_works[work.lane]
         while stack and stack[-1][1].end_us <= work.begin_us:
@@ -95,7 +97,7 @@ def self_us(works: Iterable[Work]) -> list[tuple[str, float]]:
     return spent
 
 
-def busy_us(works: Iterable[Work]) -> float:
+def busy_us(works: Iterable[TracedWork]) -> float:
     """Return the time in which anything ran, on any stream."""
     total_us, reached_us = 0.0, float("-inf")
     for work in works:
@@ -104,7 +106,7 @@ def busy_us(works: Iterable[Work]) -> float:
     return total_us
 
 
-def shares_of(works: list[Work]) -> dict[str, float]:
+def shares_of(works: list[TracedWork]) -> dict[str, float]:
     """Return shares of the time from the first piece to the last; `idle` is the time when nothing
     ran. Work on several streams at once counts for each stream, so shares may add up to more than
     1.
@@ -132,7 +134,7 @@ class ProfileWindow:
         self._steps_seen = 0
         self._is_recording = False
         self._profile: profile | None = None
-        self._works: list[Work] | None = None
+        self._works: list[TracedWork] | None = None
 
     def watch(self, total_output: int) -> Callable[[Counters], None]:
         """Return a function to call after each step of a job that generates `total_output`
@@ -180,7 +182,7 @@ class ProfileWindow:
             + table(["kernel", "kind", "calls", "ms", "of the work"], largest)
         )
 
-    def _trace(self) -> list[Work]:
+    def _trace(self) -> list[TracedWork]:
         assert self._profile is not None
         assert not self._is_recording
         if self._works is None:

@@ -32,9 +32,9 @@ from mainstem.models.cpu.decoder import load_decoder, pack
 from mainstem.models.families import read_spec
 from mainstem.models.weight_files import SINGLE_FILE, weight_files
 from mainstem.runner.load import choose_device, device_name
-from mainstem.runner.perplexity import perplexity
 from mainstem_bench.calibration import CalibratedLayers
 from mainstem_bench.llama import ByKind, Llama
+from mainstem_bench.perplexity import perplexity
 from mainstem_bench.report import line, load_average
 from mainstem_bench.rounding import Grid, Rounded, nearest
 from mainstem_bench.scales import BATCH, train_scales

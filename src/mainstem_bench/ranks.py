@@ -22,7 +22,6 @@ from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
 from mainstem.engine.build import join, with_chunk
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem.models.shard import Shard, part_of
 from mainstem.models.spec import ModelSpec, QkNorm, Residual
 from mainstem.runner.load import load_runner
@@ -33,6 +32,7 @@ from mainstem_bench.kept import free_memory
 from mainstem_bench.machine import Machine
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
+from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import shared
 
 NVLINK_BYTES_PER_S = 450e9  # of one card in one direction, in a machine of eight cards

@@ -18,12 +18,12 @@ from mainstem.core.request import Scoring
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem_bench.feed import JobRun, run_job
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import WARM_SEED, WARM_SEQS, warm_up
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
+from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OfflineJob
 
 KV_TOKENS = 262_144

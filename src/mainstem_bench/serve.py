@@ -29,7 +29,7 @@ from tqdm import tqdm
 from mainstem.cli.flag_types import not_negative_count, positive_count
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
-from mainstem_bench.conversations import Conversation, Message, Shape, from_file, made_up
+from mainstem_bench.conversations import Dialogue, DialogueShape, Message, from_file, made_up
 from mainstem_bench.report import line, load_average, spread
 from mainstem_bench.sse_client import (
     Endpoint,
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServerLoad:
     """The load: the server, the requests and their rate."""
 
     endpoint: Endpoint
@@ -149,10 +149,10 @@ async def _measure(
     }
     if args.ignore_eos:
         sampling["ignore_eos"] = True
-    load = Load(
+    load = ServerLoad(
         endpoint, model, sampling, args.timeout_s, args.rate, args.concurrency or 8, args.seed
     )
-    hello = Conversation((), ("Hello",))
+    hello = Dialogue((), ("Hello",))
     await run_load(load, [hello] * args.warmup)
     before = load_average()
     began_s = perf_counter()
@@ -171,25 +171,25 @@ async def _measure(
     return {**asked, **workload, **result, "load_before": before}, errors
 
 
-def _source(args: argparse.Namespace) -> Iterator[Conversation]:
+def _source(args: argparse.Namespace) -> Iterator[Dialogue]:
     """Return conversations without end."""
     if args.dataset is not None:
         return cycle(from_file(args.dataset))
-    return made_up(Shape(args.prefix, args.own, args.groups, args.turns), args.seed)
+    return made_up(DialogueShape(args.prefix, args.own, args.groups, args.turns), args.seed)
 
 
-def take(source: Iterator[Conversation], num_requests: int) -> list[Conversation]:
+def take(source: Iterator[Dialogue], num_requests: int) -> list[Dialogue]:
     """Take conversations with `num_requests` questions in total; the last may be cut short."""
-    taken: list[Conversation] = []
+    taken: list[Dialogue] = []
     while num_requests > 0:
         conversation = next(source)
         questions = conversation.questions[:num_requests]
-        taken.append(Conversation(conversation.opening, questions))
+        taken.append(Dialogue(conversation.opening, questions))
         num_requests -= len(questions)
     return taken
 
 
-async def run_load(load: Load, conversations: Sequence[Conversation]) -> list[StreamedAnswer]:
+async def run_load(load: ServerLoad, conversations: Sequence[Dialogue]) -> list[StreamedAnswer]:
     """Run the load; returns all answers, including failed ones. A conversation ends at its first
     failure."""
     total = sum(len(conversation.questions) for conversation in conversations)
@@ -204,7 +204,7 @@ async def run_load(load: Load, conversations: Sequence[Conversation]) -> list[St
 
 
 async def _worker(
-    load: Load, waiting: Iterator[Conversation], on_answer: Callable[[], object]
+    load: ServerLoad, waiting: Iterator[Dialogue], on_answer: Callable[[], object]
 ) -> list[StreamedAnswer]:
     answers = []
     for conversation in waiting:
@@ -213,7 +213,10 @@ async def _worker(
 
 
 async def _arrive(
-    load: Load, rate: float, conversations: Sequence[Conversation], on_answer: Callable[[], object]
+    load: ServerLoad,
+    rate: float,
+    conversations: Sequence[Dialogue],
+    on_answer: Callable[[], object],
 ) -> list[list[StreamedAnswer]]:
     """Begin each conversation at its own time, independent of the others."""
     rng = random.Random(load.seed)
@@ -228,7 +231,7 @@ async def _arrive(
 
 
 async def _converse(
-    load: Load, conversation: Conversation, on_answer: Callable[[], object]
+    load: ServerLoad, conversation: Dialogue, on_answer: Callable[[], object]
 ) -> list[StreamedAnswer]:
     messages: list[Message] = list(conversation.opening)
     answers: list[StreamedAnswer] = []

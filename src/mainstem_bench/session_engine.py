@@ -14,14 +14,14 @@ from mainstem.core.metrics import Counters
 from mainstem.core.request import Request, SamplingParams
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem.models.spec import ModelSpec
+from mainstem_bench.shapes import SHAPES
 
 Ids = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Sessions:
+class ReturningSessions:
     """Sessions that return, and the lengths of their turns."""
 
     model_shape: str = "llama31-8b"
@@ -36,13 +36,13 @@ class Sessions:
 
 
 WORKLOADS = {
-    "anchor": Sessions(),
-    "tiny": Sessions("tiny", 6, 100, 10, 4, 3, 3, 512, 0.1),
+    "anchor": ReturningSessions(),
+    "tiny": ReturningSessions("tiny", 6, 100, 10, 4, 3, 3, 512, 0.1),
 }
 
 
 @dataclass(slots=True)
-class Turn:
+class TurnTimes:
     """The results of one turn of a batch of sessions."""
 
     first_s: list[float]
@@ -50,10 +50,10 @@ class Turn:
     cached: list[int]
 
 
-class Bench:
+class SessionEngine:
     """An engine on random weights that times the requests of a batch."""
 
-    def __init__(self, work: Sessions, config: EngineConfig) -> None:
+    def __init__(self, work: ReturningSessions, config: EngineConfig) -> None:
         self.work, self.config = work, config
         self.shape: ModelSpec = SHAPES[work.model_shape]
         bus = EventBus()
@@ -61,7 +61,7 @@ class Bench:
         self.engine: Engine = build_random_engine(self.shape, config, bus)
         self._num_asked = 0
 
-    def __enter__(self) -> "Bench":
+    def __enter__(self) -> "SessionEngine":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,10 +70,10 @@ class Bench:
     def random_ids(self, rng: Random, count: int) -> Ids:
         return [rng.randrange(10, min(self.shape.vocab_size, 30_000)) for _ in range(count)]
 
-    def ask(self, prompts: Sequence[Ids], output: int) -> Turn:
+    def ask(self, prompts: Sequence[Ids], output: int) -> TurnTimes:
         """Submit all at once; times to the first token count from before the first submit."""
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        turn = Turn([0.0] * len(prompts), [[] for _ in prompts], [0] * len(prompts))
+        turn = TurnTimes([0.0] * len(prompts), [[] for _ in prompts], [0] * len(prompts))
         first, self._num_asked = self._num_asked, self._num_asked + len(prompts)
         began_s = perf_counter()
         for index, prompt in enumerate(prompts):

@@ -38,12 +38,12 @@ from mainstem_bench.overlap import (
     measure_saving,
 )
 from mainstem_bench.report import line, load_average
-from mainstem_bench.session_engine import WORKLOADS, Bench, Sessions, Turn
+from mainstem_bench.session_engine import WORKLOADS, ReturningSessions, SessionEngine, TurnTimes
 from mainstem_bench.settings import empty_folder, random_config, settings
 
 STAGING = 1 / 4  # share of the host memory if histories come from disk: enough for one batch
 DISK_GB = 40.0
-OVERLAP: dict[str, Callable[[Bench], Iterator[dict[str, object]]]] = {
+OVERLAP: dict[str, Callable[[SessionEngine], Iterator[dict[str, object]]]] = {
     "preload": measure_preload,
     "busy": measure_busy,
     "saves": measure_saves,
@@ -138,7 +138,7 @@ def _measure_chats(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def _measure(
-    args: argparse.Namespace, work: Sessions, config: EngineConfig
+    args: argparse.Namespace, work: ReturningSessions, config: EngineConfig
 ) -> Iterator[dict[str, object]]:
     """Measure part by part. A part that fails gives a line with its error, and the next one
     begins."""
@@ -149,7 +149,7 @@ def _measure(
             yield {"tier": tier, "parts": parts, "left_out": f"after {args.limit_s:g} s"}
             continue
         try:
-            with InTier(config, work, tier) as tiered, Bench(work, tiered) as bench:
+            with InTier(config, work, tier) as tiered, SessionEngine(work, tiered) as bench:
                 for part in parts:
                     yield from _safely(part, tier, _start(part, bench, tier, args.document_tokens))
         except Exception as error:
@@ -168,7 +168,7 @@ def _by_tier(parts: Sequence[str], tiers: Sequence[str]) -> list[tuple[str, list
 
 
 def _start(
-    part: str, bench: "Bench", tier: str, document_tokens: int
+    part: str, bench: "SessionEngine", tier: str, document_tokens: int
 ) -> Iterator[dict[str, object]]:
     if part == "turns":
         return measure_turns(bench, tier)
@@ -194,7 +194,7 @@ def _told(error: Exception, part: str, tier: str) -> dict[str, object]:
 class InTier:
     """The config that keeps histories in one tier; a folder made for it is removed afterwards."""
 
-    def __init__(self, config: EngineConfig, work: Sessions, tier: str) -> None:
+    def __init__(self, config: EngineConfig, work: ReturningSessions, tier: str) -> None:
         self._config, self._work, self._tier = config, work, tier
         self._folder: TemporaryDirectory[str] | None = None
 
@@ -220,7 +220,7 @@ class InTier:
             self._folder.cleanup()
 
 
-def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
+def measure_turns(bench: SessionEngine, tier: str) -> Iterator[dict[str, object]]:
     """Yield one line per turn."""
     work = bench.work
     bench.warm_up()
@@ -228,7 +228,7 @@ def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
     histories = [bench.random_ids(rng, work.history) for _ in range(work.sessions)]
     for number in range(1, work.turns + 1):
         before = dict(bench.counters.loaded_pages)
-        turn = Turn([], [], [])
+        turn = TurnTimes([], [], [])
         began_s = perf_counter()
         for first in range(0, work.sessions, work.at_once):
             batch = bench.ask(histories[first : first + work.at_once], work.output)
@@ -252,7 +252,7 @@ def measure_turns(bench: Bench, tier: str) -> Iterator[dict[str, object]]:
             histories[index] += [*answer, *bench.random_ids(rng, work.new)]
 
 
-def _turn_result(turn: Turn, tier: str, number: int, seconds: float) -> dict[str, object]:
+def _turn_result(turn: TurnTimes, tier: str, number: int, seconds: float) -> dict[str, object]:
     first_ms = 1e3 * np.array(turn.first_s)
     return {
         "part": "turns",
@@ -265,7 +265,7 @@ def _turn_result(turn: Turn, tier: str, number: int, seconds: float) -> dict[str
     }
 
 
-def measure_document(bench: Bench, num_tokens: int) -> Iterator[dict[str, object]]:
+def measure_document(bench: SessionEngine, num_tokens: int) -> Iterator[dict[str, object]]:
     """Ask about a document, evict it from the device, and ask about it again."""
     bench.warm_up()
     rng = Random(3)

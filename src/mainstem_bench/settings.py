@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from mainstem.cli.flags import engine_config
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
-from mainstem.models.shapes import SHAPES
 from mainstem.runner.machine import available_bytes
 from mainstem_bench.machine import Machine
+from mainstem_bench.shapes import SHAPES
 
 FP32_BYTES = 4  # CPUs compute in fp32
 

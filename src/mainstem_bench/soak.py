@@ -24,10 +24,10 @@ from mainstem.core.request import Delivery, FinishReason, Output, Request, Sampl
 from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem_bench.machine import Machine, process_bytes
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import random_config, settings
+from mainstem_bench.shapes import SHAPES
 
 KV_TOKENS = 8192  # far less than open requests need
 MAX_OPEN = 256  # requests

@@ -22,7 +22,7 @@ from mainstem.core.step import Runner
 from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.kept import KeptModel
-from mainstem_bench.ways import WatchedRunner, Way, way_config
+from mainstem_bench.ways import OverflowWay, WatchedRunner, way_config
 
 ANSWER_TOKENS = 16
 SPARE_TOKENS = 8  # tokens of the window that stay free, so that any question makes it overflow
@@ -38,7 +38,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
+class QuestionSet:
     """Documents with questions, and other text to fill the window."""
 
     documents: tuple[Document, ...]
@@ -105,7 +105,7 @@ def _bare(question: str) -> str:
     return question.strip().removeprefix("Question:").removesuffix("Answer:").strip()
 
 
-def ask(model: KeptModel, config: EngineConfig, way: Way, questions: Questions) -> Score:
+def ask(model: KeptModel, config: EngineConfig, way: OverflowWay, questions: QuestionSet) -> Score:
     """Fill the window with a document and other text; then ask the questions."""
     config = way_config(config, way)
     window = config.sched.max_model_len
@@ -160,7 +160,7 @@ def _answers(
     prompts: dict[str, list[int]],
     sampling: SamplingParams,
     session: SessionId,
-    way: Way,
+    way: OverflowWay,
 ) -> dict[str, str]:
     for name, ids in prompts.items():
         engine.submit(

@@ -52,8 +52,8 @@ from mainstem.models.families import read_spec
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.kept import KeptModel
 from mainstem_bench.report import line
-from mainstem_bench.truncated_questions import Questions, Score, ask, compare, read_documents
-from mainstem_bench.ways import WAYS, WatchedRunner, Way, way_config
+from mainstem_bench.truncated_questions import QuestionSet, Score, ask, compare, read_documents
+from mainstem_bench.ways import WAYS, OverflowWay, WatchedRunner, way_config
 
 MIN_CUTS = 2  # a text that is cut less often says little
 
@@ -131,7 +131,7 @@ def _outputs(engine: Engine) -> list[Output]:
 def read_on(
     model: KeptModel,
     config: EngineConfig,
-    way: Way,
+    way: OverflowWay,
     text_ids: Sequence[int],
     turn_tokens: int,
     whole: Whole | None = None,
@@ -253,7 +253,7 @@ def main(argv: list[str]) -> int:
         rows = _readings(model, config, args.ways, text_ids[: args.tokens], args.turn)
     else:
         found = [document for path in args.questions for document in read_documents(path)]
-        questions = Questions(tuple(found[: args.documents]), text_ids, args.document_first)
+        questions = QuestionSet(tuple(found[: args.documents]), text_ids, args.document_first)
         rows = _scores(model, config, args.ways, questions)
     sources = args.questions or [args.text]
     names = " ".join(source.name if source else "demo" for source in sources)
@@ -284,7 +284,7 @@ def _readings(
 
 
 def _scores(
-    model: KeptModel, config: EngineConfig, ways: Sequence[str], questions: Questions
+    model: KeptModel, config: EngineConfig, ways: Sequence[str], questions: QuestionSet
 ) -> Iterator[dict[str, object]]:
     first: Score | None = None  # the other ways are compared with it
     for name in ways:

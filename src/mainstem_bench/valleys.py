@@ -29,13 +29,14 @@ from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.core.step import Int32s, Step, StepResult
 from mainstem.kv.store import KVStore
-from mainstem.models.shapes import SHAPES
-from mainstem.plan.cost import H200, span_floor_s, worth_sharing
+from mainstem.plan.cost import H200, worth_sharing
 from mainstem.plan.planner import PlanConfig
 from mainstem.sched.scheduler import Scheduler
 from mainstem_bench.feed import Feed, Order
+from mainstem_bench.floors import span_floor_s
 from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.report import line
+from mainstem_bench.shapes import SHAPES
 from mainstem_bench.step_trace import StepTrace
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
 
@@ -50,7 +51,7 @@ WAYS = {  # how prompts are planned; None: not planned
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class JobTrace:
     """One way through the job."""
 
     way: str
@@ -137,7 +138,7 @@ def run(
     outputs: Sequence[int],
     config: SchedConfig,
     way: str,
-) -> Run:
+) -> JobTrace:
     """Run the whole job in virtual time."""
     bus = EventBus()
     counters = Counters().attach(bus)
@@ -165,7 +166,7 @@ def run(
         scheduler.commit(step, StepResult(tokens, {}, ()))
         scheduler.take_outputs()
     scheduler.check()
-    return Run(way, trace, counters.saving_ratio, counters.preemptions)
+    return JobTrace(way, trace, counters.saving_ratio, counters.preemptions)
 
 
 def virtual_s(model: ModelCost, step: Step) -> float:
@@ -186,7 +187,7 @@ def virtual_s(model: ModelCost, step: Step) -> float:
     return flops / H200.flops_per_s + moved / H200.bytes_per_s + attention_s
 
 
-def plot(runs: Sequence[Run], path: Path) -> None:
+def plot(runs: Sequence[JobTrace], path: Path) -> None:
     """Plot tokens per step against time, with decodes below, one row for each way."""
     try:
         from matplotlib import pyplot  # noqa: PLC0415

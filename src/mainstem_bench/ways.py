@@ -11,7 +11,7 @@ from mainstem.core.step import InFlight, Int32s, Runner, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class OverflowWay:
     """One way to deal with a full window."""
 
     name: str
@@ -23,11 +23,11 @@ class Way:
 WAYS = {
     way.name: way
     for way in (
-        Way("recompute", Overflow.RECOMPUTE),
-        Way("kv", Overflow.KV),
-        Way("important", Overflow.IMPORTANT),
-        Way("no sink", Overflow.KV, sink_tokens=0),
-        Way("naive", Overflow.KV, is_naive=True),
+        OverflowWay("recompute", Overflow.RECOMPUTE),
+        OverflowWay("kv", Overflow.KV),
+        OverflowWay("important", Overflow.IMPORTANT),
+        OverflowWay("no sink", Overflow.KV, sink_tokens=0),
+        OverflowWay("naive", Overflow.KV, is_naive=True),
     )
 }
 
@@ -116,7 +116,7 @@ class _Watched:
         return self.handle.has_ended()
 
 
-def way_config(config: EngineConfig, way: Way) -> EngineConfig:
+def way_config(config: EngineConfig, way: OverflowWay) -> EngineConfig:
     """Return the config with pages for a few windows: for original pages and moved ones."""
     window = config.sched.max_model_len
     assert window is not None

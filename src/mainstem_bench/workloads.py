@@ -38,7 +38,7 @@ class OfflineJob:
     """Prompts in groups with a common head, each answered with `output` tokens."""
 
     name: str
-    model_shape: str  # a name in models/shapes.py
+    model_shape: str  # a name in shapes.py
     kv_tokens: int  # as much KV memory as the rivals had
     groups: int
     degree: int

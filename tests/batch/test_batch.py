@@ -20,8 +20,8 @@ from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.events import PagesLost, RequestSubmitted, StepFinished, StoreOpened
 from mainstem.core.request import Request
 from mainstem.text.text_engine import TextEngine
-from tests.batch.fake_batch import FakeEngines, a_tokenizer, expected_text
 from tests.builders import BEYOND
+from tests.fake_engines import FakeEngines, a_tokenizer, expected_text
 from tests.fakes import fake_logprob
 from tests.text.test_tools import HERMES, WEATHER
 

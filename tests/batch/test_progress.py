@@ -9,7 +9,7 @@ from mainstem.batch import bar
 from mainstem.batch.bar import PhaseLine
 from mainstem.batch.rows import Row
 from mainstem.batch.windows import Window
-from mainstem.batch.work import Work
+from mainstem.batch.work import JobWork
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.core.request import SamplingParams
@@ -30,7 +30,7 @@ def test_the_time_left_is_near_the_truth_from_the_start() -> None:
     estimate by finished rows would begin with 640 times the time that the first row took."""
     lengths = [4000] * 320 + [100] * 320
     counters = Counters()
-    work = Work(counters)
+    work = JobWork(counters)
     work.add_window(a_window(lengths))
     now_s, seen = 0.0, []
     for begin in range(0, 640, 64):
@@ -58,7 +58,7 @@ def test_the_time_left_is_near_the_truth_from_the_start() -> None:
 
 
 def test_rows_of_earlier_runs_and_copied_answers_count_as_done() -> None:
-    work = Work(Counters())
+    work = JobWork(Counters())
     work.add_window(a_window([10, 10, 30], progress=0.5, num_skipped=7))
     assert (work.rows_done, work.total_rows, work.total_tokens) == (7, 20, 100)
     work.finish(10, 1, is_copy=True)

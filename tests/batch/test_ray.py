@@ -20,9 +20,9 @@ from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.ray.data import Generate, plan
 from mainstem.text.text_engine import TextEngine
-from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer
 from tests.batch.test_kill import ROOT
 from tests.batch.test_workers import NUM_ROWS, answer, answers, rows, write
+from tests.fake_engines import TEMPLATE, FakeEngines, a_tokenizer
 from tests.fake_llm import patch_loading
 from tests.needs import needs
 from tests.server.running import until

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +19,8 @@ from mainstem.cli.batch import main
 from mainstem.cli.batch_workers import join_ray_address
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Step
-from tests.batch.fake_batch import FakeEngines, a_tokenizer
 from tests.batch.test_kill import SOME_FAILED, essences, run, write_input
+from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server.checked_serve import SLOW_STEP_S
 from tests.server.process import a_process
 from tests.server.running import ALICE, Running, a_server, until
@@ -182,6 +183,16 @@ def test_wrong_calls_are_refused(tmp_path: Path, flags: list[str], reason: str) 
     with pytest.raises(ConfigError, match=reason):
         answer(source, tmp_path / "out.jsonl", *flags)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_without_a_client_for_http_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "mainstem.batch.http_worker", raising=False)
+    source = write(tmp_path / "in.jsonl", rows(3))
+    with pytest.raises(ConfigError, match=r"--workers needs httpx: .*mainstem\[server\]"):
+        answer(source, tmp_path / "out.jsonl", "--workers", "http://a")
 
 
 def test_the_word_after_the_ray_flag_is_its_value_only_if_it_is_an_address() -> None:

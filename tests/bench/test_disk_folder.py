@@ -10,9 +10,9 @@ from mainstem.cli.flags import engine_config
 from mainstem.core.errors import ConfigError
 from mainstem.engine.build import build_engine, build_random_engine
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem_bench import cpu, policies, sessions
 from mainstem_bench.settings import empty_folder, random_config
+from mainstem_bench.shapes import SHAPES
 from tests.builders import a_request, run_all
 
 

@@ -6,9 +6,9 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from mainstem.models.shapes import SHAPES
 from mainstem.plan.cost import H200
 from mainstem_bench.limit import ModelCost, job_floor
+from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OFFLINE_JOBS, shuffled
 
 # requests per second, worked out by hand for an H200 in bf16

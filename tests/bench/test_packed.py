@@ -5,10 +5,10 @@ import json
 import pytest
 
 from mainstem.core.config import EngineConfig, ModelConfig, Quantize
-from mainstem.models.shapes import SHAPES
 from mainstem.plan.cost import H200, full_speed_tokens, step_s
 from mainstem_bench.offline import FP8_FLOPS_PER_S, main, model_cost
 from mainstem_bench.packed import PACKED, shape_with
+from mainstem_bench.shapes import SHAPES
 from tests.bench.test_offline import SMALL
 
 LAYER = "model.layers.3."

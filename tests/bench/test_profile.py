@@ -8,7 +8,7 @@ import pytest
 from mainstem.core.errors import ConfigError
 from mainstem_bench.profile import (
     ProfileWindow,
-    Work,
+    TracedWork,
     busy_us,
     kind_of,
     read_trace,
@@ -17,8 +17,8 @@ from mainstem_bench.profile import (
 )
 
 
-def work(name: str, begin: float, duration: float, stream: int = 7) -> Work:
-    return Work(name, (0, stream), begin, duration)
+def work(name: str, begin: float, duration: float, stream: int = 7) -> TracedWork:
+    return TracedWork(name, (0, stream), begin, duration)
 
 
 @pytest.mark.parametrize(

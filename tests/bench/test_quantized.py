@@ -15,8 +15,8 @@ from mainstem.models.cpu.decoder import load_decoder
 from mainstem.models.families import read_spec
 from mainstem.models.packed import PackedWeight
 from mainstem.models.weights import Checkpoint
-from mainstem.runner.perplexity import perplexity
 from mainstem_bench.llama import Llama
+from mainstem_bench.perplexity import perplexity
 from mainstem_bench.quantized import by_name, main, round_products, sequences_of, write_checkpoint
 from mainstem_bench.rounding import Grid, Rounded, for_inputs, nearest
 from mainstem_bench.scales import train_scales

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mainstem.core.errors import ConfigError
-from mainstem.models.shapes import SHAPES
 from mainstem_bench.ranks import CALL_S, NVLINK_BYTES_PER_S, collectives_s, main
+from mainstem_bench.shapes import SHAPES
 
 pytestmark = pytest.mark.torch
 

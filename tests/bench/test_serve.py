@@ -13,7 +13,7 @@ from time import monotonic, sleep
 import pytest
 
 from mainstem.core.errors import ConfigError, MainstemError
-from mainstem_bench.conversations import Conversation, Shape, from_file, made_up
+from mainstem_bench.conversations import Dialogue, DialogueShape, from_file, made_up
 from mainstem_bench.serve import LoadLimits, main, summary, take
 from mainstem_bench.sse_client import Endpoint, StreamedAnswer
 from tests.server.running import a_server
@@ -269,7 +269,7 @@ def test_goodput_counts_requests_within_both_limits() -> None:
 
 
 def test_synthetic_conversations_are_seeded_and_groups_share_an_opening() -> None:
-    shape = Shape(prefix_words=6, own_words=3, groups=2, turns=2)
+    shape = DialogueShape(prefix_words=6, own_words=3, groups=2, turns=2)
     first = list(islice(made_up(shape, 1), 6))
     assert first == list(islice(made_up(shape, 1), 6))
     assert first != list(islice(made_up(shape, 2), 6))
@@ -279,7 +279,7 @@ def test_synthetic_conversations_are_seeded_and_groups_share_an_opening() -> Non
 
 
 def test_take_cuts_the_last_conversation() -> None:
-    taken = take(iter([Conversation((), ("a", "b")), Conversation((), ("c", "d"))]), 3)
+    taken = take(iter([Dialogue((), ("a", "b")), Dialogue((), ("c", "d"))]), 3)
     assert [each.questions for each in taken] == [("a", "b"), ("c",)]
 
 

@@ -10,7 +10,7 @@ from mainstem.cli.flags import engine_config
 from mainstem.core.config import StorePolicy
 from mainstem.core.errors import ConfigError
 from mainstem_bench import sessions, settings
-from mainstem_bench.session_engine import WORKLOADS, Bench
+from mainstem_bench.session_engine import WORKLOADS, SessionEngine
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, object]]:
@@ -36,7 +36,7 @@ def test_each_turn_gets_a_line_and_later_turns_find_their_history(
 def test_a_part_that_fails_is_reported_and_the_others_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(bench: Bench) -> Iterator[dict[str, object]]:
+    def broken(bench: SessionEngine) -> Iterator[dict[str, object]]:
         yield {"part": "preload", "layers": "all"}
         raise RuntimeError("no such layer")
 

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig, StoreConfig
 from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.request import Overflow
-from mainstem.sched.truncation import TruncationRules, Truncator
+from mainstem.sched.truncation import Truncator
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.chat_sessions import Chats, ChatWork
 from mainstem_bench.kept import KeptModel
 from mainstem_bench.truncated_questions import (
     Document,
-    Questions,
+    QuestionSet,
     ScoredAnswer,
     ask,
     compare,
@@ -45,7 +45,7 @@ def text_ids(smollm2_folder: Path) -> list[int]:
 def perplexity_by_transformers(folder: Path, ids: list[int]) -> float:
     """The same turns, each as one forward pass over the kept tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    truncator = Truncator(CONFIG.sched, WINDOW, PAGE, TruncationRules())
+    truncator = Truncator(CONFIG.sched, WINDOW, PAGE)
     logprobs: dict[int, float] = {}
     for end in [*range(WINDOW - TURN, len(ids), TURN), len(ids)]:
         request = a_request(list(range(end)), max_tokens=1, overflow=Overflow.RECOMPUTE)
@@ -123,7 +123,7 @@ def test_questions_are_asked_after_the_cut(
     filler = [*text_ids, *text_ids]
     documents = tuple(read_documents(path))
     assert documents[0].questions[0] == ("What is the name of the cat?", "Tom")
-    questions = Questions(documents, filler)
+    questions = QuestionSet(documents, filler)
     score = ask(KeptModel(smollm2_folder), config, WAYS[way], questions)
     assert score.questions == 2
     assert score.moved_pages > 0
@@ -138,12 +138,12 @@ def test_answers_have_at_most_the_tokens_that_were_asked_for(
     config = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=256))
     model, filler = KeptModel(smollm2_folder), [*text_ids, *text_ids]
     short, longer = (
-        ask(model, config, WAYS["kv"], Questions((document,), filler, answer_tokens=count))
+        ask(model, config, WAYS["kv"], QuestionSet((document,), filler, answer_tokens=count))
         for count in (1, 9)
     )
     assert (short.accuracy, longer.accuracy) == (0.0, 100.0)  # "The name of the cat is Tom."
     with pytest.raises(InvalidRequest, match="no document is short enough"):
-        ask(model, config, WAYS["kv"], Questions((document,), filler, answer_tokens=100))
+        ask(model, config, WAYS["kv"], QuestionSet((document,), filler, answer_tokens=100))
 
 
 def test_methods_are_compared_question_by_question() -> None:
@@ -193,6 +193,6 @@ def test_a_missing_chat_template_is_an_error(smollm2_folder: Path, tmp_path: Pat
     model = ModelConfig(threads=1, chat_template=str(tmp_path / "none.jinja"))
     config = EngineConfig(model=model, sched=SchedConfig(max_model_len=256))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):
-        ask(KeptModel(smollm2_folder), config, WAYS["kv"], Questions((), []))
+        ask(KeptModel(smollm2_folder), config, WAYS["kv"], QuestionSet((), []))
     with pytest.raises(ModelNotFound, match=r"none\.jinja"):
         Chats(ChatWork((), 1, 1, 1, 1, ()), config)

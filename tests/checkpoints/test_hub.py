@@ -26,8 +26,8 @@ from safetensors.numpy import load_file
 from mainstem.checkpoints import hub
 from mainstem.checkpoints.embedded import (
     SMOLLM2,
-    Check,
     EmbeddedModel,
+    FolderCheck,
     embedded_folder,
     find_damage,
 )
@@ -199,7 +199,7 @@ def test_the_embedded_model_gives_the_expected_answer(smollm2_folder: Path) -> N
 
 def test_a_second_call_needs_no_network(package: TinyPackage, tmp_path: Path) -> None:
     first = embedded_folder(package.model, tmp_path, package.fetch)
-    second = embedded_folder(package.model, tmp_path, package.fetch, check=Check.HASHES)
+    second = embedded_folder(package.model, tmp_path, package.fetch, check=FolderCheck.HASHES)
     assert first == second == tmp_path / "tiny"
     assert package.num_fetches == 1
     assert left_behind(tmp_path) == {"tiny", "tiny.lock"}
@@ -237,7 +237,7 @@ def test_a_damaged_folder_is_rebuilt(
         (folder / name).write_bytes(contents)
     assert find_damage(folder, package.model) is not None
     assert embedded_folder(package.model, tmp_path, package.fetch) == folder
-    assert find_damage(folder, package.model, Check.HASHES) is None
+    assert find_damage(folder, package.model, FolderCheck.HASHES) is None
     assert package.num_fetches == 2
     assert left_behind(tmp_path) == {"tiny", "tiny.lock"}
 
@@ -248,11 +248,11 @@ def test_a_flipped_byte_is_found_by_hashes_only(package: TinyPackage, tmp_path: 
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     assert find_damage(folder, package.model) is None
-    assert find_damage(folder, package.model, Check.HASHES) == (
+    assert find_damage(folder, package.model, FolderCheck.HASHES) == (
         "model.safetensors has the wrong contents"
     )
-    embedded_folder(package.model, tmp_path, package.fetch, check=Check.HASHES)
-    assert find_damage(folder, package.model, Check.HASHES) is None
+    embedded_folder(package.model, tmp_path, package.fetch, check=FolderCheck.HASHES)
+    assert find_damage(folder, package.model, FolderCheck.HASHES) is None
 
 
 def test_a_file_with_another_hash_is_not_used(package: TinyPackage, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_failure_at_any_moment_leaves_nothing_broken(
         if call < num_calls:  # the last call comes after the rename
             assert left_behind(models_dir) <= {"tiny.lock"}
         folder = embedded_folder(package.model, models_dir, package.fetch)
-        assert find_damage(folder, package.model, Check.HASHES) is None
+        assert find_damage(folder, package.model, FolderCheck.HASHES) is None
 
 
 KILLED_BUILD = """
@@ -348,14 +348,14 @@ def test_a_killed_process_leaves_nothing_broken(
     assert "tiny" not in left_behind(tmp_path)
     assert any(name.endswith(".tmp") for name in left_behind(tmp_path))
     folder = embedded_folder(package.model, tmp_path, package.fetch)
-    assert find_damage(folder, package.model, Check.HASHES) is None
+    assert find_damage(folder, package.model, FolderCheck.HASHES) is None
     assert left_behind(tmp_path) == {"tiny", "tiny.lock"}
 
 
 def test_two_processes_may_build_at_the_same_time(package: TinyPackage, tmp_path: Path) -> None:
     builds = [build_in_process(package, tmp_path, 0) for _ in range(2)]
     assert [build.wait() for build in builds] == [0, 0]
-    folder = embedded_folder(package.model, tmp_path, package.fetch, check=Check.HASHES)
+    folder = embedded_folder(package.model, tmp_path, package.fetch, check=FolderCheck.HASHES)
     assert package.num_fetches == 0
     assert left_behind(tmp_path) == {folder.name, "tiny.lock"}
 

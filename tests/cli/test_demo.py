@@ -2,7 +2,7 @@
 
 import pytest
 
-from mainstem.cli.demo import Question, Run, report
+from mainstem.cli.demo import DemoPass, Question, report
 from mainstem.core.config import Share
 from mainstem.core.metrics import Counters
 from mainstem.text.results import CompletionOutput, RequestOutput
@@ -14,8 +14,8 @@ from mainstem.text.results import CompletionOutput, RequestOutput
 def test_the_report_says_which_way_was_faster(shared_s: float, said: str) -> None:
     answers = [RequestOutput("1", "", [1], [CompletionOutput(0, "Paris", [2])])]
     runs = [
-        Run(Share.READS, shared_s, answers, Counters()),
-        Run(Share.NONE, 30.0, answers, Counters()),
+        DemoPass(Share.READS, shared_s, answers, Counters()),
+        DemoPass(Share.NONE, 30.0, answers, Counters()),
     ]
     last = report([Question(0, "", "Which city?")], runs).splitlines()[-1]
     assert last.startswith(said)

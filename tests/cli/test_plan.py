@@ -16,8 +16,8 @@ from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.text.parsers.formats import AnswerFormats, ToolFormat
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.calls import CallParser
-from tests.batch.fake_batch import a_tokenizer
 from tests.batch.test_progress import Terminal
+from tests.fake_engines import a_tokenizer
 from tests.plan.reading import group_of, read_plan
 from tests.text.test_tools import HERMES
 

@@ -15,7 +15,7 @@ from mainstem.core.step import Runner
 from mainstem.engine import build
 from mainstem.engine.build import build_engine
 from mainstem.engine.engine import Engine
-from mainstem.models.weights import checkpoint_digest
+from mainstem.models.weights import WeightDigest
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.origin import Origin, folder_origin
 from mainstem.runner.ranks.load import load_model
@@ -58,7 +58,7 @@ def test_ignoring_a_field_that_is_absent_or_null_does_not_rename_pages(folder: P
     plain = folder_origin(folder)
     assert plain.digest() == folder_origin(folder, ["scale_depth"]).digest()
     assert plain.spec.ignored_fields == ()
-    assert checkpoint_digest(folder) == plain.weights.wait()
+    assert WeightDigest(folder).wait() == plain.weights.wait()
 
 
 def test_a_runner_is_closed_if_the_engine_cannot_be_made(

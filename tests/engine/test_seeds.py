@@ -21,8 +21,8 @@ from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
-from mainstem.models.shapes import SHAPES
 from mainstem.runner.sampler import Sampler
+from mainstem_bench.shapes import SHAPES
 from tests.builders import a_request
 
 pytestmark = pytest.mark.torch

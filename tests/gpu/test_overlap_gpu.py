@@ -30,8 +30,8 @@ from mainstem.kernels.dense.norms import Delta, Norm, norm_rows, norm_rows_fp8
 from mainstem.kernels.dense.rows import quantize_rows
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.overlap import can_overlap
+from mainstem_bench.kernels.fused import some
 from mainstem_bench.workloads import AttentionCase, Run
-from tests.gpu.bench_fused import some
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     # Skip before the kernels are imported: other tests need them in Triton's interpreter.
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from tests.gpu.bench_int4 import CHECKS
+from mainstem_bench.kernels.packed import CHECKS
 
 pytestmark = pytest.mark.gpu
 

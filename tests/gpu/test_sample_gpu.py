@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from mainstem.core.request import SamplingParams
-from mainstem.runner.sampler import choice_of, choose
-from tests.runner.steps import a_sample_batch
+from mainstem.core.step import StartedSequence
+from mainstem.runner.sampler import Sampler, choice_of, choose, start_logprobs
+from mainstem_bench.kernels.samples import a_sample_batch
+from tests.runner.steps import Seq, Work, a_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,3 +53,46 @@ def test_a_card_draws_what_a_cpu_draws(rows: int, has_limits: bool) -> None:
     assert int((found.cpu() != expected).sum()) <= (1 if has_limits else 0)
     again = kernel.sample(on_card, **columns) if has_limits else kernel.draw(on_card, **columns)
     assert torch.equal(found, again)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_the_sampler_does_not_wait_for_the_card() -> None:
+    """Penalties, bias, masks and draws give the tokens of the CPU's sampler without
+    synchronising."""
+    from mainstem_bench.kernels.fused import some  # noqa: PLC0415  # brings Triton
+
+    vocab, rows = 5000, 40
+    settings = [
+        SamplingParams(
+            max_tokens=100,
+            temperature=0.0 if row % 3 else 0.7,
+            repetition_penalty=1.2 if row % 2 else 1.0,
+            frequency_penalty=0.3,
+            min_tokens=5 if row % 4 == 0 else 0,
+            logit_bias={row: 2.0},
+        )
+        for row in range(rows)
+    ]
+    samplers = Sampler(), Sampler(torch.device("cuda"))
+    for row in range(rows):
+        prompt, empty = np.arange(row, row + 30, dtype=np.int32), np.empty(0, np.int32)
+        for sampler in samplers:
+            sampler.start(StartedSequence(row, settings[row], prompt, empty, (2,)))
+    step = a_step([Work(Seq(row, [1], [row], sampling=settings[row]), 1) for row in range(rows)],
+                  4, vocab)  # fmt: skip
+    for index in range(12):
+        logits = some(rows, vocab, dtype=torch.float32, seed=index)
+        torch.cuda.synchronize()
+        right = samplers[0].sample(logits.cpu(), step)
+        torch.cuda.set_sync_debug_mode("error" if index else "default")
+        ids = samplers[1].sample(logits, step)
+        raw = logits[:4].clone()
+        records = start_logprobs(raw, ids[:4], np.array([3, 0, 5, 1], np.int32))
+        torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(ids.cpu(), right)
+        plain = start_logprobs(raw.cpu(), right[:4], np.array([3, 0, 5, 1], np.int32))
+        for mine, theirs in zip(records.resolve(), plain.resolve(), strict=True):
+            assert (mine.token_id, mine.rank, mine.top_ids) == (
+                theirs.token_id, theirs.rank, theirs.top_ids,
+            )  # fmt: skip
+            assert abs(mine.logprob - theirs.logprob) < 1e-4

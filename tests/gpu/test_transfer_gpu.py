@@ -24,12 +24,12 @@ from mainstem.core.request import Request, SamplingParams  # noqa: E402
 from mainstem.engine.build import build_random_engine  # noqa: E402
 from mainstem.engine.engine import Engine  # noqa: E402
 from mainstem.kv.transfer import LoadId  # noqa: E402
-from mainstem.models.shapes import SHAPES, llama_shape  # noqa: E402
 from mainstem.runner import gpu_transfer  # noqa: E402
 from mainstem.runner.copy_engine import MAX_PITCH  # noqa: E402
 from mainstem.runner.gpu_pages import GpuPages  # noqa: E402
 from mainstem.runner.gpu_transfer import GpuCopier  # noqa: E402
 from mainstem.runner.origin import RandomOrigin  # noqa: E402
+from mainstem_bench.shapes import SHAPES, llama_shape  # noqa: E402
 
 PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
 LONG_PROMPTS = np.random.default_rng(1).integers(0, 500, (12, 900)).astype(np.int32)

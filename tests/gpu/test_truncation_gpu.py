@@ -25,8 +25,8 @@ from mainstem.core.request import Overflow, Request  # noqa: E402
 from mainstem.core.step import InFlight, Step, StepResult  # noqa: E402
 from mainstem.engine.build import build_random_engine  # noqa: E402
 from mainstem.kernels.attention.mass import page_masses  # noqa: E402
-from mainstem.models.shapes import llama_shape  # noqa: E402
 from mainstem_bench.kept import KeptModel  # noqa: E402
+from mainstem_bench.shapes import llama_shape  # noqa: E402
 from mainstem_bench.truncation import read_on  # noqa: E402
 from mainstem_bench.ways import WAYS  # noqa: E402
 from tests.models.checkpoints import make_checkpoint  # noqa: E402

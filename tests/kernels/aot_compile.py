@@ -33,7 +33,6 @@ from mainstem.kernels.attention.hopper import large as hopper_large
 from mainstem.kernels.attention.hopper import small as hopper_small
 from mainstem.kernels.attention.hopper.rows import tail_of
 from mainstem.kernels.attention.hopper.small_reads import rows_of_box
-from mainstem.kernels.attention.merge import _merge_kernel
 from mainstem.kernels.attention.shape import Shape
 from mainstem.kernels.attention.triton.merge_partials import _merge_partials_kernel
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
@@ -62,8 +61,7 @@ from mainstem.kernels.experts.combine import _combine_kernel
 from mainstem.kernels.experts.packed import FEW as PACKED_FEW
 from mainstem.kernels.experts.packed import MANY as PACKED_MANY
 from mainstem.kernels.experts.packed import _packed_down_kernel, _packed_gate_up_kernel
-from mainstem.kernels.experts.products import FEW, MANY, _down_kernel, _gate_up_kernel
-from mainstem.kernels.experts.products import Tiles as ExpertTiles
+from mainstem.kernels.experts.products import FEW, MANY, ExpertTiles, _down_kernel, _gate_up_kernel
 from mainstem.kernels.experts.route import _place_kernel, _route_kernel, _router_kernel
 from mainstem.kernels.hopper import tiles_of
 from mainstem.kernels.memory.append import _rope_append_kernel
@@ -252,7 +250,6 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
     still = {"HALF": 0, "HALF_LANES": 1, "PAGE_SIZE": 16, "inv_freq_ptr": None}
     yield Job(_rope_append_kernel, {**HEAD, **still, **heads, **overlaps, **no_norms})
     yield Job(_rerotate_kernel, {**HEAD, **still})
-    yield Job(_merge_kernel, {**HEAD, "TILE_ROWS": 16})
 
 
 def _norm_jobs(overlaps: Mapping[str, object], has_fp8: bool) -> Iterator[Job]:

@@ -28,10 +28,10 @@ from mainstem.kernels.experts.products import (  # noqa: E402
     HOPPER,
     MANY,
     SOME,
-    Tiles,
+    ExpertTiles,
 )
 from mainstem.kernels.experts.route import (  # noqa: E402
-    Router,
+    ExpertRouter,
     Routing,
     most_tiles,
     route,
@@ -53,7 +53,7 @@ from tests.expert_layers import (  # noqa: E402
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
-SMALL = Tiles(Tile(16, 32, 64, warps=4, stages=1), Tile(16, 64, 64, warps=4, stages=1))
+SMALL = ExpertTiles(Tile(16, 32, 64, warps=4, stages=1), Tile(16, 64, 64, warps=4, stages=1))
 # Relative errors. The interpreter truncates bf16 instead of rounding it.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
@@ -67,7 +67,7 @@ def a_layer(
     case: Case,
     tensors: ExpertTensors,
     max_tokens: int,
-    tiles: Tiles | None = SMALL,
+    tiles: ExpertTiles | None = SMALL,
     is_deterministic: bool = False,
 ) -> GpuExperts:
     space = ExpertSpace.make(case.spec, case.hidden, max_tokens, tensors.router.dtype, CPU)
@@ -140,7 +140,7 @@ def test_a_layer_agrees_with_the_reference(name: str) -> None:
 @pytest.mark.parametrize(
     "tiles", [FEW, SOME, MANY, GROUPED], ids=["few", "some", "many", "grouped"]
 )
-def test_all_tiles_and_the_library_agree(tiles: Tiles) -> None:
+def test_all_tiles_and_the_library_agree(tiles: ExpertTiles) -> None:
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(5, case.hidden)
     assert_right(run(a_layer(case, tensors, 5, tiles), x), x, tensors, case.spec)
@@ -211,7 +211,7 @@ def routed(logits: Tensor, top_k: int, is_normalized: bool, tile_rows: int = 4) 
     """Routes these logits, with the identity as the router."""
     tokens, experts = logits.shape
     routing = Routing.make(experts, top_k, tokens, CPU)
-    router = Router(torch.eye(experts), None, experts, top_k, is_normalized)
+    router = ExpertRouter(torch.eye(experts), None, experts, top_k, is_normalized)
     route(logits, router, routing, tile_rows)
     return routing
 

@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 from mainstem.kernels.dense import rows
 from mainstem.kernels.host import cdiv, forget_constants, next_power_of_2
-from tests.kernels.no_launch import NoLaunch
+from mainstem_bench.kernels.no_launch import NoLaunch
 
 pytestmark = pytest.mark.torch
 

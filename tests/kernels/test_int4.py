@@ -20,7 +20,7 @@ from mainstem.kernels.dense.int4 import (  # noqa: E402
     tile_for,
 )
 from mainstem.kernels.dense.nibbles import Nibbles  # noqa: E402
-from mainstem.kernels.dense.split_columns import Tile, num_splits  # noqa: E402
+from mainstem.kernels.dense.split_columns import ColumnTile, num_splits  # noqa: E402
 from mainstem.models.gpu.packed import pack_nibbles  # noqa: E402
 from mainstem.models.packed import PackedKind, PackedWeight  # noqa: E402
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 # Errors relative to the largest output, from the order of sums and the rounding of the output (the
 # interpreter truncates bf16 instead of rounding it, for weights too).
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
-SPLIT = Tile(outs=16, tokens=16, warps=4, stages=1, programs=1)
+SPLIT = ColumnTile(outs=16, tokens=16, warps=4, stages=1, programs=1)
 
 
 @dataclass(frozen=True)

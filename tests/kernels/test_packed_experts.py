@@ -20,7 +20,7 @@ from mainstem.kernels.experts.packed import (  # noqa: E402
     packed_down,
     packed_gate_up,
 )
-from mainstem.kernels.experts.products import Tiles  # noqa: E402
+from mainstem.kernels.experts.products import ExpertTiles  # noqa: E402
 from mainstem.kernels.experts.route import Routing  # noqa: E402
 from mainstem.models.expert_tensors import ExpertTensors  # noqa: E402
 from mainstem.models.gpu.packed import pack_nibbles  # noqa: E402
@@ -32,7 +32,7 @@ from tests.kernels.test_experts import a_layer, assert_right, run  # noqa: E402
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
-SMALL = Tiles(Tile(16, 32, 128, warps=4, stages=1), Tile(16, 64, 128, warps=4, stages=1))
+SMALL = ExpertTiles(Tile(16, 32, 128, warps=4, stages=1), Tile(16, 64, 128, warps=4, stages=1))
 
 
 def some_packed(case: Case, kind: PackedKind, dtype: torch.dtype) -> ExpertTensors:

@@ -21,7 +21,7 @@ from mainstem.kernels.sampling import sample as kernel  # noqa: E402
 from mainstem.kernels.sampling.sample import argmax  # noqa: E402
 from mainstem.runner import noise  # noqa: E402
 from mainstem.runner.sampler import choice_of, choose  # noqa: E402
-from tests.runner.steps import a_sample_batch, some_keys  # noqa: E402
+from mainstem_bench.kernels.samples import a_sample_batch, some_keys  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

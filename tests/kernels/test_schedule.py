@@ -61,6 +61,23 @@ def shape_of(case: AttentionCase, tiles: Tiles, fixed_stretch: int | None = None
     )
 
 
+LARGE, SMALL = 0, 1
+SHARE_FIELDS = (  # where a share of large units begins and ends, and one of small units
+    [layout.SHARE_LARGE_BEGIN, layout.SHARE_LARGE_END],
+    [layout.SHARE_SMALL_BEGIN, layout.SHARE_SMALL_END],
+)
+PIECE_FIELDS = (
+    layout.PIECE_ENTRY,
+    layout.PIECE_ROW_BEGIN,
+    layout.PIECE_ROW_END,
+    layout.PIECE_PAGES_AT,
+    layout.PIECE_KEY_BEGIN,
+    layout.PIECE_KEY_END,
+    layout.PIECE_FIRST_LIMIT,
+    layout.PIECE_STRETCH,
+)
+
+
 def check(case: AttentionCase, shape: Shape) -> None:
     spans = case.spans()
     check_plan(plans.make_plan(spans, shape), spans, shape)
@@ -69,20 +86,19 @@ def check(case: AttentionCase, shape: Shape) -> None:
 def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
     """Count (row, key) pairs per KV head and collect the slots of Partials, as the kernel would."""
     ints = plan.ints
-    small_at, large_at, entries_at, num_entries, pages_at, merges_at, num_merges = ints[:7]
+    small_at, large_at = ints[layout.HEADER_SMALL_PIECES], ints[layout.HEADER_LARGE_PIECES]
+    entries_at, num_entries = ints[layout.HEADER_ENTRIES], ints[layout.HEADER_NUM_ENTRIES]
+    merges_at, num_merges = ints[layout.HEADER_MERGES], ints[layout.HEADER_NUM_MERGES]
+    pages_at = ints[layout.HEADER_PAGE_IDS]
     table = ints[layout.HEADER_INTS :][: shape.num_programs * layout.SHARE_INTS]
     table = table.reshape(shape.num_programs, layout.SHARE_INTS)
-    shares = np.array(
-        [
-            [*table[:, at], table[-1, at + 1]]
-            for at in (layout.SHARE_LARGE_BEGIN, layout.SHARE_SMALL_BEGIN)
-        ]
-    )
-    assert (table[:-1, 1] == table[1:, 0]).all()
-    assert (table[:-1, 3] == table[1:, 2]).all()
+    shares = np.array([[*table[:, begin], table[-1, end]] for begin, end in SHARE_FIELDS])
+    for begin, end in SHARE_FIELDS:
+        assert (table[:-1, end] == table[1:, begin]).all()
     assert (np.diff(shares) >= 0).all()
     assert ints[pages_at:-1].tolist() == spans.page_ids.tolist()
-    entries = ints[entries_at:merges_at].reshape(2 + shape.has_windows, num_entries)
+    entry_rows = layout.ENTRY_ROWS if shape.has_windows else layout.PLAIN_ENTRY_ROWS
+    entries = ints[entries_at:merges_at].reshape(entry_rows, num_entries)
     if spans.first_keys is not None:
         assert entries[layout.ENTRY_FIRST_KEY].tolist() == spans.first_keys.tolist()
     tokens = _first_tokens(spans)
@@ -97,12 +113,14 @@ def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
         per_piece = shape.kv_heads // heads
         units = ints[order_at:][: shares[kind][-1]]
         _check_first_units(ints, kind, table, units, pieces_at, per_piece, shape)
-        if kind == 1:  # the other small units are in the queue
+        if kind == SMALL:  # the other small units are in the queue
             units = np.concatenate((units, _queued_units(ints, pieces_at, per_piece, shape)))
         assert len(np.unique(units)) == len(units)
         for unit in units.tolist():
             piece = ints[pieces_at + unit // per_piece * layout.PIECE_INTS :][: layout.PIECE_INTS]
-            entry, row_begin, row_end, page, key_begin, key_end, limit, stretch = piece[:8].tolist()
+            entry, row_begin, row_end, page, key_begin, key_end, limit, stretch = (
+                int(piece[field]) for field in PIECE_FIELDS
+            )
             assert key_begin % shape.page_size == 0
             first_page = ints[pages_at + page + key_begin // shape.page_size]
             assert piece[layout.PIECE_FIRST_PAGE] == first_page
@@ -112,15 +130,16 @@ def check_plan(plan: plans.KernelPlan, spans: Spans, shape: Shape) -> None:
             seen = np.minimum(limit + queries + 1, key_end) - key_begin
             head = unit % per_piece * heads
             pairs[head : head + heads, span] += int(np.maximum(seen, 0).sum())
-            slots = entries[1, entry + np.unique(queries)]
+            slots = entries[layout.ENTRY_SLOT, entry + np.unique(queries)]
             assert (slots < 0).all() or (slots >= 0).all(), "a unit has both outputs and Partials"
             written += [(int(slot) + stretch, head) for slot in slots if slot >= 0]
     queries = np.diff(spans.query_starts).astype(np.int64)
     hidden = np.where(spans.is_causal, queries * (queries - 1) // 2, 0)
     right = (queries * spans.key_tokens - hidden) * shape.group
     assert (pairs == right).all()
-    merges = ints[merges_at:pages_at].reshape(3, num_merges)
-    slots_of = [slot for _, first, count in merges.T for slot in range(first, first + count)]
+    merges = ints[merges_at:pages_at].reshape(layout.MERGE_ROWS, num_merges)
+    counted = zip(merges[layout.MERGE_SLOT], merges[layout.MERGE_PARTIALS], strict=True)
+    slots_of = [slot for first, count in counted for slot in range(first, first + count)]
     assert {slot for slot, _ in written} == set(slots_of)
     assert plan.num_slots == len(slots_of)
 
@@ -130,14 +149,15 @@ def _check_first_units(
     per_piece: int, shape: Shape,
 ) -> None:  # fmt: skip
     """A share's copy of its first unit equals the fields in orders and pieces."""
-    for share in table[table[:, 2 * kind] < table[:, 2 * kind + 1]]:
-        begin, end = share[2 * kind : 2 * kind + 2]
+    begin_at, end_at = SHARE_FIELDS[kind]
+    for share in table[table[:, begin_at] < table[:, end_at]]:
+        begin, end = share[begin_at], share[end_at]
         first = int(units[begin])
         piece = ints[pieces_at + first // per_piece * layout.PIECE_INTS :][: layout.PIECE_INTS]
         unit = share[(layout.SHARE_FIRST_LARGE, layout.SHARE_FIRST_SMALL)[kind] :]
         assert unit[: layout.PIECE_KV_HEAD].tolist() == piece[: layout.PIECE_KV_HEAD].tolist()
         assert unit[layout.PIECE_KV_HEAD] == first % per_piece * (shape.kv_heads // per_piece)
-        if kind == 1:
+        if kind == SMALL:
             assert share[layout.SHARE_SECOND_SMALL] == units[min(begin + 1, end - 1)]
 
 
@@ -194,8 +214,10 @@ def _loads(case: AttentionCase) -> tuple[np.ndarray, np.ndarray]:
     table = ints[layout.HEADER_INTS :][: shape.num_programs * layout.SHARE_INTS]
     table = table.reshape(shape.num_programs, layout.SHARE_INTS)
     loads = np.zeros((2, shape.num_programs), np.int64)
-    for kind, (at, order, heads) in enumerate(((1, 8, 1), (0, 9, shape.fold))):
-        for program, (begin, end) in enumerate(table[:, 2 * kind : 2 * kind + 2]):
+    large = (layout.HEADER_LARGE_PIECES, layout.HEADER_LARGE_ORDER, 1)
+    small = (layout.HEADER_SMALL_PIECES, layout.HEADER_SMALL_ORDER, shape.fold)
+    for kind, (at, order, heads) in enumerate((large, small)):
+        for program, (begin, end) in enumerate(table[:, SHARE_FIELDS[kind]]):
             units = ints[ints[order] + begin : ints[order] + end]
             for piece in units // (shape.kv_heads // heads):
                 fields = ints[ints[at] + piece * layout.PIECE_INTS :]
@@ -283,7 +305,8 @@ def test_large_units_take_few_multiprocessors_if_small_units_take_long() -> None
     case = AttentionCase("long", (*runs, Run(tuple(range(32)), 2000)))
     ints = plans.make_plan(case.spans(), shape_of(case, HOPPER_SPLIT)).ints
     table = ints[layout.HEADER_INTS :][: 264 * layout.SHARE_INTS].reshape(264, -1)
-    assert 0 < np.count_nonzero(table[:, 0] < table[:, 1]) <= 66
+    begin, end = (table[:, field] for field in SHARE_FIELDS[LARGE])
+    assert 0 < np.count_nonzero(begin < end) <= 66
 
 
 def test_the_largest_step_of_an_engine_fits_its_buffers() -> None:

@@ -17,7 +17,7 @@ from mainstem.models.cpu.decoder import load_decoder
 from mainstem.models.families import read_spec
 from mainstem.models.file_hashes import KIND, MANIFEST, file_sha256
 from mainstem.models.weight_files import SINGLE_FILE
-from mainstem.models.weights import WeightDigest, checkpoint_digest
+from mainstem.models.weights import WeightDigest
 from tests.models.checkpoints import change_in_place, make_checkpoint
 
 
@@ -59,11 +59,11 @@ def test_every_tensor_counts(cache: Path, tmp_path: Path) -> None:
     """A hash of 64 blocks of the file would miss most changes."""
     folder = tmp_path / "model"
     make_checkpoint("llama", folder, num_hidden_layers=6, intermediate_size=512)
-    seen = {checkpoint_digest(folder)}
+    seen = {WeightDigest(folder).wait()}
     names = list(load_file(folder / SINGLE_FILE))
     for name in names:
         change_in_place(folder, name)
-        seen.add(checkpoint_digest(folder))
+        seen.add(WeightDigest(folder).wait())
     assert len(seen) == 1 + len(names)
 
 
@@ -210,4 +210,4 @@ def test_a_new_link_does_not_count_as_a_change(cache: Path, tmp_path: Path) -> N
     make_checkpoint("llama", folder)
     digest = WeightDigest(folder)
     (tmp_path / "link").hardlink_to(folder / SINGLE_FILE)
-    assert digest.wait() == checkpoint_digest(folder)
+    assert digest.wait() == WeightDigest(folder).wait()

@@ -39,7 +39,6 @@ from mainstem.core.request import Output
 from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.cpu.decoder import make_decoder
 from mainstem.models.families import read_spec, spec_from_config
-from mainstem.models.shapes import SHAPES
 from mainstem.models.shard import Cut, Shard, part_of, shards_that_divide
 from mainstem.models.spec import ModelSpec
 from mainstem.models.tensors import TensorReader
@@ -49,6 +48,7 @@ from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.single import SingleTokenPass
+from mainstem_bench.shapes import SHAPES
 from tests.models.checkpoints import SMALL, write_checkpoint
 from tests.models.rank_outputs import TOLERANCE, a_config, check_same, outputs
 from tests.models.ranks import Thread, run_ranks

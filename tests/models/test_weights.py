@@ -20,7 +20,7 @@ from mainstem.models.tensors import TensorReader
 from mainstem.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
 from mainstem.models.weights import (
     Checkpoint,
-    checkpoint_digest,
+    WeightDigest,
     compute_dtype,
     has_fast_matmul,
 )
@@ -77,7 +77,7 @@ def test_the_only_file_may_have_any_name(tmp_path: Path) -> None:
     expected = load(tmp_path).logits(torch.ones(1, 48))
     other = (tmp_path / SINGLE_FILE).rename(tmp_path / "gptq_model-4bit-128g.safetensors")
     assert torch.equal(load(tmp_path).logits(torch.ones(1, 48)), expected)
-    assert len(checkpoint_digest(tmp_path)) == 32
+    assert len(WeightDigest(tmp_path).wait()) == 32
     shutil.copy(other, tmp_path / "another.safetensors")
     said = r"2 safetensors files \(another\.safetensors, gptq_model-4bit-128g\.safetensors\)"
     with pytest.raises(UnsupportedModel, match=said):
@@ -263,8 +263,8 @@ def test_emulated_bf16_is_not_fast(
 
 def test_the_digest_differs_for_different_weights(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
-    before = checkpoint_digest(tmp_path)
-    assert checkpoint_digest(tmp_path) == before
+    before = WeightDigest(tmp_path).wait()
+    assert WeightDigest(tmp_path).wait() == before
     weight = load_file(tmp_path / SINGLE_FILE)["model.embed_tokens.weight"]
     edit(tmp_path, model__embed_tokens__weight=weight + 1.0)
-    assert checkpoint_digest(tmp_path) != before
+    assert WeightDigest(tmp_path).wait() != before

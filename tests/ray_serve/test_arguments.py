@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mainstem.core.errors import ConfigError
+from mainstem.ray.router import RouterKind
 from mainstem.ray.serve_app import app, front_settings, read_arguments, replica_settings
-from mainstem.route.router import RouterKind
 
 
 def test_values_may_be_text_as_on_a_command_line() -> None:

@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.batch.fake_batch import TEMPLATE, a_tokenizer
+from tests.fake_engines import TEMPLATE, a_tokenizer
 from tests.needs import needs
 from tests.server.running import ADMIN, ALICE, until
 

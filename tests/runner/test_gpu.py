@@ -17,10 +17,10 @@ from mainstem.core.step import Runner
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.kernels.attention.plan import Launches
-from mainstem.models.shapes import llama_shape
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import Origin, RandomOrigin
+from mainstem_bench.shapes import llama_shape
 from tests.runner.conversations import check_conversation
 from tests.runner.recipes import RECIPES, RecipeOrigin
 from tests.runner.recorded_graphs import Piece, Recorder

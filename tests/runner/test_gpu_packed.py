@@ -15,10 +15,10 @@ from mainstem.core.events import EventBus
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
 from mainstem.models.quantized.packing import Layout, PackedKind, Packing, QuantizedSpec, Rule
-from mainstem.models.shapes import llama_shape
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import RandomOrigin, folder_origin
+from mainstem_bench.shapes import llama_shape
 from tests.models.checkpoints import SMALL
 from tests.models.quantized.cases import gptq_config
 from tests.models.quantized.checkpoints import write_quantized

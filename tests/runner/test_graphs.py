@@ -8,7 +8,6 @@ import pytest
 
 from mainstem.core.step import Step
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
-from mainstem.models.shapes import SHAPES
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_inputs import all_sizes
 from mainstem.runner.graphs import (
@@ -18,6 +17,7 @@ from mainstem.runner.graphs import (
     StepGraphs,
     graph_sizes,
 )
+from mainstem_bench.shapes import SHAPES
 from tests.runner.recorded_graphs import Piece, Recorder
 from tests.runner.steps import Seq, Work, a_step
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from mainstem.core.step import Float32s, Int64s
 from mainstem.runner import noise
 from mainstem.sched.random import noise_keys
-from tests.runner.steps import some_keys
+from mainstem_bench.kernels.samples import some_keys
 
 VOCAB = 16384
 

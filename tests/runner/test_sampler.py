@@ -10,7 +10,8 @@ import torch
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Int64s, StartedSequence, Step
 from mainstem.runner.sampler import Sampler, likeliest, start_logprobs
-from tests.runner.steps import Seq, Work, a_sample_batch, a_step, some_keys
+from mainstem_bench.kernels.samples import a_sample_batch, some_keys
+from tests.runner.steps import Seq, Work, a_step
 
 VOCAB = 50
 DRAWS = 4000

@@ -22,7 +22,6 @@ from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.kernels.memory.cpu import move_pages
 from mainstem.kv.transfer import LoadId
-from mainstem.models.shapes import SHAPES
 from mainstem.models.shard import Shard
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.origin import RandomOrigin
@@ -30,6 +29,7 @@ from mainstem.runner.pages import DevicePages
 from mainstem.runner.ranks.shared_memory import SharedMemory
 from mainstem.runner.slab import SlabPart, count_slots, slot_bytes
 from mainstem.runner.transfer import CpuCopier, CpuGate, CpuTransfer
+from mainstem_bench.shapes import SHAPES
 
 PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
 P = ParamSpec("P")

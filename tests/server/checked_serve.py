@@ -18,7 +18,8 @@ from mainstem.server.engine_process import EngineProcess
 from mainstem.server.kv_events import KvEventsConfig
 from mainstem.server.messages import Begin
 from mainstem.text.text_engine import TextEngine
-from tests.batch.fake_batch import FakeEngines, a_tokenizer, kill_at
+from tests.batch.fake_batch import kill_at
+from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server import fake_engine, saving_engine
 from tests.server.checked_engine import MODULE
 from tests.server.thread_engine import opener

@@ -8,7 +8,7 @@ from mainstem.engine.engine import Engine
 from mainstem.server.engine_process import main
 from mainstem.server.messages import Begin
 from mainstem.text.grammar import Grammars
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 
 MODULE = "tests.server.fake_engine"
 STEP_S = 0.005

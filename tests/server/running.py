@@ -26,7 +26,7 @@ from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel
 from mainstem.text.encoding import App
 from mainstem.text.sessions import SessionLimits, Sessions
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 from tests.server.thread_engine import ThreadEngine
 
 Json = dict[str, Any]

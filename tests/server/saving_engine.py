@@ -11,7 +11,7 @@ from mainstem.kv.bytes.segments import SegmentFiles
 from mainstem.server.engine_process import main
 from mainstem.server.messages import Begin
 from mainstem.text.grammar import Grammars
-from tests.batch.fake_batch import a_tokenizer
+from tests.fake_engines import a_tokenizer
 from tests.kv.tiered import a_tiered_engine
 
 MODULE = "tests.server.saving_engine"

@@ -11,7 +11,7 @@ from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.server import apps_registry
 from mainstem.server.apps_registry import AppFile, AppRegistry
 from mainstem.text.encoding import App, shared_prefixes
-from tests.batch.fake_batch import FakeEngines, a_tokenizer
+from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server.conftest import PIRATE, POLITE
 from tests.server.running import ADMIN, ALICE, BOB, Running, a_server, until
 

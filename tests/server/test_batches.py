@@ -18,8 +18,8 @@ from mainstem.core.errors import ConfigError
 from mainstem.server.auth import KeyRing
 from mainstem.server.limits import ServerLimits
 from mainstem.text.encoding import App
-from tests.batch.fake_batch import FakeEngines, expected_text
 from tests.builders import BEYOND
+from tests.fake_engines import FakeEngines, expected_text
 from tests.server.process import a_process
 from tests.server.running import ALICE, BOB, Json, Running, a_server, until
 from tests.text.test_tools import HERMES, WEATHER

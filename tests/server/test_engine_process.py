@@ -24,7 +24,7 @@ from mainstem.server.answering import EngineFault
 from mainstem.server.engine_client import MAX_STARTS, EngineClient, EngineState
 from mainstem.server.engine_process import EngineNotMade, EngineProcess
 from mainstem.server.messages import Begin, Ready, frame
-from tests.batch.fake_batch import a_tokenizer
+from tests.fake_engines import a_tokenizer
 from tests.kv.mirror import Mirror
 from tests.server.process import Process, a_process
 from tests.server.router import TOPIC, Router, apply_plain

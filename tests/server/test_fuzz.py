@@ -9,7 +9,7 @@ import schemathesis
 from schemathesis.generation import GenerationMode
 
 from mainstem.wire.openapi import document
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 from tests.server.running import ADMIN, Running, a_server
 from tests.text.test_tools import HERMES
 

@@ -15,7 +15,7 @@ import pytest
 
 from mainstem.server.limits import ServerLimits
 from mainstem.text.tokenizer import Tokenizer
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 from tests.server.running import Json, Running, a_server, events, until
 
 

@@ -17,7 +17,7 @@ from mainstem.core.step import Step
 from mainstem.server.auth import ANYBODY
 from mainstem.server.faults import ApiError
 from mainstem.server.limits import Gate, ServerLimits
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 from tests.server.running import Running, a_server, until
 
 pytestmark = pytest.mark.serial  # on a busy machine, limits of a second are too short

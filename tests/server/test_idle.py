@@ -12,8 +12,8 @@ from mainstem.core.config import EngineConfig, SchedConfig
 from mainstem.core.request import SamplingParams
 from mainstem.server.engine_client import EngineClient
 from mainstem.text.text_engine import TextEngine
-from tests.batch.fake_batch import FakeEngines, a_tokenizer
 from tests.builders import a_request
+from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.kv.tiered import a_tiered_engine
 from tests.server.running import Json, a_server, until
 from tests.server.thread_engine import ThreadEngine

@@ -8,7 +8,7 @@ import pytest
 
 from mainstem.server import stream as server_stream
 from mainstem.wire import messages_bodies
-from tests.batch.fake_batch import TEMPLATE, FakeEngines, expected_text
+from tests.fake_engines import TEMPLATE, FakeEngines, expected_text
 from tests.server.conftest import POLITE
 from tests.server.running import ADMIN, ALICE, BOB, Json, Running, a_server, until
 from tests.text.test_tools import HERMES

@@ -9,7 +9,7 @@ import pytest
 from mainstem.cli.flags import engine_config
 from mainstem.cli.serve import open_model, parser
 from mainstem.server.auth import KeyRing
-from tests.batch.fake_batch import EOS_ID
+from tests.fake_engines import EOS_ID
 from tests.server.running import ALICE, BOB, Json, Running
 
 END = "<|end|>"

@@ -9,7 +9,7 @@ import pytest
 from mainstem.cli.batch import main
 from mainstem.text.parsers.formats import find_formats
 from mainstem.wire.calls import CallParser, Kind
-from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer
+from tests.fake_engines import TEMPLATE, FakeEngines, a_tokenizer
 from tests.server.running import Json, Running, a_server, events
 from tests.text.test_tools import HERMES, WEATHER
 

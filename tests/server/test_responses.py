@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 from tests.server.running import ALICE, BOB, Json, Running, a_server
 from tests.text.test_tools import HERMES
 

@@ -9,7 +9,7 @@ from subprocess import TimeoutExpired
 
 import pytest
 
-from mainstem.cli.cache import Verdict, verify
+from mainstem.cli.cache import FolderVerdict, verify
 from tests.server.process import Process, a_process
 from tests.server.running import until
 from tests.server.saving_engine import STORE, STUCK
@@ -67,7 +67,7 @@ def test_a_further_signal_ends_the_wait_for_saves(
     assert said == 10
     assert not process.has_said("unreadable"), process.lines
     assert not [line for line in process.lines if "traceback" in line]
-    assert verify(tmp_path / STORE) == Verdict(str(tmp_path / STORE), 5, {})
+    assert verify(tmp_path / STORE) == FolderVerdict(str(tmp_path / STORE), 5, {})
     with a_process(flags, "saving") as process:
         assert num_cached(process, UNSAVED) == 0
         assert num_cached(process, SAVED) == 20

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.batch.fake_batch import a_tokenizer
+from tests.fake_engines import a_tokenizer
 from tests.fakes import fake_logprob
 from tests.server.running import ALICE, Running
 

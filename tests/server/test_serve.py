@@ -14,7 +14,7 @@ from mainstem.core.errors import ConfigError
 from mainstem.server.file_store import lock_folder
 from mainstem.server.kv_events import KvEventsConfig
 from mainstem.server.logs import JsonLines
-from tests.batch.fake_batch import FakeEngines
+from tests.fake_engines import FakeEngines
 from tests.server.thread_engine import opener
 
 

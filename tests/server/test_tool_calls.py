@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.batch.fake_batch import TEMPLATE, FakeEngines
+from tests.fake_engines import TEMPLATE, FakeEngines
 from tests.server.running import Running, a_server, events
 from tests.text.test_tools import CLOCK, HERMES, LLAMA, WEATHER
 

@@ -8,8 +8,8 @@ import tokenizers
 
 from mainstem.server.served_model import ServedModel
 from mainstem.wire.bodies import HARMLESS
-from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer, expected_text
 from tests.builders import VOCAB
+from tests.fake_engines import TEMPLATE, FakeEngines, a_tokenizer, expected_text
 from tests.fakes import fake_answer, fake_logprob
 from tests.server.running import Json, Running, a_server, events
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from mainstem.checkpoints.progress import unseen
-from mainstem.cli import capacity, simulate
 from mainstem.core.errors import InvalidRequest
 from mainstem.kv.policy import PolicyConfig
-from mainstem.simulate.capacity import Replay, most_sessions, most_tokens
-from mainstem.simulate.trace_records import ReadOptions, TraceRequest
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate import capacity_command as capacity
+from mainstem_simulate import command as simulate
+from mainstem_simulate.capacity import Replay, most_sessions, most_tokens
+from mainstem_simulate.trace_records import ReadOptions, TraceRequest
+from mainstem_simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 SESSIONS = DATA / "sessions_sample.jsonl.gz"

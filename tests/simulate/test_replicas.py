@@ -8,20 +8,20 @@ from random import Random
 import numpy as np
 import pytest
 
-from mainstem.cli import simulate as cli
 from mainstem.core.errors import ConfigError
-from mainstem.route.router import RouterKind
-from mainstem.simulate.device_pages import DevicePages, PagedTrace
-from mainstem.simulate.replicas import (
+from mainstem.ray.router import RouterKind
+from mainstem_simulate import command as cli
+from mainstem_simulate.device_pages import PagedTrace, ReplicaPages
+from mainstem_simulate.replicas import (
     FleetConfig,
     FleetReport,
     Reference,
     find_reference,
     simulate_fleet,
 )
-from mainstem.simulate.service import ServiceRates
-from mainstem.simulate.trace_records import Trace, TraceFormat, TraceRequest
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate.service import ServiceRates
+from mainstem_simulate.trace_records import Trace, TraceFormat, TraceRequest
+from mainstem_simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 MOONCAKE = DATA / "mooncake_sample.jsonl.gz"
@@ -90,7 +90,7 @@ def test_small_pages_are_joined() -> None:
 
 
 def test_the_device_memory_evicts_like_an_lru_of_chains() -> None:
-    draw, memory = Random(1), DevicePages(30, 400)
+    draw, memory = Random(1), ReplicaPages(30, 400)
     plain: OrderedDict[int, None] = OrderedDict()
     for _ in range(2000):
         start = draw.randrange(10) * 40

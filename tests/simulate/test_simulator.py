@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.cli import simulate as cli
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.kv.ranking import PolicyKind
-from mainstem.simulate import plots
-from mainstem.simulate.service import Prices, ServiceRates
-from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
-from mainstem.simulate.trace_records import ReadOptions, Trace, TraceFormat, TraceRequest
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate import command as cli
+from mainstem_simulate import plots
+from mainstem_simulate.service import Prices, ServiceRates
+from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
+from mainstem_simulate.trace_records import ReadOptions, Trace, TraceFormat, TraceRequest
+from mainstem_simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 MOONCAKE = DATA / "mooncake_sample.jsonl.gz"
@@ -30,7 +30,7 @@ def a_trace(chains: Sequence[Sequence[int]], gap_s: float = 1.0, output: int = 0
     return Trace(TraceFormat.MOONCAKE, PAGE, requests)
 
 
-def run(trace: Trace, host_pages: int, disk_pages: int = 0, **more: object) -> Report:
+def run(trace: Trace, host_pages: int, disk_pages: int = 0, **more: object) -> SimulationReport:
     gb_per_page = PAGE * KV_BYTES / 1e9
     sizes = {"host_gb": host_pages * gb_per_page + 1e-6, "disk_gb": disk_pages * gb_per_page + 1e-6}
     if not disk_pages:

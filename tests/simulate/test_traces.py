@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.simulate.arrivals import load_think_times
-from mainstem.simulate.trace_records import Outgrown, ReadOptions, Trace, TraceFormat
-from mainstem.simulate.traces import read_trace
+from mainstem_simulate.arrivals import load_think_times
+from mainstem_simulate.trace_records import Outgrown, ReadOptions, Trace, TraceFormat
+from mainstem_simulate.traces import read_trace
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

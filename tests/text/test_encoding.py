@@ -4,7 +4,7 @@ import pytest
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.text.encoding import App, Chat, Message, begin_prompt
-from tests.batch.fake_batch import TEMPLATE, a_tokenizer
+from tests.fake_engines import TEMPLATE, a_tokenizer
 
 TRIMMING = TEMPLATE.replace("m['content']", "m['content'] | trim")
 GO: Message = {"role": "user", "content": "go"}

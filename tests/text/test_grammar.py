@@ -29,8 +29,8 @@ from mainstem.text.grammar import (
 )
 from mainstem.text.schemas import closed
 from mainstem.text.text_engine import TextEngine, TextOutput
-from tests.batch.fake_batch import a_tokenizer
 from tests.builders import a_request, an_engine
+from tests.fake_engines import a_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -13,7 +13,7 @@ from mainstem.text.answer_stream import TextStream
 from mainstem.text.parsers.formats import ReasoningFormat, ToolFormat, ToolUse, make_parser
 from mainstem.text.parsers.parser import AnswerParser
 from mainstem.text.tools import Part, Reasoning, ToolCall
-from tests.batch.fake_batch import a_tokenizer
+from tests.fake_engines import a_tokenizer
 
 TOOLS = (
     {

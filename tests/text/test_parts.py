@@ -27,7 +27,7 @@ from mainstem.text.parts import PartEncoder
 from mainstem.text.sessions import Session, spoken_chat
 from mainstem.text.token_bound import TokenBound
 from mainstem.text.tokenizer import Tokenizer
-from tests.batch.fake_batch import a_tokenizer
+from tests.fake_engines import a_tokenizer
 
 IM = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -23,7 +23,7 @@ from mainstem.text.sessions import (
     spoken_text,
     tokenizer_identity,
 )
-from tests.batch.fake_batch import EOS_ID, a_tokenizer
+from tests.fake_engines import EOS_ID, a_tokenizer
 
 
 def ids(count: int) -> Int32s:

@@ -26,7 +26,7 @@ from mainstem.text.parsers.formats import (
 from mainstem.text.text_engine import AnswerReader
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.text.tools import ToolCall
-from tests.batch.fake_batch import TEMPLATE, a_tokenizer
+from tests.fake_engines import TEMPLATE, a_tokenizer
 
 HERMES = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<tool_call>" + TEMPLATE
 LLAMA = """{% if tools %}{"name": function name, "parameters": ...}{% endif %}""" + TEMPLATE

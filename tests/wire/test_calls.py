@@ -11,7 +11,7 @@ from mainstem.wire.bodies import ChatBody, CompletionBody
 from mainstem.wire.calls import BodyLimits, Call, CallParser, Kind
 from mainstem.wire.errors import WireError
 from mainstem.wire.openapi import document
-from tests.batch.fake_batch import TEMPLATE, a_tokenizer
+from tests.fake_engines import TEMPLATE, a_tokenizer
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 HELLO = [{"role": "user", "content": "hello"}]

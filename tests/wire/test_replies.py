@@ -14,7 +14,7 @@ from mainstem.text.parsers.formats import MARKS, AnswerFormats, ReasoningFormat,
 from mainstem.text.text_engine import TextOutput
 from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.replies import Heading, PromptAnswers, Reply, ReplyStream
-from tests.batch.fake_batch import a_tokenizer
+from tests.fake_engines import a_tokenizer
 from tests.text.test_tools import a_marked_tokenizer
 
 Json = dict[str, object]

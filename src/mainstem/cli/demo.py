@@ -40,7 +40,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DemoPass:
     """One pass over all questions."""
 
     share: Share
@@ -113,7 +113,7 @@ def load_questions(path: Path | None) -> list[Question]:
     return questions
 
 
-def run(config: EngineConfig, share: Share, questions: list[Question], max_tokens: int) -> Run:
+def run(config: EngineConfig, share: Share, questions: list[Question], max_tokens: int) -> DemoPass:
     """Answer everything with a new engine; loading is not part of the time."""
     llm = LLM.from_config(config.sharing(share))
     print("sharing on" if share is Share.READS else "sharing off", flush=True)
@@ -124,7 +124,7 @@ def run(config: EngineConfig, share: Share, questions: list[Question], max_token
     )
     seconds = perf_counter() - began_s
     llm.close()
-    return Run(share, seconds, answers, llm.counters)
+    return DemoPass(share, seconds, answers, llm.counters)
 
 
 def make_writable(path: Path) -> None:
@@ -136,7 +136,7 @@ def make_writable(path: Path) -> None:
         raise InvalidRequest("--out", f"cannot write {path}: {error.strerror}") from error
 
 
-def write_answers(path: Path, questions: list[Question], done: Run) -> None:
+def write_answers(path: Path, questions: list[Question], done: DemoPass) -> None:
     with path.open("w", encoding="utf-8") as out:
         for question, answer in zip(questions, done.answers, strict=True):
             row = {
@@ -149,7 +149,7 @@ def write_answers(path: Path, questions: list[Question], done: Run) -> None:
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def report(questions: list[Question], runs: list[Run]) -> str:
+def report(questions: list[Question], runs: list[DemoPass]) -> str:
     """Return three answers, and a table that shows what sharing saved."""
     shared, alone = runs
     rows = []

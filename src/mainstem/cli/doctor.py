@@ -7,10 +7,10 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from mainstem import __version__
 from mainstem.checkpoints.hub import ModelRecord, ModelState, config_folder, list_models
 from mainstem.core.config import Device, DType, StoreConfig, cache_dir
 from mainstem.core.tables import gigabytes
+from mainstem.core.version import __version__
 from mainstem.runner.kv_size import kv_size
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_devices, describe_torch
 from mainstem.runner.rank_sizes import ON_CPU, ON_GPU, ON_GPU_WITH_FP8, RankSize, rank_sizes

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
 
-from mainstem import __version__
 from mainstem.core.config import SWITCH_S
 from mainstem.core.errors import AnswerFailed, EngineLost, MainstemError
 from mainstem.core.spelling import did_you_mean
+from mainstem.core.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,11 @@ COMMANDS = {
     "plan": Command("mainstem.cli.plan", "what a batch of prompts shares, and the best order"),
     "bench": Command("mainstem_bench.cli", "measure the parts and the whole"),
     "simulate": Command(
-        "mainstem.cli.simulate", "what a tiered KV store would save for a trace of requests"
+        "mainstem_simulate.command", "what a tiered KV store would save for a trace of requests"
     ),
-    "capacity": Command("mainstem.cli.capacity", "the storage that a hit rate needs, from a trace"),
+    "capacity": Command(
+        "mainstem_simulate.capacity_command", "the storage that a hit rate needs, from a trace"
+    ),
     "calibrate": Command("mainstem.cli.calibrate", "measure this device for the cost model"),
     "cache": Command("mainstem.cli.cache", "show, verify and delete saved pages on disk"),
     "models": Command("mainstem.cli.models", "the embedded model and the cached models"),

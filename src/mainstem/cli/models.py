@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from mainstem.checkpoints.embedded import SMOLLM2, Check
+from mainstem.checkpoints.embedded import SMOLLM2, FolderCheck
 from mainstem.checkpoints.fetch import fetch_model
 from mainstem.checkpoints.hub import list_models, resolve_model
 from mainstem.checkpoints.progress import StageBar
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         raise InvalidRequest("--ignore-config-fields", "has no effect without --fetch")
     if args.verify:
         with StageBar() as bar:
-            print(resolve_model(args.verify, bar, Check.HASHES))
+            print(resolve_model(args.verify, bar, FolderCheck.HASHES))
         return 0
     if args.fetch:
         values = {"model": args.fetch, "ignore_config_fields": args.ignore_config_fields}

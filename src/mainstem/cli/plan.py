@@ -19,6 +19,7 @@ import numpy as np
 
 from mainstem.batch.bar import PhaseLine, read_so_far
 from mainstem.batch.done import Done
+from mainstem.batch.driver import KeptLines
 from mainstem.batch.files import LINES_PER_LOOK, InputFile, Line, new_pack
 from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
@@ -57,24 +58,6 @@ class ReadPrompts:
 
 
 # --- reading -------------------------------------------------------------------------------------
-
-
-class KeptLines:
-    """An input that keeps its lines, by number, as they are read."""
-
-    def __init__(self, source: InputFile) -> None:
-        self._source = source
-        self.lines: dict[int, bytes] = {}
-
-    def __iter__(self) -> Iterator[Line]:
-        for line in self._source:
-            if line.data is not None and line.data.strip():
-                self.lines[line.number] = line.data.rstrip(b"\r\n") + b"\n"
-            yield line
-
-    @property
-    def progress(self) -> float | None:
-        return self._source.progress
 
 
 class WatchedLines:
@@ -261,6 +244,12 @@ def _save_plot(path: Path, plan: Plan, read: ReadPrompts, savings: Savings) -> N
         raise InvalidRequest("--plot", str(error)) from None
 
 
+def _text(line: Line) -> bytes:
+    """The line with one line end; nothing for a line that is blank or too long to be read."""
+    text = (line.data or b"").rstrip(b"\r\n")
+    return text + b"\n" if text.strip() else b""
+
+
 def _write_lines(name: str, lines: Iterable[bytes]) -> None:
     """Write lines to a file, which appears only when it is complete, or to standard output if the
     name is "-"."""
@@ -377,8 +366,8 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
 
     if flags.emit_order is not None:
         ordered = [read.lines[index] for index in plan.members.tolist()]
-        failed = [failure.line for failure in read.failures if failure.line in kept.lines]
-        _write_lines(flags.emit_order, (kept.lines[line] for line in [*ordered, *failed]))
+        numbers = [*ordered, *(failure.line for failure in read.failures)]
+        _write_lines(flags.emit_order, (_text(kept.lines[number]) for number in numbers))
     if flags.emit_plan is not None:
         _write_lines(flags.emit_plan, (f"{line}\n".encode() for line in plan.to_lines()))
     if flags.plot is not None:

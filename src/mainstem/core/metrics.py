@@ -83,13 +83,6 @@ class Counters:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
-    def dram_share(self) -> float:
-        """The share of the pages loaded from lower tiers that were in host memory when the load
-        began; 0.0 if none was loaded."""
-        loaded = sum(self.loaded_pages.values())
-        return self.loaded_pages["host"] / loaded if loaded else 0.0
-
-    @property
     def read_ratio(self) -> float:
         """Keys read / keys seen: 1.0 if nothing is shared within a step."""
         return self.key_tokens_read / self.key_tokens_seen if self.key_tokens_seen else 1.0

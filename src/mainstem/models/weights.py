@@ -272,11 +272,6 @@ def _shorten(names: Collection[str]) -> str:
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
 
 
-def checkpoint_digest(folder: Path) -> bytes:
-    """Return a digest of the config, and of the names and bytes of the weight files."""
-    return WeightDigest(folder).wait()
-
-
 class WeightDigest:
     """Hashes config and weights of a folder on separate threads, while the weights are loaded.
 

@@ -1,8 +1,9 @@
-"""Many engines on Ray, an extra: pip install 'mainstem[ray]' (docs/scale.md).
+"""Many engines, on Ray (docs/scale.md). Ray is an extra: pip install 'mainstem[ray]'.
 
 workers.py  actors that answer a batch job's rows: `mainstem batch --ray`
 data.py     Generate and plan, for Ray Data
 serve_app.py  a Ray Serve application: replicas (replica.py) behind a front (front.py, prompts.py)
+router.py   which replica answers a request, by what each holds (holdings.py); needs no Ray
 """
 
 from importlib import import_module

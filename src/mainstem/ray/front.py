@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 from mainstem.core.errors import MainstemError
 from mainstem.ray.prompts import PAGE_TOKENS, PREVIOUS, read_request, session_of
 from mainstem.ray.replica import ACCEPTED, Head, HttpCall, Piece, ReplicaStatus
-from mainstem.route.router import (
+from mainstem.ray.router import (
     NoReplica,
     ReplicaState,
     Router,

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from mainstem.route.router import RouteRequest
+from mainstem.ray.router import RouteRequest
 
 PAGE_BYTES = 2048
 BYTES_PER_TOKEN = 4

@@ -19,7 +19,7 @@ from mainstem.core.config import EngineConfig, with_arguments
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.ray.front import Front, FrontSettings
 from mainstem.ray.replica import Replica, ReplicaSettings
-from mainstem.route.router import RouterKind
+from mainstem.ray.router import RouterKind
 from mainstem.server.limits import ServerLimits
 from mainstem.text.encoding import App
 

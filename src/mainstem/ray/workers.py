@@ -1,10 +1,10 @@
 """Ray actors that answer the rows of a batch job, each with an engine in its process.
 
-    driver: RayWorker --take(lines)--> EngineActor: queue -> windows -> Job -> queue
+    driver: RayWorker --take(lines)--> EngineActor: queue -> windows -> BatchJob -> queue
                       <--finished()---                                         rows
 
-An actor runs one Job for its whole life. It takes the next bundle while rows of the last bundle are
-still running, so that its engine does not wait for rows.
+An actor runs one BatchJob for its whole life. It takes the next bundle while rows of the last
+bundle are still running, so that its engine does not wait for rows.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from mainstem.batch.bundles import Task
 from mainstem.batch.done import ENGINE_FAILED, Done
 from mainstem.batch.driver import POLL_S, Desk, WorkerLost
 from mainstem.batch.files import Line
-from mainstem.batch.job import Job, JobConfig
+from mainstem.batch.job import BatchJob, JobConfig
 from mainstem.batch.ordering import PlannedWindow, WindowPlanner
 from mainstem.batch.summary import Summary
 from mainstem.batch.windows import RowReader, WindowReader
@@ -97,7 +97,7 @@ class EngineActor:
         summary = Summary("", "", name)
         bar = JobBar(summary, str, is_shown=False)
         job_config = JobConfig(name, settings.seed)
-        self._job = Job(engine, self, job_config, summary, lambda: False, bar)
+        self._job = BatchJob(engine, self, job_config, summary, lambda: False, bar)
         Thread(target=self._run, name="job", daemon=True).start()
 
     def take(self, lines: Sequence[tuple[int, bytes | None]]) -> None:

@@ -28,7 +28,7 @@ LEAST_US = 1e-5  # lower limit, since noise could give a time below zero
 StepUs = Callable[[Spans], float]  # runs a step without cutting spans; returns microseconds
 
 
-class _Line(NamedTuple):
+class _FittedLine(NamedTuple):
     launch_us: float
     unit_us: float
     key_us: float
@@ -56,7 +56,7 @@ def fit_pace(step_us: StepUs, shape: Shape) -> Pace:
     )
 
 
-def _fit_line(step_us: StepUs, kind: Kind, tokens: int) -> _Line:
+def _fit_line(step_us: StepUs, kind: Kind, tokens: int) -> _FittedLine:
     """Fit by least squares of relative errors. Each unit has the rows of `tokens` tokens."""
     steps = [(1, keys) for keys in LONG_KEYS]
     steps += [(max(rounds * kind.slots // kind.units, 1), kind.stretch) for rounds in ROUNDS]
@@ -67,7 +67,7 @@ def _fit_line(step_us: StepUs, kind: Kind, tokens: int) -> _Line:
         times.append(step_us(_over_the_same_keys(spans_of(num_spans, tokens, keys))))
     us = np.array(times)
     fitted = np.linalg.lstsq(np.array(rows) / us[:, None], np.ones(len(us)), rcond=None)[0]
-    return _Line(*np.maximum(fitted, LEAST_US).tolist())
+    return _FittedLine(*np.maximum(fitted, LEAST_US).tolist())
 
 
 def _over_the_same_keys(spans: Spans) -> Spans:

@@ -36,7 +36,7 @@ class _Copy2D(ctypes.Structure):
     )
 
 
-class Rows:
+class PitchedRows:
     """Rows of `width` bytes, which begin every `host_pitch` or `device_pitch` bytes."""
 
     def __init__(self, width: int, host_pitch: int, device_pitch: int) -> None:

@@ -24,7 +24,7 @@ from mainstem.kernels.memory.transfer import spread_pages
 from mainstem.kernels.memory.upload import move_words
 from mainstem.kv.transfer import LoadId
 from mainstem.models.block import Gate
-from mainstem.runner.copy_engine import MAX_PITCH, Rows
+from mainstem.runner.copy_engine import MAX_PITCH, PitchedRows
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.slab import WHOLE, HostSlab, SlabPart
@@ -139,7 +139,7 @@ class GpuCopier:
         at_once, pitch = 2 * self._num_layers, distance
         if distance > MAX_PITCH:  # too far apart: rows are copied one by one
             at_once, pitch = 1, self._half_bytes
-        rows = Rows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=pitch)
+        rows = PitchedRows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=pitch)
         stream = self._saves_stream
         transfer = GpuTransfer(self._num_layers)
         transfer.begin.record(stream)
@@ -163,7 +163,7 @@ class GpuCopier:
             page_ids = self._upload(pages, transfer)
             for first, count in self._groups():
                 width = count * self._layer_bytes
-                rows = Rows(width, host_pitch=self._slab.slot_bytes, device_pitch=width)
+                rows = PitchedRows(width, host_pitch=self._slab.slot_bytes, device_pitch=width)
                 for part in _parts(len(slots), staging.pages):
                     buffer, is_empty = staging.take()
                     for row, slot, length in _runs(slots[part]):

@@ -90,7 +90,7 @@ class Sampler:
         settings = (choice.temperature, choice.top_k, choice.top_p, choice.min_p)
         return sample.sample(logits, *settings, choice.keys)
 
-    def _send_choice(self, batch: SampleBatch) -> "Choice":
+    def _send_choice(self, batch: SampleBatch) -> "DrawSettings":
         """Send the settings in one copy, each aligned to 16 bytes for the kernels."""
         rows = len(batch.temperature)
         words = np.zeros((6, -(-rows // 4) * 4), np.int32)
@@ -101,7 +101,7 @@ class Sampler:
         sent = self._uploads.send(words)
         floats = sent.view(torch.float32)[:, :rows]
         keys = sent[4:].reshape(-1)[: 2 * rows].view(torch.int64)
-        return Choice(floats[0], floats[1], sent[2, :rows], floats[3], keys)
+        return DrawSettings(floats[0], floats[1], sent[2, :rows], floats[3], keys)
 
 
 def _apply_masks(logits: Tensor, batch: SampleBatch, uploads: Uploads) -> None:
@@ -121,7 +121,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DrawSettings:
     """The settings of the rows that draw a random token, each [rows]; `keys` are noise keys."""
 
     temperature: Tensor
@@ -130,9 +130,9 @@ class Choice:
     min_p: Tensor
     keys: Tensor
 
-    def of(self, rows: Tensor) -> "Choice":
+    def of(self, rows: Tensor) -> "DrawSettings":
         """The settings of these rows only."""
-        return Choice(
+        return DrawSettings(
             self.temperature[rows],
             self.top_p[rows],
             self.top_k[rows],
@@ -141,9 +141,9 @@ class Choice:
         )
 
 
-def choice_of(batch: SampleBatch) -> Choice:
+def choice_of(batch: SampleBatch) -> DrawSettings:
     """Return the batch's settings as tensors; top_p and min_p in float64, like `_weights`."""
-    return Choice(
+    return DrawSettings(
         torch.from_numpy(batch.temperature),
         torch.from_numpy(batch.top_p).double(),
         torch.from_numpy(batch.top_k).long(),
@@ -152,7 +152,7 @@ def choice_of(batch: SampleBatch) -> Choice:
     )
 
 
-def choose(logits: Tensor, choice: Choice) -> Tensor:
+def choose(logits: Tensor, choice: DrawSettings) -> Tensor:
     """Draw one token per row of logits [rows, vocab]."""
     is_cut = (choice.top_p < 1.0) | (choice.top_k < logits.shape[1])
     if not bool(is_cut.any()):
@@ -166,13 +166,13 @@ def choose(logits: Tensor, choice: Choice) -> Tensor:
     return token_ids
 
 
-def _draw_any(logits: Tensor, choice: Choice) -> Tensor:
+def _draw_any(logits: Tensor, choice: DrawSettings) -> Tensor:
     """Draw without top_k and top_p: nothing is sorted."""
     columns = (choice.temperature, choice.min_p.float(), choice.keys)
     return torch.from_numpy(draw(logits.numpy(), *(column.numpy() for column in columns)))
 
 
-def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
+def _draw_cut(scores: Tensor, choice: DrawSettings, num_candidates: int) -> Tensor:
     """Sort the likeliest tokens and apply the limits. A row that needs more tokens is sorted as a
     whole."""
     # one more than top_k, to see whether other tokens have the same score as the last one
@@ -207,7 +207,7 @@ def _draw_cut(scores: Tensor, choice: Choice, num_candidates: int) -> Tensor:
 
 
 def _draw_kept(
-    scores: Float32s, best: Float32s, ids: Int64s, is_kept: Bools, choice: Choice
+    scores: Float32s, best: Float32s, ids: Int64s, is_kept: Bools, choice: DrawSettings
 ) -> Int64s:
     """Draw one token per row of `ids`, which are sorted by score `best`, likeliest first. Only the
     tokens in `is_kept`, a prefix of each row, take part. If tokens tie with the last kept one,

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mainstem import __version__
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.version import __version__
 from mainstem.server.answering import EngineFault
 from mainstem.server.batch_routes import BatchRoutes
 from mainstem.server.body import read_json

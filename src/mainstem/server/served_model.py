@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from mainstem import __version__
+from mainstem.core.version import __version__
 from mainstem.text.parsers.formats import AnswerFormats, find_formats
 from mainstem.text.tokenizer import Tokenizer
 

@@ -3,8 +3,8 @@
 import msgspec
 from msgspec import Struct
 
-from mainstem import __version__
 from mainstem.core.request import SAMPLING_RANGES
+from mainstem.core.version import __version__
 from mainstem.wire.bodies import (
     HARMLESS,
     AppBody,

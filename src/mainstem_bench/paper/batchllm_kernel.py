@@ -4,7 +4,8 @@ steps."""
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mainstem.plan.cost import H200, span_floor_s
+from mainstem.plan.cost import H200
+from mainstem_bench.floors import span_floor_s
 from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.relay_attention import cpu_point

@@ -23,11 +23,11 @@ import torch
 
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
-from mainstem.simulate.plots import new_figure
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
 from mainstem_bench.paper.registry import ITEMS, find_items
 from mainstem_bench.paper.results import read_lines, write_lines
 from mainstem_bench.report import fingerprint, load_average
+from mainstem_simulate.plots import new_figure
 
 DEFAULT_RESULTS = Path("out/paper")
 

@@ -39,7 +39,7 @@ from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.lengths import SHOTS, shipped
 from mainstem_bench.paper.results import one
-from mainstem_bench.truncated_questions import Questions, ask, compare, read_documents
+from mainstem_bench.truncated_questions import QuestionSet, ask, compare, read_documents
 from mainstem_bench.truncation import read_on, read_text, read_whole
 from mainstem_bench.ways import WAYS
 
@@ -294,7 +294,7 @@ def run_questions(model: RealModel, settings: Settings) -> Iterator[Line]:
     with closing(find_model(model, settings)) as kept:
         config = a_config(model, model.label, model.document_window)
         for place in places:
-            questions = Questions(
+            questions = QuestionSet(
                 tuple(documents), _text_ids(kept), place == "first", model.answer_tokens
             )
             first = None

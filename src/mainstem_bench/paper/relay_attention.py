@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mainstem.plan.cost import H200, relay_speedup, span_floor_s
+from mainstem.plan.cost import H200
 from mainstem_bench.attention import measure as measure_on_cpu
 from mainstem_bench.attention import parser as cpu_parser
+from mainstem_bench.floors import relay_speedup, span_floor_s
 from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
 from mainstem_bench.paper.results import one, only

@@ -24,11 +24,11 @@ from mainstem.core.config import (
     StorePolicy,
 )
 from mainstem.engine.build import with_chunk
-from mainstem.models.shapes import SHAPES
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
 from mainstem_bench.policies import Room, Turns, made_up, measure, with_room
-from mainstem_bench.session_engine import Bench, Sessions
+from mainstem_bench.session_engine import ReturningSessions, SessionEngine
+from mainstem_bench.shapes import SHAPES
 
 REPEATS = 3
 # read buffers, in layers; all: a sequence starts when all its layers are loaded
@@ -47,12 +47,14 @@ def bench_with_store(
     host_gb: float,
     history: int,
     save: Saving = Saving.DECODING,
-) -> Iterator[Bench]:
+) -> Iterator[SessionEngine]:
     """An engine with host memory below the device, warmed up on histories of `history` tokens."""
     settings.engines.close()  # the device holds one model at a time
     if settings.is_quick:
         shape, device_tokens, host_gb, history = "tiny", 4096, 0.1, 64
-    work = Sessions(shape, history=history, output=4, at_once=4, device_tokens=device_tokens)
+    work = ReturningSessions(
+        shape, history=history, output=4, at_once=4, device_tokens=device_tokens
+    )
     config = with_chunk(
         EngineConfig(
             model=ModelConfig(model=shape),
@@ -61,7 +63,7 @@ def bench_with_store(
         ),
         SHAPES[shape],
     )
-    with Bench(work, config) as bench:
+    with SessionEngine(work, config) as bench:
         bench.warm_up()
         yield bench
 
@@ -71,7 +73,7 @@ def _spread(times: Sequence[float]) -> dict[str, object]:
     return {"ms": round(median(ms), 3), "spread": [min(ms), max(ms)]}
 
 
-def _first_token_s(bench: Bench, prompts: Sequence[list[int]], history: int = 0) -> float:
+def _first_token_s(bench: SessionEngine, prompts: Sequence[list[int]], history: int = 0) -> float:
     """Seconds until every prompt of a batch has its first token. Asserts that the whole pages of
     `history` tokens were cached, and no page more."""
     turn = bench.ask(prompts, 1)
@@ -221,7 +223,7 @@ def run_policies(settings: Settings) -> Iterator[Line]:
         yield {"policy": policy.value, **asdict(work), "room": room._asdict(), **found}
 
 
-def _load_by(bench: Bench, layers: str) -> None:
+def _load_by(bench: SessionEngine, layers: str) -> None:
     """Make an engine always load what is stored, with a read buffer of `layers`."""
     bench.engine.change_store(replace(bench.config.store, preload=layers, fetch=Fetch.ALWAYS))
 

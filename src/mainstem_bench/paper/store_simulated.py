@@ -10,13 +10,13 @@ from functools import cache
 
 from mainstem.kv.ranking import PolicyKind
 from mainstem.plan.cost import DATASHEETS
-from mainstem.simulate.capacity import CapacityQuestion, curve, plan_capacity
-from mainstem.simulate.service import Prices, ServiceRates
-from mainstem.simulate.simulator import Report, SimulationConfig, simulate
-from mainstem.simulate.trace_records import Outgrown, ReadOptions, Trace
-from mainstem.simulate.traces import read_trace
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import shipped
+from mainstem_simulate.capacity import CapacityQuestion, curve, plan_capacity
+from mainstem_simulate.service import Prices, ServiceRates
+from mainstem_simulate.simulator import SimulationConfig, SimulationReport, simulate
+from mainstem_simulate.trace_records import Outgrown, ReadOptions, Trace
+from mainstem_simulate.traces import read_trace
 
 BATCH = 24
 MEAN_CONTEXT = 1500  # tokens that a decoding sequence reads
@@ -80,7 +80,7 @@ def simulated(
     disk_gb: float,
     policy: PolicyKind = PolicyKind.LOOKAHEAD,
     device_gb: float = 0.0,
-) -> Report:
+) -> SimulationReport:
     """Run one simulation with the paper's prices and speeds."""
     config = SimulationConfig(
         kv_bytes_per_token=served.kv_mb_per_token * 1e6,
@@ -95,7 +95,7 @@ def simulated(
     return simulate(trace, config)
 
 
-def _line(report: Report) -> Line:
+def _line(report: SimulationReport) -> Line:
     return {
         name: round(value, 6) if isinstance(value, float) else value
         for name, value in asdict(report).items()

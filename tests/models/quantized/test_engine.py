@@ -20,7 +20,7 @@ from transformers import (
 from mainstem.models.cpu.decoder import load_decoder
 from mainstem.models.cpu.quantize import quantize_decoder
 from mainstem.models.families import read_spec
-from mainstem.runner.perplexity import perplexity
+from mainstem_bench.perplexity import perplexity
 from tests.families.equality import check_batch
 from tests.models.checkpoints import SMALL, SMALL_FALCON
 from tests.models.quantized.cases import CASES, gptq_config

@@ -10,11 +10,11 @@ from mainstem.core.config import CacheConfig, Device, DType, EngineConfig, Model
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import InFlight, Step
 from mainstem.kv.transfer import PageCopier
-from mainstem.models.shapes import SHAPES
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.ranks.messages import Begin, Loaded
 from mainstem.runner.ranks.rank import Part
+from mainstem_bench.shapes import SHAPES
 from tests.fakes import FakeRunner
 
 if TYPE_CHECKING:  # without torch, which is slow to import

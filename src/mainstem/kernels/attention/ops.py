@@ -89,7 +89,7 @@ def _padded(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-class _Staging:
+class _PlanStaging:
     """Host memory of a plan on its way to the device; grows to what plans need."""
 
     def __init__(self, device: torch.device) -> None:
@@ -298,7 +298,7 @@ class SpanAttention:
         self._partial_lse = lses.view(torch.float32).view(rows, scales)
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)  # for units of the queue
         self._staging = [
-            _Staging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
+            _PlanStaging(device) for _ in range(1 if self._is_interpreted else NUM_STAGING)
         ]
         self._next_staging = 0
 

@@ -73,7 +73,7 @@ class Pieces(NamedTuple):
     within: Int32s | None
 
 
-class Stored(NamedTuple):
+class StoredUnits(NamedTuple):
     """Units that are stored in full, not as a number: each program's first large unit, each
     program's first small unit, then all queued units.
     """
@@ -93,7 +93,7 @@ class KernelPlan(NamedTuple):
     num_slots: int  # of Partials
     num_units: tuple[int, int]  # large and small ones
     pieces: Pieces
-    stored: Stored
+    stored: StoredUnits
     structure: tuple[bytes, bytes, bytes]  # of the spans: query starts, query rows, is causal
     least_keys: Int32s  # [spans] the fewest keys for which the plan holds
     most_keys: Int32s | Int64s  # [spans] the most keys for which it holds
@@ -243,7 +243,7 @@ def _piece_table(spans: Spans, span: Int64s, row_end: Floats) -> Int32s:
 
 def _share_table(
     large: Shares, small: Shares, num_large: int, shape: Shape
-) -> tuple[Int32s, Stored]:
+) -> tuple[Int32s, StoredUnits]:
     """The table of shares, still without copies of first units, and the units stored in full."""
     table = np.zeros((shape.num_programs, layout.SHARE_INTS), np.int32)
     table[:, layout.SHARE_LARGE_BEGIN] = large_begin = large.ends[:-1]
@@ -258,7 +258,7 @@ def _share_table(
     pieces, other_pieces = first // shape.kv_heads, others // units  # divmod is far slower
     heads = first - pieces * shape.kv_heads, (others - other_pieces * units) * shape.fold
     pieces = np.concatenate((pieces, other_pieces + num_large))
-    return table, Stored(pieces, np.concatenate(heads), of_large, of_small)
+    return table, StoredUnits(pieces, np.concatenate(heads), of_large, of_small)
 
 
 def _place_partials(spans: Spans, cut: Cut, shape: Shape) -> tuple[Int32s, Int32s]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mainstem.kernels.dense.fp8_rows import GROUP, Fp8Rows
 from mainstem.kernels.dense.split_columns import (
-    Tile,
+    ColumnTile,
     columns_of,
     make_counters,
     num_splits,
@@ -30,10 +30,10 @@ from mainstem.kernels.overlap import let_in, overlap_options, wait_alone
 
 # By number of tokens in a step, ascending; as measured on an H200 (docs/log/gpu.md).
 TILES = (
-    Tile(outs=64, tokens=8, warps=4, stages=3, programs=2, blocks=2),
-    Tile(outs=128, tokens=16, warps=8, stages=3, programs=2, blocks=2),
-    Tile(outs=64, tokens=32, warps=4, stages=3, programs=2, blocks=2),
-    Tile(outs=64, tokens=64, warps=4, stages=3, programs=2, blocks=2),
+    ColumnTile(outs=64, tokens=8, warps=4, stages=3, programs=2, blocks=2),
+    ColumnTile(outs=128, tokens=16, warps=8, stages=3, programs=2, blocks=2),
+    ColumnTile(outs=64, tokens=32, warps=4, stages=3, programs=2, blocks=2),
+    ColumnTile(outs=64, tokens=64, warps=4, stages=3, programs=2, blocks=2),
 )
 MOST_TOKENS = TILES[-1].tokens
 _WIDTH = tl.constexpr(GROUP)

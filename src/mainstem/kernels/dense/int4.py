@@ -27,7 +27,7 @@ from mainstem.kernels.dense.nibbles import (
     load_columns,
 )
 from mainstem.kernels.dense.split_columns import (
-    Tile,
+    ColumnTile,
     columns_of,
     most_split_tokens,
     num_splits,
@@ -44,19 +44,19 @@ _DEQUANTIZED_ROWS = 64
 # each warp multiplies alone, which is faster for few tokens; from 16 tokens on, four warps multiply
 # together.
 TILES = (
-    Tile(outs=64, tokens=8, warps=4, stages=3, programs=6, blocks=2),
-    Tile(outs=128, tokens=16, warps=4, stages=5, programs=4),
-    Tile(outs=128, tokens=32, warps=8, stages=3, programs=2, blocks=2),
-    Tile(outs=128, tokens=64, warps=8, stages=3, programs=2),
-    Tile(outs=256, tokens=128, warps=8, stages=3, programs=1),
-    Tile(outs=128, tokens=256, warps=8, stages=3, programs=1),
+    ColumnTile(outs=64, tokens=8, warps=4, stages=3, programs=6, blocks=2),
+    ColumnTile(outs=128, tokens=16, warps=4, stages=5, programs=4),
+    ColumnTile(outs=128, tokens=32, warps=8, stages=3, programs=2, blocks=2),
+    ColumnTile(outs=128, tokens=64, warps=8, stages=3, programs=2),
+    ColumnTile(outs=256, tokens=128, warps=8, stages=3, programs=1),
+    ColumnTile(outs=128, tokens=256, warps=8, stages=3, programs=1),
 )
 _DETERMINISTIC_TOKENS = 64
 MOST_TOKENS = 512  # the largest step that reads packed weights; above, dequantizing is faster
 
 
 def multiply(
-    x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor, tile: Tile | None = None
+    x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor, tile: ColumnTile | None = None
 ) -> Tensor:
     """out [tokens, out] = x @ weight.T + bias."""
     tokens, num_out = len(x), weight.num_out
@@ -113,20 +113,20 @@ def _check(x: Tensor, weight: Nibbles, bias: Tensor | None, out: Tensor) -> None
         raise LayoutError(f"bias must be contiguous [{weight.num_out}], got {tuple(bias.shape)}")
 
 
-def tile_for(tokens: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def tile_for(tokens: int, dtype: torch.dtype, device: torch.device) -> ColumnTile:
     """The smallest tile that holds all tokens, or else the largest."""
     tiles = _tiles_that_fit(dtype, device)
     return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
 
 
-def deterministic_tile(dtype: torch.dtype, device: torch.device) -> Tile:
+def deterministic_tile(dtype: torch.dtype, device: torch.device) -> ColumnTile:
     """The same tile for every step. It splits columns into few parts, since large steps must hold
     all parts in memory."""
     return replace(tile_for(_DETERMINISTIC_TOKENS, dtype, device), programs=1)
 
 
 @cache
-def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
+def _tiles_that_fit(dtype: torch.dtype, device: torch.device) -> tuple[ColumnTile, ...]:
     """Tiles that fit into a multiprocessor's shared memory, with fewer stages if it is small."""
     if device.type != "cuda":
         return TILES

@@ -6,7 +6,7 @@ cuBLAS picks a kernel by the number of rows and may split the sum over K, so a t
 on its batch. Here every output is one sum over K, in steps of TILE_K from first to last, by the
 same matrix instruction, in fp32. The tile's size decides which program computes an output, but not
 how it is computed: small products take smaller tiles so that more programs share the reading
-(`tests/gpu/bench_fused.py` compares the bits of many tiles on a card).
+(`src/mainstem_bench/kernels/fused.py` compares the bits of many tiles on a card).
 """
 
 from dataclasses import dataclass

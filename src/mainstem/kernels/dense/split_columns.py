@@ -27,7 +27,7 @@ _LEAST_BLOCKS, _MOST_PARTS = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ColumnTile:
     """What one program computes, and how."""
 
     outs: int
@@ -46,7 +46,7 @@ def make_counters(device: torch.device) -> Tensor:
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
-def num_splits(num_out: int, blocks: int, tile: Tile) -> int:
+def num_splits(num_out: int, blocks: int, tile: ColumnTile) -> int:
     """The number of parts into which columns are split. It depends only on the weight's shape and
     the tile, so that with one tile a row's bits do not depend on the step."""
     programs = -(-num_out // tile.outs)
@@ -54,7 +54,7 @@ def num_splits(num_out: int, blocks: int, tile: Tile) -> int:
     return max(1, min(tile.programs * _FULL_CARD // programs, most))
 
 
-def most_split_tokens(num_out: int, tile: Tile) -> int:
+def most_split_tokens(num_out: int, tile: ColumnTile) -> int:
     """Return the maximum number of tokens in one launch with split columns: each tile needs a
     counter, and the number of counters is limited."""
     return MOST_TILES // -(-num_out // tile.outs) * tile.tokens

@@ -13,7 +13,7 @@ from mainstem.kernels.experts.products import (
     HOPPER,
     MANY,
     SOME,
-    Tiles,
+    ExpertTiles,
 )
 
 log = logging.getLogger("mainstem.kernels")
@@ -22,7 +22,7 @@ _MOST_OF_FEW = 8
 _MOST_OF_SOME = 48
 
 
-def choose(num_rows: int, num_experts: int, x: Tensor, is_deterministic: bool) -> Tiles:
+def choose(num_rows: int, num_experts: int, x: Tensor, is_deterministic: bool) -> ExpertTiles:
     """How a step of `num_rows` = tokens * top_k rows of x is computed."""
     if x.dtype == torch.float32:
         return FULL_PRECISION

@@ -22,7 +22,7 @@ from mainstem.kernels.dense.nibbles import (
 )
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import check_activation, gated
-from mainstem.kernels.experts.products import Tiles, check_bias, rows_of, tile_of
+from mainstem.kernels.experts.products import ExpertTiles, check_bias, rows_of, tile_of
 from mainstem.kernels.experts.route import Routing, most_tiles
 from mainstem.kernels.host import cdiv
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
@@ -30,14 +30,16 @@ from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 _GROUP_ROWS = 8  # tiles of rows that pass over the same weights together, for the L2 cache
 
 # tiles by the mean number of rows per expert
-FEW = Tiles(Tile(16, 64, BLOCK, warps=4, stages=4), Tile(16, 64, BLOCK, warps=4, stages=5))
-SOME = Tiles(Tile(64, 64, BLOCK, warps=4, stages=3), Tile(64, 128, BLOCK, warps=8, stages=4))
-MANY = Tiles(Tile(128, 128, BLOCK, warps=8, stages=3), Tile(128, 128, BLOCK, warps=8, stages=3))
+FEW = ExpertTiles(Tile(16, 64, BLOCK, warps=4, stages=4), Tile(16, 64, BLOCK, warps=4, stages=5))
+SOME = ExpertTiles(Tile(64, 64, BLOCK, warps=4, stages=3), Tile(64, 128, BLOCK, warps=8, stages=4))
+MANY = ExpertTiles(
+    Tile(128, 128, BLOCK, warps=8, stages=3), Tile(128, 128, BLOCK, warps=8, stages=3)
+)
 _MOST_OF_FEW = 8
 _MOST_OF_SOME = 96
 
 
-def choose_packed(num_rows: int, num_experts: int, is_deterministic: bool) -> Tiles:
+def choose_packed(num_rows: int, num_experts: int, is_deterministic: bool) -> ExpertTiles:
     """How a step of `num_rows` = tokens * top_k rows is computed."""
     rows = num_rows / num_experts
     if is_deterministic or _MOST_OF_FEW < rows <= _MOST_OF_SOME:

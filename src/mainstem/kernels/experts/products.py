@@ -43,7 +43,7 @@ class Method(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class ExpertTiles:
     """How a step's products are computed. Tiles of both products have equally many rows."""
 
     gate_up: Tile  # its columns are those of gate; as many of up are computed with them
@@ -56,14 +56,16 @@ class Tiles:
 
 
 # tiles by the mean number of rows per expert
-FEW = Tiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, stages=3))
-SOME = Tiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
-MANY = Tiles(Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4))
-HOPPER = Tiles(
+FEW = ExpertTiles(Tile(16, 32, 256, warps=4, stages=3), Tile(16, 64, 256, warps=4, stages=3))
+SOME = ExpertTiles(Tile(64, 64, 64, warps=4, stages=4), Tile(64, 128, 64, warps=4, stages=4))
+MANY = ExpertTiles(Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8, stages=4))
+HOPPER = ExpertTiles(
     Tile(128, 128, 64, warps=4, stages=4), Tile(128, 256, 64, warps=4, stages=4), Method.HOPPER
 )
-GROUPED = Tiles(MANY.gate_up, MANY.down, Method.LIBRARY)
-FULL_PRECISION = Tiles(Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3))
+GROUPED = ExpertTiles(MANY.gate_up, MANY.down, Method.LIBRARY)
+FULL_PRECISION = ExpertTiles(
+    Tile(64, 32, 32, warps=4, stages=3), Tile(64, 64, 32, warps=4, stages=3)
+)
 
 
 @triton.jit

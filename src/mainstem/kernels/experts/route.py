@@ -49,7 +49,7 @@ _TILES_AT_ONCE = tl.constexpr(64)
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class ExpertRouter:
     """A layer's router. If a shared expert has a gate, the gate is the last row of `weight`."""
 
     weight: Tensor  # [experts (+ 1), hidden]
@@ -314,7 +314,7 @@ def _place_kernel(
         starts += tl.load(counts_ptr + block * EXPERTS + lanes, mask=is_expert, other=0)
 
 
-def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
+def route(x: Tensor, router: ExpertRouter, routing: Routing, tile_rows: int) -> int:
     """Choose experts for x [tokens, hidden] and sort the rows. Returns the number of tiles,
     including unused ones."""
     _check(x, router, routing)
@@ -350,7 +350,7 @@ def route(x: Tensor, router: Router, routing: Routing, tile_rows: int) -> int:
     return num_tiles
 
 
-def _launch_router(x: Tensor, router: Router, routing: Routing) -> tuple[int, int]:
+def _launch_router(x: Tensor, router: ExpertRouter, routing: Routing) -> tuple[int, int]:
     """Compute the partial sums of logits; returns their distance in memory and their number."""
     tokens, hidden = x.shape
     num_out = len(router.weight)
@@ -366,7 +366,7 @@ def _launch_router(x: Tensor, router: Router, routing: Routing) -> tuple[int, in
     return stride_split, num_parts
 
 
-def _check(x: Tensor, router: Router, routing: Routing) -> None:
+def _check(x: Tensor, router: ExpertRouter, routing: Routing) -> None:
     experts, top_k = router.num_experts, router.top_k
     if x.dim() != 2 or x.stride(1) != 1 or router.weight.stride(1) != 1:
         raise LayoutError(f"x must be [tokens, hidden] with contiguous rows, got {tuple(x.shape)}")

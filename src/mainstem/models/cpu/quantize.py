@@ -173,7 +173,7 @@ def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
     return norm.scaled(1.0 / factor), Int8Linear(linear.weight * factor, linear.bias)
 
 
-class _Listener:
+class _InputKeeper:
     """A linear that keeps its inputs."""
 
     def __init__(self, linear: Linear) -> None:
@@ -200,7 +200,7 @@ class _ListeningLayer:
     def __init__(self, layer: Layer) -> None:
         mlp = _dense_mlp(layer)
         self._linears = [
-            _Listener(linear) for linear in (layer.qkv, layer.out, mlp.first, mlp.down)
+            _InputKeeper(linear) for linear in (layer.qkv, layer.out, mlp.first, mlp.down)
         ]
         qkv, out, first, down = self._linears
         mlp = Mlp(first, mlp.activate, down)

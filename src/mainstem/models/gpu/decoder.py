@@ -26,9 +26,9 @@ from mainstem.models.block import Attention, Gate
 from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import GpuExperts
-from mainstem.models.gpu.joins import Joins, Reader, make_joins, make_norm
+from mainstem.models.gpu.joins import InputReader, Joins, make_joins, make_norm
 from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
-from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, Mlp
+from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, GpuMlp
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
 from mainstem.models.tensors import LayerTensors, MlpTensors, Product, TensorReader
@@ -44,7 +44,7 @@ class GpuLayer:
     head_norms: HeadNorms | None
     joint_norm: JointNorm | None
     out: Linear
-    mlp: Mlp
+    mlp: GpuMlp
     joins: Joins
 
 
@@ -55,7 +55,7 @@ class GpuDecoder:
         self,
         spec: ModelSpec,
         embedding: Tensor,
-        first: Reader,
+        first: InputReader,
         layers: list[GpuLayer],
         head: Linear,
         space: Workspace,
@@ -188,7 +188,7 @@ def load_gpu_decoder(
         pieces.append(compiler.pieces(tensors, index))
         sinks.append(tensors.sinks)
     ends = reader.ends(embedding)
-    last = Reader(make_norm(ends.norm, spec), fp8_per=None, room=space.normed)
+    last = InputReader(make_norm(ends.norm, spec), fp8_per=None, room=space.normed)
     following = [piece.attention for piece in pieces[1:]] + [last]
     layers = [
         piece.join(spec, after, ranks) for piece, after in zip(pieces, following, strict=True)
@@ -202,16 +202,16 @@ def load_gpu_decoder(
 class _Pieces:
     """A layer before it is joined to the next layer, whose input this layer's last join writes."""
 
-    attention: Reader
+    attention: InputReader
     qkv: Linear
     head_norms: HeadNorms | None
     joint_norm: JointNorm | None
     out: Linear
-    mlp_reads: Reader
-    mlp: Mlp
+    mlp_reads: InputReader
+    mlp: GpuMlp
     tails: tuple[Norm | None, Norm | None]
 
-    def join(self, spec: ModelSpec, following: Reader, ranks: Collectives) -> GpuLayer:
+    def join(self, spec: ModelSpec, following: InputReader, ranks: Collectives) -> GpuLayer:
         joins = make_joins(spec, self.mlp_reads, following, self.tails, ranks)
         return GpuLayer(self.qkv, self.head_norms, self.joint_norm, self.out, self.mlp, joins)
 
@@ -232,12 +232,12 @@ class _Compiler:
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
         head_norms, joint_norm = self._query_norms(tensors)
         return _Pieces(
-            attention=Reader(norm, qkv.fp8_per, room),
+            attention=InputReader(norm, qkv.fp8_per, room),
             qkv=qkv,
             head_norms=head_norms,
             joint_norm=joint_norm,
             out=self.linears.layer(tensors.out),
-            mlp_reads=Reader(mlp_norm, mlp.fp8_per, room),
+            mlp_reads=InputReader(mlp_norm, mlp.fp8_per, room),
             mlp=mlp,
             tails=(
                 make_norm(tensors.after_attention_norm, spec),
@@ -245,7 +245,7 @@ class _Compiler:
             ),
         )
 
-    def _mlp(self, tensors: LayerTensors, index: int) -> Mlp:
+    def _mlp(self, tensors: LayerTensors, index: int) -> GpuMlp:
         spec, found, space = self.spec.layers[index].mlp, tensors.mlp, self.space
         if isinstance(spec, ExpertsSpec):
             assert isinstance(found, ExpertTensors)

@@ -23,13 +23,13 @@ from mainstem.kernels.experts.choose import choose, hopper_kernels
 from mainstem.kernels.experts.combine import combine
 from mainstem.kernels.experts.packed import choose_packed, packed_down, packed_gate_up
 from mainstem.kernels.experts.products import (
+    ExpertTiles,
     Method,
-    Tiles,
     down,
     gate_up,
     grouped_product,
 )
-from mainstem.kernels.experts.route import Router, Routing, route
+from mainstem.kernels.experts.route import ExpertRouter, Routing, route
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.packed import Unpacked, pack_nibbles
 from mainstem.models.packed import PackedWeight, Weight
@@ -119,7 +119,7 @@ class GpuExperts:
         make_linear: MakeLinear,
         *,
         is_deterministic: bool = False,
-        tiles: Tiles | None = None,
+        tiles: ExpertTiles | None = None,
     ) -> None:
         if is_deterministic and tiles is not None:
             raise LayoutError("tiles cannot be chosen for a deterministic layer")
@@ -152,13 +152,13 @@ class GpuExperts:
         shared = None if self._shared is None else self._shared(x)
         return combine(rows, space.routing, self._down_bias, shared, spec.has_shared_gate, out)
 
-    def _choose(self, num_rows: int, x: Tensor) -> Tiles:
+    def _choose(self, num_rows: int, x: Tensor) -> ExpertTiles:
         experts, is_deterministic = self._spec.num_experts, self._is_deterministic
         if isinstance(self._gate_up, Nibbles):
             return choose_packed(num_rows, experts, is_deterministic)
         return choose(num_rows, experts, x, is_deterministic)
 
-    def _run_ours(self, x: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
+    def _run_ours(self, x: Tensor, num_rows: int, tiles: ExpertTiles) -> Tensor:
         space, routing, bias = self._space, self._space.routing, self._gate_up_bias
         act, rows = space.act[:num_rows], space.rows[:num_rows]
         if isinstance(self._gate_up, Nibbles) and isinstance(self._down, Nibbles):
@@ -226,11 +226,13 @@ def _hopper_of(
     return None if act.dtype == torch.float32 else kernels.HopperProducts(gate_up, down, act)
 
 
-def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> Router:
+def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> ExpertRouter:
     weight = tensors.router
     if tensors.shared_gate is not None:
         weight = torch.cat((weight, tensors.shared_gate))
-    return Router(weight, tensors.router_bias, spec.num_experts, spec.top_k, spec.is_normalized)
+    return ExpertRouter(
+        weight, tensors.router_bias, spec.num_experts, spec.top_k, spec.is_normalized
+    )
 
 
 def _shared_of(

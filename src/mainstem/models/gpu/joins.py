@@ -28,7 +28,7 @@ class Joins(NamedTuple):
     after: Join  # after the MLP
 
 
-class Reader(NamedTuple):
+class InputReader(NamedTuple):
     """The input of a product: the norm of x, or x itself."""
 
     norm: Norm | None
@@ -54,8 +54,8 @@ def make_norm(tensors: NormTensors | None, spec: ModelSpec) -> Norm | None:
 
 def make_joins(
     spec: ModelSpec,
-    mlp: Reader,
-    following: Reader,
+    mlp: InputReader,
+    following: InputReader,
     tails: tuple[Norm | None, Norm | None],
     ranks: Collectives,
 ) -> Joins:
@@ -88,7 +88,9 @@ def _summed(answer: Tensor, ranks: Collectives) -> Tensor:
 class _Parallel:
     """Adds the outputs of attention and MLP to x at once."""
 
-    def __init__(self, mlp: Reader, following: Reader, scale: float, ranks: Collectives) -> None:
+    def __init__(
+        self, mlp: InputReader, following: InputReader, scale: float, ranks: Collectives
+    ) -> None:
         self._mlp, self._following, self._scale = mlp, following, scale
         self._ranks = ranks
         self._answer: Tensor | None = None

@@ -18,7 +18,7 @@ from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.spec import MlpSpec
 
 
-class Mlp(Protocol):
+class GpuMlp(Protocol):
     """The part of a block that computes each token separately."""
 
     @property

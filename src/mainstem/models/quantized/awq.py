@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mainstem.models.packed import PackedWeight
 from mainstem.models.quantized.packing import Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Part, Stored, pack_values, unpack_words
+from mainstem.models.quantized.stored import Stored, WantedPart, pack_values, unpack_words
 
 _PER_WORD = 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of column 0, 1, ... in a word
@@ -25,7 +25,7 @@ class AwqReader:
         return files.shape_of(f"{name}.qweight") is not None
 
     def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
     ) -> PackedWeight:
         group = packing.group or part.width
         groups, row_words = part.column_words(group), part.row_words(_PER_WORD)

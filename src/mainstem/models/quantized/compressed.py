@@ -21,8 +21,8 @@ from mainstem.models.quantized.act_order import column_order
 from mainstem.models.quantized.fp8 import read_scales
 from mainstem.models.quantized.packing import Packing, QuantizedSpec
 from mainstem.models.quantized.stored import (
-    Part,
     Stored,
+    WantedPart,
     bits_of,
     pack_values,
     reorder_columns,
@@ -37,7 +37,7 @@ class CompressedReader:
         return files.shape_of(f"{name}.weight_scale") is not None
 
     def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
     ) -> PackedWeight:
         for unneeded in ("input_scale", "input_zero_point", "output_scale", "weight_shape"):
             files.drop(f"{name}.{unneeded}")
@@ -59,7 +59,7 @@ class CompressedReader:
         )
 
 
-def _words(files: Stored, name: str, packing: Packing, part: Part) -> Tensor:
+def _words(files: Stored, name: str, packing: Packing, part: WantedPart) -> Tensor:
     per_word = 32 // bits_of(packing.kind)
     words = files.stored(
         f"{name}.weight_packed",
@@ -69,7 +69,7 @@ def _words(files: Stored, name: str, packing: Packing, part: Part) -> Tensor:
     return words.contiguous().view(torch.uint8)
 
 
-def _bytes(files: Stored, name: str, packing: Packing, part: Part) -> Tensor:
+def _bytes(files: Stored, name: str, packing: Packing, part: WantedPart) -> Tensor:
     values = files.stored(f"{name}.weight", part.shape, (part.rows, part.columns))
     expected = torch.float8_e4m3fn if packing.kind is PackedKind.FP8 else torch.int8
     if values.dtype != expected:
@@ -84,7 +84,9 @@ def _positive(signed: Tensor, kind: PackedKind) -> Tensor:
     return signed.view(torch.uint8) + kind.middle  # wraps around, as two's complement does
 
 
-def _zeros(files: Stored, name: str, packing: Packing, part: Part, is_in_words: bool) -> Tensor:
+def _zeros(
+    files: Stored, name: str, packing: Packing, part: WantedPart, is_in_words: bool
+) -> Tensor:
     """uint8 [out, groups]"""
     full, groups = f"{name}.weight_zero_point", part.width // (packing.group or part.width)
     columns = part.column_words(packing.group or part.width)
@@ -100,7 +102,7 @@ def _zeros(files: Stored, name: str, packing: Packing, part: Part, is_in_words: 
     return zeros.t()[: part.rows.stop - part.rows.start].contiguous()
 
 
-def _order(files: Stored, name: str, part: Part, group: int) -> Tensor | None:
+def _order(files: Stored, name: str, part: WantedPart, group: int) -> Tensor | None:
     full = f"{name}.weight_g_idx"
     if files.shape_of(full) is None:
         return None
@@ -108,7 +110,7 @@ def _order(files: Stored, name: str, part: Part, group: int) -> Tensor | None:
     return column_order(name, groups - part.columns.start // group, group)
 
 
-def _read_mxfp4(files: Stored, name: str, part: Part) -> PackedWeight:
+def _read_mxfp4(files: Stored, name: str, part: WantedPart) -> PackedWeight:
     values = files.stored(
         f"{name}.weight_packed", (part.out, part.width // 2), (part.rows, part.column_words(2))
     )

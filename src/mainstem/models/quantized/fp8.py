@@ -12,7 +12,7 @@ from torch import Tensor
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.packed import PackedKind, PackedWeight
 from mainstem.models.quantized.packing import Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Part, Stored
+from mainstem.models.quantized.stored import Stored, WantedPart
 
 
 class Fp8Reader:
@@ -23,7 +23,7 @@ class Fp8Reader:
         return any(files.shape_of(each) is not None for each in names)
 
     def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
     ) -> PackedWeight:
         values = files.stored(f"{name}.weight", part.shape, (*part.lead, part.rows, part.columns))
         if values.dtype != torch.float8_e4m3fn:
@@ -34,7 +34,9 @@ class Fp8Reader:
         return PackedWeight(PackedKind.FP8, values, scales.float(), None, group, block_rows)
 
 
-def read_scales(files: Stored, name: str, packing: Packing, part: Part) -> tuple[Tensor, int, int]:
+def read_scales(
+    files: Stored, name: str, packing: Packing, part: WantedPart
+) -> tuple[Tensor, int, int]:
     """Return the scales of blocks, groups or rows, and the number of columns and rows that share a
     scale. A single scale is repeated for each row, so that weights with different scales can be
     joined."""

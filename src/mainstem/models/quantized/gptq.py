@@ -16,7 +16,13 @@ from torch import Tensor
 from mainstem.models.packed import PackedWeight
 from mainstem.models.quantized.act_order import column_order
 from mainstem.models.quantized.packing import Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Part, Stored, bits_of, reorder_columns, unpack_words
+from mainstem.models.quantized.stored import (
+    Stored,
+    WantedPart,
+    bits_of,
+    reorder_columns,
+    unpack_words,
+)
 
 _ONES = {4: 0x11111111, 8: 0x01010101}  # 1 in every number of a word
 
@@ -28,7 +34,7 @@ class GptqReader:
         return files.shape_of(f"{name}.qweight") is not None
 
     def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
     ) -> PackedWeight:
         kind, bits = packing.kind, bits_of(packing.kind)
         per_word, group = 32 // bits, packing.group or part.width
@@ -55,7 +61,7 @@ class GptqReader:
 
 
 def _zeros(
-    files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+    files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
 ) -> Tensor | None:
     """Return uint8 [out, groups]; None if the config says that weights are symmetric, and the zero
     points agree with that."""
@@ -73,7 +79,7 @@ def _zeros(
     return zeros.contiguous()
 
 
-def _order(files: Stored, name: str, part: Part, group: int) -> Tensor | None:
+def _order(files: Stored, name: str, part: WantedPart, group: int) -> Tensor | None:
     if files.shape_of(f"{name}.g_idx") is None:
         return None
     groups = files.stored(f"{name}.g_idx", (part.width,), (part.columns,))

@@ -6,7 +6,7 @@
 
 from mainstem.models.packed import MXFP4_GROUP, PackedKind, PackedWeight
 from mainstem.models.quantized.packing import Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Part, Stored
+from mainstem.models.quantized.stored import Stored, WantedPart
 
 
 class Mxfp4Reader:
@@ -16,7 +16,7 @@ class Mxfp4Reader:
         return files.shape_of(f"{name}_blocks") is not None
 
     def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
     ) -> PackedWeight:
         shape = (*part.shape[:-1], part.width // MXFP4_GROUP)
         at = (*part.lead, part.rows, part.column_words(MXFP4_GROUP))

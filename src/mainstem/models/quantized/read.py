@@ -14,7 +14,7 @@ from mainstem.models.quantized.fp8 import Fp8Reader
 from mainstem.models.quantized.gptq import GptqReader
 from mainstem.models.quantized.mxfp4 import Mxfp4Reader
 from mainstem.models.quantized.packing import Layout, Packing, QuantizedSpec
-from mainstem.models.quantized.stored import Part, Reader, Stored
+from mainstem.models.quantized.stored import Reader, Stored, WantedPart
 
 _READERS: dict[Layout, Reader] = {
     Layout.GPTQ: GptqReader(),
@@ -46,7 +46,7 @@ def read_packed(
     rows = _outwards(first_row, end_row, shape[-2], lcm(_WORD, packing.block_rows or 1))
     unit = None if spec.has_order else lcm(_WORD, packing.group or 1)
     columns = _outwards(first_column, end_column, shape[-1], unit)
-    part = Part(
+    part = WantedPart(
         shape=shape, lead=tuple(slice(*end) for end in ends[:-2]), rows=rows, columns=columns
     )
     packed = reader.read(files, spec, name, packing, part)

@@ -35,7 +35,7 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WantedPart:
     """The wanted part of a weight [.., out, in], rounded to whole words, groups and blocks."""
 
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Reader(Protocol):
         ...
 
     def read(
-        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: Part
+        self, files: Stored, spec: QuantizedSpec, name: str, packing: Packing, part: WantedPart
     ) -> PackedWeight: ...
 
 

@@ -8,7 +8,7 @@ from mainstem.text.parsers.parser import AnswerParser, overlap
 from mainstem.text.tools import Part, Reasoning
 
 
-class _State(Enum):
+class _ThinkState(Enum):
     START = auto()  # the begin mark may still come
     INSIDE = auto()
     AFTER = auto()  # white space between reasoning and answer
@@ -22,7 +22,7 @@ class ThinkParser:
     def __init__(self, begin: str, end: str, rest: AnswerParser) -> None:
         self._begin, self._end = begin, end
         self._rest = rest
-        self._state = _State.START
+        self._state = _ThinkState.START
         self._has_thought = False
         self._held = ""
 
@@ -32,10 +32,10 @@ class ThinkParser:
 
     @property
     def is_plain(self) -> bool:
-        return self._state is _State.REST and self._rest.is_plain
+        return self._state is _ThinkState.REST and self._rest.is_plain
 
     def push(self, text: str) -> list[Part]:
-        if self._state is _State.REST:
+        if self._state is _ThinkState.REST:
             return self._rest.push(text)
         self._held += text
         return list(self._parts())
@@ -43,27 +43,27 @@ class ThinkParser:
     def finish(self) -> list[Part]:
         held, self._held = self._held, ""
         parts: list[Part] = []
-        if self._state is _State.INSIDE:
+        if self._state is _ThinkState.INSIDE:
             parts = [Reasoning(held.rstrip())] if held.strip() else []
         elif held:
             parts = self._rest.push(held)
         return parts + self._rest.finish()
 
     def _parts(self) -> Iterator[Part]:
-        if self._state is _State.START:
+        if self._state is _ThinkState.START:
             bare = self._held.lstrip()
             if self._begin.startswith(bare) and bare != self._begin:
                 return
             is_reasoning = bare.startswith(self._begin)
-            self._state = _State.INSIDE if is_reasoning else _State.REST
+            self._state = _ThinkState.INSIDE if is_reasoning else _ThinkState.REST
             if is_reasoning:
                 self._held = bare.removeprefix(self._begin)
-        if self._state is _State.INSIDE:
+        if self._state is _ThinkState.INSIDE:
             yield from self._thoughts()
-        if self._state is _State.AFTER:
+        if self._state is _ThinkState.AFTER:
             self._held = self._held.lstrip()
-            self._state = _State.REST if self._held else _State.AFTER
-        if self._state is _State.REST:
+            self._state = _ThinkState.REST if self._held else _ThinkState.AFTER
+        if self._state is _ThinkState.REST:
             held, self._held = self._held, ""
             yield from self._rest.push(held)
 
@@ -72,7 +72,7 @@ class ThinkParser:
             self._held = self._held.lstrip()
         thought, end, after = self._held.partition(self._end)
         if end:
-            self._state, self._held = _State.AFTER, after
+            self._state, self._held = _ThinkState.AFTER, after
         else:
             thought = self._held[: len(self._held) - overlap(self._held, self._end)]
         thought = thought.rstrip()

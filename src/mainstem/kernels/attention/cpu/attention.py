@@ -33,7 +33,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.cpu.keys import Keys, Longs, PageShape, Part, find_windows, gather
+from mainstem.kernels.attention.cpu.keys import (
+    KeyPart,
+    Keys,
+    Longs,
+    PageShape,
+    find_windows,
+    gather,
+)
 from mainstem.kernels.attention.cpu.merge import Merge, Partial
 from mainstem.kernels.attention.cpu.parts import cut_parts, folds, group_parts
 from mainstem.kernels.attention.cpu.queries import Queries, find_queries
@@ -148,7 +155,7 @@ def plan(
     return SpanPlan(buckets, Merge(owners, num_tokens), _Scores(scale, softcap))
 
 
-def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[_Bucket, Longs]:
+def _make_bucket(parts: list[KeyPart], num_tokens: int, shape: PageShape) -> tuple[_Bucket, Longs]:
     """Return the bucket, and [parts, queries] the token of each of its output rows (num_tokens for
     padding)."""
     is_triangle = parts[0].is_triangle
@@ -174,7 +181,7 @@ def _make_bucket(parts: list[Part], num_tokens: int, shape: PageShape) -> tuple[
     return bucket, owners
 
 
-def _hidden_keys(parts: list[Part], lengths: Longs) -> NDArray[np.bool_] | None:
+def _hidden_keys(parts: list[KeyPart], lengths: Longs) -> NDArray[np.bool_] | None:
     """Return [parts, rows or 1, keys]: whether a key is hidden from a row. None if no mask is
     needed: all rows see all keys, or the parts are triangles."""
     num_keys = int(lengths.max())

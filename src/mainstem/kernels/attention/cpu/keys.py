@@ -22,7 +22,7 @@ class PageShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KeyPart:
     """Some query rows x some keys, which begin `first` slots after the start of `pages`."""
 
     rows: Longs
@@ -92,7 +92,7 @@ class Gather:
         return keys[0], keys[1]
 
 
-def find_windows(parts: list[Part], shape: PageShape) -> Windows | None:
+def find_windows(parts: list[KeyPart], shape: PageShape) -> Windows | None:
     """Return how to read the parts in place; None if they are not evenly spaced runs of
     neighbouring pages with equal numbers of keys.
 
@@ -114,7 +114,7 @@ def find_windows(parts: list[Part], shape: PageShape) -> Windows | None:
     return Windows(len(parts), num_keys, firsts[0], int(steps[0]) if len(steps) else 0)
 
 
-def gather(parts: list[Part], lengths: Longs, shape: PageShape) -> Gather:
+def gather(parts: list[KeyPart], lengths: Longs, shape: PageShape) -> Gather:
     """Return how to copy the parts together: triangles by slot, others by whole pages."""
     page_size, num_keys = shape.page_size, int(lengths.max())
     if parts[0].is_triangle:

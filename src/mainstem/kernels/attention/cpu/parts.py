@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from mainstem.core.step import Spans
-from mainstem.kernels.attention.cpu.keys import Longs, PageShape, Part, find_windows
+from mainstem.kernels.attention.cpu.keys import KeyPart, Longs, PageShape, find_windows
 
 _MAX_BUCKET_ELEMENTS = 1 << 22  # of gathered keys, or of a mask: 16 MB in fp32
 _MAX_PADDED_QUERIES = 16  # with this many queries or more, only parts of equal length are batched
@@ -17,7 +17,7 @@ _MIN_SPLIT_KEYS = 256  # with shorter pieces, the merge costs more than a second
 _MIN_SPLIT_WORK = 1 << 16  # queries x keys below which nothing is worth splitting
 
 
-def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
+def cut_parts(spans: Spans, page_size: int) -> Iterator[KeyPart]:
     """Cut causal spans into past and triangle, unless some query does not see the first key. Parts
     without keys or queries are left out."""
     query_starts = spans.query_starts.tolist()
@@ -40,17 +40,17 @@ def cut_parts(spans: Spans, page_size: int) -> Iterator[Part]:
                 count = max(1, _MAX_BUCKET_ELEMENTS // num_keys)  # the mask has a cell for each key
                 for i in range(0, num_queries, count):
                     some = slice(i, i + count)
-                    yield Part(rows[some], pages, 0, num_keys, False, seen[some])
+                    yield KeyPart(rows[some], pages, 0, num_keys, False, seen[some])
                 continue
         if not is_causal or num_queries == 1:
-            yield Part(rows, pages, 0, num_keys, False)
+            yield KeyPart(rows, pages, 0, num_keys, False)
             continue
         past = num_keys - num_queries
         assert past >= 0, "a causal span has more queries than keys"
         for piece in _pieces(rows, past):
             if past:
-                yield Part(piece, pages, 0, past, False)
-            yield Part(piece, pages, past, len(piece), True)
+                yield KeyPart(piece, pages, 0, past, False)
+            yield KeyPart(piece, pages, past, len(piece), True)
             past += len(piece)
 
 
@@ -62,10 +62,10 @@ def _pieces(rows: Longs, past: int) -> list[Longs]:
     return [rows[i : i + _TRIANGLE] for i in range(0, len(rows), _TRIANGLE)]
 
 
-def group_parts(parts: list[Part], shape: PageShape) -> Iterator[list[Part]]:
+def group_parts(parts: list[KeyPart], shape: PageShape) -> Iterator[list[KeyPart]]:
     """Group parts that run well together: of the same kind, with similar numbers of keys and,
     except triangles, with the same number of queries."""
-    groups: dict[tuple[bool, bool, int, int], list[Part]] = {}
+    groups: dict[tuple[bool, bool, int, int], list[KeyPart]] = {}
     for part in parts:
         num_queries = len(part.rows)
         is_padded = part.is_triangle or num_queries < _MAX_PADDED_QUERIES
@@ -84,7 +84,7 @@ def group_parts(parts: list[Part], shape: PageShape) -> Iterator[list[Part]]:
                 yield from _few_at_once(bucket)
 
 
-def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
+def _few_at_once(bucket: list[KeyPart]) -> Iterator[list[KeyPart]]:
     """Split a bucket so that the mask of each piece has a bounded size."""
     cells = len(bucket[0].rows) * bucket[0].num_keys  # mask cells of the longest part
     count = max(1, _MAX_BUCKET_ELEMENTS // cells)
@@ -92,10 +92,10 @@ def _few_at_once(bucket: list[Part]) -> Iterator[list[Part]]:
         yield bucket[first : first + count]
 
 
-def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:
+def _in_place(group: list[KeyPart], shape: PageShape) -> list[list[KeyPart]]:
     """Group parts by length; return no groups unless all parts can be read in place and that is
     worth the extra calls."""
-    by_length: dict[int, list[Part]] = {}
+    by_length: dict[int, list[KeyPart]] = {}
     for part in group:
         by_length.setdefault(part.num_keys, []).append(part)
     buckets = list(by_length.values())
@@ -103,10 +103,10 @@ def _in_place(group: list[Part], shape: PageShape) -> list[list[Part]]:
     return buckets if is_worth and all(find_windows(b, shape) for b in buckets) else []
 
 
-def _of_like_length(group: list[Part], shape: PageShape) -> Iterator[list[Part]]:
+def _of_like_length(group: list[KeyPart], shape: PageShape) -> Iterator[list[KeyPart]]:
     """Group parts whose numbers of keys differ by at most a quarter, or by 16. A group has at most
     as many parts as may be gathered at once."""
-    bucket: list[Part] = []
+    bucket: list[KeyPart] = []
     for part in sorted(group, key=lambda part: -part.num_keys):
         if bucket:
             longest = bucket[0].num_keys
@@ -119,7 +119,7 @@ def _of_like_length(group: list[Part], shape: PageShape) -> Iterator[list[Part]]
     yield bucket
 
 
-def _split(bucket: list[Part], shape: PageShape) -> Iterator[list[Part]]:
+def _split(bucket: list[KeyPart], shape: PageShape) -> Iterator[list[KeyPart]]:
     """Cut a single long part into equal runs of pages if that balances the load of the cores."""
     part = bucket[0]
     num_queries, page_size = len(part.rows), shape.page_size
@@ -148,13 +148,13 @@ def _split(bucket: list[Part], shape: PageShape) -> Iterator[list[Part]]:
         yield bucket
         return
     cuts = [
-        Part(part.rows, part.pages[i * run : (i + 1) * run], 0, run * page_size, False)
+        KeyPart(part.rows, part.pages[i * run : (i + 1) * run], 0, run * page_size, False)
         for i in range(pieces)
     ]
     yield cuts
     rest = part.num_keys - pieces * run * page_size
     if rest:
-        yield [Part(part.rows, part.pages[pieces * run :], 0, rest, False)]
+        yield [KeyPart(part.rows, part.pages[pieces * run :], 0, rest, False)]
 
 
 def folds(num_queries: int, group: int) -> bool:

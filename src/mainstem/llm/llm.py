@@ -1,0 +1,386 @@
+"""LLM: the engine for scripts, with the names vLLM users know (docs/python.md)."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import RLock
+from typing import Any
+
+from tqdm import tqdm
+
+from mainstem.core.config import EngineConfig, Share
+from mainstem.core.errors import AnswerFailed, InvalidRequest
+from mainstem.core.ids import RequestId, SessionId
+from mainstem.core.interrupts import guarded_interrupts
+from mainstem.core.metrics import Counters
+from mainstem.core.request import Delivery, Overflow, Request, SamplingParams, id_array
+from mainstem.core.step import Int32s
+from mainstem.llm.loaded import LoadedModel, ReadyPrompt, overflow_policy
+from mainstem.llm.steps import SharedSteps
+from mainstem.text.control_tokens import without_marks
+from mainstem.text.prompts import (
+    Context,
+    Conversation,
+    OnError,
+    Refusals,
+    ScriptPrompt,
+    listed_choices,
+    listed_contexts,
+    listed_conversations,
+    listed_params,
+    listed_prompts,
+    listed_sessions,
+)
+from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
+from mainstem.text.scoring import ContextScoring, ScoreOutput
+from mainstem.text.text_engine import TextOutput
+
+
+class LLM(LoadedModel):
+    """A model loaded once, answering batches of prompts.
+
+        llm = LLM("smollm2")
+        for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+            print(answer.outputs[0].text)
+
+    Prompts with a common prefix share it: it is computed once, stored once and read once per step.
+    Calls from several threads wait for each other. The prompts of one call run together, and so do
+    open streams.
+    """
+
+    def _connect(self, config: EngineConfig) -> None:
+        super()._connect(config)
+        # held while answers are made; an RLock, since a signal handler may close the LLM meanwhile
+        self._lock = RLock()
+        self._is_called = False
+        shares = config.sched.share is not Share.NONE
+        self._steps = SharedSteps(self.text_engine, shares, self._check_open)
+
+    def generate(
+        self,
+        prompts: ScriptPrompt | Iterable[ScriptPrompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        sessions: str | Iterable[str | None] | None = None,
+        overflow: Overflow | str | None = None,
+        errors: OnError | str = OnError.RAISE,
+    ) -> list[RequestOutput]:
+        """Answer prompts, given as text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+        Results are in the order of the prompts.
+
+        Without `sampling_params`, those of `get_default_sampling_params` are used. `sessions` names
+        the conversation each prompt continues. `overflow` says what happens to a prompt longer than
+        the context window: "kv" (the default in sessions), "important", "recompute" or "error".
+        If a prompt cannot be answered, raises InvalidRequest, which names it, before anything runs.
+        If steps failed repeatedly on a prompt, raises AnswerFailed after everything ran. With
+        errors="return" it raises neither: such a prompt's result has an `error`.
+        """
+        listed, refusals = listed_prompts(prompts, errors)
+        texts = [prompt for prompt in listed if isinstance(prompt, str)]
+        encoded = iter(self.tokenizer.encode_batch(texts))
+        ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in listed]
+        shown = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        params = self._params(sampling_params, len(listed))
+        names, policy = listed_sessions(sessions, len(listed)), overflow_policy(overflow)
+        with self._call():
+            return self._run(_GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        sessions: str | Iterable[str | None] | None = None,
+        overflow: Overflow | str | None = None,
+        errors: OnError | str = OnError.RAISE,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template; `sessions`,
+        `overflow` and `errors` are as in `generate`. A turn of a session extends the ids of the
+        turns before it."""
+        conversations, refusals = listed_conversations(messages, errors)
+        texts: list[str | None] = [None] * len(conversations)
+        for index, conversation in enumerate(conversations):
+            if conversation is not None:
+                with refusals.at(index):
+                    texts[index] = self.tokenizer.chat_text(conversation)
+        params = self._params(sampling_params, len(texts))
+        names, policy = listed_sessions(sessions, len(texts)), overflow_policy(overflow)
+        turns = list(zip(names, texts, strict=True))
+        with self._call():
+            ids: list[list[int] | None] = [None] * len(texts)
+            for index, (session, text) in enumerate(turns):
+                if text is not None:
+                    with refusals.at(index):
+                        ids[index] = self.encode_turn(session, text)
+            shown = [None if text is None else without_marks(text) for text in texts]
+            results = self._run(
+                _GivenPrompts(shown, ids, params, names, policy), refusals, use_tqdm
+            )
+            for (session, text), result in zip(turns, results, strict=True):
+                if text is not None and result.error is None:
+                    output_ids = result.outputs[0].token_ids
+                    self.keep_turn(session, text, result.prompt_token_ids, output_ids)
+        return results
+
+    def score(
+        self,
+        contexts: Context | Iterable[Context],
+        choices: Iterable[str] | Iterable[Iterable[str]],
+        use_tqdm: bool = True,
+        *,
+        errors: OnError | str = OnError.RAISE,
+    ) -> list[ScoreOutput]:
+        """Return how likely each choice is to follow a context: text, token ids or messages.
+
+        `choices` is a list of texts for all contexts, or one list per context. A context is
+        computed once for all its choices, and only those tokens of a choice that its logprobs need
+        are computed. `errors` is as in `generate`.
+        """
+        listed, refusals = listed_contexts(contexts, errors)
+        scorings: dict[int, ContextScoring] = {}
+        rows = zip(listed, listed_choices(choices, len(listed)), strict=True)
+        for index, (context, texts) in enumerate(rows):
+            if context is not None:
+                with refusals.at(index):
+                    scorings[index] = self._scoring(context, texts)
+        with self._call():
+            faults = self._run_scorings(scorings, refusals, use_tqdm)
+        results = [ScoreOutput([]) for _ in listed]
+        for index, scoring in scorings.items():
+            error = refusals.reasons.get(index) or faults.get(index)
+            failed = ScoreOutput(scoring.context_ids, error=error)
+            results[index] = scoring.result() if error is None else failed
+        for index, reason in refusals.reasons.items():
+            results[index].error = reason
+        if faults and refusals.on_error is OnError.RAISE:
+            first = min(faults)
+            counted = f"{len(faults)} of {len(listed)} contexts could not be scored"
+            raise AnswerFailed(f"{counted}; number {first}: {faults[first]}", results)
+        return results
+
+    def stream(
+        self,
+        prompt: ScriptPrompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        session: str | None = None,
+        overflow: Overflow | str | None = None,
+    ) -> Iterator[AnswerPiece]:
+        """Yield the answer to one prompt, or to a list of messages, piece by piece as it is made.
+
+        The prompt is queued when the caller asks for the first piece, and steps run while the
+        caller waits for a piece. Streams that are read in turn share these steps. The answer ends
+        when the caller stops reading (`break`). Raises the same errors as `generate`.
+        """
+        with self._call():
+            turn = self._turn(prompt, sampling_params, session, overflow)
+        return self._pieces(turn)
+
+    def _pieces(self, turn: ReadyPrompt) -> Iterator[AnswerPiece]:
+        request, output_ids = turn.request, list[int]()
+        num_open = request.sampling.n
+        try:
+            with self._call():
+                news = self._steps.open_stream(request)
+            while num_open:
+                while not news:
+                    with self._call():
+                        assert news or self.text_engine.has_work, "a stream was lost"
+                        if not news:
+                            self._steps.step()
+                output = news.popleft()
+                if output.fault is not None:
+                    raise AnswerFailed(f"the prompt could not be answered: {output.fault}")
+                num_open -= output.finish_reason is not None
+                if output.index == 0:
+                    output_ids += output.token_ids
+                if not num_open:
+                    self._keep(turn, output_ids)
+                yield piece_of(output, self.tokenizer)
+        finally:
+            self._leave(request.request_id)
+
+    def _leave(self, request_id: str) -> None:
+        """Note that a stream was read to its end, or was closed early. May be called at any time
+        and on any thread, since Python closes unused generators. The work is done at once if no
+        call is running, otherwise by the next step."""
+        self._steps.leave_stream(request_id)
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not (self._is_called or self._is_closed):
+                with guarded_interrupts():
+                    self._steps.settle()
+        finally:
+            self._lock.release()
+
+    def _params(
+        self, given: SamplingParams | Iterable[SamplingParams] | None, number: int
+    ) -> list[SamplingParams]:
+        return listed_params(self.get_default_sampling_params() if given is None else given, number)
+
+    def close(self) -> None:
+        """Stop everything: a call on another thread ends after its step, with an error, and so do
+        streams. The memory is freed with the last reference to the LLM."""
+        if self.text_engine.engine.is_forked:
+            return  # in a fork: the threads, and the holder of the lock, are in the parent process
+        self._is_closed = True
+        with self._lock, guarded_interrupts():
+            self.text_engine.engine.close()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Allow one call at a time: a nested call (from a callback) would take the outer call's
+        answers. Ctrl-C is raised only between changes of the engine's state. Raises ForkedProcess
+        in a forked child, where the lock may be held by a thread that does not exist."""
+        self.text_engine.engine.check_process()
+        with self._lock, guarded_interrupts():
+            if self._is_called:
+                raise InvalidRequest("LLM", "cannot be called from within one of its calls")
+            self._check_open()
+            self._is_called = True
+            try:
+                yield
+            finally:
+                self._is_called = False
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self, given: "_GivenPrompts", refusals: Refusals, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        results: dict[str, RequestOutput] = {}
+        indices: dict[str, int] = {}
+        prompts: dict[RequestId, Int32s] = {}
+        rows = zip(given.texts, given.ids, given.params, strict=True)
+        for index, (text, ids, sampling) in enumerate(rows):
+            request_id = self._next_id()
+            results[request_id] = empty_result(request_id, text, ids or [], sampling)
+            indices[request_id] = index
+            if ids is not None:
+                with refusals.at(index):
+                    prompts[request_id] = id_array(ids)
+        faults: dict[str, str] = {}
+
+        def submit(request_id: RequestId, place: int | None) -> bool:
+            index = indices[request_id]
+            with refusals.at(index):
+                session = given.sessions[index]
+                self.text_engine.submit(
+                    Request(
+                        request_id,
+                        prompts[request_id],
+                        given.params[index],
+                        grammar=self._compiled(given.params[index]),
+                        delivery=Delivery.AT_END,
+                        plan_place=place,
+                        session=None if session is None else SessionId(session),
+                        overflow=given.overflow,
+                    )
+                )
+                progress.add(results[request_id])
+                return True
+            return False
+
+        def hear(outputs: list[TextOutput]) -> int:
+            num_ended = 0
+            for output in outputs:
+                result = results[output.request_id]
+                add_piece(result, piece_of(output, self.tokenizer))
+                if output.fault is not None:
+                    faults[output.request_id] = output.fault
+                num_ended += result.finished
+            bar.set_postfix_str(progress.shown(), refresh=False)
+            return num_ended
+
+        with _bar("req", use_tqdm) as bar:
+            progress = _Progress(self.counters, bar)
+            self._steps.run(prompts, submit, hear, bar)
+        listed = [*results.values()]
+        for index, reason in refusals.reasons.items():
+            listed[index].outputs, listed[index].error = [], reason
+        if faults and refusals.on_error is OnError.RAISE:
+            first, fault = min((indices[name], fault) for name, fault in faults.items())
+            counted = f"{len(faults)} of {len(listed)} prompts could not be answered"
+            raise AnswerFailed(f"{counted}; number {first}: {fault}", listed)
+        for name, fault in faults.items():
+            results[name].error = fault
+        return listed
+
+    def _run_scorings(
+        self, scorings: Mapping[int, ContextScoring], refusals: Refusals, use_tqdm: bool
+    ) -> dict[int, str]:
+        """Score all choices; returns the failures by context."""
+        asked: dict[RequestId, tuple[int, int, Request]] = {}  # context, place in it, request
+        for index, scoring in scorings.items():
+            for place, request in enumerate(self._score_requests(scoring)):
+                asked[request.request_id] = index, place, request
+        faults: dict[int, str] = {}
+
+        def submit(request_id: RequestId, plan_place: int | None) -> bool:
+            index, _, request = asked[request_id]
+            with refusals.at(index):
+                self.text_engine.submit(replace(request, plan_place=plan_place))
+                return True
+            return False
+
+        def hear(outputs: list[TextOutput]) -> int:
+            for output in outputs:
+                index, place, _ = asked[output.request_id]
+                if output.fault is not None:
+                    faults[index] = output.fault
+                elif output.prompt_logprobs is not None:
+                    cached = output.num_cached_tokens
+                    scorings[index].take(place, output.prompt_logprobs, cached)
+            return len(outputs)
+
+        prompts = {name: request.prompt_ids for name, (_, _, request) in asked.items()}
+        with _bar("prompt", use_tqdm) as bar:
+            self._steps.run(prompts, submit, hear, bar)
+        return faults
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenPrompts:
+    """The prompts of a call, in the caller's order, and how to answer each."""
+
+    texts: Sequence[str | None]  # None: given as ids, or refused
+    ids: Sequence[list[int] | None]  # None: refused
+    params: Sequence[SamplingParams]
+    sessions: Sequence[str | None]
+    overflow: Overflow | None
+
+
+def _bar(unit: str, is_shown: bool) -> "tqdm[Any]":
+    return tqdm(total=0, unit=unit, disable=not is_shown, miniters=0, dynamic_ncols=True)
+
+
+class _Progress:
+    """What a call's bar says besides the number of answers."""
+
+    def __init__(self, counters: Counters, bar: "tqdm[Any]") -> None:
+        self._counters = counters
+        self._bar = bar
+        self._num_prompt = 0  # tokens of all prompts
+        self._prefilled = counters.computed_tokens + counters.cached_tokens
+        self._decoded = counters.decoded_tokens
+
+    def add(self, result: RequestOutput) -> None:
+        self._num_prompt += len(result.prompt_token_ids) * len(result.outputs)
+
+    def shown(self) -> str:
+        counters = self._counters
+        prefilled = counters.computed_tokens + counters.cached_tokens - self._prefilled
+        done = min(self._num_prompt, prefilled)
+        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
+        rate = (counters.decoded_tokens - self._decoded) / seconds
+        return (
+            f"{done:,}/{self._num_prompt:,} prompt tok, {counters.saving_ratio:.0%} saved, "
+            f"{rate:.0f} tok/s out"
+        )

@@ -1,0 +1,215 @@
+"""`mainstem simulate TRACE`: shows what a tiered KV store would save on this workload, and what it
+would cost.
+
+Replays a trace through the policy that the engine's store uses. Policies and sizes may be comma
+lists: the first --host-gb goes with the first --disk-gb and --device-gb, and so on. Each of these
+sets of sizes with each policy is one line of the output and one bar of the plot.
+
+With --replicas N it simulates many replicas behind a router, with other flags:
+`mainstem simulate --replicas 1 --help`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from mainstem.cli.flag_types import (
+    comma_list,
+    member_of,
+    not_negative,
+    not_negative_count,
+    positive_count,
+)
+from mainstem.core.errors import ConfigError
+from mainstem.core.tables import table
+from mainstem.kv.policy import HEADROOM
+from mainstem.kv.ranking import PolicyKind
+from mainstem_simulate import replicas_command
+from mainstem_simulate.plots import plot_reports, require_matplotlib
+from mainstem_simulate.service import Prices, ServiceRates
+from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
+from mainstem_simulate.trace_flags import (
+    add_rate_flags,
+    add_storage_prices,
+    add_trace_flags,
+    kv_bytes_per_token,
+    read_options,
+    warn_if_nothing_is_shared,
+)
+from mainstem_simulate.trace_records import Trace
+from mainstem_simulate.traces import read_trace
+
+
+def parser() -> argparse.ArgumentParser:
+    prices = Prices()
+    made = argparse.ArgumentParser(
+        prog="mainstem simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_trace_flags(made)
+    store = made.add_argument_group("store")
+    store.add_argument(
+        "--policy",
+        type=comma_list(member_of(PolicyKind)),
+        default=[PolicyKind.LOOKAHEAD],
+        metavar="KIND",
+        help="lookahead, lru, fifo or belady (lookahead)",
+    )
+    sizes = comma_list(not_negative)
+    store.add_argument("--host-gb", type=sizes, required=True, metavar="GB", help="host memory")
+    store.add_argument("--disk-gb", type=sizes, default=[0.0], metavar="GB", help="disk (0)")
+    store.add_argument(
+        "--device-gb",
+        type=sizes,
+        default=[0.0],
+        metavar="GB",
+        help="device memory for cached pages (0: all hits come from host memory)",
+    )
+    store.add_argument(
+        "--lookahead",
+        type=not_negative_count,
+        metavar="N",
+        help="waiting requests that the policy sees (as many as the store holds; belady: all)",
+    )
+    store.add_argument(
+        "--headroom",
+        type=not_negative,
+        default=HEADROOM,
+        metavar="X",
+        help=f"share of host memory kept free, if there is a disk ({HEADROOM})",
+    )
+    world = made.add_argument_group("service")
+    world.add_argument(
+        "--queue",
+        choices=[member.value for member in Queue],
+        default=Queue.SATURATED.value,
+        help="saturated: requests always wait; arrivals: they come when the trace says (saturated)",
+    )
+    world.add_argument(
+        "--warmup",
+        type=not_negative_count,
+        default=0,
+        metavar="N",
+        help="leave the first N requests out of the counts",
+    )
+    add_rate_flags(world, list(ServiceRates.__dataclass_fields__))
+    money = made.add_argument_group("prices")
+    money.add_argument(
+        "--gpu-price",
+        type=not_negative,
+        default=prices.gpu,
+        metavar="$",
+        help=f"US dollars per GPU and hour ({prices.gpu})",
+    )
+    add_storage_prices(money)
+    money.add_argument(
+        "--gpus",
+        type=positive_count,
+        default=prices.num_gpus,
+        metavar="N",
+        help="number of GPUs that make up the device (1)",
+    )
+    made.add_argument("--json", action="store_true", help="one JSON object a line")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates and device time")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if any(word.partition("=")[0] == "--replicas" for word in words):
+        return replicas_command.main(words)
+    args = parser().parse_args(words)
+    if args.plot is not None:
+        require_matplotlib()
+    trace = read_trace(args.trace, read_options(args))
+    warn_if_nothing_is_shared(trace)
+    if args.warmup >= len(trace.requests):
+        raise ConfigError(
+            f"--warmup {args.warmup} leaves no request to count: there are {len(trace.requests)}"
+        )
+    reports = []
+    for config in configs(args, kv_bytes_per_token(args)):
+        report = simulate(trace, config)
+        reports.append(report)
+        if args.json:
+            print(json.dumps(as_json(report, trace)), flush=True)
+    if not args.json:
+        print(as_table(reports))
+    if args.plot is not None:
+        plot_reports(reports, args.plot)
+    return 0
+
+
+def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]:
+    """One simulation for every set of sizes (the n-th of each flag) and every policy."""
+    sizes = {"--host-gb": args.host_gb, "--disk-gb": args.disk_gb, "--device-gb": args.device_gb}
+    num_sizes = max(map(len, sizes.values()))
+    if not {len(given) for given in sizes.values()} <= {1, num_sizes}:
+        counted = ", ".join(f"{len(given)} of {flag}" for flag, given in sizes.items())
+        raise ConfigError(f"lists of sizes must have the same length, or one value: {counted}")
+    rows = zip(*(given * (num_sizes // len(given)) for given in sizes.values()), strict=True)
+    rates = ServiceRates(
+        args.prefill_tokens_per_s,
+        args.decode_tokens_per_s,
+        args.host_gb_per_s,
+        args.disk_gb_per_s,
+    )
+    return [
+        SimulationConfig(
+            kv_bytes_per_token=kv_bytes,
+            host_gb=host_gb,
+            disk_gb=disk_gb,
+            device_gb=device_gb,
+            policy=policy,
+            lookahead=args.lookahead,
+            queue=Queue(args.queue),
+            ttl_s=args.ttl,
+            warmup=args.warmup,
+            headroom=args.headroom,
+            rates=rates,
+            prices=Prices(args.gpu_price, args.dram_price, args.disk_price, args.gpus),
+        )
+        for host_gb, disk_gb, device_gb in rows
+        for policy in args.policy
+    ]
+
+
+def as_json(report: SimulationReport, trace: Trace) -> dict[str, object]:
+    values = {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(report).items()
+    }
+    return {"format": trace.format.value, "can_share": trace.can_share, **values}
+
+
+def as_table(reports: Sequence[SimulationReport]) -> str:
+    header = (
+        "policy", "lookahead", "device GB", "host GB", "disk GB", "hit rate", "device", "DRAM",
+        "disk", "unbounded",
+        "TTFT s", "prefill tokens", "device s", "cost $", "seconds",
+    )  # fmt: skip
+    rows = [
+        (
+            report.policy,
+            f"{report.lookahead:,}",
+            f"{report.device_gb:g}",
+            f"{report.host_gb:g}",
+            f"{report.disk_gb:g}",
+            f"{report.hit_rate:.4f}",
+            f"{report.hit_rate_device:.4f}",
+            f"{report.hit_rate_dram:.4f}",
+            f"{report.hit_rate_disk:.4f}",
+            f"{report.hit_rate_unbounded:.4f}",
+            f"{report.mean_ttft_s:.3f}",
+            f"{report.prefill_tokens:,}",
+            f"{report.device_s:,.0f}",
+            f"{report.cost:.2f}",
+            f"{report.seconds:.1f}",
+        )
+        for report in reports
+    ]
+    return table(header, rows)
