@@ -40,9 +40,10 @@ MAY_IMPORT = {
     "wire": "core text",
     "batch": "core plan text wire",
     "server": "core plan engine text wire batch",
-    "llm": "core plan engine text checkpoints",
+    "vllm_names": "core",
+    "llm": "core plan engine text checkpoints vllm_names",
     "async_llm": "core text llm",
-    "ray": "core plan route checkpoints text wire batch server llm",
+    "ray": "core plan route checkpoints text wire batch server llm vllm_names",
     "cli": "core plan route kv checkpoints simulate text wire batch server llm models runner ray",
 }
 # these join the packages; `mainstem.LLM` is imported when it is first used

@@ -16,7 +16,7 @@ from mainstem.core.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from mainstem.core.request import SamplingParams
+from mainstem.vllm_names import SamplingParams
 
 if TYPE_CHECKING:
     from mainstem.async_llm import AsyncLLM

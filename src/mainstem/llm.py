@@ -32,7 +32,6 @@ from mainstem.core.request import (
     id_array,
 )
 from mainstem.core.step import Int32s
-from mainstem.core.vllm_names import own_arguments
 from mainstem.engine.build import build_engine
 from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import plan_prompts
@@ -71,6 +70,8 @@ from mainstem.text.scoring import (
 from mainstem.text.sessions import SessionLimits, Sessions, said_before, spoken_chat
 from mainstem.text.text_engine import TextEngine, TextOutput
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
+from mainstem.vllm_names import SamplingParams as ScriptSamplingParams
+from mainstem.vllm_names import own_arguments
 
 
 class LoadedModel:
@@ -119,7 +120,7 @@ class LoadedModel:
         """Settings have the same meaning as the flags of the same names (docs/settings.md).
         `choose_kept` names pages that a truncation should keep (docs/design/truncation.md).
         `others` are arguments of vLLM: accepted if they mean the same here, otherwise refused
-        (core/vllm_names.py)."""
+        (vllm_names.py)."""
         given = dict(locals())  # all arguments; those removed below are not settings
         del given["self"], given["choose_kept"], given["others"]
         config = with_arguments(EngineConfig(), own_arguments(given, others), "LLM")
@@ -162,7 +163,7 @@ class LoadedModel:
     def get_default_sampling_params(self) -> SamplingParams:
         """Default sampling parameters, from the model's generation_config.json."""
         try:
-            return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
+            return ScriptSamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
         except InvalidRequest as error:
             raise ConfigError(f"{GENERATION_FILE}: {error}; give SamplingParams instead") from None
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mainstem.server import stream as server_stream
-from mainstem.wire import messages_bodies
+from mainstem.wire.messages import bodies, parsing
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, expected_text
 from tests.server.conftest import POLITE
 from tests.server.running import ADMIN, ALICE, BOB, Json, Running, a_server, until
@@ -68,7 +68,7 @@ def stream(running: Running, body: Json, path: str = "/v1/messages") -> list[Jso
 
 def text_of(running: Running, **fields: object) -> str:
     """The prompt of a body, as the model reads it."""
-    asked = messages_bodies.read_messages(BODY | fields, messages_bodies.MessagesBody, "")
+    asked = parsing.read_messages(BODY | fields, bodies.MessagesBody, "")
     chat = {name: value for name, value in asked.fields.items() if name != "model"}
     ids = running.post("/tokenize", chat).json()["tokens"]
     return str(running.post("/detokenize", {"tokens": ids}).json()["prompt"])
@@ -307,7 +307,7 @@ def test_blocks_become_messages() -> None:
     ]
     body = BODY | {"messages": turns, "thinking": {"type": "disabled"}, "stop_sequences": ["x"]}
     template = "{{ enable_thinking }}"
-    fields = messages_bodies.read_messages(body, messages_bodies.MessagesBody, template).fields
+    fields = parsing.read_messages(body, bodies.MessagesBody, template).fields
     function = {"name": "f", "arguments": {"x": 1}}
     assert fields["messages"] == [
         {"role": "user", "content": ""},
@@ -517,7 +517,7 @@ def test_a_marked_prefix_stays_cached_while_many_requests_run() -> None:
 
 
 def test_a_prefix_is_unpinned_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(messages_bodies.TTL_S, "5m", 0.3)
+    monkeypatch.setitem(bodies.TTL_S, "5m", 0.3)
     with a_server() as running:
         pins = running.gateway.pins
         send(running, system=kept(), max_tokens=1)

@@ -8,7 +8,8 @@ import pytest
 
 from mainstem.cli.batch import main
 from mainstem.text.parsers.formats import find_formats
-from mainstem.wire.calls import CallParser, Kind
+from mainstem.wire.calls import CallKind
+from mainstem.wire.chat.parsing import CallParser
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer
 from tests.server.running import Json, Running, a_server, events
 from tests.text.test_tools import HERMES, WEATHER
@@ -111,7 +112,7 @@ def test_a_reasoning_mark_in_an_earlier_message_does_not_begin_reasoning() -> No
     tokenizer = a_tokenizer()
     formats = find_formats(tokenizer, "none", "think")
     body = {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": False}
-    call, _ = CallParser({}, find_formats=lambda: formats).parse(body, Kind.CHAT)
+    call, _ = CallParser({}, find_formats=lambda: formats).parse(body, CallKind.CHAT)
     mentioned = "<user>What is <think>?<|end|><assistant>It"
     assert call.rendering(tokenizer.encode(mentioned), tokenizer).opening == ""
     begun = f"{mentioned}<|end|><assistant><think>It"

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from mainstem.server.served_model import ServedModel
-from mainstem.wire.bodies import HARMLESS
+from mainstem.wire import neutral
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer, expected_text
 from tests.builders import VOCAB
 from tests.fakes import fake_answer, fake_logprob
@@ -227,7 +227,7 @@ def test_fields_of_sampling_are_accepted(server: Running) -> None:
     assert reply.json()["usage"]["completion_tokens"] <= 3
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
+@pytest.mark.parametrize("name", sorted(neutral.harmless(neutral.CHAT)))
 def test_a_harmless_field_is_accepted_and_documented(server: Running, name: str) -> None:
     body = {"prompt": "x", "max_tokens": 1, name: "anything"}
     assert server.post("/v1/completions", body).status_code == 200

@@ -19,10 +19,13 @@ from mainstem.batch.files import MAX_LINE_BYTES, Line
 from mainstem.text.encoding import Prompt
 from mainstem.text.scoring import Choice, ScoreOutput
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.wire.bodies import RowEnvelope, read_fields
-from mainstem.wire.calls import SCORE_URL, Call, CallParser, Kind
+from mainstem.wire.answers import Heading, PromptAnswers
+from mainstem.wire.bodies import RowEnvelope
+from mainstem.wire.calls import SCORE_URL, Call, CallKind
+from mainstem.wire.chat.parsing import CallParser
+from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
-from mainstem.wire.replies import Heading, PromptAnswers, Reply
+from mainstem.wire.fields import read_fields
 from mainstem.wire.scores import choices_reply, read_scores
 
 MAX_CUSTOM_ID_CHARS = 512
@@ -108,7 +111,7 @@ def parse_row(
             reason = "items: are not supported in rows; send prompt and choices"
             raise WireError("unknown_field", reason, "items")
         return Row(line_number, custom_id, asked.call, digest), asked.prompts[0]
-    call, prompts = parser.parse(body, Kind(url))
+    call, prompts = parser.parse(body, CallKind(url))
     if len(prompts) != 1:
         reason = "prompt: must be one text or one list of token ids; a row has one prompt"
         raise WireError("invalid_value", reason, "prompt")
@@ -126,7 +129,7 @@ def _body(row: Json) -> tuple[Json, str]:
     body = {name: value for name, value in row.items() if name != "custom_id"}
     if row.get("choices") is not None:
         return body, SCORE_URL
-    return body, (Kind.CHAT if has_chat else Kind.COMPLETION).value
+    return body, (CallKind.CHAT if has_chat else CallKind.COMPLETION).value
 
 
 # --- out -----------------------------------------------------------------------------------------
@@ -137,7 +140,7 @@ def answer_row(
 ) -> dict[str, object]:
     """The output line of a row that was answered; `now` is in seconds since 1970."""
     heading = Heading(_answer_id(row), model, now)
-    return _answered(row, Reply(row.call, heading, tokenizer).whole([answers]))
+    return _answered(row, CompletionReply(row.call, heading, tokenizer).whole([answers]))
 
 
 def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, object]:
@@ -146,7 +149,7 @@ def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, 
 
 
 def _answer_id(row: Row) -> str:
-    prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
+    prefix = "chatcmpl" if row.call.kind is CallKind.CHAT else "cmpl"
     return f"{'score' if row.call.choices else prefix}-{_name(row.custom_id)}"
 
 

@@ -33,7 +33,8 @@ from mainstem.plan.planner import PlanConfig
 from mainstem.text.encoding import App
 from mainstem.text.parsers.formats import find_formats
 from mainstem.text.text_engine import TextEngine
-from mainstem.wire.calls import Call, CallParser
+from mainstem.wire.calls import Call
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError
 
 LOCAL = "local"

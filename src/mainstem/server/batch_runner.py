@@ -40,9 +40,10 @@ from mainstem.server.served_model import ServedModel
 from mainstem.server.turns import owner_of
 from mainstem.text.encoding import App
 from mainstem.text.scoring import ContextScoring
-from mainstem.wire.calls import Call, CallParser
+from mainstem.wire.answers import PromptAnswers
+from mainstem.wire.calls import Call
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError, from_invalid
-from mainstem.wire.replies import PromptAnswers
 
 Json = dict[str, object]
 

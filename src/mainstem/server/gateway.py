@@ -53,10 +53,13 @@ from mainstem.text.encoding import (
 )
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Session, Sessions
-from mainstem.wire.bodies import DetokenizeBody, read_fields, tokenize_options
-from mainstem.wire.calls import Call, CallParser, Kind
-from mainstem.wire.logprobs import token_text
-from mainstem.wire.replies import Echo, Heading, Reply
+from mainstem.wire.answers import Heading
+from mainstem.wire.bodies import DetokenizeBody, tokenize_options
+from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.chat.logprobs import token_text
+from mainstem.wire.chat.parsing import CallParser
+from mainstem.wire.chat.rendering import CompletionReply, Echo
+from mainstem.wire.fields import read_fields
 
 # more work than this would block the event loop for over 1 ms
 INLINE_CHARS = 1 << 10  # characters to encode
@@ -202,12 +205,12 @@ class Gateway:
 
     # --- completions ----------------------------------------------------------------------------
 
-    async def answer(self, request: Request, kind: Kind) -> Response:
+    async def answer(self, request: Request, kind: CallKind) -> Response:
         """Return the reply to a chat or completion, whole or as a stream; raises WireError or
         ApiError."""
         self.gate.allow(request.state.tenant)
         call, prompts = self.parser.parse(await read_json(request, self.limits), kind)
-        prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
+        prefix = "chatcmpl" if kind is CallKind.CHAT else "cmpl"
         reply_id = f"{prefix}-{next(self._ids)}"
         return await self.reply(request, call, prompts, reply_id, ReplyWriter)
 
@@ -242,7 +245,7 @@ class Gateway:
             held.push(exchange)
             echoes = self._echoes(call, prompts, prompt_ids)
             told_ids = prompt_ids if call.returns_token_ids else ()
-            reply = Reply(call, heading, self.engine.tokenizer, echoes, told_ids)
+            reply = CompletionReply(call, heading, self.engine.tokenizer, echoes, told_ids)
             writer = make_writer(reply, [len(ids) for ids in prompt_ids], turn)
             if call.is_streaming:
                 return EventStream(
@@ -396,7 +399,7 @@ class Gateway:
 
     async def tokenize(self, body: Json, tenant: Tenant) -> Json:
         """Return the ids of a text (`prompt`) or of a conversation (`messages`)."""
-        kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
+        kind = CallKind.CHAT if body.get("messages") is not None else CallKind.COMPLETION
         options, fields = tokenize_options(body)
         call, prompts = self.parser.parse(fields, kind)
         if len(prompts) != 1:

@@ -25,8 +25,9 @@ from mainstem.server.live import RequestState
 from mainstem.server.stream import ClientLeft, while_connected
 from mainstem.text.encoding import App, begin_prompt
 from mainstem.text.scoring import SCORE_SAMPLING, Choice, ContextScoring, encode_scoring
-from mainstem.wire.calls import Call, CallParser
-from mainstem.wire.replies import Heading
+from mainstem.wire.answers import Heading
+from mainstem.wire.calls import Call
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.scores import (
     AskedScores,
     choices_reply,

@@ -201,10 +201,8 @@ def _function(tool: Json) -> Json:
 # --- what comes back -----------------------------------------------------------------------------
 
 
-def make_parser(use: ToolUse | None, reasoning: ReasoningFormat | None) -> AnswerParser | None:
-    """Return the parser of one answer; None if the answer is plain text."""
-    if use is None and reasoning is None:
-        return None
+def make_parser(use: ToolUse | None, reasoning: ReasoningFormat | None) -> AnswerParser:
+    """Return the parser of one answer."""
     is_harmony = reasoning is ReasoningFormat.HARMONY
     if is_harmony or (use is not None and use.format is ToolFormat.HARMONY):
         return harmony.HarmonyParser(has_reasoning=is_harmony, has_calls=use is not None)

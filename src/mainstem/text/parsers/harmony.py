@@ -55,7 +55,6 @@ class HarmonyParser:
         self._arguments: list[str] = []
         self._spoken: set[_Kind] = set()  # kinds of messages seen
         self._is_first = True  # no text of this message was returned yet
-        self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -127,7 +126,6 @@ class HarmonyParser:
         yield Reasoning(text) if self._kind is _Kind.REASONING else text
 
     def _call(self, arguments: str) -> ToolCall:
-        self.num_calls += 1
         return ToolCall(new_call_id(), self._name, arguments.strip() or "{}")
 
     def _last_call(self) -> list[Part]:

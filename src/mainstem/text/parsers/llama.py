@@ -20,7 +20,6 @@ class LlamaParser:
         self._held = ""
         self._is_text = False  # the answer did not begin like a call
         self._is_call = False  # the answer may be a call, so all of it is held back
-        self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -29,7 +28,6 @@ class LlamaParser:
     def finish(self) -> list[Part]:
         held, self._held = self._held, ""
         calls = read_calls(held) if self._is_call else []
-        self.num_calls += len(calls)
         return [*calls] if calls else ([held] if held else [])
 
     def _parts(self) -> Iterator[Part]:

@@ -27,7 +27,6 @@ class MistralParser:
     def __init__(self) -> None:
         self._held = ""
         self._is_call = False
-        self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -55,7 +54,6 @@ class MistralParser:
 
     def _calls(self, body: str) -> Iterator[Part]:
         calls = _read(body)
-        self.num_calls += len(calls)
         yield from calls
         if not calls:
             yield CALLS + body

@@ -48,7 +48,7 @@ class TaggedParser:
         self._any_begin = re.compile("|".join(map(re.escape, begins)))
         self._read = read
         self._held = ""
-        self.num_calls = 0
+        self._has_called = False
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -57,7 +57,7 @@ class TaggedParser:
     def finish(self) -> list[Part]:
         held, self._held = self._held, ""
         calls = self._calls(held.lstrip())  # the end tag is missing
-        return [*calls] if calls else ([held] if held.strip() or not self.num_calls else [])
+        return [*calls] if calls else ([held] if held.strip() or not self._has_called else [])
 
     def _parts(self) -> Iterator[Part]:
         while self._held:
@@ -84,7 +84,7 @@ class TaggedParser:
 
     def _calls(self, body: str) -> list[ToolCall]:
         calls = self._read(body.removeprefix(BEGIN)) if body.startswith(tuple(self._begins)) else []
-        self.num_calls += len(calls)
+        self._has_called |= bool(calls)
         return calls
 
 
