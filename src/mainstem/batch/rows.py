@@ -5,7 +5,7 @@
     {"prompt": text or token ids, "max_tokens": 8, ...}                       plain prompt
     {"prompt": ... or "messages": [...], "choices": [text, ...]}              choices to be scored
 
-Bodies are read by the parser that the server uses (wire/calls.py).
+Bodies are read by the parser that the server uses (wire/chat/parsing.py).
 """
 
 import json
@@ -17,7 +17,7 @@ import msgspec
 
 from mainstem.batch.files import MAX_LINE_BYTES, Line
 from mainstem.text.encoding import Prompt
-from mainstem.text.scoring import Choice, ScoreOutput
+from mainstem.text.scoring import ChoiceTokens, ScoreOutput
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.wire.answers import Heading, PromptAnswers
 from mainstem.wire.bodies import RowEnvelope
@@ -48,7 +48,7 @@ class Row:
     custom_id: str
     call: Call
     digest: str = ""  # hash of what the row asks for; empty if it is not needed
-    choices: tuple[Choice, ...] = ()  # the call's choices, as tokens
+    choices: tuple[ChoiceTokens, ...] = ()  # the call's choices, as tokens
 
 
 # --- in ------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from mainstem.server.ids import unique_ids
 from mainstem.server.live import RequestState
 from mainstem.server.stream import ClientLeft, while_connected
 from mainstem.text.encoding import App, begin_prompt
-from mainstem.text.scoring import SCORE_SAMPLING, Choice, ContextScoring, encode_scoring
+from mainstem.text.scoring import SCORE_SAMPLING, ChoiceTokens, ContextScoring, encode_scoring
 from mainstem.wire.answers import Heading
 from mainstem.wire.calls import Call
 from mainstem.wire.chat.parsing import CallParser
@@ -97,7 +97,7 @@ class ScoreRoutes:
             (prompt,) = asked.prompts
             choices = asked.call.choices
             return [encode_scoring(tokenizer, prompt, choices, app, salt, most)]
-        labels = [Choice(None, [token_id]) for token_id in asked.label_ids]
+        labels = [ChoiceTokens(None, [token_id]) for token_id in asked.label_ids]
         begun = [begin_prompt(tokenizer, p, app, None, salt, most) for p in asked.prompts]
         return [ContextScoring(each.pending.finish(), labels) for each in begun]
 
