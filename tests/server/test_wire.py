@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from mainstem.core.json import AnyJson
 from mainstem.server.served_model import ServedModel
 from mainstem.wire import neutral
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, a_tokenizer, expected_text
 from tests.builders import VOCAB
 from tests.fakes import fake_answer, fake_logprob
-from tests.server.running import Json, Running, a_server, events
+from tests.server.running import Running, a_server, events
 
 CHAT = [{"role": "user", "content": "Who are you?"}]
 RENDERED = "<user>Who are you?\n<assistant>"
-PROMPTS: dict[str, Json] = {
+PROMPTS: dict[str, AnyJson] = {
     "/v1/chat/completions": {"messages": CHAT},
     "/v1/completions": {"prompt": "Once upon"},
 }
@@ -27,7 +28,7 @@ def answer_to(prompt: str, length: int) -> str:
     return tokenizer.decode(fake_answer(tokenizer.encode(prompt), length, VOCAB))
 
 
-def stream(server: Running, path: str, body: Json) -> list[Json]:
+def stream(server: Running, path: str, body: AnyJson) -> list[AnyJson]:
     """The chunks of a stream; checks its end mark."""
     response = server.post(path, body | {"stream": True})
     assert response.status_code == 200, response.text

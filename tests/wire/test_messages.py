@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import FinishReason, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
 from mainstem.text.text_engine import TextOutput
@@ -14,7 +15,6 @@ from mainstem.wire.answers import Heading, PromptAnswers
 from mainstem.wire.calls import Call, CallKind
 from mainstem.wire.messages.rendering import MessageReply, MessageStream, PinnedTokens, error_body
 
-Json = dict[str, object]
 HEADING = Heading("msg_1", "fake", 1_700_000_000)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import FinishReason
 from mainstem.text.parsers.counting import count_reasoning
 from mainstem.text.parsers.formats import MARKS, AnswerFormats, ReasoningFormat, ToolFormat
@@ -19,8 +20,6 @@ from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.chat.stream import CompletionStream
 from tests.batch.fake_batch import a_tokenizer
 from tests.text.test_tools import a_marked_tokenizer
-
-Json = dict[str, object]
 
 HEADING = Heading("id-1", '"mark"', 1_700_000_000)  # a name that looks like a marker
 PROMPTS: dict[CallKind, Json] = {

@@ -24,12 +24,11 @@ from mainstem.batch.ordering import LengthEstimate, PlannedWindow
 from mainstem.batch.rows import Row, error_row, served_row
 from mainstem.batch.summary import Summary
 from mainstem.batch.windows import Failure
+from mainstem.core.json import JsonView
 from mainstem.wire.errors import WireError
 
 POLL_S = 0.02
 MOST_LOSSES = 5  # after workers failed on a row this many times, the row becomes an error row
-
-Json = Mapping[str, object]
 
 
 class WorkerLost(Exception):
@@ -52,7 +51,7 @@ class Desk:
         """Raise WorkerLost unless the worker's model has the same name as that of the others."""
         self._driver.check_model(name)
 
-    def answer(self, task: Task, body: Json) -> None:
+    def answer(self, task: Task, body: JsonView) -> None:
         """Record the answer to a row; `body` is OpenAI's completion object."""
         self._driver.answer(task, body)
 
@@ -214,7 +213,7 @@ class Driver:
                 self.fail(task, WireError(ENGINE_FAILED, f"{times}; the last error: {reason}"))
         self.give_back(kept)
 
-    def answer(self, task: Task, body: Json) -> None:
+    def answer(self, task: Task, body: JsonView) -> None:
         """See Desk."""
         usage = _usage(body)
         num_answers = task.row.call.sampling.n
@@ -244,7 +243,7 @@ class Driver:
         counters.generated_tokens += usage["completion_tokens"]
         counters.sequences_finished += num_answers
 
-    def _write_answer(self, row: Row, body: Json, is_copy: bool) -> None:
+    def _write_answer(self, row: Row, body: JsonView, is_copy: bool) -> None:
         line = served_row(row, body, self._config.model_name, is_copy)
         self._write(line, row.digest)
         self._summary.answered += 1
@@ -262,7 +261,7 @@ class Driver:
         self._out.append(line if marker is None else marker.marked(line, digest))
 
 
-def _usage(body: Json) -> dict[str, int]:
+def _usage(body: JsonView) -> dict[str, int]:
     """Token counts of an answer; 0 if a server does not report them."""
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}

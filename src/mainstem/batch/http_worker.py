@@ -22,6 +22,7 @@ from mainstem.batch.done import ENGINE_FAILED
 from mainstem.batch.driver import POLL_S, Desk, WorkerLost
 from mainstem.batch.rows import row_body
 from mainstem.core.errors import ConfigError
+from mainstem.core.json import Json
 from mainstem.wire.errors import WireError
 
 PATIENCE_S = 60.0  # a server that cannot be reached for longer is lost
@@ -34,7 +35,6 @@ IDLE_PART = 4  # with less than 1/4 of its possible rows in progress, a worker t
 OK, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 200, 401, 403, 404, 429
 FAILED, UNAVAILABLE = 500, 503
 
-Json = dict[str, object]
 Fill = Callable[[Task, Json], Json]  # adds the job's defaults to a row's body
 
 

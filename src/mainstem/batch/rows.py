@@ -9,13 +9,13 @@ Bodies are read by the parser that the server uses (wire/chat/parsing.py).
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
 
 from mainstem.batch.files import MAX_LINE_BYTES, Line
+from mainstem.core.json import JsonView
 from mainstem.text.encoding import Prompt
 from mainstem.text.scoring import ChoiceTokens, ScoreOutput
 from mainstem.text.tokenizer import Tokenizer
@@ -36,8 +36,6 @@ SERVER_ONLY = frozenset(
         "truncate_prompt_tokens",
     ]
 )  # fmt: skip
-
-Json = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def _explained_json(data: bytes) -> object:
         raise WireError("invalid_json", f"not JSON: {error}") from None
 
 
-def custom_id_of(row: Json, line_number: int) -> str:
+def custom_id_of(row: JsonView, line_number: int) -> str:
     """The row's own id, or one made from its line number."""
     custom_id = row.get("custom_id")
     if custom_id is None:
@@ -96,7 +94,7 @@ def custom_id_of(row: Json, line_number: int) -> str:
 
 
 def parse_row(
-    parser: CallParser, row: Json, line_number: int, custom_id: str, digest: str = ""
+    parser: CallParser, row: JsonView, line_number: int, custom_id: str, digest: str = ""
 ) -> tuple[Row, Prompt]:
     """The call and prompt of a row; raises WireError."""
     body, url = _body(row)
@@ -118,7 +116,7 @@ def parse_row(
     return Row(line_number, custom_id, call, digest), prompts[0]
 
 
-def _body(row: Json) -> tuple[Json, str]:
+def _body(row: JsonView) -> tuple[JsonView, str]:
     """Return the object with the prompt, without OpenAI's envelope, and the URL it is meant for."""
     if "body" in row or "url" in row:
         envelope = read_fields(row, RowEnvelope)
@@ -163,7 +161,7 @@ def _answered(row: Row, body: dict[str, object]) -> dict[str, object]:
     }
 
 
-def served_row(row: Row, body: Json, model: str, is_copy: bool) -> dict[str, object]:
+def served_row(row: Row, body: JsonView, model: str, is_copy: bool) -> dict[str, object]:
     """The output line of a row that a worker answered with `body`; a copy counts no computed
     tokens."""
     body = {**body, "id": _answer_id(row), "model": model}

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import Overflow
 from mainstem.core.request import Request as EngineRequest
 from mainstem.server.answering import SHUTTING_DOWN, Answering, EngineFault
@@ -23,7 +24,7 @@ from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, Tenant
 from mainstem.server.batch_runner import BatchRunner
 from mainstem.server.batch_store import BatchStore
-from mainstem.server.body import Json, read_json
+from mainstem.server.body import read_json
 from mainstem.server.engine_client import EngineClient
 from mainstem.server.faults import ApiError, from_fault, from_invalid, unavailable
 from mainstem.server.file_store import FileStore, lock_folder

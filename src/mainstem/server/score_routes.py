@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import Request as EngineRequest
 from mainstem.server.answering import SHUTTING_DOWN, Answering, EngineFault
 from mainstem.server.auth import Tenant
@@ -36,7 +37,6 @@ from mainstem.wire.scores import (
     read_scores,
 )
 
-Json = dict[str, object]
 Write = Callable[[Heading, AskedScores, list[ContextScoring]], Json]
 
 

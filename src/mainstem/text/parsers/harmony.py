@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
-from mainstem.text.parsers.forms import Json, Spell, arguments_rules, either
+from mainstem.core.json import JsonView
+from mainstem.text.parsers.forms import Spell, arguments_rules, either
 from mainstem.text.parsers.parser import overlap
 from mainstem.text.tools import Part, Reasoning, ToolCall, new_call_id
 
@@ -138,7 +139,7 @@ class HarmonyParser:
         return [self._call(arguments)]
 
 
-def harmony_form(functions: Sequence[Json], spell: Spell) -> str:
+def harmony_form(functions: Sequence[JsonView], spell: Spell) -> str:
     """Return a Lark grammar for one call."""
     calls = []
     for number, function in enumerate(functions):

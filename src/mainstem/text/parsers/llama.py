@@ -4,7 +4,8 @@ separated by "; ", with or without <|python_tag|> before them. Text may come bef
 
 from collections.abc import Iterator, Sequence
 
-from mainstem.text.parsers.forms import Json, Spell, json_call_rules
+from mainstem.core.json import JsonView
+from mainstem.text.parsers.forms import Spell, json_call_rules
 from mainstem.text.parsers.parser import overlap, read_calls
 from mainstem.text.tools import Part
 
@@ -49,6 +50,6 @@ class LlamaParser:
             yield before
 
 
-def llama_form(functions: Sequence[Json], _spell: Spell) -> str:
+def llama_form(functions: Sequence[JsonView], _spell: Spell) -> str:
     """Return a Lark grammar for one call."""
     return "\n".join(["start: call", *json_call_rules(functions, "parameters")])
