@@ -39,9 +39,10 @@ MAY_IMPORT = {
     "wire": "core text",
     "batch": "core plan text wire",
     "server": "core plan engine text wire batch",
-    "llm": "core plan engine text checkpoints",
+    "vllm_names": "core",
+    "llm": "core plan engine text checkpoints vllm_names",
     "async_llm": "core text llm",
-    "ray": "core plan checkpoints text wire batch server llm",
+    "ray": "core plan checkpoints text wire batch server llm vllm_names",
     "cli": "core plan kv checkpoints text wire batch server llm models runner ray",
     "mainstem_simulate": "core kv runner checkpoints ray cli",
 }

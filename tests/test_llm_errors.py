@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import mainstem
+from mainstem import SamplingParams
 from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
-from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
 from mainstem.llm import LLM
 from mainstem.text.grammar import StructuredOutputsParams

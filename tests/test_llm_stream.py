@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from mainstem import SamplingParams
 from mainstem.async_llm import AsyncLLM
 from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest
-from mainstem.core.request import Request, SamplingParams
+from mainstem.core.request import Request
 from mainstem.core.step import Step
 from mainstem.llm import LLM
 from mainstem.text.grammar import StructuredOutputsParams

@@ -16,8 +16,8 @@ from mainstem.core.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from mainstem.core.request import SamplingParams
 from mainstem.core.version import __version__
+from mainstem.vllm_names import SamplingParams
 
 if TYPE_CHECKING:
     from mainstem.async_llm import AsyncLLM

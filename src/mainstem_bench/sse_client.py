@@ -14,11 +14,10 @@ from time import perf_counter
 from urllib.parse import urlsplit
 
 from mainstem.core.errors import ConfigError
+from mainstem.core.json import JsonView
 
 MAX_LINE_BYTES = 1 << 20
 MAX_HEADERS = 128
-
-Json = Mapping[str, object]
 
 
 class ServerRefused(Exception):
@@ -90,7 +89,7 @@ async def find_model(endpoint: Endpoint, timeout_s: float) -> str:
     raise ServerRefused("the server lists no model")
 
 
-async def stream_chat(endpoint: Endpoint, body: Json, timeout_s: float) -> StreamedAnswer:
+async def stream_chat(endpoint: Endpoint, body: JsonView, timeout_s: float) -> StreamedAnswer:
     """Send a request and read the answer to its end. Errors of the server or the network are in
     `error`."""
     wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}

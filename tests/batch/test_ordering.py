@@ -23,7 +23,7 @@ from mainstem.core.request import SamplingParams
 from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import PlanConfig, plan_prompts
 from mainstem.text.parsers.formats import ReasoningFormat
-from mainstem.wire.calls import Call, Kind
+from mainstem.wire.calls import Call, CallKind
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -33,7 +33,7 @@ workloads = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_si
 def a_row(
     line: int, sampling: SamplingParams = GREEDY, salt: bytes = b"", priority: int = 0
 ) -> Row:
-    call = Call(Kind.COMPLETION, sampling, cache_salt=salt, priority=priority)
+    call = Call(CallKind.COMPLETION, sampling, cache_salt=salt, priority=priority)
     return Row(line, f"line-{line}", call)
 
 

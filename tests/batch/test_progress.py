@@ -13,13 +13,13 @@ from mainstem.batch.work import JobWork
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.core.request import SamplingParams
-from mainstem.wire.calls import Call, Kind
+from mainstem.wire.calls import Call, CallKind
 
 OUTPUT = 64
 
 
 def a_window(lengths: list[int], progress: float | None = 1.0, num_skipped: int = 0) -> Window:
-    call = Call(Kind.COMPLETION, SamplingParams(max_tokens=OUTPUT))
+    call = Call(CallKind.COMPLETION, SamplingParams(max_tokens=OUTPUT))
     rows = [Row(line, f"row {line}", call) for line in range(len(lengths))]
     prompts = Prompts.from_lists([[0] * length for length in lengths])
     return Window(rows, prompts, [], num_skipped, len(lengths) + num_skipped, progress)

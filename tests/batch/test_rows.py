@@ -11,8 +11,9 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.grammar import json_form
 from mainstem.text.parsers.formats import AnswerFormats, ToolFormat
-from mainstem.wire.bodies import HARMLESS
-from mainstem.wire.calls import CallParser, Kind
+from mainstem.wire import neutral
+from mainstem.wire.calls import CallKind
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError
 
 
@@ -57,7 +58,7 @@ def test_the_id_of_a_workers_answer_depends_on_the_row_not_on_the_worker(
 
 def test_an_openai_chat_row_is_read() -> None:
     row, prompt = parsed(chat_row(max_completion_tokens=5, temperature=0, stop="x", seed=3))
-    assert (row.line, row.custom_id, row.call.kind, row.call.model) == (7, "a", Kind.CHAT, "m")
+    assert (row.line, row.custom_id, row.call.kind, row.call.model) == (7, "a", CallKind.CHAT, "m")
     assert prompt == Chat([{"role": "user", "content": "hi"}])
     assert row.call.sampling.max_tokens == 5
     assert row.call.sampling.is_greedy
@@ -68,7 +69,7 @@ def test_an_openai_chat_row_is_read() -> None:
 def test_an_openai_completion_row_is_read() -> None:
     body = {"prompt": "once", "logprobs": 2, "logit_bias": {"5": -1}}
     row, prompt = parsed({"custom_id": "a", "url": "/v1/completions", "body": body})
-    assert (row.call.kind, prompt) == (Kind.COMPLETION, "once")
+    assert (row.call.kind, prompt) == (CallKind.COMPLETION, "once")
     assert row.call.sampling.logprobs == 2
     assert row.call.sampling.logit_bias == {5: -1.0}
 
@@ -83,7 +84,7 @@ def test_plain_rows_have_their_fields_next_to_the_prompt() -> None:
     )
     assert row.call.cache_salt == b"s"
     row, prompt = parsed({"messages": [{"role": "user", "content": "hi"}], "custom_id": "b"})
-    assert (row.call.kind, row.custom_id) == (Kind.CHAT, "b")
+    assert (row.call.kind, row.custom_id) == (CallKind.CHAT, "b")
 
 
 def test_defaults_are_those_of_openai() -> None:
@@ -146,7 +147,7 @@ def test_sampling_fields_are_read() -> None:
 
 
 def test_harmless_fields_are_accepted() -> None:
-    values = dict.fromkeys(HARMLESS, "whatever")
+    values = dict.fromkeys(neutral.harmless(neutral.CHAT), "whatever")
     parsed(chat_row(**values))
 
 

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
 from time import sleep
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from mainstem.batch.bundles import Bundle, Bundles, Task
 from mainstem.cli.batch import main
 from mainstem.cli.batch_workers import join_ray_address
 from mainstem.core.errors import ConfigError
+from mainstem.core.json import AnyJson
 from mainstem.core.step import Step
 from tests.batch.test_kill import SOME_FAILED, essences, run, write_input
 from tests.fake_engines import FakeEngines, a_tokenizer
@@ -27,19 +27,21 @@ from tests.server.running import ALICE, Running, a_server, until
 
 NUM_ROWS = 100
 
-Json = dict[str, Any]
-
 
 def engines() -> FakeEngines:
     return FakeEngines(num_pages=512, max_model_len=800)
 
 
-def rows(count: int = NUM_ROWS) -> list[Json]:
+def rows(count: int = NUM_ROWS) -> list[AnyJson]:
     """Questions over documents: chats and prompts, greedy and sampled, with one answer or two."""
-    found: list[Json] = []
+    found: list[AnyJson] = []
     for index in range(count):
         text = f"document {index % 7} and all that is in it, word for word; question {index}"
-        row: Json = {"custom_id": f"row {index}", "max_tokens": 3 + index % 8, "ignore_eos": True}
+        row: AnyJson = {
+            "custom_id": f"row {index}",
+            "max_tokens": 3 + index % 8,
+            "ignore_eos": True,
+        }
         row["temperature"] = index % 2
         if index % 3:
             row["prompt"] = text
@@ -51,7 +53,7 @@ def rows(count: int = NUM_ROWS) -> list[Json]:
     return [*found, found[2] | {"custom_id": "a copy"}]
 
 
-def write(path: Path, lines: list[Json]) -> Path:
+def write(path: Path, lines: list[AnyJson]) -> Path:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
 
@@ -115,7 +117,7 @@ def test_flags_reach_the_servers(servers: list[Running], tmp_path: Path) -> None
 
 
 def test_rows_that_fail_are_error_rows(servers: list[Running], tmp_path: Path) -> None:
-    lines: list[Json] = [
+    lines: list[AnyJson] = [
         {"prompt": "right", "max_tokens": 2},
         {"prompt": "wrong", "echo": True},
         {"prompt": "x" * 900},

@@ -15,7 +15,7 @@ from mainstem.cli.plan import ReadPrompts, main, read_prompts
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.text.parsers.formats import AnswerFormats, ToolFormat
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.wire.calls import CallParser
+from mainstem.wire.chat.parsing import CallParser
 from tests.batch.test_progress import Terminal
 from tests.fake_engines import a_tokenizer
 from tests.plan.reading import group_of, read_plan

@@ -11,7 +11,8 @@ from threading import Thread
 
 import httpx
 
-from tests.server.running import Json, until
+from mainstem.core.json import AnyJson
+from tests.server.running import until
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Process:
     """A server process and what it has logged."""
 
     popen: subprocess.Popen[str]
-    lines: list[Json] = field(default_factory=list)
+    lines: list[AnyJson] = field(default_factory=list)
     _client: httpx.Client | None = None
 
     @property

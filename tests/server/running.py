@@ -16,6 +16,7 @@ import uvloop
 
 from mainstem.cli.serve import APPS_FILE, Server
 from mainstem.core.config import EngineConfig
+from mainstem.core.json import AnyJson
 from mainstem.server.apps_registry import AppFile, AppRegistry
 from mainstem.server.auth import Access, KeyRing
 from mainstem.server.engine_client import EngineClient
@@ -29,7 +30,6 @@ from mainstem.text.sessions import SessionLimits, Sessions
 from tests.fake_engines import FakeEngines
 from tests.server.thread_engine import ThreadEngine
 
-Json = dict[str, Any]
 T = TypeVar("T")
 
 ALICE, BOB, ADMIN = "alice-key-0123456789", "bob-key-0123456789ab", "admin-key-0123456789"
@@ -56,12 +56,12 @@ class Running:
         return httpx.Client(base_url=self.url, timeout=60, verify=False)
 
     def send(
-        self, method: str, path: str, body: Json | None = None, key: str | None = None
+        self, method: str, path: str, body: AnyJson | None = None, key: str | None = None
     ) -> httpx.Response:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         return self.client.request(method, path, json=body, headers=headers)
 
-    def post(self, path: str, body: Json, key: str | None = None) -> httpx.Response:
+    def post(self, path: str, body: AnyJson, key: str | None = None) -> httpx.Response:
         return self.send("POST", path, body, key)
 
     def get(self, path: str, key: str | None = None) -> httpx.Response:
@@ -76,12 +76,12 @@ class Running:
                 received += piece
             return received
 
-    def complete(self, prompt: object, key: str | None = None, **fields: object) -> Json:
+    def complete(self, prompt: object, key: str | None = None, **fields: object) -> AnyJson:
         """Send a completion, which must succeed; returns the reply."""
         body = {"prompt": prompt, "temperature": 0, "ignore_eos": True} | fields
         response = self.post("/v1/completions", body, key)
         assert response.status_code == 200, response.text
-        answer: Json = response.json()
+        answer: AnyJson = response.json()
         return answer
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:

@@ -15,24 +15,25 @@ import pytest
 from openai import OpenAI
 
 from mainstem.core.errors import ConfigError
+from mainstem.core.json import AnyJson
 from mainstem.server.auth import KeyRing
 from mainstem.server.limits import ServerLimits
 from mainstem.text.encoding import App
 from tests.builders import BEYOND
 from tests.fake_engines import FakeEngines, expected_text
 from tests.server.process import a_process
-from tests.server.running import ALICE, BOB, Json, Running, a_server, until
+from tests.server.running import ALICE, BOB, Running, a_server, until
 from tests.text.test_tools import HERMES, WEATHER
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
-def a_row(name: str, prompt: str, **fields: object) -> Json:
+def a_row(name: str, prompt: str, **fields: object) -> AnyJson:
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | fields
     return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
 
 
-def lines(rows: list[Json]) -> bytes:
+def lines(rows: list[AnyJson]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
@@ -47,7 +48,7 @@ def a_client(running: Running, key: str = ALICE) -> OpenAI:
     return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-def run(client: OpenAI, rows: list[Json], **fields: Any) -> openai.types.Batch:
+def run(client: OpenAI, rows: list[AnyJson], **fields: Any) -> openai.types.Batch:
     """Run a batch; returns it when it has ended."""
     made = client.files.create(file=("in.jsonl", lines(rows)), purpose="batch")
     fields = {"endpoint": "/v1/completions", "completion_window": "24h"} | fields
@@ -63,7 +64,7 @@ def timed_requests(running: Running) -> int:
     return int(float(line.split()[-1]))
 
 
-def answers(client: OpenAI, file_id: str | None) -> dict[str, Json]:
+def answers(client: OpenAI, file_id: str | None) -> dict[str, AnyJson]:
     assert file_id is not None
     found = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
     assert len({row["custom_id"] for row in found}) == len(found)
@@ -163,12 +164,12 @@ def test_rows_that_fail_at_once_do_not_stop_a_batch(shared: Running) -> None:
     [("/v1/chat/completions", {"max_tokens": 1}), ("/v1/score", {"choices": ["yes", "no"]})],
 )
 def test_cached_texts_of_a_batch_are_used_for_its_key_only(
-    shared: Running, url: str, asked: Json
+    shared: Running, url: str, asked: AnyJson
 ) -> None:
     """The time that a prompt takes must not reveal whether another tenant has sent it."""
     messages = [{"role": "user", "content": f"A text that only Alice's batch of {url} has had."}]
     body = {"messages": messages} | asked
-    rows: list[Json] = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
+    rows: list[AnyJson] = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
     with a_client(shared) as client:
         assert run(client, rows, endpoint=url).status == "completed"
     tokenizer = shared.gateway.engine.tokenizer
@@ -264,7 +265,7 @@ def test_path_tricks_find_nothing(shared: Running, name: str) -> None:
     ],
 )
 def test_the_error_for_a_wrong_batch_names_the_field(
-    shared: Running, body: Json, param: str
+    shared: Running, body: AnyJson, param: str
 ) -> None:
     right = {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"}
     response = shared.post("/v1/batches", right | body, ALICE)
@@ -444,7 +445,7 @@ def test_the_number_of_files_per_key_is_limited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [a_row("a", "x"), {"custom_id": "bad"}], ids=["answers", "errors"])
-def test_answers_of_batches_count_towards_the_storage_limit(tmp_path: Path, row: Json) -> None:
+def test_answers_of_batches_count_towards_the_storage_limit(tmp_path: Path, row: AnyJson) -> None:
     """Otherwise many batches over one upload, or many rows in it, could fill the disk."""
     rows = [row | {"custom_id": f"r{n}"} for n in range(300)]
     limits = ServerLimits(stored_bytes=len(lines(rows)) + 20_000)
@@ -503,8 +504,8 @@ def test_a_killed_server_continues_its_batches_after_a_restart(tmp_path: Path) -
         assert first.popen.wait(300) == -SIGKILL
     with a_process(flags) as second:
 
-        def batch() -> Json:
-            found: Json = second.request("GET", f"/v1/batches/{batch_id}").json()
+        def batch() -> AnyJson:
+            found: AnyJson = second.request("GET", f"/v1/batches/{batch_id}").json()
             return found
 
         # the first server wrote at least 20 answers before it was killed

@@ -19,6 +19,7 @@ from time import monotonic, sleep
 import pytest
 
 from mainstem.core.config import EngineConfig, ModelConfig
+from mainstem.core.json import AnyJson
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.server.answering import EngineFault
 from mainstem.server.engine_client import MAX_STARTS, EngineClient, EngineState
@@ -28,7 +29,7 @@ from tests.fake_engines import a_tokenizer
 from tests.kv.mirror import Mirror
 from tests.server.process import Process, a_process
 from tests.server.router import TOPIC, Router, apply_plain
-from tests.server.running import Json, until
+from tests.server.running import until
 
 NUM_STREAMS = 50
 APP = "Be brief. "
@@ -80,11 +81,11 @@ class Stream:
         return self.events[-1]
 
 
-def chat(process: Process, content: str, **fields: object) -> Json:
+def chat(process: Process, content: str, **fields: object) -> AnyJson:
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 8}
     response = process.request("POST", "/v1/chat/completions", json=body | fields)
     assert response.status_code == 200, response.text
-    answer: Json = response.json()
+    answer: AnyJson = response.json()
     return answer
 
 
@@ -236,8 +237,8 @@ def test_a_batch_continues_with_the_next_engine(split: Process) -> None:
     until(lambda: split.request("GET", "/live").json()["running"] == len(rows))
     os.kill(split.engine_pid, signal.SIGKILL)
 
-    def ended() -> Json | None:
-        found: Json = split.request("GET", f"/v1/batches/{batch}").json()
+    def ended() -> AnyJson | None:
+        found: AnyJson = split.request("GET", f"/v1/batches/{batch}").json()
         return found if found["status"] in ("completed", "failed") else None
 
     until(lambda: ended() is not None, within_s=60)

@@ -13,10 +13,11 @@ from threading import Thread
 import httpx
 import pytest
 
+from mainstem.core.json import AnyJson
 from mainstem.server.limits import ServerLimits
 from mainstem.text.tokenizer import Tokenizer
 from tests.fake_engines import FakeEngines
-from tests.server.running import Json, Running, a_server, events, until
+from tests.server.running import Running, a_server, events, until
 
 
 def _engine_threads() -> int:
@@ -26,7 +27,7 @@ def _engine_threads() -> int:
 class Background:
     """A request whose outcome is checked later."""
 
-    def __init__(self, running: Running, body: Json, path: str = "/v1/completions") -> None:
+    def __init__(self, running: Running, body: AnyJson, path: str = "/v1/completions") -> None:
         self._path = path
         self.response: httpx.Response | None = None
         self._running = running
@@ -134,7 +135,7 @@ LONG = "x" * 1500  # a prompt of this length is encoded on a thread
     ],
 )
 def test_a_second_signal_also_ends_requests_that_are_being_encoded(
-    path: str, body: Json, num_signals: int, status: int, monkeypatch: pytest.MonkeyPatch
+    path: str, body: AnyJson, num_signals: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After one signal they are answered, like other open requests."""
     is_encoding, may_go_on = threading.Event(), threading.Event()

@@ -9,13 +9,14 @@ from threading import Event, Thread
 import pytest
 
 from mainstem.core.config import EngineConfig, SchedConfig
+from mainstem.core.json import AnyJson
 from mainstem.core.request import SamplingParams
 from mainstem.server.engine_client import EngineClient
 from mainstem.text.text_engine import TextEngine
 from tests.builders import a_request
 from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.kv.tiered import a_tiered_engine
-from tests.server.running import Json, a_server, until
+from tests.server.running import a_server, until
 from tests.server.thread_engine import ThreadEngine
 
 NUM_PAGES = 25
@@ -70,8 +71,8 @@ def test_a_long_step_is_reported_while_it_runs() -> None:
         asking = Thread(target=running.post, args=("/v1/completions", body))
         asking.start()
 
-        def live() -> Json:
-            found: Json = running.get("/live").json()
+        def live() -> AnyJson:
+            found: AnyJson = running.get("/live").json()
             return found
 
         until(lambda: live()["step"] is not None)

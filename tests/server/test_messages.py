@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 
+from mainstem.core.json import AnyJson
 from mainstem.server import stream as server_stream
-from mainstem.wire import messages_bodies
+from mainstem.wire.messages import bodies, parsing
 from tests.fake_engines import TEMPLATE, FakeEngines, expected_text
 from tests.server.conftest import POLITE
-from tests.server.running import ADMIN, ALICE, BOB, Json, Running, a_server, until
+from tests.server.running import ADMIN, ALICE, BOB, Running, a_server, until
 from tests.text.test_tools import HERMES
 
 anthropic = pytest.importorskip("anthropic")
 
 ASK = {"role": "user", "content": "How are you?"}
-BODY: Json = {"model": "fake", "max_tokens": 8, "messages": [ASK], "temperature": 0}
-WEATHER: Json = {
+BODY: AnyJson = {"model": "fake", "max_tokens": 8, "messages": [ASK], "temperature": 0}
+WEATHER: AnyJson = {
     "name": "weather",
     "description": "What it will be like",
     "input_schema": {
@@ -47,14 +48,14 @@ def a_client(running: Running, key: str = "none") -> Any:
     return anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0, timeout=30)
 
 
-def send(running: Running, key: str | None = None, **fields: object) -> Json:
+def send(running: Running, key: str | None = None, **fields: object) -> AnyJson:
     response = running.post("/v1/messages", BODY | fields, key)
     assert response.status_code == 200, response.text
-    message: Json = response.json()
+    message: AnyJson = response.json()
     return message
 
 
-def stream(running: Running, body: Json, path: str = "/v1/messages") -> list[Json]:
+def stream(running: Running, body: AnyJson, path: str = "/v1/messages") -> list[AnyJson]:
     """The events of a stream, each named by its type."""
     blocks = running.post(path, body | {"stream": True}).text.split("\n\n")
     assert blocks.pop() == ""
@@ -68,7 +69,7 @@ def stream(running: Running, body: Json, path: str = "/v1/messages") -> list[Jso
 
 def text_of(running: Running, **fields: object) -> str:
     """The prompt of a body, as the model reads it."""
-    asked = messages_bodies.read_messages(BODY | fields, messages_bodies.MessagesBody, "")
+    asked = parsing.read_messages(BODY | fields, bodies.MessagesBody, "")
     chat = {name: value for name, value in asked.fields.items() if name != "model"}
     ids = running.post("/tokenize", chat).json()["tokens"]
     return str(running.post("/detokenize", {"tokens": ids}).json()["prompt"])
@@ -97,7 +98,7 @@ def test_the_client_gets_a_message(server: Running) -> None:
 
 
 def test_the_client_streams_the_same_message(server: Running) -> None:
-    asked: Json = {"model": "fake", "max_tokens": 12, "messages": [ASK]}
+    asked: AnyJson = {"model": "fake", "max_tokens": 12, "messages": [ASK]}
     asked |= {"extra_body": {"temperature": 0}}
     with a_client(server) as client:
         whole = client.messages.create(**asked)
@@ -123,7 +124,7 @@ def test_the_client_counts_tokens(server: Running) -> None:
 def test_the_client_gets_a_tool_call_and_sends_its_result(
     with_tools: Running, is_streaming: bool
 ) -> None:
-    asked: Json = {"model": "fake", "max_tokens": 200, "messages": [ASK], "tools": [WEATHER]}
+    asked: AnyJson = {"model": "fake", "max_tokens": 200, "messages": [ASK], "tools": [WEATHER]}
     with a_client(with_tools) as client:
         for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
             if is_streaming:
@@ -147,7 +148,7 @@ def test_the_client_gets_a_tool_call_and_sends_its_result(
 
 
 def test_the_client_raises_its_own_error_classes(locked: Running) -> None:
-    asked: Json = {"model": "fake", "max_tokens": 2, "messages": [ASK]}
+    asked: AnyJson = {"model": "fake", "max_tokens": 2, "messages": [ASK]}
     with a_client(locked, ALICE) as client:
         assert client.messages.create(**asked).content
         with pytest.raises(anthropic.NotFoundError) as unknown:
@@ -170,7 +171,7 @@ def test_the_client_raises_its_own_error_classes(locked: Running) -> None:
 # --- requests ------------------------------------------------------------------------------------
 
 # a request of Claude Code 2.1, with shorter texts
-CLAUDE_CODE: Json = {
+CLAUDE_CODE: AnyJson = {
     "model": "fake",
     "messages": [
         {
@@ -287,7 +288,7 @@ def test_the_texts_of_claude_code_reach_the_model(with_tools: Running) -> None:
 def test_blocks_become_messages() -> None:
     """Texts and tool results keep their order, reasoning and calls share a message, and results
     that are errors say so."""
-    turns: list[Json] = [
+    turns: list[AnyJson] = [
         {"role": "user", "content": []},
         {
             "role": "assistant",
@@ -307,7 +308,7 @@ def test_blocks_become_messages() -> None:
     ]
     body = BODY | {"messages": turns, "thinking": {"type": "disabled"}, "stop_sequences": ["x"]}
     template = "{{ enable_thinking }}"
-    fields = messages_bodies.read_messages(body, messages_bodies.MessagesBody, template).fields
+    fields = parsing.read_messages(body, bodies.MessagesBody, template).fields
     function = {"name": "f", "arguments": {"x": 1}}
     assert fields["messages"] == [
         {"role": "user", "content": ""},
@@ -440,7 +441,7 @@ def test_a_stream_that_cannot_continue_reports_why(monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_the_error_names_a_refused_argument(server: Running, fields: Json, said: str) -> None:
+def test_the_error_names_a_refused_argument(server: Running, fields: AnyJson, said: str) -> None:
     response = server.post("/v1/messages", BODY | fields)
     assert response.status_code == 400, response.text
     error = response.json()
@@ -481,7 +482,7 @@ def test_a_key_may_come_as_x_api_key(locked: Running) -> None:
 LONG = "a system prompt of some length which is worth keeping for later, " * 2
 
 
-def kept(text: str = LONG, **control: object) -> list[Json]:
+def kept(text: str = LONG, **control: object) -> list[AnyJson]:
     return [{"type": "text", "text": text, "cache_control": KEEP | control}]
 
 
@@ -517,7 +518,7 @@ def test_a_marked_prefix_stays_cached_while_many_requests_run() -> None:
 
 
 def test_a_prefix_is_unpinned_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(messages_bodies.TTL_S, "5m", 2.0)
+    monkeypatch.setitem(bodies.TTL_S, "5m", 2.0)
     with a_server() as running:
         pins = running.gateway.pins
         send(running, system=kept(), max_tokens=1)
@@ -535,7 +536,7 @@ def test_a_prefix_is_unpinned_when_its_time_is_over(monkeypatch: pytest.MonkeyPa
 def test_a_conversation_is_one_pin_that_grows() -> None:
     engines = FakeEngines(num_pages=256, max_model_len=800)
     with a_server(engines=engines) as running:
-        turns: list[Json] = []
+        turns: list[AnyJson] = []
         for number in range(3):
             block = {"type": "text", "text": f"This is question {number}.", "cache_control": KEEP}
             turns.append({"role": "user", "content": [block]})
@@ -634,7 +635,7 @@ def test_pins_end_when_the_cache_is_reset_or_lost() -> None:
 def test_a_marked_prefix_after_an_app_is_kept() -> None:
     """Names of the app's pages do not depend on the key's salt."""
     with a_server([POLITE], has_keys=True) as running:
-        asked: Json = {"model": "fake:polite", "messages": [{"role": "user", "content": kept()}]}
+        asked: AnyJson = {"model": "fake:polite", "messages": [{"role": "user", "content": kept()}]}
         send(running, ALICE, max_tokens=1, **asked)
         crowd_out(running, ALICE)
         assert cached(running, ALICE, **asked) > len(POLITE.prompt) + len(LONG)

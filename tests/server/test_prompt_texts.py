@@ -8,25 +8,26 @@ import pytest
 
 from mainstem.cli.flags import engine_config
 from mainstem.cli.serve import open_model, parser
+from mainstem.core.json import AnyJson
 from mainstem.server.auth import KeyRing
 from tests.fake_engines import EOS_ID
-from tests.server.running import ALICE, BOB, Json, Running
+from tests.server.running import ALICE, BOB, Running
 
 END = "<|end|>"
 LONG = {"role": "user", "content": "x" * 20_000}
 
 
-def chat_ids(server: Running, *messages: Json, **fields: object) -> list[int]:
+def chat_ids(server: Running, *messages: AnyJson, **fields: object) -> list[int]:
     reply = server.post("/tokenize", {"messages": list(messages)} | fields)
     assert reply.status_code == 200, reply.text
     ids: list[int] = reply.json()["tokens"]
     return ids
 
 
-def refusal(server: Running, body: Json, path: str = "/v1/chat/completions") -> Json:
+def refusal(server: Running, body: AnyJson, path: str = "/v1/chat/completions") -> AnyJson:
     reply = server.post(path, body)
     assert reply.status_code == 400, reply.text
-    error: Json = reply.json()["error"]
+    error: AnyJson = reply.json()["error"]
     return error
 
 
@@ -64,8 +65,10 @@ def test_special_tokens_in_messages_are_control_tokens_with_the_flag(
 
 
 def test_a_session_continues_after_a_special_token_that_is_text(server: Running) -> None:
-    messages: list[Json] = [{"role": "user", "content": f"What does {END} mean, and what > this <"}]
-    body: Json = {"messages": messages, "session_id": "spelled", "max_tokens": 8}
+    messages: list[AnyJson] = [
+        {"role": "user", "content": f"What does {END} mean, and what > this <"}
+    ]
+    body: AnyJson = {"messages": messages, "session_id": "spelled", "max_tokens": 8}
     body |= {"temperature": 0, "ignore_eos": True, "stop_token_ids": [95]}
     first = server.post("/v1/chat/completions", body).json()
     messages.append(first["choices"][0]["message"])
@@ -110,7 +113,7 @@ def test_an_assistant_message_of_null_is_empty(server: Running) -> None:
     ],
 )
 def test_a_prompt_that_is_far_too_long_is_refused_before_encoding(
-    server: Running, path: str, body: Json, field: str
+    server: Running, path: str, body: AnyJson, field: str
 ) -> None:
     """The longest token is `<|end|>`, so 20,000 characters are at least 2,858 tokens."""
     error = refusal(server, body, path)

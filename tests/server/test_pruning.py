@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from mainstem.core.json import AnyJson
 from mainstem.server import pruning
 from mainstem.server.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.file_store import FileStore
 from mainstem.server.limits import ServerLimits
 from mainstem.server.pruning import Pruner
-from tests.server.running import Json, Running, a_server, until
+from tests.server.running import Running, a_server, until
 from tests.server.test_batch_faults import num_answered
 from tests.server.test_batches import ENDED, a_client, a_row, answers, lines, run
 
@@ -42,9 +43,9 @@ def age_batches(folder: Path) -> None:
         path.write_text(json.dumps(record))
 
 
-def upload(running: Running, data: bytes = b"{}\n") -> Json:
+def upload(running: Running, data: bytes = b"{}\n") -> AnyJson:
     form: dict[str, Any] = {"files": {"file": ("in", data)}, "data": {"purpose": "batch"}}
-    made: Json = running.client.post("/v1/files", **form).json()
+    made: AnyJson = running.client.post("/v1/files", **form).json()
     return made
 
 

@@ -12,9 +12,10 @@ from time import monotonic
 import psutil
 import pytest
 
+from mainstem.core.json import AnyJson
 from tests.models.checkpoints import make_checkpoint
 from tests.server.process import Process, a_process
-from tests.server.running import Json, until
+from tests.server.running import until
 
 pytestmark = pytest.mark.torch
 
@@ -35,12 +36,12 @@ def server(tmp_path: Path, smollm2_folder: Path) -> Iterator[Process]:
         yield process
 
 
-def complete(process: Process, max_tokens: int) -> Json:
+def complete(process: Process, max_tokens: int) -> AnyJson:
     body = {
         "prompt": "One two three", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
     response = process.request("POST", "/v1/completions", json=body)
-    answer: Json = response.json()
+    answer: AnyJson = response.json()
     return answer
 
 

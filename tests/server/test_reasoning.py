@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from mainstem.cli.batch import main
+from mainstem.core.json import AnyJson
 from mainstem.text.parsers.formats import find_formats
-from mainstem.wire.calls import CallParser, Kind
+from mainstem.wire.calls import CallKind
+from mainstem.wire.chat.parsing import CallParser
 from tests.fake_engines import TEMPLATE, FakeEngines, a_tokenizer
-from tests.server.running import Json, Running, a_server, events
+from tests.server.running import Running, a_server, events
 from tests.text.test_tools import HERMES, WEATHER
 
 CHAT = [{"role": "user", "content": "What is <think> for?"}]
@@ -29,10 +31,10 @@ def thinking() -> Iterator[Running]:
         yield running
 
 
-def message(running: Running, **fields: object) -> Json:
+def message(running: Running, **fields: object) -> AnyJson:
     reply = running.post("/v1/chat/completions", {"messages": CHAT, **fields})
     assert reply.status_code == 200, reply.text
-    found: Json = reply.json()["choices"][0]["message"]
+    found: AnyJson = reply.json()["choices"][0]["message"]
     return found
 
 
@@ -68,7 +70,7 @@ def test_an_answer_with_a_form_has_no_reasoning(thinking: Running) -> None:
 
 
 def test_a_continued_message_may_be_within_its_reasoning(thinking: Running) -> None:
-    def continued(said: str) -> Json:
+    def continued(said: str) -> AnyJson:
         chat = [*CHAT, {"role": "assistant", "content": said}]
         fields = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
         return message(thinking, messages=chat, continue_final_message=True, **fields)
@@ -111,7 +113,7 @@ def test_a_reasoning_mark_in_an_earlier_message_does_not_begin_reasoning() -> No
     tokenizer = a_tokenizer()
     formats = find_formats(tokenizer, "none", "think")
     body = {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": False}
-    call, _ = CallParser({}, find_formats=lambda: formats).parse(body, Kind.CHAT)
+    call, _ = CallParser({}, find_formats=lambda: formats).parse(body, CallKind.CHAT)
     mentioned = "<user>What is <think>?<|end|><assistant>It"
     assert call.rendering(tokenizer.encode(mentioned), tokenizer).opening == ""
     begun = f"{mentioned}<|end|><assistant><think>It"

@@ -8,8 +8,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from mainstem.core.json import AnyJson
 from tests.fake_engines import FakeEngines
-from tests.server.running import ALICE, BOB, Json, Running, a_server
+from tests.server.running import ALICE, BOB, Running, a_server
 from tests.text.test_tools import HERMES
 
 WEATHER: Any = {
@@ -46,7 +47,7 @@ def tools(shared_tools: Running) -> Iterator[Running]:
     shared_tools.settle()
 
 
-def streamed(running: Running, body: Json) -> list[Json]:
+def streamed(running: Running, body: AnyJson) -> list[AnyJson]:
     """The events of a response; their names and numbers are checked."""
     response = running.post("/v1/responses", body | {"stream": True})
     assert response.status_code == 200, response.text
@@ -63,10 +64,10 @@ def streamed(running: Running, body: Json) -> list[Json]:
     return events
 
 
-def refused(running: Running, **fields: object) -> Json:
+def refused(running: Running, **fields: object) -> AnyJson:
     response = running.post("/v1/responses", {"input": "Hi"} | fields)
     assert response.status_code == 400, response.text
-    error: Json = response.json()["error"]
+    error: AnyJson = response.json()["error"]
     return error
 
 
@@ -110,7 +111,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(client: OpenAI) -> None:
 
 
 def test_events_come_in_order(server: Running) -> None:
-    body: Json = {"input": "Hi", "max_output_tokens": 5, "ignore_eos": True, "temperature": 0}
+    body: AnyJson = {"input": "Hi", "max_output_tokens": 5, "ignore_eos": True, "temperature": 0}
     events = streamed(server, body)
     kinds = [event["type"] for event in events]
     assert [kind for kind in kinds if kind != "response.output_text.delta"] == [
@@ -343,7 +344,7 @@ def test_a_function_is_called_and_its_result_is_answered(tools: Running) -> None
 
 def test_a_function_call_is_streamed(tools: Running) -> None:
     choice = {"type": "function", "name": "weather"}
-    body: Json = {"input": "Will it rain?", "tools": [WEATHER], "tool_choice": choice}
+    body: AnyJson = {"input": "Will it rain?", "tools": [WEATHER], "tool_choice": choice}
     events = streamed(tools, body)
     assert [event["type"] for event in events] == [
         "response.created",
@@ -381,7 +382,7 @@ def test_a_request_of_codex_is_answered(tools: Running) -> None:
             "additionalProperties": False,
         },
     }
-    body: Json = {
+    body: AnyJson = {
         "model": "fake",
         "instructions": "You are Codex, a coding agent running in a terminal.",
         "input": [
@@ -489,7 +490,7 @@ def test_a_request_of_codex_is_answered(tools: Running) -> None:
     ids=str,
 )
 def test_the_error_names_the_refused_field(
-    server: Running, fields: Json, param: str, said: str
+    server: Running, fields: AnyJson, param: str, said: str
 ) -> None:
     error = refused(server, **fields)
     assert error["param"] == param

@@ -1,15 +1,14 @@
 """Routes that score choices, over FakeRunner: scores are exact, and errors name the field."""
 
 from math import exp
-from typing import Any
 
 import pytest
 
+from mainstem.core.json import AnyJson
 from tests.fake_engines import a_tokenizer
 from tests.fakes import fake_logprob
 from tests.server.running import ALICE, Running
 
-Json = dict[str, Any]
 CONTEXT = "question: which of these letters is the one that I like best? answer:"
 CHOICES = [" a", " b or c", " b or d"]
 TOKENIZER = a_tokenizer()
@@ -25,10 +24,12 @@ def logprobs_of(context: str, choice: str) -> list[float]:
     return found
 
 
-def asked(server: Running, body: Json, path: str = "/v1/score", key: str | None = None) -> Json:
+def asked(
+    server: Running, body: AnyJson, path: str = "/v1/score", key: str | None = None
+) -> AnyJson:
     response = server.post(path, body, key)
     assert response.status_code == 200, response.text
-    found: Json = response.json()
+    found: AnyJson = response.json()
     return found
 
 
@@ -63,7 +64,7 @@ def test_contexts_may_be_ids_or_messages_and_may_follow_an_app(server: Running) 
 
 def test_labels_are_scored_in_the_format_of_sglang(server: Running) -> None:
     labels = [5, 7, 9]
-    body: Json = {"query": CONTEXT, "items": [" a", " bc"], "label_token_ids": labels}
+    body: AnyJson = {"query": CONTEXT, "items": [" a", " bc"], "label_token_ids": labels}
     reply = asked(server, body)
     wanted = [
         [fake_logprob(TOKENIZER.encode(CONTEXT + item), label, 0).logprob for label in labels]
@@ -109,7 +110,7 @@ def test_labels_are_scored_in_the_format_of_sglang(server: Running) -> None:
     ],
 )
 def test_the_error_names_the_field_that_cannot_be_scored(
-    server: Running, body: Json, param: str | None
+    server: Running, body: AnyJson, param: str | None
 ) -> None:
     response = server.post("/v1/score", body)
     assert response.status_code == 400, response.text
@@ -129,7 +130,7 @@ def test_an_evaluation_computes_a_context_once(server: Running, is_list: bool) -
     """A request like those of lm-evaluation-harness: ids, echo, logprobs 1, max_tokens 1."""
     context = TOKENIZER.encode(f"{is_list}: {CONTEXT * 3}")
     prompts = [[*context, *TOKENIZER.encode(choice)] for choice in CHOICES]
-    fields: Json = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
+    fields: AnyJson = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
     sent = [prompts] if is_list else prompts
     replies = [server.complete(each, **fields) for each in sent]
     choices = [choice for reply in replies for choice in reply["choices"]]

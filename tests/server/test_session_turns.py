@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mainstem.core.json import AnyJson
 from mainstem.server.auth import ANYBODY
 from mainstem.server.gateway import MAX_WINDOWS
 from mainstem.server.response_file import ResponseFile
@@ -17,7 +18,7 @@ from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import SessionLimits, Sessions
 from tests.server.conftest import PIRATE, POLITE
 from tests.server.process import Process, a_process
-from tests.server.running import ALICE, BOB, Json, Running, a_server, events, until
+from tests.server.running import ALICE, BOB, Running, a_server, events, until
 
 
 class Talk:
@@ -27,8 +28,8 @@ class Talk:
         self.running = running
         self.key = key
         self.fields = {"temperature": 0, "max_tokens": 12} | fields
-        self.messages: list[Json] = []
-        self.usage: Json = {}
+        self.messages: list[AnyJson] = []
+        self.usage: AnyJson = {}
 
     def say(self, text: str) -> str:
         self.messages.append({"role": "user", "content": text})
@@ -45,8 +46,8 @@ class Talk:
         return int(self.usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def listed(running: Running, key: str | None = None) -> list[Json]:
-    data: list[Json] = running.get("/v1/sessions", key).json()["data"]
+def listed(running: Running, key: str | None = None) -> list[AnyJson]:
+    data: list[AnyJson] = running.get("/v1/sessions", key).json()["data"]
     return data
 
 
@@ -93,7 +94,7 @@ def test_an_edited_conversation_is_encoded_again(server: Running) -> None:
 
 
 def test_sessions_belong_to_their_key(locked: Running) -> None:
-    def secrets(key: str) -> list[Json]:  # other tests leave other sessions
+    def secrets(key: str) -> list[AnyJson]:  # other tests leave other sessions
         return [session for session in listed(locked, key) if session["id"] == "secret"]
 
     own = Talk(locked, ALICE, session_id="secret")
@@ -129,7 +130,7 @@ def test_odd_session_names_are_not_found(server: Running, path: str) -> None:
         {"session_id": ["s"]},
     ],
 )
-def test_invalid_session_fields_are_refused(server: Running, fields: Json) -> None:
+def test_invalid_session_fields_are_refused(server: Running, fields: AnyJson) -> None:
     response = server.post("/v1/completions", {"prompt": "x", "session_id": "s"} | fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "session_id"
@@ -200,10 +201,10 @@ def test_forty_sessions_of_a_real_model_get_the_same_answers_as_alone(
 
     def talk(process: Process, number: int, name: str) -> list[str]:
         app = (POLITE, PIRATE)[number % 2].name
-        messages: list[Json] = []
+        messages: list[AnyJson] = []
         for question in (f"What is {number} plus two?", "Why?"):
             messages.append({"role": "user", "content": question})
-            body: Json = {"messages": messages, "app": app}
+            body: AnyJson = {"messages": messages, "app": app}
             body["session_id"] = f"{name}-{number}"
             body |= {"temperature": 0, "max_tokens": 6}
             reply = process.request("POST", "/v1/chat/completions", json=body)
@@ -287,14 +288,14 @@ def test_a_conversation_comes_back_from_disk_with_its_pages(
     flags = ["--model", str(smollm2_folder), "--kv-tokens", "8192"]
     flags += ["--disk-dir", str(tmp_path / "store"), "--host-gb", "0.3"]
     question = "Tell me about the Rhine, its water, its banks, its fish and its towns, in detail."
-    messages: list[Json] = [{"role": "user", "content": question}]
+    messages: list[AnyJson] = [{"role": "user", "content": question}]
 
-    def turn(process: Process) -> Json:
+    def turn(process: Process) -> AnyJson:
         body = {"messages": messages, "session_id": "s", "max_tokens": 40, "temperature": 0}
-        reply: Json = process.request("POST", "/v1/chat/completions", json=body).json()
+        reply: AnyJson = process.request("POST", "/v1/chat/completions", json=body).json()
         messages.append(reply["choices"][0]["message"])
         messages.append({"role": "user", "content": "Go on."})
-        usage: Json = reply["usage"]
+        usage: AnyJson = reply["usage"]
         return usage
 
     with a_process(flags, "real") as first:

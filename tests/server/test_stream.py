@@ -10,14 +10,15 @@ import pytest
 from openai import OpenAI
 from starlette.types import Message, Send
 
+from mainstem.core.json import AnyJson
 from mainstem.server import stream
 from mainstem.server.replies import PING
 from mainstem.server.stream import EventStream
 from mainstem_bench.sse_client import Endpoint, stream_chat
-from tests.server.running import Json, Running
+from tests.server.running import Running
 
 CHAT = [{"role": "user", "content": "hello"}]
-BODIES: dict[str, Json] = {
+BODIES: dict[str, AnyJson] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 3},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 3},
     "/v1/responses": {"input": "hello", "max_output_tokens": 3},

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from mainstem.core.json import AnyJson
 from mainstem.server.served_model import ServedModel
-from mainstem.wire.bodies import HARMLESS
+from mainstem.wire import neutral
 from tests.builders import VOCAB
 from tests.fake_engines import TEMPLATE, FakeEngines, a_tokenizer, expected_text
 from tests.fakes import fake_answer, fake_logprob
-from tests.server.running import Json, Running, a_server, events
+from tests.server.running import Running, a_server, events
 
 CHAT = [{"role": "user", "content": "Who are you?"}]
 RENDERED = "<user>Who are you?\n<assistant>"
-PROMPTS: dict[str, Json] = {
+PROMPTS: dict[str, AnyJson] = {
     "/v1/chat/completions": {"messages": CHAT},
     "/v1/completions": {"prompt": "Once upon"},
 }
@@ -27,7 +28,7 @@ def answer_to(prompt: str, length: int) -> str:
     return tokenizer.decode(fake_answer(tokenizer.encode(prompt), length, VOCAB))
 
 
-def stream(server: Running, path: str, body: Json) -> list[Json]:
+def stream(server: Running, path: str, body: AnyJson) -> list[AnyJson]:
     """The chunks of a stream; checks its end mark."""
     response = server.post(path, body | {"stream": True})
     assert response.status_code == 200, response.text
@@ -227,7 +228,7 @@ def test_fields_of_sampling_are_accepted(server: Running) -> None:
     assert reply.json()["usage"]["completion_tokens"] <= 3
 
 
-@pytest.mark.parametrize("name", sorted(HARMLESS))
+@pytest.mark.parametrize("name", sorted(neutral.harmless(neutral.CHAT)))
 def test_a_harmless_field_is_accepted_and_documented(server: Running, name: str) -> None:
     body = {"prompt": "x", "max_tokens": 1, name: "anything"}
     assert server.post("/v1/completions", body).status_code == 200

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from mainstem import SamplingParams
 from mainstem.core.errors import InvalidRequest, TooManyForms
 from mainstem.core.events import EventBus, SequencePreempted
-from mainstem.core.request import FinishReason, SamplingParams
+from mainstem.core.request import FinishReason
 from mainstem.text import grammar
 from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import (

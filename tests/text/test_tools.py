@@ -221,7 +221,6 @@ def test_the_form_of_a_required_call_accepts_a_call_and_not_other_text(
     hello = tokenizer.encode_plain("Hello")[0]
     assert not other[hello // 8] >> hello % 8 & 1
     parser = make_parser(use, None)
-    assert parser is not None
     [call] = [*parser.push(text), *parser.finish()]
     assert isinstance(call, ToolCall)
     assert (call.name, json.loads(call.arguments)) == ("search", arguments)

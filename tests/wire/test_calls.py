@@ -7,8 +7,9 @@ import pytest
 from mainstem.core.request import Overflow, Rendering
 from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.parsers.formats import AnswerFormats, ReasoningFormat, ToolFormat, find_formats
-from mainstem.wire.bodies import ChatBody, CompletionBody
-from mainstem.wire.calls import BodyLimits, Call, CallParser, Kind
+from mainstem.wire.calls import BodyLimits, Call, CallKind
+from mainstem.wire.chat.bodies import ChatBody, CompletionBody
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError
 from mainstem.wire.openapi import document
 from tests.fake_engines import TEMPLATE, a_tokenizer
@@ -19,17 +20,17 @@ PARSER = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
 
 
 def chat(**fields: object) -> tuple[Call, Chat]:
-    call, (prompt,) = PARSER.parse({"messages": HELLO} | fields, Kind.CHAT)
+    call, (prompt,) = PARSER.parse({"messages": HELLO} | fields, CallKind.CHAT)
     assert isinstance(prompt, Chat)
     return call, prompt
 
 
 def completion(**fields: object) -> tuple[Call, tuple[Prompt, ...]]:
-    return PARSER.parse({"prompt": "x"} | fields, Kind.COMPLETION)
+    return PARSER.parse({"prompt": "x"} | fields, CallKind.COMPLETION)
 
 
-def refused(kind: Kind, **fields: object) -> WireError:
-    given: dict[str, object] = {"messages": HELLO} if kind is Kind.CHAT else {"prompt": "x"}
+def refused(kind: CallKind, **fields: object) -> WireError:
+    given: dict[str, object] = {"messages": HELLO} if kind is CallKind.CHAT else {"prompt": "x"}
     with pytest.raises(WireError) as caught:
         PARSER.parse(given | fields, kind)
     return caught.value
@@ -95,14 +96,14 @@ def test_a_content_may_be_a_single_part() -> None:
     ],
 )
 def test_the_error_for_wrong_tools_names_the_field(tools: object) -> None:
-    assert refused(Kind.CHAT, tools=tools).param == "tools"
+    assert refused(CallKind.CHAT, tools=tools).param == "tools"
 
 
 def test_a_choice_must_name_a_tool() -> None:
     other = {"type": "function", "function": {"name": "other"}}
     for choice in ("always", other, 5):
-        assert refused(Kind.CHAT, tools=[CLOCK], tool_choice=choice).param == "tool_choice"
-    assert refused(Kind.CHAT, tools=[], tool_choice="required").param == "tool_choice"
+        assert refused(CallKind.CHAT, tools=[CLOCK], tool_choice=choice).param == "tool_choice"
+    assert refused(CallKind.CHAT, tools=[], tool_choice="required").param == "tool_choice"
 
 
 def test_some_of_the_tools_may_be_allowed() -> None:
@@ -118,7 +119,7 @@ def test_some_of_the_tools_may_be_allowed() -> None:
     assert prompt.tools == (CLOCK,)
     assert required.sampling == chat(tools=[CLOCK], tool_choice="required")[0].sampling
     for wrong in (choice("auto", other), choice("auto"), choice("always", CLOCK)):
-        assert refused(Kind.CHAT, tools=[CLOCK], tool_choice=wrong).param == "tool_choice"
+        assert refused(CallKind.CHAT, tools=[CLOCK], tool_choice=wrong).param == "tool_choice"
 
 
 def test_tools_are_ignored_if_there_are_none_or_tool_choice_is_none() -> None:
@@ -132,9 +133,9 @@ def test_tools_are_ignored_if_there_are_none_or_tool_choice_is_none() -> None:
 
 def test_a_required_call_and_a_form_exclude_each_other() -> None:
     fields = {"tools": [CLOCK], "tool_choice": "required", "guided_regex": "a"}
-    assert refused(Kind.CHAT, **fields).param == "response_format"
+    assert refused(CallKind.CHAT, **fields).param == "response_format"
     forms = {"guided_regex": "a", "response_format": {"type": "json_object"}}
-    assert refused(Kind.COMPLETION, **forms).param == "response_format"
+    assert refused(CallKind.COMPLETION, **forms).param == "response_format"
 
 
 def test_a_strict_schema_allows_only_declared_properties() -> None:
@@ -173,9 +174,9 @@ def test_effort_reaches_a_template_that_supports_it(
     body = {"messages": HELLO, "reasoning_effort": effort}
     if args is None:
         with pytest.raises(WireError, match=f"reasoning_effort: .*{effort!r}"):
-            parser.parse(body, Kind.CHAT)
+            parser.parse(body, CallKind.CHAT)
         return
-    _, [prompt] = parser.parse(body, Kind.CHAT)
+    _, [prompt] = parser.parse(body, CallKind.CHAT)
     assert isinstance(prompt, Chat)
     assert prompt.template_args == args
 
@@ -184,7 +185,7 @@ def test_template_variables_override_the_effort() -> None:
     parser = CallParser(find_formats=lambda: find_formats(a_tokenizer("{{ reasoning_effort }}")))
     own = {"reasoning_effort": "high"}
     body = {"messages": HELLO, "reasoning_effort": "low", "chat_template_kwargs": own}
-    _, [prompt] = parser.parse(body, Kind.CHAT)
+    _, [prompt] = parser.parse(body, CallKind.CHAT)
     assert isinstance(prompt, Chat)
     assert prompt.template_args == own
 
@@ -194,7 +195,7 @@ def test_scoring_is_echo_without_an_answer() -> None:
     assert call.is_scoring
     assert (call.sampling.max_tokens, call.sampling.prompt_logprobs) == (1, 1)
     assert not call.wants_prompt_logprobs
-    assert refused(Kind.COMPLETION, max_tokens=0).param == "max_tokens"
+    assert refused(CallKind.COMPLETION, max_tokens=0).param == "max_tokens"
 
 
 def test_the_default_overflow_of_a_session_is_kv() -> None:
@@ -204,12 +205,12 @@ def test_the_default_overflow_of_a_session_is_kv() -> None:
     important = chat(session_id="a", context_overflow="important")[0]
     assert important.overflow is Overflow.IMPORTANT
     for policy in ("kv", "important"):
-        error = refused(Kind.CHAT, context_overflow=policy)
+        error = refused(CallKind.CHAT, context_overflow=policy)
         assert error.param == "context_overflow"
         assert f"{policy} needs a session_id" in error.message
     for session_id in ("a/b", "", "a\n", 5):
-        assert refused(Kind.CHAT, session_id=session_id).param == "session_id"
-    assert refused(Kind.CHAT, session_id="a", n=2).param == "session_id"
+        assert refused(CallKind.CHAT, session_id=session_id).param == "session_id"
+    assert refused(CallKind.CHAT, session_id="a", n=2).param == "session_id"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_the_default_overflow_of_a_session_is_kv() -> None:
     [({"include_usage": 1}, "stream_options.include_usage"), ({"x": 1}, "stream_options.x")],
 )
 def test_the_error_names_the_field_inside_stream_options(options: object, param: str) -> None:
-    assert refused(Kind.CHAT, stream=True, stream_options=options).param == param
+    assert refused(CallKind.CHAT, stream=True, stream_options=options).param == param
 
 
 def test_a_body_is_bounded() -> None:
@@ -229,16 +230,16 @@ def test_a_body_is_bounded() -> None:
     )
     for fields, param in cases:
         with pytest.raises(WireError) as caught:
-            parser.parse({"prompt": "x"} | fields, Kind.COMPLETION)
+            parser.parse({"prompt": "x"} | fields, CallKind.COMPLETION)
         assert (caught.value.code, caught.value.param) == ("invalid_value", param)
 
 
 def test_values_that_change_nothing_are_accepted() -> None:
     completion(suffix="", best_of=1, user="u", no_such_field=None)
-    assert refused(Kind.COMPLETION, suffix="end").code == "unknown_field"
-    assert refused(Kind.COMPLETION, best_of=2).code == "unknown_field"
+    assert refused(CallKind.COMPLETION, suffix="end").code == "unknown_field"
+    assert refused(CallKind.COMPLETION, best_of=2).code == "unknown_field"
     assert completion(n=3, best_of=3)[0] == completion(n=3)[0]
-    assert refused(Kind.COMPLETION, n=2, best_of=3).code == "unknown_field"
+    assert refused(CallKind.COMPLETION, n=2, best_of=3).code == "unknown_field"
 
 
 def test_fields_of_the_other_kind_are_accepted_if_they_change_nothing() -> None:
@@ -278,7 +279,7 @@ def test_a_field_that_changes_nothing_gives_the_same_call(fields: dict[str, obje
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_supported_is_refused_with_advice(name: str, value: object) -> None:
-    for kind in Kind:
+    for kind in CallKind:
         error = refused(kind, **{name: value})
         assert (error.code, error.param) == ("unknown_field", name)
         assert ": " in error.message
@@ -315,15 +316,15 @@ def test_structured_outputs_are_forms(given: object, same: dict[str, object]) ->
     ids=repr,
 )
 def test_the_error_for_wrong_structured_outputs_names_the_field(given: object, param: str) -> None:
-    assert refused(Kind.COMPLETION, structured_outputs=given).param == param
+    assert refused(CallKind.COMPLETION, structured_outputs=given).param == param
 
 
 def test_the_error_for_top_logprobs_names_top_logprobs() -> None:
     """The error once named `logprobs`, which is true or false in a chat."""
     for count in (21, -1):
-        assert refused(Kind.CHAT, logprobs=True, top_logprobs=count).param == "top_logprobs"
-    assert refused(Kind.CHAT, top_logprobs=2).param == "top_logprobs"
-    assert refused(Kind.COMPLETION, logprobs=21).param == "logprobs"
+        assert refused(CallKind.CHAT, logprobs=True, top_logprobs=count).param == "top_logprobs"
+    assert refused(CallKind.CHAT, top_logprobs=2).param == "top_logprobs"
+    assert refused(CallKind.COMPLETION, logprobs=21).param == "logprobs"
 
 
 def test_top_p_0_is_greedy() -> None:
@@ -334,20 +335,22 @@ def test_top_p_0_is_greedy() -> None:
     ("name", "value"), [("priority", 2**63), ("cache_salt", "\ud800"), ("guided_json", "[" * 5000)]
 )
 def test_values_that_would_fail_later_are_refused(name: str, value: object) -> None:
-    assert refused(Kind.COMPLETION, **{name: value}).code == "invalid_value"
+    assert refused(CallKind.COMPLETION, **{name: value}).code == "invalid_value"
 
 
 def test_a_large_body_is_not_cached() -> None:
     parser = CallParser()
     large = {"prompt": "x", "stop_token_ids": [1] * 1000, "metadata": {"a": "b" * 10**6}}
-    parser.parse(large, Kind.COMPLETION)
+    parser.parse(large, CallKind.COMPLETION)
     assert len(parser._known) == 0
-    parser.parse({"prompt": "x", "stop_token_ids": [1]}, Kind.COMPLETION)
+    parser.parse({"prompt": "x", "stop_token_ids": [1]}, CallKind.COMPLETION)
     assert len(parser._known) == 1
 
 
 def test_the_error_for_an_unknown_choice_names_the_known_ones() -> None:
-    assert "error, recompute, kv, important" in refused(Kind.CHAT, context_overflow="drop").message
+    assert (
+        "error, recompute, kv, important" in refused(CallKind.CHAT, context_overflow="drop").message
+    )
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody])
@@ -366,7 +369,7 @@ def test_a_refusal_is_text() -> None:
     said = {"role": "assistant", "content": None, "refusal": "No."}
     assert chat(messages=[said])[1].messages[0]["content"] == "No."
     for wrong in ({"type": "text"}, {"type": "refusal", "text": "No."}):
-        error = refused(Kind.CHAT, messages=[{"role": "assistant", "content": [wrong]}])
+        error = refused(CallKind.CHAT, messages=[{"role": "assistant", "content": [wrong]}])
         assert error.param == "messages"
         assert "missing required field" in error.message
 
@@ -424,7 +427,7 @@ RESTS: list[dict[str, object]] = [
 def test_a_parser_that_has_seen_a_similar_body_gives_the_same_result_as_a_new_one(
     rest: dict[str, object],
 ) -> None:
-    def read(parser: CallParser, body: dict[str, object], kind: Kind) -> object:
+    def read(parser: CallParser, body: dict[str, object], kind: CallKind) -> object:
         try:
             call, prompts = parser.parse(body, kind)
         except WireError as error:
@@ -432,7 +435,7 @@ def test_a_parser_that_has_seen_a_similar_body_gives_the_same_result_as_a_new_on
         return call, prompts, [type(prompt) for prompt in prompts]
 
     seasoned = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
-    for kind, prompts in ((Kind.COMPLETION, PROMPTS), (Kind.CHAT, CHATS)):
+    for kind, prompts in ((CallKind.COMPLETION, PROMPTS), (CallKind.CHAT, CHATS)):
         for prompt in (prompts[0], *prompts):
             body = rest | {kind.prompt_field: prompt}
             fresh = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
@@ -446,10 +449,10 @@ def test_marks_that_are_special_tokens_are_shown_only_if_the_answer_is_parsed() 
     plain: dict[str, object] = {"messages": HELLO}
     with_tools = plain | {"tools": [CLOCK]}
 
-    def rendering(body: dict[str, object], kind: Kind) -> Rendering:
+    def rendering(body: dict[str, object], kind: CallKind) -> Rendering:
         return parser.parse(body, kind)[0].rendering([1, 2, 3], a_tokenizer())
 
-    assert rendering(plain, Kind.CHAT).shown_ids == {9}
-    assert rendering(with_tools, Kind.CHAT).shown_ids == {7, 8, 9}
-    assert rendering(with_tools | {"tool_choice": "none"}, Kind.CHAT).shown_ids == {9}
-    assert rendering({"prompt": "x"}, Kind.COMPLETION) == Rendering()
+    assert rendering(plain, CallKind.CHAT).shown_ids == {9}
+    assert rendering(with_tools, CallKind.CHAT).shown_ids == {7, 8, 9}
+    assert rendering(with_tools | {"tool_choice": "none"}, CallKind.CHAT).shown_ids == {9}
+    assert rendering({"prompt": "x"}, CallKind.COMPLETION) == Rendering()

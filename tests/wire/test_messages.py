@@ -6,22 +6,22 @@ import msgspec
 import pytest
 
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import FinishReason, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
 from mainstem.text.text_engine import TextOutput
 from mainstem.text.tools import Reasoning, ToolCall
-from mainstem.wire.calls import Call, Kind
-from mainstem.wire.messages import Kept, MessageReply, MessageStream, error_body
-from mainstem.wire.replies import Heading, PromptAnswers
+from mainstem.wire.answers import Heading, PromptAnswers
+from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.messages.rendering import MessageReply, MessageStream, PinnedTokens, error_body
 
-Json = dict[str, object]
 HEADING = Heading("msg_1", "fake", 1_700_000_000)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def a_reply(has_tools: bool = True, **fields: object) -> MessageReply:
     tools = ToolUse((), ToolFormat.HERMES) if has_tools else None
-    call = Call(Kind.CHAT, SamplingParams(), tools=tools, has_one_tool_call="one" in fields)
+    call = Call(CallKind.CHAT, SamplingParams(), tools=tools, has_one_tool_call="one" in fields)
     fields.pop("one", None)
     return MessageReply(call, HEADING, **fields)  # type: ignore[arg-type]
 
@@ -151,11 +151,18 @@ def test_reasoning_has_its_own_blocks(monkeypatch: pytest.MonkeyPatch, shows: bo
 
 
 @pytest.mark.parametrize(
-    ("kept", "created", "of_an_hour"),
-    [(Kept(), 0, 0), (Kept(2, 2), 0, 0), (Kept(8, 0), 5, 0), (Kept(8, 5), 5, 2)],
+    ("pinned", "created", "of_an_hour"),
+    [
+        (PinnedTokens(), 0, 0),
+        (PinnedTokens(2, 2), 0, 0),
+        (PinnedTokens(8, 0), 5, 0),
+        (PinnedTokens(8, 5), 5, 2),
+    ],
 )
-def test_tokens_of_the_prompt_are_counted_once(kept: Kept, created: int, of_an_hour: int) -> None:
-    whole, _ = both(a_reply(has_tools=False, kept=kept), ["Yes."])
+def test_tokens_of_the_prompt_are_counted_once(
+    pinned: PinnedTokens, created: int, of_an_hour: int
+) -> None:
+    whole, _ = both(a_reply(has_tools=False, pinned=pinned), ["Yes."])
     assert whole["usage"] == {
         "input_tokens": 10 - 3 - created,
         "cache_creation_input_tokens": created,

@@ -8,27 +8,29 @@ import msgspec
 import pytest
 
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import FinishReason
 from mainstem.text.parsers.counting import count_reasoning
 from mainstem.text.parsers.formats import MARKS, AnswerFormats, ReasoningFormat, ToolFormat
 from mainstem.text.text_engine import TextOutput
-from mainstem.wire.calls import Call, CallParser, Kind
-from mainstem.wire.replies import Heading, PromptAnswers, Reply, ReplyStream
+from mainstem.wire.answers import Heading, PromptAnswers
+from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.chat.parsing import CallParser
+from mainstem.wire.chat.rendering import CompletionReply
+from mainstem.wire.chat.stream import CompletionStream
 from tests.fake_engines import a_tokenizer
 from tests.text.test_tools import a_marked_tokenizer
 
-Json = dict[str, object]
-
 HEADING = Heading("id-1", '"mark"', 1_700_000_000)  # a name that looks like a marker
-PROMPTS: dict[Kind, Json] = {
-    Kind.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
-    Kind.COMPLETION: {"prompt": ["one", "two"]},
+PROMPTS: dict[CallKind, Json] = {
+    CallKind.CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    CallKind.COMPLETION: {"prompt": ["one", "two"]},
 }
 
 
-def a_reply(kind: Kind, **fields: object) -> Reply:
+def a_reply(kind: CallKind, **fields: object) -> CompletionReply:
     call, _ = CallParser().parse(PROMPTS[kind] | {"stream": True} | fields, kind)
-    return Reply(call, HEADING, a_tokenizer())
+    return CompletionReply(call, HEADING, a_tokenizer())
 
 
 def news(
@@ -52,13 +54,15 @@ def random_text(source: random.Random) -> str:
 
 
 @pytest.mark.parametrize("has_usage", [False, True])
-@pytest.mark.parametrize("kind", [*Kind])
-def test_every_chunk_of_a_stream_has_the_text_of_its_output(kind: Kind, has_usage: bool) -> None:
+@pytest.mark.parametrize("kind", [*CallKind])
+def test_every_chunk_of_a_stream_has_the_text_of_its_output(
+    kind: CallKind, has_usage: bool
+) -> None:
     reply = a_reply(kind, n=2, stream_options={"include_usage": has_usage})
-    stream, source = ReplyStream(reply), random.Random(7)
-    places = 1 if kind is Kind.CHAT else 2
+    stream, source = CompletionStream(reply), random.Random(7)
+    places = 1 if kind is CallKind.CHAT else 2
     answers = [PromptAnswers(3, reply.call.sampling) for _ in range(places)]
-    if kind is Kind.CHAT:
+    if kind is CallKind.CHAT:
         opening = [chunk["choices"][0]["delta"] for chunk in sent(stream.opening(answers))]  # type: ignore[index]
         assert opening == [{"role": "assistant", "content": ""}] * 2
     else:
@@ -70,7 +74,7 @@ def test_every_chunk_of_a_stream_has_the_text_of_its_output(kind: Kind, has_usag
         texts[number] += output.text
         answers[place].add(output)
         told = [chunk["choices"] for chunk in chunks_of(stream, place, output, answers, has_usage)]
-        if kind is Kind.CHAT:
+        if kind is CallKind.CHAT:
             expected = [{"delta": {"content": output.text}}] if output.text else []
             rest: Json = {"logprobs": None, "finish_reason": None}
         else:
@@ -85,7 +89,7 @@ def test_every_chunk_of_a_stream_has_the_text_of_its_output(kind: Kind, has_usag
 
 
 def chunks_of(
-    stream: ReplyStream,
+    stream: CompletionStream,
     place: int,
     output: TextOutput,
     answers: list[PromptAnswers],
@@ -101,8 +105,8 @@ def chunks_of(
 
 
 def test_only_the_last_output_has_a_finish_reason() -> None:
-    reply = a_reply(Kind.CHAT)
-    stream, answers = ReplyStream(reply), PromptAnswers(1, reply.call.sampling)
+    reply = a_reply(CallKind.CHAT)
+    stream, answers = CompletionStream(reply), PromptAnswers(1, reply.call.sampling)
     events = stream.opening([answers])
     for output in (news("a"), news("b"), news(""), news("c", reason=FinishReason.LENGTH)):
         answers.add(output)
@@ -116,8 +120,8 @@ def test_only_the_last_output_has_a_finish_reason() -> None:
 
 def test_every_chunk_has_the_usage_so_far() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    reply = a_reply(Kind.COMPLETION, prompt="x", stream_options=options)
-    stream, answers = ReplyStream(reply), PromptAnswers(3, reply.call.sampling)
+    reply = a_reply(CallKind.COMPLETION, prompt="x", stream_options=options)
+    stream, answers = CompletionStream(reply), PromptAnswers(3, reply.call.sampling)
     source = random.Random(3)
     for count in range(1, 100):
         output = news(random_text(source))
@@ -136,9 +140,9 @@ def test_parallel_calls_can_be_turned_off(is_parallel: bool | None, count: int) 
     tool = {"type": "function", "function": {"name": "f"}}
     fields = {"tools": [tool], "parallel_tool_calls": is_parallel, "return_token_ids": True}
     parser = CallParser(find_formats=lambda: AnswerFormats(ToolFormat.HERMES))
-    call, _ = parser.parse(PROMPTS[Kind.CHAT] | fields, Kind.CHAT)
-    reply = Reply(call, HEADING, a_tokenizer(), prompt_ids=[[7]])
-    answers, stream, data = PromptAnswers(1, call.sampling), ReplyStream(reply), b""
+    call, _ = parser.parse(PROMPTS[CallKind.CHAT] | fields, CallKind.CHAT)
+    reply = CompletionReply(call, HEADING, a_tokenizer(), prompt_ids=[[7]])
+    answers, stream, data = PromptAnswers(1, call.sampling), CompletionStream(reply), b""
     for output in (news(CALL, ids=(1,)), news(CALL, ids=(2,)), news("", 0, FinishReason.STOP)):
         answers.add(output)
         data += stream.events(0, output, answers)
@@ -162,14 +166,14 @@ def only_choice(whole: Json) -> dict[str, Any]:
 def a_thoughtful_call(**fields: object) -> Call:
     formats = AnswerFormats(ToolFormat.HERMES, ReasoningFormat.THINK)
     parser = CallParser(find_formats=lambda: formats)
-    return parser.parse(PROMPTS[Kind.CHAT] | fields, Kind.CHAT)[0]
+    return parser.parse(PROMPTS[CallKind.CHAT] | fields, CallKind.CHAT)[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_reasoning_has_a_separate_field_whole_and_streamed(size: int) -> None:
     call = a_thoughtful_call(stream=True, stream_options={"include_usage": True})
-    reply = Reply(call, HEADING, a_tokenizer())
-    answers, stream, data = PromptAnswers(1, call.sampling), ReplyStream(reply), b""
+    reply = CompletionReply(call, HEADING, a_tokenizer())
+    answers, stream, data = PromptAnswers(1, call.sampling), CompletionStream(reply), b""
     pieces = [THOUGHTFUL[place : place + size] for place in range(0, len(THOUGHTFUL), size)]
     for output in [*map(news, pieces), news("", 0, FinishReason.STOP)]:
         answers.add(output)
@@ -193,7 +197,7 @@ def test_an_answer_that_never_gets_beyond_its_reasoning_has_no_content() -> None
     call = a_thoughtful_call()
     answers = PromptAnswers(1, call.sampling)
     answers.add(news("<think>\nSo", 0, FinishReason.LENGTH))
-    choice = only_choice(Reply(call, HEADING, a_tokenizer()).whole([answers]))
+    choice = only_choice(CompletionReply(call, HEADING, a_tokenizer()).whole([answers]))
     assert choice["message"]["content"] is None
     assert choice["message"]["reasoning_content"] == "So"
     assert choice["finish_reason"] == "length"
@@ -203,7 +207,7 @@ def test_reasoning_and_a_call_are_returned_together() -> None:
     call = a_thoughtful_call(tools=[{"type": "function", "function": {"name": "f"}}])
     answers = PromptAnswers(1, call.sampling)
     answers.add(news(f"<think>\nHm\n</think>\n\nSee:\n{CALL}", 0, FinishReason.STOP))
-    choice = only_choice(Reply(call, HEADING, a_tokenizer()).whole([answers]))
+    choice = only_choice(CompletionReply(call, HEADING, a_tokenizer()).whole([answers]))
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm", "See:")
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
@@ -230,5 +234,5 @@ def test_tokens_of_reasoning_are_counted() -> None:
     answers = PromptAnswers(1, call.sampling)
     ids = tuple(tokenizer.encode_plain("Hm</think>Yes"))
     answers.add(news("<think>Hm</think>Yes", 0, FinishReason.STOP, ids))
-    usage = Reply(call, HEADING, tokenizer).usage([answers])
+    usage = CompletionReply(call, HEADING, tokenizer).usage([answers])
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}

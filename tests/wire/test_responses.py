@@ -2,24 +2,26 @@
 
 import json
 from collections.abc import Sequence
+from unittest.mock import patch
 
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import FinishReason, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
 from mainstem.text.text_engine import TextOutput
-from mainstem.text.tools import Reasoning, ToolCall
-from mainstem.wire.calls import Call, Kind
-from mainstem.wire.replies import Heading, PromptAnswers
-from mainstem.wire.responses import Json, Part, ResponseStream
-from mainstem.wire.responses_bodies import ReasoningConfig, ResponsesBody, TextConfig, TextFormat
-from mainstem.wire.responses_input import Conversation, Item, chat_fields
+from mainstem.text.tools import Part, Reasoning, ToolCall
+from mainstem.wire.answers import Heading, PromptAnswers
+from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.responses.bodies import ReasoningConfig, ResponsesBody, TextConfig, TextFormat
+from mainstem.wire.responses.parsing import Item, ItemReader, chat_fields
+from mainstem.wire.responses.rendering import ResponseStream
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "done"}
 
 
 def messages(items: Sequence[Item], instructions: str | None = None) -> list[dict[str, object]]:
-    conversation = Conversation(instructions)
+    conversation = ItemReader(instructions)
     conversation.add(items)
     return conversation.messages
 
@@ -75,6 +77,8 @@ def test_strict_reaches_the_chat() -> None:
 class Script:
     """A fake parser that returns prepared parts, one entry for each push."""
 
+    is_plain = False
+
     def __init__(self, parts: Sequence[Sequence[Part]]) -> None:
         self._parts = [list(each) for each in parts]
 
@@ -94,9 +98,9 @@ def answer(
     """The events and the response of an answer whose parser returns these parts, one token each."""
     sampling = SamplingParams()
     tools = ToolUse((), ToolFormat.HERMES)
-    call = Call(Kind.CHAT, sampling, tools=tools, has_one_tool_call=has_one_tool_call)
-    stream = ResponseStream(call, Heading("resp_1", "m", 0), ResponsesBody(input="x"))
-    stream._reader = Script(parts)  # type: ignore[assignment]
+    call = Call(CallKind.CHAT, sampling, tools=tools, has_one_tool_call=has_one_tool_call)
+    with patch.object(Call, "parser", lambda _: Script(parts)):
+        stream = ResponseStream(call, Heading("resp_1", "m", 0), ResponsesBody(input="x"))
     answers = PromptAnswers(3, sampling)
     data = stream.opening()
     for place in range(len(parts)):
@@ -161,7 +165,7 @@ def test_reasoning_may_be_cut_off() -> None:
 
 def test_a_call_with_invalid_json_can_be_continued() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "not json"}
-    conversation = Conversation(None)
+    conversation = ItemReader(None)
     conversation.add([{"role": "user", "content": "go"}, call])
     *_, said = conversation.messages
     assert said["tool_calls"][0]["function"]["arguments"] == {"arguments": "not json"}  # type: ignore[index]
@@ -171,7 +175,7 @@ def test_reasoning_of_an_interrupted_answer_is_a_separate_message() -> None:
     def thought(text: str) -> Item:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
-    conversation = Conversation(None)
+    conversation = ItemReader(None)
     conversation.add([
         {"role": "user", "content": "a"}, thought("cut"),
         {"role": "user", "content": "b"}, thought("whole"), {"role": "assistant", "content": "B"},

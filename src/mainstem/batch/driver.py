@@ -26,13 +26,12 @@ from mainstem.batch.rows import Row, error_row, served_row
 from mainstem.batch.summary import Summary
 from mainstem.batch.suspects import Suspects, is_at_fault
 from mainstem.batch.windows import Failure
+from mainstem.core.json import JsonView
 from mainstem.wire.errors import WireError
 
 POLL_S = 0.02
 MOST_FAULTS = 5  # after engines failed on a row this many times, the row becomes an error row
 MOST_DEATHS_IN_A_ROW = 20  # of a worker without an answer between them; then it is no longer used
-
-Json = Mapping[str, object]
 
 
 class WorkerLost(Exception):
@@ -61,7 +60,7 @@ class Desk:
         """Raise WorkerLost unless the worker's model has the same name as that of the others."""
         self._driver.check_model(name)
 
-    def answer(self, task: Task, body: Json) -> None:
+    def answer(self, task: Task, body: JsonView) -> None:
         """Record the answer to a row; `body` is OpenAI's completion object."""
         self._drop([task])
         self._num_deaths = 0
@@ -255,7 +254,7 @@ class Driver:
     def _give_up(self, task: Task, what: str, reason: str) -> None:
         self.fail(task, WireError(ENGINE_FAILED, f"{what}; the last error: {reason}"))
 
-    def answer(self, task: Task, body: Json) -> None:
+    def answer(self, task: Task, body: JsonView) -> None:
         """See Desk."""
         usage = _usage(body)
         num_answers = task.row.call.sampling.n
@@ -285,7 +284,7 @@ class Driver:
         counters.generated_tokens += usage["completion_tokens"]
         counters.sequences_finished += num_answers
 
-    def _write_answer(self, row: Row, body: Json, is_copy: bool) -> None:
+    def _write_answer(self, row: Row, body: JsonView, is_copy: bool) -> None:
         line = served_row(row, body, self._config.model_name, is_copy)
         self._write(line, row.digest)
         self._summary.answered += 1
@@ -303,7 +302,7 @@ class Driver:
         self._out.append(line if marker is None else marker.marked(line, digest))
 
 
-def _usage(body: Json) -> dict[str, int]:
+def _usage(body: JsonView) -> dict[str, int]:
     """Token counts of an answer; 0 if a server does not report them."""
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}

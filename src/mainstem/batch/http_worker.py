@@ -22,6 +22,7 @@ from mainstem.batch.done import ENGINE_FAILED
 from mainstem.batch.driver import POLL_S, Desk, WorkerLost
 from mainstem.batch.rows import row_body
 from mainstem.core.errors import ConfigError
+from mainstem.core.json import Json
 from mainstem.wire.errors import WireError
 
 PATIENCE_S = 60.0  # a server that cannot be reached for longer is lost
@@ -43,7 +44,6 @@ KEEP_ALIVE = [
 ]
 BROKEN = (httpx.HTTPError, OSError, ValueError)  # the connection, or what came through it
 
-Json = dict[str, object]
 Fill = Callable[[Task, Json], Json]  # adds the job's defaults to a row's body
 
 

@@ -25,8 +25,8 @@ from mainstem.core.plan import Int32s
 from mainstem.core.request import Delivery, Request, SamplingParams
 from mainstem.text.scoring import SCORE_SAMPLING, ContextScoring
 from mainstem.text.text_engine import TextEngine, TextOutput
+from mainstem.wire.answers import PromptAnswers
 from mainstem.wire.errors import WireError, from_invalid
-from mainstem.wire.replies import PromptAnswers
 
 
 class RowSink(Protocol):

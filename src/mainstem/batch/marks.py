@@ -7,30 +7,28 @@ A later run compares them with its own rows and model. The row's hash covers the
 and the job's settings for fields that the row leaves out.
 """
 
-from collections.abc import Mapping
 from hashlib import blake2b
 
 import msgspec
 
 from mainstem.batch.files import Line
+from mainstem.core.json import JsonView
 
 MARK = "mainstem"  # the field of an output line
 DIGEST_BYTES = 8
-
-Json = Mapping[str, object]
 
 
 class Marker:
     """Makes the marks of one run."""
 
-    def __init__(self, defaults: Json, seed: int, model: bytes) -> None:
+    def __init__(self, defaults: JsonView, seed: int, model: bytes) -> None:
         """`defaults` and `seed` are for rows that leave these fields out; `model` identifies
         weights and numerics."""
         self._defaults = defaults
         self._seed = seed
         self.model = _hex(model)
 
-    def of_row(self, row: Json) -> str:
+    def of_row(self, row: JsonView) -> str:
         """The hash of what a row asks."""
         body = row.get("body")
         fields = body if isinstance(body, dict) else row
@@ -41,7 +39,7 @@ class Marker:
         """The hash of a line that is not a row."""
         return _hex((line.data or b"").strip())
 
-    def _job_settings(self, fields: Json) -> dict[str, object]:
+    def _job_settings(self, fields: JsonView) -> dict[str, object]:
         """The job's settings that apply to a row with these fields."""
         given = {name for name, value in fields.items() if value is not None}
         if "max_completion_tokens" in given:

@@ -5,24 +5,27 @@
     {"prompt": text or token ids, "max_tokens": 8, ...}                       plain prompt
     {"prompt": ... or "messages": [...], "choices": [text, ...]}              choices to be scored
 
-Bodies are read by the parser that the server uses (wire/calls.py).
+Bodies are read by the parser that the server uses (wire/chat/parsing.py).
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
 
 from mainstem.batch.files import MAX_LINE_BYTES, Line
+from mainstem.core.json import JsonView
 from mainstem.text.encoding import Prompt
-from mainstem.text.scoring import Choice, ScoreOutput
+from mainstem.text.scoring import ChoiceTokens, ScoreOutput
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.wire.bodies import RowEnvelope, read_fields
-from mainstem.wire.calls import SCORE_URL, Call, CallParser, Kind
+from mainstem.wire.answers import Heading, PromptAnswers
+from mainstem.wire.bodies import RowEnvelope
+from mainstem.wire.calls import SCORE_URL, Call, CallKind
+from mainstem.wire.chat.parsing import CallParser
+from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
-from mainstem.wire.replies import Heading, PromptAnswers, Reply
+from mainstem.wire.fields import read_fields
 from mainstem.wire.scores import choices_reply, read_scores
 
 MAX_CUSTOM_ID_CHARS = 512
@@ -34,8 +37,6 @@ SERVER_ONLY = frozenset(
     ]
 )  # fmt: skip
 
-Json = Mapping[str, object]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -45,7 +46,7 @@ class Row:
     custom_id: str
     call: Call
     digest: str = ""  # hash of what the row asks for; empty if it is not needed
-    choices: tuple[Choice, ...] = ()  # the call's choices, as tokens
+    choices: tuple[ChoiceTokens, ...] = ()  # the call's choices, as tokens
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def _explained_json(data: bytes) -> object:
         raise WireError("invalid_json", f"not JSON: {error}") from None
 
 
-def custom_id_of(row: Json, line_number: int) -> str:
+def custom_id_of(row: JsonView, line_number: int) -> str:
     """The row's own id, or one made from its line number."""
     custom_id = row.get("custom_id")
     if custom_id is None:
@@ -93,7 +94,7 @@ def custom_id_of(row: Json, line_number: int) -> str:
 
 
 def parse_row(
-    parser: CallParser, row: Json, line_number: int, custom_id: str, digest: str = ""
+    parser: CallParser, row: JsonView, line_number: int, custom_id: str, digest: str = ""
 ) -> tuple[Row, Prompt]:
     """The call and prompt of a row; raises WireError."""
     body, url = _body(row)
@@ -108,14 +109,14 @@ def parse_row(
             reason = "items: are not supported in rows; send prompt and choices"
             raise WireError("unknown_field", reason, "items")
         return Row(line_number, custom_id, asked.call, digest), asked.prompts[0]
-    call, prompts = parser.parse(body, Kind(url))
+    call, prompts = parser.parse(body, CallKind(url))
     if len(prompts) != 1:
         reason = "prompt: must be one text or one list of token ids; a row has one prompt"
         raise WireError("invalid_value", reason, "prompt")
     return Row(line_number, custom_id, call, digest), prompts[0]
 
 
-def _body(row: Json) -> tuple[Json, str]:
+def _body(row: JsonView) -> tuple[JsonView, str]:
     """Return the object with the prompt, without OpenAI's envelope, and the URL it is meant for."""
     if "body" in row or "url" in row:
         envelope = read_fields(row, RowEnvelope)
@@ -126,7 +127,7 @@ def _body(row: Json) -> tuple[Json, str]:
     body = {name: value for name, value in row.items() if name != "custom_id"}
     if row.get("choices") is not None:
         return body, SCORE_URL
-    return body, (Kind.CHAT if has_chat else Kind.COMPLETION).value
+    return body, (CallKind.CHAT if has_chat else CallKind.COMPLETION).value
 
 
 # --- out -----------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def answer_row(
 ) -> dict[str, object]:
     """The output line of a row that was answered; `now` is in seconds since 1970."""
     heading = Heading(_answer_id(row), model, now)
-    return _answered(row, Reply(row.call, heading, tokenizer).whole([answers]))
+    return _answered(row, CompletionReply(row.call, heading, tokenizer).whole([answers]))
 
 
 def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, object]:
@@ -146,7 +147,7 @@ def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, 
 
 
 def _answer_id(row: Row) -> str:
-    prefix = "chatcmpl" if row.call.kind is Kind.CHAT else "cmpl"
+    prefix = "chatcmpl" if row.call.kind is CallKind.CHAT else "cmpl"
     return f"{'score' if row.call.choices else prefix}-{_name(row.custom_id)}"
 
 
@@ -160,7 +161,7 @@ def _answered(row: Row, body: dict[str, object]) -> dict[str, object]:
     }
 
 
-def served_row(row: Row, body: Json, model: str, is_copy: bool) -> dict[str, object]:
+def served_row(row: Row, body: JsonView, model: str, is_copy: bool) -> dict[str, object]:
     """The output line of a row that a worker answered with `body`; a copy counts no computed
     tokens."""
     body = {**body, "id": _answer_id(row), "model": model}

@@ -25,7 +25,8 @@ from mainstem.core.plan import Prompts
 from mainstem.text.encoding import App, Prompt, PromptTooLong, begin_prompt
 from mainstem.text.scoring import encode_scoring
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.wire.calls import Call, CallParser
+from mainstem.wire.calls import Call
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError, from_invalid
 
 ROW_BYTES = 1024  # memory of a row besides its tokens

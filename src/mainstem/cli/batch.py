@@ -55,7 +55,7 @@ from mainstem.plan.planner import PlanConfig
 from mainstem.text.parsers.formats import find_formats
 from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.wire.calls import CallParser
+from mainstem.wire.chat.parsing import CallParser
 
 MIB = 1 << 20
 LARGEST_WINDOW_MIB = 2048

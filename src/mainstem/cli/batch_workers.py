@@ -14,6 +14,7 @@ from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.flags import given_settings
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
+from mainstem.core.json import Json
 from mainstem.text.encoding import App
 from mainstem.text.parsers.formats import AUTO
 from mainstem.text.text_engine import TextEngine
@@ -25,8 +26,6 @@ OTHER_FILES = 256  # files that a job may have open besides its connections
 # settings that are used here even if servers answer: the job is planned with the model's tokenizer
 OF_TOKENIZER = {"model", "chat_template", "allow_special_tokens"}
 HERE = "local"  # a value of --ray
-
-Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from mainstem.plan.prefix_tree import PrefixTree, build_tree
 from mainstem.plan.saving import LruCache, Savings, compare
 from mainstem.text.parsers.formats import find_formats
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.wire.calls import CallParser
+from mainstem.wire.chat.parsing import CallParser
 
 GROUPS_DRAWN = 12
 GROUPS_PLOTTED = 40

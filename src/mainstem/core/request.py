@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
-from mainstem.core.vllm_names import SAMPLING_ARGUMENTS
 
 MAX_N = 128
 MIN_TEMPERATURE = 1e-5  # a lower temperature counts as 0: only the likeliest token is left
@@ -58,22 +57,9 @@ def _check_int(field_name: str, value: int, low: int, high: int) -> None:
     _check_range(field_name, value, low, high)
 
 
-# the defaults of the last arguments of SamplingParams, from `best_of` on
-_NEUTRAL = (None, False, None, None, None, None, None, True)
-
-
-class AnswerForm(Protocol):
-    """A form of answers as a caller describes it."""
-
-    @property
-    def form(self) -> str:
-        """The form as text, in the format of text/grammar.py."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Names and defaults as in vLLM.
+    """How to choose tokens and when to stop.
 
     The constructor raises InvalidRequest, which names the field and the allowed range.
     """
@@ -98,19 +84,8 @@ class SamplingParams:
     grammar: str | None = None  # the form of the answer, in the format of text/grammar.py
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    structured_outputs: AnswerForm | None = None  # the form in vLLM's words; sets `grammar`
-    # arguments of vLLM, accepted only with values that change nothing (core/vllm_names.py)
-    best_of: InitVar[object] = None
-    use_beam_search: InitVar[object] = False
-    guided_decoding: InitVar[object] = None
-    logits_processors: InitVar[object] = None
-    bad_words: InitVar[object] = None
-    allowed_token_ids: InitVar[object] = None
-    truncate_prompt_tokens: InitVar[object] = None
-    detokenize: InitVar[object] = True
 
-    def __post_init__(self, *others: object) -> None:
-        """`others`: the arguments of vLLM, in order."""
+    def __post_init__(self) -> None:
         for name, (low, high) in SAMPLING_RANGES.items():
             value = getattr(self, name)
             if value is None and name in OPEN_FIELDS:
@@ -128,9 +103,6 @@ class SamplingParams:
             raise InvalidRequest(
                 "min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
-        if any(value is not own for value, own in zip(others, _NEUTRAL, strict=True)):
-            self._refuse(others)
-        self._take_form()
         for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
             if self.grammar is not None and value:
                 raise InvalidRequest(name, "cannot be combined with a form of the answer")
@@ -139,23 +111,6 @@ class SamplingParams:
                 raise InvalidRequest(name, f"must be true or false, got {getattr(self, name)!r}")
         self._normalise_stops()
         self._normalise_logit_bias()
-
-    def _refuse(self, others: Sequence[object]) -> None:
-        for (name, rule), value in zip(SAMPLING_ARGUMENTS.items(), others, strict=True):
-            is_all = name == "best_of" and value == self.n  # the best n of n are all answers
-            if not rule.takes(value) and not is_all:
-                raise InvalidRequest(name, f"{value!r} is not supported: {rule.instead}")
-
-    def _take_form(self) -> None:
-        if self.structured_outputs is None:
-            return
-        form = getattr(self.structured_outputs, "form", None)
-        if not isinstance(form, str):
-            got = f"got {self.structured_outputs!r:.80}"
-            raise InvalidRequest("structured_outputs", f"must be StructuredOutputsParams, {got}")
-        if self.grammar not in (None, form):
-            raise InvalidRequest("structured_outputs", "cannot be combined with grammar")
-        object.__setattr__(self, "grammar", form)
 
     def _normalise_stops(self) -> None:
         for name in ("stop", "stop_token_ids"):

@@ -25,7 +25,6 @@ from mainstem.core.request import (
     SamplingParams,
     id_array,
 )
-from mainstem.core.vllm_names import own_arguments
 from mainstem.engine.build import build_engine
 from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.prompts import (
@@ -42,6 +41,8 @@ from mainstem.text.scoring import SCORE_SAMPLING, ContextScoring, encode_scoring
 from mainstem.text.sessions import SessionLimits, Sessions, said_before, spoken_chat
 from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
+from mainstem.vllm_names import SamplingParams as ScriptSamplingParams
+from mainstem.vllm_names import own_arguments
 
 
 class LoadedModel:
@@ -88,7 +89,7 @@ class LoadedModel:
     ) -> None:
         """Settings have the same meaning as the flags of the same names (docs/settings.md).
         `others` are arguments of vLLM: accepted if they mean the same here, otherwise refused
-        (core/vllm_names.py)."""
+        (vllm_names.py)."""
         given = dict(locals())  # all arguments; those removed below are not settings
         del given["self"], given["others"]
         config = with_arguments(EngineConfig(), own_arguments(given, others), "LLM")
@@ -130,7 +131,7 @@ class LoadedModel:
     def get_default_sampling_params(self) -> SamplingParams:
         """Default sampling parameters, from the model's generation_config.json."""
         try:
-            return SamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
+            return ScriptSamplingParams(**self.tokenizer.sampling_defaults)  # type: ignore[arg-type]
         except InvalidRequest as error:
             raise ConfigError(f"{GENERATION_FILE}: {error}; give SamplingParams instead") from None
 

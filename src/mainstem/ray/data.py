@@ -19,11 +19,11 @@ from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.core.config import ModelConfig
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.plan import Prompts
-from mainstem.core.request import SamplingParams
 from mainstem.plan.cut import cut_plan
 from mainstem.plan.planner import plan_prompts
 from mainstem.text.prompts import is_conversation, read_conversation, read_prompt
 from mainstem.text.tokenizer import Tokenizer
+from mainstem.vllm_names import SamplingParams
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -30,19 +30,19 @@ from mainstem.batch.summary import Summary
 from mainstem.batch.windows import RowReader, WindowReader
 from mainstem.core.config import Device, EngineConfig
 from mainstem.core.errors import ConfigError
+from mainstem.core.json import AnyJson
 from mainstem.plan.planner import PlanConfig
 from mainstem.text.encoding import App
 from mainstem.text.parsers.formats import find_formats
 from mainstem.text.text_engine import TextEngine
-from mainstem.wire.calls import Call, CallParser
+from mainstem.wire.calls import Call
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError
 
 LOCAL = "local"
 WAIT_S = 0.2  # longest wait for finished rows
 RETRY_S = 0.5
 PATIENCE_S = 600.0  # limit for the restart of an actor, which includes loading its model
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class RayWorker:
         elif not self._open:
             await asyncio.sleep(POLL_S)
 
-    def _settle(self, desk: Desk, row: Json) -> None:
+    def _settle(self, desk: Desk, row: AnyJson) -> None:
         task = self._open.pop(row["custom_id"], None)
         if task is None:
             return  # the row was given back before its answer arrived

@@ -18,7 +18,8 @@ from mainstem.server.file_store import StoredFile
 from mainstem.server.gateway import BatchService, Gateway
 from mainstem.server.turns import owner_of
 from mainstem.server.upload import expected_bytes, receive_form
-from mainstem.wire.bodies import BatchBody, read_fields
+from mainstem.wire.bodies import BatchBody
+from mainstem.wire.fields import read_fields
 
 PURPOSE = "batch"
 MAX_LISTED = 100

@@ -25,6 +25,7 @@ from mainstem.batch.rows import Row, answer_row, error_row, score_row
 from mainstem.batch.windows import Failure, RowReader, WindowReader
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.plan import Int32s
 from mainstem.core.request import Request
 from mainstem.plan.planner import PlanConfig
@@ -40,11 +41,10 @@ from mainstem.server.served_model import ServedModel
 from mainstem.server.turns import owner_of
 from mainstem.text.encoding import App
 from mainstem.text.scoring import ContextScoring
-from mainstem.wire.calls import Call, CallParser
+from mainstem.wire.answers import PromptAnswers
+from mainstem.wire.calls import Call
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError, from_invalid
-from mainstem.wire.replies import PromptAnswers
-
-Json = dict[str, object]
 
 PRIORITY = 1 << 20  # batches run after interactive requests
 MAX_BATCHES = 8  # batches that run at once

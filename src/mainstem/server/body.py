@@ -7,10 +7,9 @@ import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
+from mainstem.core.json import Json
 from mainstem.server.faults import ApiError
 from mainstem.server.limits import ServerLimits
-
-Json = dict[str, object]
 
 INLINE_BYTES = 1 << 16  # larger bodies are parsed on another thread
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)

@@ -4,7 +4,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from mainstem.server.faults import ApiError
-from mainstem.wire.messages import error_body
+from mainstem.wire.messages.rendering import error_body
 
 MESSAGES = "/v1/messages"
 

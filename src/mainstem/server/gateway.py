@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import Overflow
 from mainstem.core.request import Request as EngineRequest
 from mainstem.server.answering import SHUTTING_DOWN, Answering, EngineFault
@@ -23,7 +24,7 @@ from mainstem.server.apps_registry import AppRegistry
 from mainstem.server.auth import Access, Tenant
 from mainstem.server.batch_runner import BatchRunner
 from mainstem.server.batch_store import BatchStore
-from mainstem.server.body import Json, read_json
+from mainstem.server.body import read_json
 from mainstem.server.engine_client import EngineClient
 from mainstem.server.faults import ApiError, from_fault, from_invalid, unavailable
 from mainstem.server.file_store import FileStore, lock_folder
@@ -53,10 +54,13 @@ from mainstem.text.encoding import (
 )
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Session, Sessions
-from mainstem.wire.bodies import DetokenizeBody, read_fields, tokenize_options
-from mainstem.wire.calls import Call, CallParser, Kind
-from mainstem.wire.logprobs import token_text
-from mainstem.wire.replies import Echo, Heading, Reply
+from mainstem.wire.answers import Heading
+from mainstem.wire.bodies import DetokenizeBody, tokenize_options
+from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.chat.logprobs import token_text
+from mainstem.wire.chat.parsing import CallParser
+from mainstem.wire.chat.rendering import CompletionReply, Echo
+from mainstem.wire.fields import read_fields
 
 # more work than this would block the event loop for over 1 ms
 INLINE_CHARS = 1 << 10  # characters to encode
@@ -202,12 +206,12 @@ class Gateway:
 
     # --- completions ----------------------------------------------------------------------------
 
-    async def answer(self, request: Request, kind: Kind) -> Response:
+    async def answer(self, request: Request, kind: CallKind) -> Response:
         """Return the reply to a chat or completion, whole or as a stream; raises WireError or
         ApiError."""
         self.gate.allow(request.state.tenant)
         call, prompts = self.parser.parse(await read_json(request, self.limits), kind)
-        prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
+        prefix = "chatcmpl" if kind is CallKind.CHAT else "cmpl"
         reply_id = f"{prefix}-{next(self._ids)}"
         return await self.reply(request, call, prompts, reply_id, ReplyWriter)
 
@@ -242,7 +246,7 @@ class Gateway:
             held.push(exchange)
             echoes = self._echoes(call, prompts, prompt_ids)
             told_ids = prompt_ids if call.returns_token_ids else ()
-            reply = Reply(call, heading, self.engine.tokenizer, echoes, told_ids)
+            reply = CompletionReply(call, heading, self.engine.tokenizer, echoes, told_ids)
             writer = make_writer(reply, [len(ids) for ids in prompt_ids], turn)
             if call.is_streaming:
                 return EventStream(
@@ -396,7 +400,7 @@ class Gateway:
 
     async def tokenize(self, body: Json, tenant: Tenant) -> Json:
         """Return the ids of a text (`prompt`) or of a conversation (`messages`)."""
-        kind = Kind.CHAT if body.get("messages") is not None else Kind.COMPLETION
+        kind = CallKind.CHAT if body.get("messages") is not None else CallKind.COMPLETION
         options, fields = tokenize_options(body)
         call, prompts = self.parser.parse(fields, kind)
         if len(prompts) != 1:

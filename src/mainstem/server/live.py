@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from time import monotonic
 
+from mainstem.core.json import Json
 from mainstem.core.metrics import Counters
 from mainstem.server.answering import Ticket
 from mainstem.server.auth import Tenant
@@ -12,8 +13,6 @@ from mainstem.server.engine_client import EngineClient
 
 NUM_RECENT = 20
 RATE_S = 10.0  # the window over which tokens per second are counted
-
-Json = dict[str, object]
 
 
 class RequestState(Enum):

@@ -233,9 +233,8 @@ def unpack_event(packed: tuple[int, list[Any]]) -> Event:
 # --- requests ------------------------------------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
-# fields that are not sent to the engine: those for the text, which the front makes, and the form
-# in vLLM's words, which is sent as `grammar`
-_FRONT_ONLY = {"stop", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"}
+# fields for the text, which the front makes; they are not sent to the engine
+_FRONT_ONLY = {"stop", "skip_special_tokens", "include_stop_str_in_output"}
 _SENT = [each.name for each in fields(SamplingParams) if each.name not in _FRONT_ONLY]
 
 

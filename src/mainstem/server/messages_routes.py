@@ -20,19 +20,14 @@ from mainstem.server.ids import unique_ids
 from mainstem.server.pins import Prefix, num_common
 from mainstem.server.turns import Turn, owner_of
 from mainstem.text.encoding import Chat
-from mainstem.wire.calls import Call, Kind
+from mainstem.wire.answers import PromptAnswers
+from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
-from mainstem.wire.messages import PING, Kept, MessageReply, MessageStream, event
-from mainstem.wire.messages_bodies import (
-    TTL_S,
-    CountBody,
-    Mark,
-    MessagesAsked,
-    MessagesBody,
-    in_messages_terms,
-    read_messages,
-)
-from mainstem.wire.replies import PromptAnswers, Reply
+from mainstem.wire.events import named_event
+from mainstem.wire.messages.bodies import TTL_S, CountBody, MessagesBody
+from mainstem.wire.messages.parsing import Mark, MessagesAsked, in_messages_terms, read_messages
+from mainstem.wire.messages.rendering import PING, MessageReply, MessageStream, PinnedTokens
 
 
 class MessagesRoutes:
@@ -52,7 +47,9 @@ class MessagesRoutes:
         asked, call, chat = await self._read(request, MessagesBody)
         keeper = PrefixKeeper(self._gateway, request.state.tenant, call, chat, asked.marks)
 
-        def writer(reply: Reply, prompt_tokens: Sequence[int], _: Turn | None) -> MessageWriter:
+        def writer(
+            reply: CompletionReply, prompt_tokens: Sequence[int], _: Turn | None
+        ) -> MessageWriter:
             made = MessageReply(call, reply.heading, shows_thinking=asked.shows_thinking)
             answers = PromptAnswers(prompt_tokens[0], call.sampling)
             return MessageWriter(made, answers, keeper, request.state.request_id)
@@ -79,7 +76,7 @@ class MessagesRoutes:
         body = await read_json(request, gateway.limits)
         asked = read_messages(body, kind, gateway.engine.tokenizer.chat_template or "")
         try:
-            call, [chat] = gateway.parser.parse(asked.fields, Kind.CHAT)
+            call, [chat] = gateway.parser.parse(asked.fields, CallKind.CHAT)
         except WireError as error:
             raise in_messages_terms(error) from None
         if asked.must_think and call.reasoning is None:
@@ -104,7 +101,7 @@ class PrefixKeeper:
         self._marks = marks
         self._lengths: list[int] = []  # length of each mark's prefix in tokens
 
-    async def measure(self, request: EngineRequest) -> Kept:
+    async def measure(self, request: EngineRequest) -> PinnedTokens:
         """Return how many tokens will be kept, within the limits of this key."""
         most = self._gateway.pins.max_tokens
         self._lengths = [await self._length(mark, request) for mark in self._marks]
@@ -113,7 +110,7 @@ class PrefixKeeper:
             for length, mark in zip(self._lengths, self._marks, strict=True)
         ]
         hour = [length for length, is_hour in told if is_hour]
-        return Kept(max((length for length, _ in told), default=0), max(hour, default=0))
+        return PinnedTokens(max((length for length, _ in told), default=0), max(hour, default=0))
 
     def keep(self, request: EngineRequest) -> None:
         """Pin the prefixes, after the prompt was computed."""
@@ -167,7 +164,7 @@ class MessageWriter:
     async def whole(self, answering: Answering) -> bytes:
         """The reply as JSON when the answer is finished; raises the error that ended it early."""
         [ticket] = answering.tickets
-        reply = replace(self._reply, kept=await self._keeper.measure(ticket.request))
+        reply = replace(self._reply, pinned=await self._keeper.measure(ticket.request))
         async for news in answering:
             for _, output in news:
                 self._answers.add(output)
@@ -179,7 +176,7 @@ class MessageWriter:
         [ticket] = answering.tickets
         stream = MessageStream(self._reply)
         yield stream.opening(self._answers)
-        stream.reply = replace(self._reply, kept=await self._keeper.measure(ticket.request))
+        stream.reply = replace(self._reply, pinned=await self._keeper.measure(ticket.request))
         async for news in answering:
             events: list[bytes] = []
             for _, output in news:
@@ -190,4 +187,4 @@ class MessageWriter:
         self._keeper.keep(ticket.request)
 
     def last_words(self, error: ApiError) -> bytes:
-        return event(messages_error(error, self._request_id))
+        return named_event(messages_error(error, self._request_id))

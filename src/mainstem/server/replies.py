@@ -10,7 +10,10 @@ import msgspec
 from mainstem.server.answering import Answering
 from mainstem.server.faults import ApiError
 from mainstem.server.turns import Turn
-from mainstem.wire.replies import PromptAnswers, Reply, ReplyStream, event
+from mainstem.wire.answers import PromptAnswers
+from mainstem.wire.chat.rendering import CompletionReply
+from mainstem.wire.chat.stream import CompletionStream
+from mainstem.wire.events import event
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"  # a comment, which clients ignore
@@ -33,7 +36,7 @@ class Writer(Protocol):
 
 # makes a writer from a reply's call and heading, each prompt's number of tokens, and the turn of a
 # session
-MakeWriter = Callable[[Reply, Sequence[int], Turn | None], Writer]
+MakeWriter = Callable[[CompletionReply, Sequence[int], Turn | None], Writer]
 
 
 class ReplyWriter:
@@ -44,7 +47,9 @@ class ReplyWriter:
 
     ping = PING
 
-    def __init__(self, reply: Reply, prompt_tokens: Sequence[int], turn: Turn | None) -> None:
+    def __init__(
+        self, reply: CompletionReply, prompt_tokens: Sequence[int], turn: Turn | None
+    ) -> None:
         self._reply = reply
         self._turn = turn
         self._answers = [PromptAnswers(count, reply.call.sampling) for count in prompt_tokens]
@@ -62,7 +67,7 @@ class ReplyWriter:
 
     async def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
         """Server-sent events: chunks, usage if it was asked for, and the end mark."""
-        stream = ReplyStream(self._reply)
+        stream = CompletionStream(self._reply)
         if opening := stream.opening(self._answers):
             yield opening
         async for news in answering:

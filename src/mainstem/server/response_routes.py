@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mainstem.core.json import Json
 from mainstem.core.request import Overflow
 from mainstem.server.body import read_json
 from mainstem.server.faults import ApiError
@@ -16,18 +17,13 @@ from mainstem.server.gateway import Gateway
 from mainstem.server.response_store import Exchanged, Item, Kept
 from mainstem.server.response_writer import ResponseWriter
 from mainstem.server.turns import Turn, owner_of
-from mainstem.wire.calls import Call, Kind
+from mainstem.wire.answers import PromptAnswers
+from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
-from mainstem.wire.replies import PromptAnswers, Reply
-from mainstem.wire.responses import Json, ResponseStream
-from mainstem.wire.responses_bodies import ResponsesBody
-from mainstem.wire.responses_input import (
-    ORIGINS,
-    Conversation,
-    chat_fields,
-    input_items,
-    read_body,
-)
+from mainstem.wire.responses.bodies import ResponsesBody
+from mainstem.wire.responses.parsing import ORIGINS, ItemReader, chat_fields, input_items, read_body
+from mainstem.wire.responses.rendering import ResponseStream
 
 
 class ResponseRoutes:
@@ -79,17 +75,19 @@ class ResponseRoutes:
         earlier = self._earlier(owner, body.previous_response_id)
         session_id = earlier[0].session_id if earlier else response_id
         own_items = [dict(item) for item in input_items(body)]
-        conversation = Conversation(body.instructions)
+        conversation = ItemReader(body.instructions)
         for kept in earlier:
             conversation.add(kept.read().items)
         conversation.add(own_items)
         fields = chat_fields(body, conversation.messages)
-        call, prompts = gateway.parser.parse(fields, Kind.CHAT)
+        call, prompts = gateway.parser.parse(fields, CallKind.CHAT)
         is_kept = body.store is not False
         call = _in_session(call, body, session_id if earlier or is_kept else None)
         keep = partial(self._keep, owner, session_id, body.previous_response_id, own_items)
 
-        def writer(reply: Reply, prompt_tokens: Sequence[int], turn: Turn | None) -> ResponseWriter:
+        def writer(
+            reply: CompletionReply, prompt_tokens: Sequence[int], turn: Turn | None
+        ) -> ResponseWriter:
             stream = ResponseStream(reply.call, reply.heading, body)
             answers = PromptAnswers(prompt_tokens[0], call.sampling)
             if not is_kept:

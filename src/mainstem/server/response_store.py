@@ -6,9 +6,9 @@ from time import time
 
 import msgspec
 
+from mainstem.core.json import Json
 from mainstem.server.limits import ServerLimits
 
-Json = dict[str, object]
 Item = dict[str, object]
 Key = tuple[str, str]  # owner, response id
 

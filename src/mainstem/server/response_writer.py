@@ -4,13 +4,14 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
+from mainstem.core.json import Json
 from mainstem.server.answering import Answering
 from mainstem.server.faults import ApiError
 from mainstem.server.replies import PING
 from mainstem.server.turns import Turn
 from mainstem.text.text_engine import TextOutput
-from mainstem.wire.replies import PromptAnswers
-from mainstem.wire.responses import Json, ResponseStream
+from mainstem.wire.answers import PromptAnswers
+from mainstem.wire.responses.rendering import ResponseStream
 
 
 class ResponseWriter:

@@ -37,9 +37,10 @@ from mainstem.server.unknown_routes import explained
 from mainstem.text.encoding import App
 from mainstem.text.sessions import Session
 from mainstem.text.tokenizer import SPECIAL_ROLES
-from mainstem.wire.bodies import AppBody, read_fields
-from mainstem.wire.calls import Kind
+from mainstem.wire.bodies import AppBody
+from mainstem.wire.calls import CallKind
 from mainstem.wire.errors import WireError
+from mainstem.wire.fields import read_fields
 from mainstem.wire.openapi import document
 
 PAGE = files("mainstem.server") / "page"
@@ -89,10 +90,10 @@ class Routes:
     # --- OpenAI's -------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        return await self._gateway.answer(request, Kind.CHAT)
+        return await self._gateway.answer(request, CallKind.CHAT)
 
     async def completions(self, request: Request) -> Response:
-        return await self._gateway.answer(request, Kind.COMPLETION)
+        return await self._gateway.answer(request, CallKind.COMPLETION)
 
     async def models(self, request: Request) -> Response:
         names = self._model_names()

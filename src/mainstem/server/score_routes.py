@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
+from mainstem.core.json import Json
 from mainstem.core.request import Request as EngineRequest
 from mainstem.server.answering import SHUTTING_DOWN, Answering, EngineFault
 from mainstem.server.auth import Tenant
@@ -24,9 +25,10 @@ from mainstem.server.ids import unique_ids
 from mainstem.server.live import RequestState
 from mainstem.server.stream import ClientLeft, while_connected
 from mainstem.text.encoding import App, begin_prompt
-from mainstem.text.scoring import SCORE_SAMPLING, Choice, ContextScoring, encode_scoring
-from mainstem.wire.calls import Call, CallParser
-from mainstem.wire.replies import Heading
+from mainstem.text.scoring import SCORE_SAMPLING, ChoiceTokens, ContextScoring, encode_scoring
+from mainstem.wire.answers import Heading
+from mainstem.wire.calls import Call
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.scores import (
     AskedScores,
     choices_reply,
@@ -35,7 +37,6 @@ from mainstem.wire.scores import (
     read_scores,
 )
 
-Json = dict[str, object]
 Write = Callable[[Heading, AskedScores, list[ContextScoring]], Json]
 
 
@@ -96,7 +97,7 @@ class ScoreRoutes:
             (prompt,) = asked.prompts
             choices = asked.call.choices
             return [encode_scoring(tokenizer, prompt, choices, app, salt, most)]
-        labels = [Choice(None, [token_id]) for token_id in asked.label_ids]
+        labels = [ChoiceTokens(None, [token_id]) for token_id in asked.label_ids]
         begun = [begin_prompt(tokenizer, p, app, None, salt, most) for p in asked.prompts]
         return [ContextScoring(each.pending.finish(), labels) for each in begun]
 

@@ -17,9 +17,9 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mainstem.core.errors import InvalidRequest, ModelNotFound
+from mainstem.core.json import JsonView
 
 Message = Mapping[str, object]
-Json = Mapping[str, object]
 
 # the roles that templates know. Templates print the role, so users may not invent one
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -82,9 +82,9 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Json] | None,
+        tools: Sequence[JsonView] | None,
         add_generation_prompt: bool,
-        template_args: Json,
+        template_args: JsonView,
     ) -> str:
         """Return the conversation as text; raises InvalidRequest("messages") with the template's
         error. Roles that the template does not know are replaced by those that mean the same."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.json import JsonView
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.parts import Pending
 from mainstem.text.sessions import Session, said_before
@@ -22,7 +23,6 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 PROBES = ("a", "The")  # user messages that begin differently
 NODE_CHARS = 64  # a JSON field counts like this many characters of text
 
-Json = Mapping[str, object]
 Message = dict[str, object]
 
 
@@ -33,8 +33,8 @@ class Chat:
     messages: list[Message]
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the prompt ends with the content of the last message
-    template_args: Json = field(default_factory=dict)
-    tools: Sequence[Json] | None = None
+    template_args: JsonView = field(default_factory=dict)
+    tools: Sequence[JsonView] | None = None
 
 
 Prompt: TypeAlias = "str | array[int] | Chat"

@@ -1,6 +1,6 @@
 """Makes answers follow a form: JSON of a schema, a regular expression, one of some texts.
 
-    response_format --wire/calls.py--> form --Grammars.compile--> CompiledForm --> AnswerMask
+    response_format --wire/chat/forms.py--> form --Grammars.compile--> CompiledForm --> AnswerMask
 
 A form is a text that llguidance understands; as text it can be part of SamplingParams. JSON is
 written with one space after `,` and `:` and none elsewhere: small models that may choose white

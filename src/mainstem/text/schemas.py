@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-Json = Mapping[str, object]
+from mainstem.core.json import JsonView
 
-NO_ARGUMENTS: Json = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS: JsonView = {"type": "object", "properties": {}, "additionalProperties": False}
 # keywords whose values are schemas by name, or a schema or list of schemas
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _NESTED = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
@@ -13,7 +13,7 @@ _PARTS = ("allOf", "anyOf", "oneOf", "$ref")
 _SHAPES = ("properties", "patternProperties", "additionalProperties", *_PARTS)
 
 
-def closed(schema: Json) -> dict[str, object]:
+def closed(schema: JsonView) -> dict[str, object]:
     """Return a schema that allows no other properties than those it declares.
 
     {"properties": {"a": {}}} -> {"properties": {"a": {}}, "additionalProperties": False}
@@ -26,7 +26,7 @@ def closed(schema: Json) -> dict[str, object]:
     return made
 
 
-def arguments_schema(parameters: object) -> Json:
+def arguments_schema(parameters: object) -> JsonView:
     """Return the schema of a function's arguments, closed. Without any parameters, the arguments
     are an empty object."""
     if not isinstance(parameters, Mapping):
@@ -58,7 +58,7 @@ def _closed(schema: object, path: str, parts: frozenset[str]) -> object:
     return made
 
 
-def _is_part(name: str, schema: Json) -> bool:
+def _is_part(name: str, schema: JsonView) -> bool:
     """Whether a keyword describes only a part of an object, because others describe it too."""
     if name not in _PARTS:
         return False
@@ -71,7 +71,7 @@ def _escaped(key: object) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
-def _is_whole(schema: Json) -> bool:
+def _is_whole(schema: JsonView) -> bool:
     """Whether a schema declares all properties of an object: those it requires, too, and no others
     in schemas for parts of the object."""
     properties, required = schema.get("properties"), schema.get("required", [])

@@ -62,7 +62,7 @@ class ScoreOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceTokens:
     """A continuation as tokens."""
 
     text: str | None
@@ -80,7 +80,7 @@ def checked_choice(text: object) -> str:
 class ContextScoring:
     """The prompts that score the choices of one context, and their results."""
 
-    def __init__(self, context_ids: list[int], choices: Sequence[Choice]) -> None:
+    def __init__(self, context_ids: list[int], choices: Sequence[ChoiceTokens]) -> None:
         """Raises InvalidRequest."""
         if not 0 < len(choices) <= MAX_CHOICES:
             reason = f"must be 1 to {MAX_CHOICES:,} for a context, got {len(choices):,}"
@@ -158,7 +158,7 @@ def encode_scoring(
     stem = prompt.rstrip(" ") if isinstance(prompt, str) else prompt
     begun = begin_prompt(tokenizer, stem, app, None, salt, max_tokens)
     if begun.text is None or begun.is_chat:
-        choices = [Choice(text, tokenizer.encode_plain(text)) for text in texts]
+        choices = [ChoiceTokens(text, tokenizer.encode_plain(text)) for text in texts]
         return ContextScoring(begun.pending.finish(), choices)
     assert isinstance(prompt, str)
     assert isinstance(stem, str)
@@ -171,5 +171,5 @@ def encode_scoring(
         rest = whole[len(context_ids) :]
         if whole[: len(context_ids)] != context_ids or not rest:
             rest = tokenizer.encode_plain(spaces + text)
-        choices.append(Choice(text, rest))
+        choices.append(ChoiceTokens(text, rest))
     return ContextScoring(context_ids, choices)

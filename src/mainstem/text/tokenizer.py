@@ -11,7 +11,8 @@ from pathlib import Path
 import tokenizers
 
 from mainstem.core.errors import InvalidRequest, ModelNotFound
-from mainstem.text.chat_template import ROLES, ChatTemplate, Json, Message, checked_messages
+from mainstem.core.json import JsonView
+from mainstem.text.chat_template import ROLES, ChatTemplate, Message, checked_messages
 from mainstem.text.control_tokens import (
     ESCAPED_MARK,
     MARK,
@@ -47,7 +48,7 @@ class Tokenizer:
         eos_ids: frozenset[int] = frozenset(),
         special_tokens: Mapping[str, str] | None = None,
         templates: Mapping[str, str] | None = None,
-        sampling_defaults: Json | None = None,
+        sampling_defaults: JsonView | None = None,
         allow_special_tokens: bool = False,
     ) -> None:
         """`special_tokens`: role ("bos_token") -> text. `templates`: name -> chat template.
@@ -150,9 +151,9 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Json] | None = None,
+        tools: Sequence[JsonView] | None = None,
         add_generation_prompt: bool = True,
-        template_args: Json | None = None,
+        template_args: JsonView | None = None,
     ) -> list[int]:
         """Return the ids of a conversation; see `render_chat`. Special tokens that the messages
         spell out are text."""
@@ -172,9 +173,9 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Json] | None = None,
+        tools: Sequence[JsonView] | None = None,
         add_generation_prompt: bool = True,
-        template_args: Json | None = None,
+        template_args: JsonView | None = None,
     ) -> str:
         """Return the conversation as the model was trained to read it.
 
@@ -186,9 +187,9 @@ class Tokenizer:
     def chat_text(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Json] | None = None,
+        tools: Sequence[JsonView] | None = None,
         add_generation_prompt: bool = True,
-        template_args: Json | None = None,
+        template_args: JsonView | None = None,
     ) -> str:
         """Like `render_chat`, with marks in the special tokens that the messages spell out
         (text/control_tokens.py)."""
@@ -196,7 +197,7 @@ class Tokenizer:
             reason = "this model has no chat template; send a prompt, or set --chat-template"
             raise InvalidRequest("messages", reason)
         checked = checked_messages(messages, None if self._allows_special else ROLES)
-        given: tuple[Sequence[Message], Sequence[Json] | None, Json]
+        given: tuple[Sequence[Message], Sequence[JsonView] | None, JsonView]
         given = (checked, tools, template_args or {})
         if not self._allows_special:
             given = self._as_text(*given)
@@ -207,8 +208,8 @@ class Tokenizer:
         return text
 
     def _as_text(
-        self, messages: Sequence[Message], tools: Sequence[Json] | None, template_args: Json
-    ) -> tuple[Sequence[Message], Sequence[Json] | None, Json]:
+        self, messages: Sequence[Message], tools: Sequence[JsonView] | None, template_args: JsonView
+    ) -> tuple[Sequence[Message], Sequence[JsonView] | None, JsonView]:
         """Return the messages of a request, with marks, so that nothing in them becomes a special
         token."""
         change = self._control.mark if self._parts.can_split else self._control.refuse
@@ -299,7 +300,7 @@ class Tokenizer:
         return self.decode(ids, skip_special_tokens=False)
 
 
-def _object(value: object) -> Json:
+def _object(value: object) -> JsonView:
     assert isinstance(value, dict)
     return value
 
@@ -325,7 +326,7 @@ def _read_json(path: Path) -> dict[str, object]:
     return value
 
 
-def _special_tokens(settings: Json, special_map: Json) -> dict[str, str]:
+def _special_tokens(settings: JsonView, special_map: JsonView) -> dict[str, str]:
     """Return role ("eos_token") -> text. In the file a value is a string, or an object with a
     `content`."""
     special = {}
@@ -371,7 +372,7 @@ def _own_template(path: Path) -> dict[str, str]:
         raise ModelNotFound(f"the chat template {path} cannot be read: {error}") from None
 
 
-def _templates(folder: Path, settings: Json) -> dict[str, str]:
+def _templates(folder: Path, settings: JsonView) -> dict[str, str]:
     """Chat templates by name: "default", "tool_use".
 
     The first of chat_template.jinja, tokenizer_config.json and chat_template.json (written by
@@ -390,7 +391,7 @@ def _templates(folder: Path, settings: Json) -> dict[str, str]:
     return found
 
 
-def _listed_templates(path: Path, settings: Json) -> dict[str, str]:
+def _listed_templates(path: Path, settings: JsonView) -> dict[str, str]:
     """The templates in `chat_template` of the file at `path`: one text, or several by name, as a
     list or as an object."""
     value = settings.get("chat_template")

@@ -1,12 +1,9 @@
 """The parts of an answer that are not plain text: reasoning and tool calls."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import TypeAlias
-
-Json = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

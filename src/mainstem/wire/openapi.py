@@ -1,26 +1,19 @@
-"""The OpenAPI document, made from the bodies that the parser checks (bodies.py)."""
+"""The OpenAPI document, made from the records that bodies are checked against."""
+
+import re
 
 import msgspec
 from msgspec import Struct
 
+from mainstem.core.json import Json
 from mainstem.core.request import SAMPLING_RANGES
 from mainstem.core.version import __version__
-from mainstem.wire.bodies import (
-    HARMLESS,
-    AppBody,
-    BatchBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeOptions,
-)
-from mainstem.wire.messages_bodies import HARMLESS as HARMLESS_IN_MESSAGES
-from mainstem.wire.messages_bodies import CountBody, MessagesBody
-from mainstem.wire.responses_bodies import HARMLESS as RESPONSE_HARMLESS
-from mainstem.wire.responses_bodies import ResponsesBody
+from mainstem.wire import neutral
+from mainstem.wire.bodies import AppBody, BatchBody, DetokenizeBody, TokenizeOptions
+from mainstem.wire.chat.bodies import ChatBody, CompletionBody
+from mainstem.wire.messages.bodies import CountBody, MessagesBody
+from mainstem.wire.responses.bodies import ResponsesBody
 from mainstem.wire.scores import LabelScoreBody, ScoreBody
-
-Json = dict[str, object]
 
 BODIES = (
     ChatBody,
@@ -40,12 +33,12 @@ RANGES = SAMPLING_RANGES | {
     "max_output_tokens": SAMPLING_RANGES["max_tokens"],
     "top_logprobs": SAMPLING_RANGES["logprobs"],
 }
-HARMLESS_IN: dict[type[Struct], frozenset[str]] = {
-    ChatBody: HARMLESS,
-    CompletionBody: HARMLESS,
-    ResponsesBody: RESPONSE_HARMLESS,
-    MessagesBody: HARMLESS_IN_MESSAGES,
-    CountBody: HARMLESS_IN_MESSAGES,
+RULES: dict[type[Struct], neutral.Rules] = {
+    ChatBody: neutral.CHAT,
+    CompletionBody: neutral.COMPLETION,
+    ResponsesBody: neutral.RESPONSES,
+    MessagesBody: neutral.MESSAGES,
+    CountBody: neutral.MESSAGES,
 }
 REFS = "#/components/schemas/{name}"
 
@@ -87,77 +80,60 @@ _UPLOAD: Json = {
 }
 
 
+def _schema(body: type[Struct]) -> Json:
+    return {"$ref": REFS.format(name=body.__name__)}
+
+
+_SCORES: Json = {"anyOf": [_schema(ScoreBody), _schema(LabelScoreBody)]}
+_TEXT: Json = {
+    "anyOf": [_schema(CompletionBody), _schema(ChatBody)],
+    "allOf": [_schema(TokenizeOptions)],
+}
+# path, method, summary, body
+ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
+    ("/v1/models", "get", "The model, and the model with each app", None),
+    ("/v1/models/{name}", "get", "One model", None),
+    ("/v1/chat/completions", "post", "Answer a conversation", ChatBody),
+    ("/v1/completions", "post", "Continue prompts", CompletionBody),
+    ("/v1/responses", "post", "Answer items", ResponsesBody),
+    ("/v1/responses/{response_id}", "get", "A kept response", None),
+    ("/v1/responses/{response_id}", "delete", "Forget a response", None),
+    ("/v1/messages", "post", "Answer a conversation, as Anthropic does", MessagesBody),
+    ("/v1/messages/count_tokens", "post", "The number of a prompt's tokens", CountBody),
+    ("/v1/score", "post", "How likely choices are after a context", _SCORES),
+    ("/score", "post", "Same as /v1/score", _SCORES),
+    ("/generative_scoring", "post", "The first label's probability", LabelScoreBody),
+    ("/v1/files", "get", "The files of this key", None),
+    ("/v1/files", "post", "Upload a file", _UPLOAD),
+    ("/v1/files/{file_id}", "get", "A file", None),
+    ("/v1/files/{file_id}", "delete", "Remove a file", None),
+    ("/v1/files/{file_id}/content", "get", "A file's bytes", None),
+    ("/v1/batches", "get", "The batches of this key", None),
+    ("/v1/batches", "post", "Answer the rows of a file", BatchBody),
+    ("/v1/batches/{batch_id}", "get", "A batch", None),
+    ("/v1/batches/{batch_id}/cancel", "post", "End a batch early", None),
+    ("/v1/sessions", "get", "The sessions of this key", None),
+    ("/v1/sessions/{session_id}", "delete", "Forget a session", None),
+    ("/tokenizer_info", "get", "Special tokens and chat template", None),
+    ("/tokenize", "post", "Token ids of a text or conversation", _TEXT),
+    ("/detokenize", "post", "Text of token ids", DetokenizeBody),
+    ("/health", "get", "503 if the engine failed repeatedly", None),
+    ("/ready", "get", "Whether requests should be sent here", None),
+    ("/version", "get", "The version", None),
+    ("/metrics", "get", "Metrics as Prometheus text", None),
+    ("/live", "get", "What the server is doing now", None),
+    ("/admin/apps", "get", "Names of the apps", None),
+    ("/admin/apps/{name}", "put", "Add an app, or change its prompt", AppBody),
+    ("/admin/apps/{name}", "delete", "Remove an app", None),
+    ("/admin/reset_prefix_cache", "post", "Forget cached pages not in use", None),
+)
+
+
 def document() -> Json:
     """The whole document."""
-    chat, completion = _body(ChatBody), _body(CompletionBody)
-    either: Json = {
-        "anyOf": [_schema(CompletionBody), _schema(ChatBody)],
-        "allOf": [_schema(TokenizeOptions)],
-    }
-    scores = _content("application/json", {"anyOf": [_schema(ScoreBody), _schema(LabelScoreBody)]})
-    paths: Json = {
-        "/v1/models": {"get": _operation("The model, and the model with each app")},
-        "/v1/models/{name}": {"get": _operation("One model", "name")},
-        "/v1/chat/completions": {"post": _operation("Answer a conversation", body=chat)},
-        "/v1/completions": {"post": _operation("Continue prompts", body=completion)},
-        "/v1/responses": {"post": _operation("Answer items", body=_body(ResponsesBody))},
-        "/v1/responses/{response_id}": {
-            "get": _operation("A kept response", "response_id"),
-            "delete": _operation("Forget a response", "response_id"),
-        },
-        "/v1/messages": {
-            "post": _operation(
-                "Answer a conversation, as Anthropic does",
-                body=_body(MessagesBody),
-                error=_MESSAGES_ERROR,
-            )
-        },
-        "/v1/messages/count_tokens": {
-            "post": _operation(
-                "The number of a prompt's tokens", body=_body(CountBody), error=_MESSAGES_ERROR
-            )
-        },
-        "/v1/score": {"post": _operation("How likely choices are after a context", body=scores)},
-        "/score": {"post": _operation("Same as /v1/score", body=scores)},
-        "/generative_scoring": {
-            "post": _operation("The first label's probability", body=_body(LabelScoreBody))
-        },
-        "/v1/files": {
-            "get": _operation("The files of this key"),
-            "post": _operation("Upload a file", body=_content("multipart/form-data", _UPLOAD)),
-        },
-        "/v1/files/{file_id}": {
-            "get": _operation("A file", "file_id"),
-            "delete": _operation("Remove a file", "file_id"),
-        },
-        "/v1/files/{file_id}/content": {"get": _operation("A file's bytes", "file_id")},
-        "/v1/batches": {
-            "get": _operation("The batches of this key"),
-            "post": _operation("Answer the rows of a file", body=_body(BatchBody)),
-        },
-        "/v1/batches/{batch_id}": {"get": _operation("A batch", "batch_id")},
-        "/v1/batches/{batch_id}/cancel": {"post": _operation("End a batch early", "batch_id")},
-        "/v1/sessions": {"get": _operation("The sessions of this key")},
-        "/v1/sessions/{session_id}": {"delete": _operation("Forget a session", "session_id")},
-        "/tokenizer_info": {"get": _operation("Special tokens and chat template")},
-        "/tokenize": {
-            "post": _operation(
-                "Token ids of a text or conversation", body=_content("application/json", either)
-            )
-        },
-        "/detokenize": {"post": _operation("Text of token ids", body=_body(DetokenizeBody))},
-        "/health": {"get": _operation("503 if the engine failed repeatedly")},
-        "/ready": {"get": _operation("Whether requests should be sent here")},
-        "/version": {"get": _operation("The version")},
-        "/metrics": {"get": _operation("Metrics as Prometheus text")},
-        "/live": {"get": _operation("What the server is doing now")},
-        "/admin/apps": {"get": _operation("Names of the apps")},
-        "/admin/apps/{name}": {
-            "put": _operation("Add an app, or change its prompt", "name", _body(AppBody)),
-            "delete": _operation("Remove an app", "name"),
-        },
-        "/admin/reset_prefix_cache": {"post": _operation("Forget cached pages not in use")},
-    }
+    paths: dict[str, Json] = {}
+    for path, method, summary, body in ROUTES:
+        paths.setdefault(path, {})[method] = _operation(path, summary, body)
     return {
         "openapi": "3.1.0",
         "info": {"title": "mainstem", "version": __version__},
@@ -176,9 +152,10 @@ def document() -> Json:
 def _schemas() -> Json:
     """The schemas of all bodies, by name; sampling fields get the ranges that the engine checks."""
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REFS)
-    for body, harmless in HARMLESS_IN.items():
+    for body, rules in RULES.items():
         properties = schemas[body.__name__]["properties"]
-        properties |= {name: {"description": "accepted, without effect"} for name in harmless}
+        for name in neutral.harmless(rules):
+            properties[name] = {"description": "accepted, without effect"}
         for name, described in properties.items():
             if name not in RANGES:
                 continue
@@ -188,21 +165,8 @@ def _schemas() -> Json:
     return schemas
 
 
-def _schema(body: type[Struct]) -> Json:
-    return {"$ref": REFS.format(name=body.__name__)}
-
-
-def _body(body: type[Struct]) -> Json:
-    return _content("application/json", _schema(body))
-
-
-def _content(media_type: str, schema: Json) -> Json:
-    return {"required": True, "content": {media_type: {"schema": schema}}}
-
-
-def _operation(
-    summary: str, parameter: str | None = None, body: Json | None = None, error: Json = _ERROR
-) -> Json:
+def _operation(path: str, summary: str, body: type[Struct] | Json | None) -> Json:
+    error = _MESSAGES_ERROR if path.startswith("/v1/messages") else _ERROR
     content = {"application/json": {"schema": error}}
     operation: Json = {
         "summary": summary,
@@ -212,11 +176,13 @@ def _operation(
             "503": {"description": "the server cannot answer now", "content": content},
         },
     }
-    if parameter is not None:
-        schema = {"type": "string"}
+    if names := re.findall(r"{(\w+)}", path):
         operation["parameters"] = [
-            {"name": parameter, "in": "path", "required": True, "schema": schema}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
         ]
     if body is not None:
-        operation["requestBody"] = body
+        media_type = "multipart/form-data" if body is _UPLOAD else "application/json"
+        schema = body if isinstance(body, dict) else _schema(body)
+        operation["requestBody"] = {"required": True, "content": {media_type: {"schema": schema}}}
     return operation

@@ -13,12 +13,16 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.json import Json, JsonView
 from mainstem.text.encoding import Prompt
 from mainstem.text.scoring import SCORE_SAMPLING, ScoreOutput, checked_choice
-from mainstem.wire.bodies import HARMLESS, Json, Message, read_fields
-from mainstem.wire.calls import MAX_TOKEN_ID, BodyLimits, Call, CallParser, Kind
+from mainstem.wire.answers import Heading
+from mainstem.wire.calls import MAX_TOKEN_ID, BodyLimits, Call, CallKind
+from mainstem.wire.chat.bodies import Message
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError, from_invalid
-from mainstem.wire.replies import Heading
+from mainstem.wire.fields import read_fields
+from mainstem.wire.neutral import SCORES, without_neutral
 
 MAX_LABEL_PAIRS = 1024
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
@@ -63,15 +67,15 @@ class AskedScores:
     has_softmax: bool | None = None  # None: the route's default
 
 
-def read_scores(parser: CallParser, body: Json) -> AskedScores:
+def read_scores(parser: CallParser, body: JsonView) -> AskedScores:
     """Read a body; raises WireError that names the field."""
-    given = {name: value for name, value in body.items() if name not in HARMLESS}
+    given = without_neutral(body, SCORES)
     for name in _OTHERS:
-        if given.get(name) is not None:
+        if name in given:
             reason = "this model continues texts; send prompt and choices, or query and items"
             raise WireError("unknown_field", f"{name}: is not supported: {reason}", name)
     try:
-        if given.get("query") is not None or given.get("items") is not None:
+        if "query" in given or "items" in given:
             return _labels(parser, read_fields(given, LabelScoreBody))
         return _choices(parser, given)
     except InvalidRequest as error:
@@ -125,7 +129,7 @@ def _parse(
         for name in ("model", "app", "cache_salt", "priority")
         if (value := getattr(body, name)) is not None
     }
-    kind = Kind.CHAT if "messages" in prompt else Kind.COMPLETION
+    kind = CallKind.CHAT if "messages" in prompt else CallKind.COMPLETION
     call, prompts = parser.parse({**fields, **prompt}, kind)
     return replace(call, sampling=SCORE_SAMPLING), prompts
 
@@ -139,75 +143,60 @@ def _check_number(name: str, number: int, limits: BodyLimits) -> None:
 # --- replies -------------------------------------------------------------------------------------
 
 
-def choices_reply(heading: Heading, result: ScoreOutput) -> dict[str, object]:
+def choices_reply(heading: Heading, result: ScoreOutput) -> Json:
     """The reply in our format, for `/v1/score` and for a row of a batch."""
-    return {
-        "id": heading.reply_id,
-        "object": "score",
-        "created": heading.created,
-        "model": heading.model,
-        "choices": [
-            {
-                "index": index,
-                "text": choice.text,
-                "logprob": choice.logprob,
-                "mean_logprob": choice.mean_logprob,
-                "probability": choice.probability,
-                "is_greedy": choice.is_greedy,
-                "token_ids": choice.token_ids,
-                "token_logprobs": choice.token_logprobs,
-            }
-            for index, choice in enumerate(result.choices)
-        ],
-        "best": result.best,
-        "usage": _usage([result]),
-    }
+    choices = [
+        {
+            "index": index,
+            "text": choice.text,
+            "logprob": choice.logprob,
+            "mean_logprob": choice.mean_logprob,
+            "probability": choice.probability,
+            "is_greedy": choice.is_greedy,
+            "token_ids": choice.token_ids,
+            "token_logprobs": choice.token_logprobs,
+        }
+        for index, choice in enumerate(result.choices)
+    ]
+    return _reply(heading, "score", {"choices": choices, "best": result.best}, [result])
 
 
-def labels_reply(
-    heading: Heading, results: Sequence[ScoreOutput], has_softmax: bool
-) -> dict[str, object]:
+def labels_reply(heading: Heading, results: Sequence[ScoreOutput], has_softmax: bool) -> Json:
     """The reply in SGLang's format: for each item, the probability of each label."""
-    return {
-        "id": heading.reply_id,
-        "object": "scoring",
-        "created": heading.created,
-        "model": heading.model,
-        "scores": [_label_scores(result, has_softmax) for result in results],
-        "usage": _usage(results),
-    }
+    scores = [_label_scores(result, has_softmax) for result in results]
+    return _reply(heading, "scoring", {"scores": scores}, results)
 
 
-def first_label_reply(
-    heading: Heading, results: Sequence[ScoreOutput], has_softmax: bool
-) -> dict[str, object]:
+def first_label_reply(heading: Heading, results: Sequence[ScoreOutput], has_softmax: bool) -> Json:
     """The reply in vLLM's format: for each item, the probability of the first label."""
-    return {
-        "id": heading.reply_id,
-        "object": "list",
-        "created": heading.created,
-        "model": heading.model,
-        "data": [
-            {"index": index, "object": "score", "score": _label_scores(result, has_softmax)[0]}
-            for index, result in enumerate(results)
-        ],
-        "usage": _usage(results),
-    }
+    data = [
+        {"index": index, "object": "score", "score": _label_scores(result, has_softmax)[0]}
+        for index, result in enumerate(results)
+    ]
+    return _reply(heading, "list", {"data": data}, results)
 
 
 def _label_scores(result: ScoreOutput, has_softmax: bool) -> list[float]:
     return [each.probability if has_softmax else exp(each.logprob) for each in result.choices]
 
 
-def _usage(results: Sequence[ScoreOutput]) -> dict[str, object]:
-    """Return the number of tokens in contexts and choices; none are generated."""
+def _reply(heading: Heading, kind: str, scores: Json, results: Sequence[ScoreOutput]) -> Json:
+    """A reply; its usage is the tokens in contexts and choices, since none are generated."""
     texts = [each for result in results for each in result.choices if each.text is not None]
     num_tokens = sum(len(result.context_token_ids) for result in results)
     num_tokens += sum(len(each.token_ids) for each in texts)
-    cached = sum(result.num_cached_tokens for result in results)
     return {
-        "prompt_tokens": num_tokens,
-        "completion_tokens": 0,
-        "total_tokens": num_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "id": heading.reply_id,
+        "object": kind,
+        "created": heading.created,
+        "model": heading.model,
+        **scores,
+        "usage": {
+            "prompt_tokens": num_tokens,
+            "completion_tokens": 0,
+            "total_tokens": num_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(result.num_cached_tokens for result in results)
+            },
+        },
     }

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.json import JsonView
 from mainstem.text.grammar import lark_form
 from mainstem.text.parsers import harmony, llama, mistral, tagged
-from mainstem.text.parsers.forms import Json, spelled
+from mainstem.text.parsers.forms import spelled
 from mainstem.text.parsers.parser import AnswerParser, PlainParser
 from mainstem.text.parsers.think import ThinkParser
 from mainstem.text.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ class AnswerFormats:
     reasoning: ReasoningFormat | None = None
     special: Mapping[str, int] = field(default_factory=dict)  # special tokens among the marks
     # efforts of reasoning -> the template variables that ask for them
-    efforts: Mapping[str, Json] = field(default_factory=dict)
+    efforts: Mapping[str, JsonView] = field(default_factory=dict)
 
     def shown_ids(self, *formats: Enum | None) -> frozenset[int]:
         """The special tokens that parsers of these formats must see."""
@@ -115,10 +116,10 @@ def find_formats(
     return AnswerFormats(tools, reasoning, special, _efforts_of(tokenizer.chat_template or ""))
 
 
-def _efforts_of(template: str) -> dict[str, Json]:
+def _efforts_of(template: str) -> dict[str, JsonView]:
     """The efforts that a template supports. `medium` is what a template without efforts does, and
     `none` what a model does that does not reason."""
-    efforts: dict[str, Json] = {"medium": {}}
+    efforts: dict[str, JsonView] = {"medium": {}}
     has_efforts, has_switch = "reasoning_effort" in template, "enable_thinking" in template
     if has_efforts:
         efforts = {each: {"reasoning_effort": each} for each in ("low", "medium", "high")}
@@ -164,17 +165,17 @@ class ToolUse:
     """The tools of a request, and how the model writes calls. `form` is set if the answer must be a
     call."""
 
-    tools: tuple[Json, ...]
+    tools: tuple[JsonView, ...]
     format: ToolFormat
     form: str | None = None
 
     @property
-    def functions(self) -> list[Json]:
+    def functions(self) -> list[JsonView]:
         return [_function(tool) for tool in self.tools]
 
 
 def offer_tools(
-    tools: Sequence[Json], required: Sequence[str] | None, formats: AnswerFormats
+    tools: Sequence[JsonView], required: Sequence[str] | None, formats: AnswerFormats
 ) -> ToolUse:
     """Offer tools, given in OpenAI's format. If `required` names any, one of them must be called.
 
@@ -196,7 +197,7 @@ def offer_tools(
     return ToolUse(tuple(tools), format, form)
 
 
-def _function(tool: Json) -> Json:
+def _function(tool: JsonView) -> JsonView:
     function = tool["function"]
     assert isinstance(function, dict)
     return function
@@ -205,10 +206,8 @@ def _function(tool: Json) -> Json:
 # --- what comes back -----------------------------------------------------------------------------
 
 
-def make_parser(use: ToolUse | None, reasoning: ReasoningFormat | None) -> AnswerParser | None:
-    """Return the parser of one answer; None if the answer is plain text."""
-    if use is None and reasoning is None:
-        return None
+def make_parser(use: ToolUse | None, reasoning: ReasoningFormat | None) -> AnswerParser:
+    """Return the parser of one answer."""
     is_harmony = reasoning is ReasoningFormat.HARMONY
     if is_harmony or (use is not None and use.format is ToolFormat.HARMONY):
         return harmony.HarmonyParser(has_reasoning=is_harmony, has_calls=use is not None)

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 
+from mainstem.core.json import JsonView
 from mainstem.text.grammar import JSON_SPACING
 from mainstem.text.schemas import arguments_schema
 
-Json = Mapping[str, object]
 Spell = Callable[[str], str]  # mark -> its name in a form: the id of a special token, or a text
 
 
@@ -15,19 +15,19 @@ def spelled(special: Mapping[str, int]) -> Spell:
     return lambda mark: f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
 
 
-def json_rule(schema: Json) -> str:
+def json_rule(schema: JsonView) -> str:
     """JSON that a schema describes."""
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_SPACING})}"
 
 
-def arguments_rules(functions: Sequence[Json]) -> list[str]:
+def arguments_rules(functions: Sequence[JsonView]) -> list[str]:
     """Return the rules `arguments_0`, `arguments_1` ...: JSON that the functions' schemas describe.
     Each schema has its own rule, since "#/$defs/..." refers to the schema's own definitions."""
     schemas = [arguments_schema(function.get("parameters")) for function in functions]
     return [f"arguments_{number}: {json_rule(schema)}" for number, schema in enumerate(schemas)]
 
 
-def json_call_rules(functions: Sequence[Json], arguments: str) -> list[str]:
+def json_call_rules(functions: Sequence[JsonView], arguments: str) -> list[str]:
     """Return the rule `call`, {"name": ..., `arguments`: ...}, and the rules that it needs."""
     calls = []
     for number, function in enumerate(functions):

@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 
-from mainstem.text.parsers.forms import Json, Spell, arguments_rules, either
+from mainstem.core.json import JsonView
+from mainstem.text.parsers.forms import Spell, arguments_rules, either
 from mainstem.text.parsers.parser import overlap
 from mainstem.text.tools import Part, Reasoning, ToolCall, new_call_id
 
@@ -55,7 +56,6 @@ class HarmonyParser:
         self._arguments: list[str] = []
         self._spoken: set[_Kind] = set()  # kinds of messages seen
         self._is_first = True  # no text of this message was returned yet
-        self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -127,7 +127,6 @@ class HarmonyParser:
         yield Reasoning(text) if self._kind is _Kind.REASONING else text
 
     def _call(self, arguments: str) -> ToolCall:
-        self.num_calls += 1
         return ToolCall(new_call_id(), self._name, arguments.strip() or "{}")
 
     def _last_call(self) -> list[Part]:
@@ -140,7 +139,7 @@ class HarmonyParser:
         return [self._call(arguments)]
 
 
-def harmony_form(functions: Sequence[Json], spell: Spell) -> str:
+def harmony_form(functions: Sequence[JsonView], spell: Spell) -> str:
     """Return a Lark grammar for one call."""
     calls = []
     for number, function in enumerate(functions):

@@ -4,7 +4,8 @@ separated by "; ", with or without <|python_tag|> before them. Text may come bef
 
 from collections.abc import Iterator, Sequence
 
-from mainstem.text.parsers.forms import Json, Spell, json_call_rules
+from mainstem.core.json import JsonView
+from mainstem.text.parsers.forms import Spell, json_call_rules
 from mainstem.text.parsers.parser import overlap, read_calls
 from mainstem.text.tools import Part
 
@@ -20,7 +21,6 @@ class LlamaParser:
         self._held = ""
         self._is_text = False  # the answer did not begin like a call
         self._is_call = False  # the answer may be a call, so all of it is held back
-        self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -29,7 +29,6 @@ class LlamaParser:
     def finish(self) -> list[Part]:
         held, self._held = self._held, ""
         calls = read_calls(held) if self._is_call else []
-        self.num_calls += len(calls)
         return [*calls] if calls else ([held] if held else [])
 
     def _parts(self) -> Iterator[Part]:
@@ -51,6 +50,6 @@ class LlamaParser:
             yield before
 
 
-def llama_form(functions: Sequence[Json], _spell: Spell) -> str:
+def llama_form(functions: Sequence[JsonView], _spell: Spell) -> str:
     """Return a Lark grammar for one call."""
     return "\n".join(["start: call", *json_call_rules(functions, "parameters")])

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from secrets import token_hex
 
-from mainstem.text.parsers.forms import Json, Spell, arguments_rules, either, json_call_rules
+from mainstem.core.json import JsonView
+from mainstem.text.parsers.forms import Spell, arguments_rules, either, json_call_rules
 from mainstem.text.parsers.parser import call_of, overlap
 from mainstem.text.tools import Part, ToolCall
 
@@ -27,7 +28,6 @@ class MistralParser:
     def __init__(self) -> None:
         self._held = ""
         self._is_call = False
-        self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -55,7 +55,6 @@ class MistralParser:
 
     def _calls(self, body: str) -> Iterator[Part]:
         calls = _read(body)
-        self.num_calls += len(calls)
         yield from calls
         if not calls:
             yield CALLS + body
@@ -86,7 +85,7 @@ def _call_id(value: object) -> str:
     return token_hex(ID_CHARS)[:ID_CHARS]
 
 
-def mistral_form(functions: Sequence[Json], spell: Spell) -> str:
+def mistral_form(functions: Sequence[JsonView], spell: Spell) -> str:
     """A Lark grammar for one call, in the newer format if the vocabulary has [ARGS]."""
     if spell(ARGS) == json.dumps(ARGS):
         start = f'start: {spell(CALLS)} " [" call "]"'

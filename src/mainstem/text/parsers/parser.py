@@ -19,11 +19,6 @@ class AnswerParser(Protocol):
     """
 
     @property
-    def num_calls(self) -> int:
-        """Tool calls so far."""
-        ...
-
-    @property
     def is_plain(self) -> bool:
         """Whether nothing is held back, and everything that follows is text."""
         ...
@@ -40,7 +35,6 @@ class AnswerParser(Protocol):
 class PlainParser:
     """An answer that is only text."""
 
-    num_calls = 0
     is_plain = True
 
     def push(self, text: str) -> list[Part]:

@@ -19,7 +19,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from mainstem.text.parsers.forms import Json, Spell, either, json_call_rules, json_rule
+from mainstem.core.json import JsonView
+from mainstem.text.parsers.forms import Spell, either, json_call_rules, json_rule
 from mainstem.text.parsers.parser import overlap, read_calls
 from mainstem.text.schemas import closed
 from mainstem.text.tools import Part, ToolCall, new_call_id
@@ -48,7 +49,7 @@ class TaggedParser:
         self._any_begin = re.compile("|".join(map(re.escape, begins)))
         self._read = read
         self._held = ""
-        self.num_calls = 0
+        self._has_called = False
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -57,7 +58,7 @@ class TaggedParser:
     def finish(self) -> list[Part]:
         held, self._held = self._held, ""
         calls = self._calls(held.lstrip())  # the end tag is missing
-        return [*calls] if calls else ([held] if held.strip() or not self.num_calls else [])
+        return [*calls] if calls else ([held] if held.strip() or not self._has_called else [])
 
     def _parts(self) -> Iterator[Part]:
         while self._held:
@@ -84,7 +85,7 @@ class TaggedParser:
 
     def _calls(self, body: str) -> list[ToolCall]:
         calls = self._read(body.removeprefix(BEGIN)) if body.startswith(tuple(self._begins)) else []
-        self.num_calls += len(calls)
+        self._has_called |= bool(calls)
         return calls
 
 
@@ -92,7 +93,7 @@ def hermes_parser() -> TaggedParser:
     return TaggedParser([BEGIN], read_calls)
 
 
-def hermes_form(functions: Sequence[Json], spell: Spell) -> str:
+def hermes_form(functions: Sequence[JsonView], spell: Spell) -> str:
     """Return a Lark grammar for one call."""
     start = f'start: {spell(BEGIN)} "\\n" call "\\n" {spell(END)}'
     return "\n".join([start, *json_call_rules(functions, "arguments")])
@@ -101,7 +102,7 @@ def hermes_form(functions: Sequence[Json], spell: Spell) -> str:
 # --- Qwen3-Coder ---------------------------------------------------------------------------------
 
 
-def coder_parser(functions: Sequence[Json]) -> TaggedParser:
+def coder_parser(functions: Sequence[JsonView]) -> TaggedParser:
     """Return a parser. `functions` are those that were offered; their schemas say which values are
     texts."""
     known = {function["name"]: _properties(function) for function in functions}
@@ -118,7 +119,7 @@ def coder_parser(functions: Sequence[Json]) -> TaggedParser:
     return TaggedParser([BEGIN, FUNCTION], read)
 
 
-def _call(name: str, body: str, properties: Json) -> ToolCall:
+def _call(name: str, body: str, properties: JsonView) -> ToolCall:
     arguments = {
         parameter.strip(): _value(text, properties.get(parameter.strip()))
         for parameter, text in _PARAMETER.findall(body)
@@ -149,13 +150,13 @@ def _is_text(schema: object) -> bool:
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
 
-def _properties(function: Json) -> Json:
+def _properties(function: JsonView) -> JsonView:
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
 
 
-def coder_form(functions: Sequence[Json], spell: Spell) -> str:
+def coder_form(functions: Sequence[JsonView], spell: Spell) -> str:
     """Return a Lark grammar for one call, with required and optional parameters in the schema's
     order."""
     calls, values = [], []
@@ -178,7 +179,7 @@ def coder_form(functions: Sequence[Json], spell: Spell) -> str:
 _CLOSING = "\n</parameter>\n"
 
 
-def _value_rule(rule: str, schema: object, parameters: Json) -> str:
+def _value_rule(rule: str, schema: object, parameters: JsonView) -> str:
     """Return the rule for a value and the end of its parameter."""
     closing = json.dumps(_CLOSING)
     if _is_text(schema):

@@ -27,10 +27,6 @@ class ThinkParser:
         self._held = ""
 
     @property
-    def num_calls(self) -> int:
-        return self._rest.num_calls
-
-    @property
     def is_plain(self) -> bool:
         return self._state is _ThinkState.REST and self._rest.is_plain
 

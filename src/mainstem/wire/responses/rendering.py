@@ -8,21 +8,16 @@ for each item:  response.output_item.added
 response.completed, or response.incomplete, or response.failed
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import msgspec
-
+from mainstem.core.json import Json
 from mainstem.core.request import FinishReason
 from mainstem.text.text_engine import TextOutput
-from mainstem.text.tools import Reasoning, ToolCall
+from mainstem.text.tools import Part, Reasoning, ToolCall
+from mainstem.wire.answers import AnswerParts, Heading, PromptAnswers
 from mainstem.wire.calls import Call
-from mainstem.wire.replies import Heading, PromptAnswers
-from mainstem.wire.responses_bodies import ResponsesBody, TextConfig
-
-Json = dict[str, object]
-Part = str | Reasoning | ToolCall
-
-_encode = msgspec.json.Encoder().encode
+from mainstem.wire.events import named_event
+from mainstem.wire.responses.bodies import ResponsesBody, TextConfig
 
 
 class _TextItem:
@@ -64,12 +59,9 @@ class ResponseStream:
     last output, `response` is complete."""
 
     def __init__(self, call: Call, heading: Heading, body: ResponsesBody) -> None:
-        self._call = call
-        self._id = heading.reply_id
         self._item_ids = heading.reply_id.removeprefix("resp_")
-        self._reader = call.parser()
+        self._parts = AnswerParts(call)
         self._num_events = 0
-        self._num_calls = 0
         self._num_reasoning_tokens = 0
         self._open: _TextItem | None = None
         self._output: list[Json] = []
@@ -79,17 +71,14 @@ class ResponseStream:
         """The first events. They are sent while the prompt is still computed, so that the client
         knows that the request was accepted."""
         in_progress: Json = {"response": self.response}
-        return b"".join(
-            [
-                self._event("response.created", in_progress),
-                self._event("response.in_progress", in_progress),
-            ]
-        )
+        created = self._event("response.created", in_progress)
+        return created + self._event("response.in_progress", in_progress)
 
     def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
         """The events for an output that the caller has already added to `answers`."""
         is_last = output.finish_reason is not None
-        events = [event for part in self._parts(output) for event in self._part(part)]
+        parts = self._parts.read(output.text, is_last=is_last)
+        events = [event for part in parts for event in self._part(part)]
         if self._open is not None and self._open.is_reasoning:
             self._num_reasoning_tokens += len(output.token_ids)
         if is_last:
@@ -112,20 +101,10 @@ class ResponseStream:
 
     # --- items ----------------------------------------------------------------------------------
 
-    def _parts(self, output: TextOutput) -> Sequence[Part]:
-        if self._reader is None:
-            return [output.text] if output.text else []
-        parts: list[Part] = [*self._reader.push(output.text)]
-        if output.finish_reason is not None:
-            parts += self._reader.finish()
-        return parts
-
     def _part(self, part: Part) -> Iterator[bytes]:
         if isinstance(part, ToolCall):
-            self._num_calls += 1
-            if self._num_calls == 1 or not self._call.has_one_tool_call:
-                yield from self._close("completed")
-                yield from self._called(part)
+            yield from self._close("completed")
+            yield from self._called(part)
             return
         is_reasoning = isinstance(part, Reasoning)
         text = part.text if isinstance(part, Reasoning) else part
@@ -218,7 +197,7 @@ class ResponseStream:
     def _event(self, kind: str, fields: Json) -> bytes:
         told = {"type": kind, "sequence_number": self._num_events} | fields
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(told))
+        return named_event(told)
 
 
 def _response(call: Call, heading: Heading, body: ResponsesBody) -> Json:

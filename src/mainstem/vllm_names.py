@@ -6,23 +6,14 @@ settings and not listed here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from typing import Protocol
 
+from mainstem.core import request
 from mainstem.core.config import SETTINGS
-from mainstem.core.errors import ConfigError
+from mainstem.core.errors import ConfigError, InvalidRequest
+from mainstem.core.neutral import OnlyAt
 from mainstem.core.spelling import did_you_mean
-
-
-@dataclass(frozen=True, slots=True)
-class OnlyAt:
-    """An argument that is accepted only with values that change nothing."""
-
-    values: tuple[object, ...]
-    instead: str  # what to do if another value is wanted
-
-    def takes(self, value: object) -> bool:
-        return any(type(value) is type(each) and value == each for each in self.values)
-
 
 _ONE_ENGINE = "an engine is split by tensor_parallel only; leave it out"
 _FIXED_MEMORY = "use kv_tokens, or gpu_memory_utilization for weights and pages together"
@@ -120,3 +111,50 @@ def own_arguments(given: Mapping[str, object], others: Mapping[str, object]) -> 
         elif not rule.takes(value) and not (name == "tokenizer" and value == given["model"]):
             raise ConfigError(f"LLM: {name}={value!r} is not supported: {rule.instead}")
     return settings
+
+
+class AnswerForm(Protocol):
+    """A form of answers as a caller describes it."""
+
+    @property
+    def form(self) -> str:
+        """The form as text, in the format of text/grammar.py."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(request.SamplingParams):
+    """How to choose tokens and when to stop. Names and defaults as in vLLM.
+
+    The constructor raises InvalidRequest, which names the field and the allowed range.
+    """
+
+    structured_outputs: AnswerForm | None = None  # the form in vLLM's words; sets `grammar`
+    best_of: InitVar[object] = None
+    use_beam_search: InitVar[object] = False
+    guided_decoding: InitVar[object] = None
+    logits_processors: InitVar[object] = None
+    bad_words: InitVar[object] = None
+    allowed_token_ids: InitVar[object] = None
+    truncate_prompt_tokens: InitVar[object] = None
+    detokenize: InitVar[object] = True
+
+    def __post_init__(self, *others: object) -> None:
+        """`others`: the arguments in SAMPLING_ARGUMENTS, in order."""
+        for (name, rule), value in zip(SAMPLING_ARGUMENTS.items(), others, strict=True):
+            is_all = name == "best_of" and value == self.n  # the best n of n are all answers
+            if not (value is None or is_all or rule.takes(value)):
+                raise InvalidRequest(name, f"{value!r} is not supported: {rule.instead}")
+        self._take_form()
+        request.SamplingParams.__post_init__(self)  # super() does not work with slots
+
+    def _take_form(self) -> None:
+        if self.structured_outputs is None:
+            return
+        form = getattr(self.structured_outputs, "form", None)
+        if not isinstance(form, str):
+            got = f"got {self.structured_outputs!r:.80}"
+            raise InvalidRequest("structured_outputs", f"must be StructuredOutputsParams, {got}")
+        if self.grammar not in (None, form):
+            raise InvalidRequest("structured_outputs", "cannot be combined with grammar")
+        object.__setattr__(self, "grammar", form)

@@ -1,192 +1,41 @@
-"""The bodies of Anthropic's Messages API, and their translation to chats.
+"""Translates bodies of Anthropic's Messages API to chats.
 
-    body (JSON object) -- Structs: names and types --> MessagesBody
+    body (JSON object) -- bodies.py: names and types --> MessagesBody
                        -- here: Anthropic's meanings --> fields of a ChatBody, [Mark, ...]
 
-Fields that would change the answer and are not supported are refused, as in bodies.py; the error
-names them.
+Fields that would change the answer and are not supported are refused; the error names them.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, structs
+from msgspec import structs
 
+from mainstem.core.json import Json, JsonView
 from mainstem.core.spelling import did_you_mean
 from mainstem.text.encoding import Message
-from mainstem.wire.bodies import Anything, Json, read_fields
 from mainstem.wire.errors import WireError
+from mainstem.wire.fields import read_fields
+from mainstem.wire.messages.bodies import (
+    Block,
+    CacheControl,
+    CountBody,
+    InputMessage,
+    InputTool,
+    InputToolChoice,
+    MessagesBody,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from mainstem.wire.neutral import MESSAGES, without_neutral
 
 MAX_MARKS = 4  # maximum number of `cache_control` in one body, as in Anthropic's API
-TTL_S = {"5m": 300, "1h": 3600}
 # a line that Claude Code puts before its system prompt; it changes each time and is not needed
 BILLING = "x-anthropic-billing-header:"
 _ANYBODY: Message = {"role": "user", "content": "?"}  # a placeholder message after a system prompt
-
-
-# --- content -------------------------------------------------------------------------------------
-
-
-class CacheControl(Struct, frozen=True, forbid_unknown_fields=True):
-    """Pin what was computed up to the end of this block."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-    scope: Anything = None  # accepted and ignored: pages are always kept for the caller's key
-
-    @property
-    def ttl_s(self) -> int:
-        return TTL_S[self.ttl or "5m"]
-
-
-class _Block(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
-    """A text of a message."""
-
-    text: str
-    citations: Anything = None  # from an earlier answer; has no effect
-
-
-class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
-    """Reasoning of an earlier answer; the template decides whether the model reads it again."""
-
-    thinking: str
-    signature: Anything = None
-
-
-class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
-    """A call that an earlier answer made."""
-
-    id: str
-    name: str
-    input: dict[str, Anything]
-    caller: Anything = None
-
-
-class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
-    """The result of a tool call."""
-
-    tool_use_id: str
-    content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
-
-
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
-
-
-class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message; if the last one is the assistant's, the answer continues it."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
-
-
-# --- bodies --------------------------------------------------------------------------------------
-
-
-class InputTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that the client runs."""
-
-    name: str
-    input_schema: dict[str, Anything]
-    description: str | None = None
-    type: Literal["custom"] | None = None
-    cache_control: CacheControl | None = None
-    strict: bool | None = None  # has no effect: only a required call follows its schema
-    eager_input_streaming: bool | None = None  # has no effect: calls are returned whole
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-
-
-class InputToolChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether tools are used; with `any` and `tool`, a tool must be called."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None  # name of the tool
-    disable_parallel_tool_use: bool | None = None
-
-
-class Thinking(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whether the model reasons before its answer, if it was trained to."""
-
-    type: Literal["disabled", "enabled", "adaptive"]
-    budget_tokens: int | None = None  # accepted and ignored: reasoning has no budget here
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class OutputFormat(Struct, frozen=True, forbid_unknown_fields=True):
-    """The JSON schema that the answer must match."""
-
-    type: Literal["json_schema"]
-    schema: dict[str, Anything]
-
-
-class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of the answer."""
-
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = (
-        None  # passed to the template, if it accepts one
-    )
-    format: OutputFormat | None = None
-
-
-class CountBody(Struct, frozen=True, kw_only=True):
-    """`POST /v1/messages/count_tokens`."""
-
-    messages: Annotated[list[InputMessage], Meta(min_length=1)]
-    model: Annotated[str, Meta(description="the model's name, or NAME:APP")] | None = None
-    system: str | list[TextBlock] | None = None
-    tools: list[InputTool] | None = None
-    tool_choice: InputToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None  # the same as on the last block
-
-
-class MessagesBody(CountBody, frozen=True, kw_only=True):
-    """`POST /v1/messages`."""
-
-    max_tokens: int
-    stream: bool | None = None
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-
-
-HARMLESS = frozenset(
-    [
-        "diagnostics",
-        "inference_geo",
-        "metadata",
-        "service_tier",
-        "user_profile_id",
-        "workspace_id",
-    ]
-)
-
-
-def _keeps_all(value: object) -> bool:
-    """Whether a `context_management` removes nothing."""
-    edits = value.get("edits", []) if isinstance(value, dict) and len(value) <= 1 else None
-    kept = {"type": "clear_thinking_20251015", "keep": "all"}
-    return isinstance(edits, list) and all(edit == kept for edit in edits)
-
-
-# accepted only with values that change nothing
-_NEUTRAL: Mapping[str, Callable[[object], bool]] = {
-    "context_management": _keeps_all,
-    "mcp_servers": lambda value: value == [],
-    "speed": lambda value: value == "standard",
-}
-
-
-# --- what a body means ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,22 +52,17 @@ class Mark:
 class MessagesAsked:
     """What a body asks for: the fields of a chat, and which prefixes to pin."""
 
-    fields: dict[str, object]
+    fields: Json
     marks: list[Mark]
     must_think: bool = False
     shows_thinking: bool = True
 
 
-def read_messages(body: Json, kind: type[CountBody], template: str) -> MessagesAsked:
+def read_messages(body: JsonView, kind: type[CountBody], template: str) -> MessagesAsked:
     """Read a body; raises WireError that names the field. `template` is the model's chat
     template."""
-    left = {
-        name: value
-        for name, value in body.items()
-        if name not in HARMLESS and not (name in _NEUTRAL and _NEUTRAL[name](value))
-    }
     try:
-        read = read_fields(left, kind)
+        read = read_fields(without_neutral(body, MESSAGES), kind)
     except WireError as error:
         raise _by_block(error) from None
     marks = _marks(read)
@@ -270,11 +114,11 @@ def in_messages_terms(error: WireError) -> WireError:
 # --- as a chat -----------------------------------------------------------------------------------
 
 
-def _chat_fields(body: CountBody, template: str) -> dict[str, object]:
+def _chat_fields(body: CountBody, template: str) -> Json:
     """Return the fields of a ChatBody that asks for the same."""
     choice = body.tool_choice
     continues = body.messages[-1].role == "assistant"
-    fields: dict[str, object] = {
+    fields: Json = {
         "model": body.model,
         "messages": _messages(body),
         "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
@@ -294,9 +138,9 @@ def _chat_fields(body: CountBody, template: str) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _template_args(body: CountBody, template: str) -> dict[str, object]:
+def _template_args(body: CountBody, template: str) -> Json:
     """The template variables for thinking."""
-    args: dict[str, object] = {}
+    args: Json = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
         args["enable_thinking"] = body.thinking.type == "enabled"
     if body.output_config is not None and (effort := body.output_config.effort) is not None:

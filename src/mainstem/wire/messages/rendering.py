@@ -7,20 +7,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from mainstem.core.json import Json
 from mainstem.core.request import FinishReason
 from mainstem.text.text_engine import TextOutput
 from mainstem.text.tools import Part, Reasoning, ToolCall
+from mainstem.wire.answers import AnswerParts, AnswerSoFar, Heading, PromptAnswers
 from mainstem.wire.calls import Call
-from mainstem.wire.replies import AnswerSoFar, Heading, PromptAnswers
+from mainstem.wire.events import MARK, encode, named_event
 
-Json = dict[str, object]
-
-_encode = msgspec.json.Encoder().encode
 _HALF = re.compile("[\ud800-\udfff]")  # lone surrogates, which a reply cannot contain
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PinnedTokens:
     """How many leading tokens of a prompt are pinned, and how many of them for an hour."""
 
     num_tokens: int = 0
@@ -33,22 +32,24 @@ class MessageReply:
 
     call: Call
     heading: Heading
-    kept: Kept = Kept()
+    pinned: PinnedTokens = PinnedTokens()
     shows_thinking: bool = True
 
     def whole(self, answers: PromptAnswers) -> Json:
         """The reply when the answer is finished."""
         [answer] = answers.answers
-        reader = AnswerParts(self.call)
+        parts = AnswerParts(self.call)
         blocks: list[Json] = []
-        for part in [*reader.push(answer.text), *reader.finish()]:
+        for part in parts.read(answer.text, is_last=True):
+            if part == "":
+                continue
             name = _field(part)
             if name != "input" and blocks and name in blocks[-1]:
                 blocks[-1][name] = f"{blocks[-1][name]}{self.text(part)}"
             else:
                 blocks.append(self.block(part))
         message = self.message(blocks, self.usage(answers))
-        return message | self.ending(answer, reader.num_calls)
+        return message | self.ending(answer, parts.num_calls)
 
     def message(self, blocks: list[Json], usage: Json) -> Json:
         """Return the reply while the answer has not ended; `ending` returns the fields that change
@@ -78,9 +79,9 @@ class MessageReply:
     def usage(self, answers: PromptAnswers) -> Json:
         """Return the tokens so far. Each prompt token is counted in one of three ways: read from
         the cache, computed and pinned, or only computed."""
-        num_read, kept = answers.cached_tokens, self.kept
-        num_created = max(0, kept.num_tokens - num_read)
-        num_hour = max(0, kept.num_hour_tokens - num_read)
+        num_read, pinned = answers.cached_tokens, self.pinned
+        num_created = max(0, pinned.num_tokens - num_read)
+        num_hour = max(0, pinned.num_hour_tokens - num_read)
         return {
             "input_tokens": answers.prompt_tokens - num_read - num_created,
             "cache_creation_input_tokens": num_created,
@@ -114,39 +115,6 @@ class MessageReply:
         return part if isinstance(part, str) else ""
 
 
-class AnswerParts:
-    """Parses an answer as its text arrives: turns pieces of text into parts."""
-
-    def __init__(self, call: Call) -> None:
-        self._parser = call.parser()
-        self._has_one_call = call.has_one_tool_call
-        self.num_calls = 0  # number of calls returned so far
-
-    def push(self, text: str) -> list[Part]:
-        """Add text; returns the parts that are now certain."""
-        if self._parser is None:
-            return [text] if text else []
-        return self._told(self._parser.push(text))
-
-    def finish(self) -> list[Part]:
-        """The answer has ended: return everything that is left."""
-        return [] if self._parser is None else self._told(self._parser.finish())
-
-    def _told(self, parts: list[Part]) -> list[Part]:
-        told: list[Part] = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                if self._has_one_call and self.num_calls:
-                    continue
-                self.num_calls += 1
-            if part != "":
-                told.append(part)
-        return told
-
-
-_MARK = "mark"  # placeholder for the text in an event that is rendered as a pattern
-
-
 class MessageStream:
     """The server-sent events of a reply, as news of its answer comes."""
 
@@ -161,21 +129,20 @@ class MessageStream:
         """The first events. They are sent while the prompt is still computed; cached tokens are
         reported at the end."""
         message = self.reply.message([], self.reply.usage(answers))
-        return event({"type": "message_start", "message": message}) + PING
+        return named_event({"type": "message_start", "message": message}) + PING
 
     def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
         """The events for news of the answer, which was already added to `answers`."""
-        parts = self._parts.push(output.text)
-        if output.finish_reason is not None:
-            parts += self._parts.finish()
-        told = [made for part in parts for made in self._part(part)]
-        if output.finish_reason is not None:
+        is_last = output.finish_reason is not None
+        parts = self._parts.read(output.text, is_last=is_last)
+        told = [made for part in parts if part != "" for made in self._part(part)]
+        if is_last:
             told += self._end_block()
             [answer] = answers.answers
             ending = self.reply.ending(answer, self._parts.num_calls)
             usage = self.reply.usage(answers)
-            told.append(event({"type": "message_delta", "delta": ending, "usage": usage}))
-            told.append(event({"type": "message_stop"}))
+            told.append(named_event({"type": "message_delta", "delta": ending, "usage": usage}))
+            told.append(named_event({"type": "message_stop"}))
         return b"".join(told)
 
     def _part(self, part: Part) -> Iterator[bytes]:
@@ -185,32 +152,27 @@ class MessageStream:
             yield self._begin_block(part, name)
         text = _input(part) if isinstance(part, ToolCall) else self.reply.text(part)
         if text:
-            yield self._around[0] + _encode(text) + self._around[1]
+            yield self._around[0] + encode(text) + self._around[1]
 
     def _begin_block(self, part: Part, name: str) -> bytes:
         index = self._num_blocks
         self._open = name
         kind, told = ("input_json", "partial_json") if name == "input" else (name, name)
-        delta = {"type": f"{kind}_delta", told: _MARK}
-        example = event({"type": "content_block_delta", "index": index, "delta": delta})
-        self._around = example.split(_encode(_MARK))
+        delta = {"type": f"{kind}_delta", told: MARK}
+        example = named_event({"type": "content_block_delta", "index": index, "delta": delta})
+        self._around = example.split(encode(MARK))
         empty: Json = {name: {} if name == "input" else ""}
         block = self.reply.block(part) | empty
-        return event({"type": "content_block_start", "index": index, "content_block": block})
+        return named_event({"type": "content_block_start", "index": index, "content_block": block})
 
     def _end_block(self) -> Iterator[bytes]:
         if self._open is not None:
-            yield event({"type": "content_block_stop", "index": self._num_blocks})
+            yield named_event({"type": "content_block_stop", "index": self._num_blocks})
             self._num_blocks += 1
             self._open = None
 
 
-def event(value: Json) -> bytes:
-    """One server-sent event, named by its type."""
-    return b"event: %b\ndata: %b\n\n" % (str(value["type"]).encode(), _encode(value))
-
-
-PING = event({"type": "ping"})
+PING = named_event({"type": "ping"})
 
 _ERROR_KINDS = {
     401: "authentication_error",

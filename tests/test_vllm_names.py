@@ -8,11 +8,11 @@ import pytest
 
 from mainstem.core.config import SETTINGS
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.core.request import SamplingParams
-from mainstem.core.vllm_names import (
+from mainstem.vllm_names import (
     LLM_ARGUMENTS,
     SAME_MEANING,
     SAMPLING_ARGUMENTS,
+    SamplingParams,
     own_arguments,
 )
 

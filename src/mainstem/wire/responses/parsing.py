@@ -1,21 +1,22 @@
 """Translates a body of /v1/responses to a chat: its fields and its conversation.
 
-input items, and those of earlier responses  --  Conversation  -->  messages
-body, messages                               --  chat_fields   -->  a ChatBody, for CallParser
+input items, and those of earlier responses  --  ItemReader   -->  messages
+body, messages                               --  chat_fields  -->  a ChatBody, for CallParser
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
 
+from mainstem.core.json import Json, JsonView
+from mainstem.text.encoding import Message
 from mainstem.text.tools import past_arguments
-from mainstem.wire.bodies import Json, read_fields
+from mainstem.wire.chat.bodies import ChatBody
 from mainstem.wire.errors import WireError
-from mainstem.wire.responses_bodies import (
-    HARMLESS,
-    NEUTRAL,
-    SAME_IN_CHATS,
+from mainstem.wire.fields import read_fields
+from mainstem.wire.neutral import RESPONSES, without_neutral
+from mainstem.wire.responses.bodies import (
     ChosenFunctionTool,
     FunctionCallItem,
     FunctionOutputItem,
@@ -27,10 +28,11 @@ from mainstem.wire.responses_bodies import (
     TextItemPart,
 )
 
-Item = Mapping[str, object]
-Message = dict[str, object]
+Item = JsonView
 T = TypeVar("T", bound=Struct)
 
+# fields that a chat has under the same name mean the same there, or are translated below
+SAME_IN_CHATS = [*set(ResponsesBody.__struct_fields__) & set(ChatBody.__struct_fields__)]
 # a field of the chat -> the field of this API that it came from
 ORIGINS = {
     "max_completion_tokens": "max_output_tokens",
@@ -41,17 +43,9 @@ ORIGINS = {
 }
 
 
-def read_body(fields: Json) -> ResponsesBody:
+def read_body(fields: JsonView) -> ResponsesBody:
     """Read a body; raises WireError that names the unsupported or invalid field."""
-    left = {}
-    for name, value in fields.items():
-        rule = NEUTRAL.get(name)
-        if value is None or name in HARMLESS or (rule is not None and rule.takes(value)):
-            continue
-        if rule is not None:
-            message = f"{name}: {value!r:.80} is not supported: {rule.instead}"
-            raise WireError("unknown_field", message, name)
-        left[name] = value
+    left = without_neutral(fields, RESPONSES)
     _check_tools(left.get("tools"), left.get("tool_choice"))
     body = read_fields(left, ResponsesBody)
     if body.stream_options is not None and not body.stream:
@@ -84,7 +78,7 @@ def input_items(body: ResponsesBody) -> list[Item]:
 # --- the conversation ----------------------------------------------------------------------------
 
 
-class Conversation:
+class ItemReader:
     """Turns items into the messages of a chat, in order.
 
     Instructions and the system and developer messages at the beginning become one system message,
@@ -208,11 +202,11 @@ def _wrong(place: str, reason: str) -> WireError:
 
 def chat_fields(body: ResponsesBody, messages: list[Message]) -> Json:
     """Return the fields of a ChatBody that asks for the same."""
-    fields: dict[str, object] = {name: getattr(body, name) for name in SAME_IN_CHATS}
+    fields: Json = {name: getattr(body, name) for name in SAME_IN_CHATS}
     fields |= {
+        "stream_options": None,  # they concern the stream of this API
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
-        "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text),
         "tools": None if body.tools is None else [chat_tool(tool) for tool in body.tools],
         "tool_choice": _tool_choice(body.tool_choice),

@@ -1,27 +1,11 @@
-"""The bodies of OpenAI's Responses API, field by field (the other bodies are in bodies.py)."""
+"""The bodies of OpenAI's Responses API, field by field."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from mainstem.core.vllm_names import OnlyAt
-from mainstem.wire.bodies import (
-    MAX_METADATA,
-    MAX_METADATA_NAME,
-    MAX_METADATA_TEXT,
-    MAX_TOOLS,
-    TOOL_NAME,
-    Anything,
-    Effort,
-)
+from mainstem.wire.fields import MAX_TOOLS, TOOL_NAME, Anything, Effort, Metadata
 
-Metadata = Annotated[
-    dict[
-        Annotated[str, Meta(max_length=MAX_METADATA_NAME)],
-        Annotated[str, Meta(max_length=MAX_METADATA_TEXT)],
-    ],
-    Meta(max_length=MAX_METADATA),
-]
 Items = list[dict[str, Anything]]
 
 # --- items of the input --------------------------------------------------------------------------
@@ -186,47 +170,3 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Anything] | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Meta(description="lower goes first")] | None = None
-
-
-# fields that are copied to a ChatBody under the same name
-SAME_IN_CHATS = (
-    "app",
-    "cache_salt",
-    "chat_template_kwargs",
-    "frequency_penalty",
-    "ignore_eos",
-    "min_p",
-    "model",
-    "presence_penalty",
-    "priority",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stream",
-    "temperature",
-    "top_k",
-    "top_p",
-)
-# accepted, but without effect on the answer; docs/serve.md lists them
-HARMLESS = frozenset(
-    [
-        "client_metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-    ]
-)
-# accepted only with values that change nothing
-NEUTRAL = {
-    "background": OnlyAt((False,), "wait for the answer, or stream it"),
-    "context_management": OnlyAt(([],), "use truncation"),
-    "conversation": OnlyAt((), "use previous_response_id"),
-    "max_tool_calls": OnlyAt((), "it counts calls of built-in tools, and there are none"),
-    "moderation": OnlyAt((), "there is none; leave it out"),
-    "prompt": OnlyAt((), "send the text itself as instructions and input"),
-    "session_id": OnlyAt((), "use previous_response_id"),
-    "context_overflow": OnlyAt((), "use truncation"),
-    "top_logprobs": OnlyAt((0,), "use /v1/chat/completions"),
-}

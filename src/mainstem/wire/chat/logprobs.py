@@ -3,12 +3,12 @@
 import codecs
 from collections.abc import Sequence
 
+from mainstem.core.json import Json
 from mainstem.core.request import TokenLogprobs
 from mainstem.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # used for minus infinity, which JSON does not have
 
-Json = dict[str, object]
 Place = tuple[int, TokenLogprobs | None]  # a token and its logprobs, if known
 
 
