@@ -26,6 +26,7 @@ from mainstem.core.request import (
     ChooseKept,
     Delivery,
     Grammar,
+    Output,
     Overflow,
     Request,
     SamplingParams,
@@ -69,7 +70,7 @@ from mainstem.text.scoring import (
     encode_scoring,
 )
 from mainstem.text.sessions import SessionLimits, Sessions, said_before, spoken_chat
-from mainstem.text.text_engine import TextEngine, TextOutput
+from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
 
 
@@ -297,7 +298,7 @@ class LLM(LoadedModel):
         # held while answers are made; an RLock, since a signal handler may close the LLM meanwhile
         self._lock = RLock()
         self._is_called = False
-        self._streams: dict[str, deque[TextOutput]] = {}  # news not read yet, by request
+        self._streams: dict[str, deque[Output]] = {}  # news not read yet, by request
         self._abandoned: deque[str] = deque()  # streams that are no longer read
 
     def generate(
@@ -423,7 +424,7 @@ class LLM(LoadedModel):
         return self._pieces(turn)
 
     def _pieces(self, turn: Turn) -> Iterator[AnswerPiece]:
-        request, news = turn.request, deque[TextOutput]()
+        request, news = turn.request, deque[Output]()
         num_open, output_ids = request.sampling.n, list[int]()
         try:
             with self._call():
@@ -461,13 +462,13 @@ class LLM(LoadedModel):
         finally:
             self._lock.release()
 
-    def _step(self) -> list[TextOutput]:
+    def _step(self) -> list[Output]:
         """Advance the engine by one step. Streams get their outputs; the others are returned."""
         self._end_abandoned()
         outputs = self.text_engine.step()
         if not self._streams:
             return outputs
-        rest: list[TextOutput] = []
+        rest: list[Output] = []
         for output in outputs:
             self._streams.get(output.request_id, rest).append(output)
         return rest
@@ -583,9 +584,8 @@ class LLM(LoadedModel):
                         index, place = running[output.request_id]
                         if output.fault is not None:
                             faults[index] = output.fault
-                        elif output.prompt_logprobs is not None:
-                            cached = output.num_cached_tokens
-                            scorings[index].take(place, output.prompt_logprobs, cached)
+                        else:
+                            scorings[index].take(place, output)
                     self._check_open()
                     num_open -= len(outputs)
                     bar.update(len(outputs))

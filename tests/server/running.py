@@ -16,11 +16,11 @@ import uvloop
 
 from mainstem.cli.serve import APPS_FILE, Server
 from mainstem.core.config import EngineConfig
-from mainstem.server.apps_registry import AppFile, AppRegistry
-from mainstem.server.auth import Access, KeyRing
-from mainstem.server.engine_client import EngineClient
+from mainstem.server.apps import AppFile, AppRegistry
 from mainstem.server.gateway import Gateway
-from mainstem.server.limits import ServerLimits
+from mainstem.server.http.auth import Access, KeyRing
+from mainstem.server.http.limits import ServerLimits
+from mainstem.server.link.engine_client import EngineClient
 from mainstem.server.live import Live
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from mainstem.core.ids import RequestId
-from mainstem.core.request import FinishReason, SamplingParams
+from mainstem.core.request import FinishReason, Output, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
-from mainstem.text.text_engine import TextOutput
 from mainstem.text.tools import Reasoning, ToolCall
 from mainstem.wire.calls import Call, Kind
 from mainstem.wire.messages import Kept, MessageReply, MessageStream, error_body
@@ -26,17 +25,15 @@ def a_reply(has_tools: bool = True, **fields: object) -> MessageReply:
     return MessageReply(call, HEADING, **fields)  # type: ignore[arg-type]
 
 
-def output(text: str, is_last: bool, stop: str | None = None) -> TextOutput:
-    return TextOutput(
+def output(text: str, is_last: bool, stop: str | None = None) -> Output:
+    return Output(
         RequestId("r"),
         0,
-        text,
         (1,),
-        (),
-        None,
-        FinishReason.STOP if is_last else None,
-        stop,
+        finish_reason=FinishReason.STOP if is_last else None,
         num_cached_tokens=3,
+        text=text,
+        stop_reason=stop,
     )
 
 

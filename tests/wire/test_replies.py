@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from mainstem.core.ids import RequestId
-from mainstem.core.request import FinishReason
+from mainstem.core.request import FinishReason, Output
 from mainstem.text.parsers.counting import count_reasoning
 from mainstem.text.parsers.formats import MARKS, AnswerFormats, ReasoningFormat, ToolFormat
-from mainstem.text.text_engine import TextOutput
 from mainstem.wire.calls import Call, CallParser, Kind
 from mainstem.wire.replies import Heading, PromptAnswers, Reply, ReplyStream
 from tests.batch.fake_batch import a_tokenizer
@@ -33,8 +32,8 @@ def a_reply(kind: Kind, **fields: object) -> Reply:
 
 def news(
     text: str, index: int = 0, reason: FinishReason | None = None, ids: tuple[int, ...] = (5,)
-) -> TextOutput:
-    return TextOutput(RequestId("r"), index, text, ids, (), None, reason, None, 0)
+) -> Output:
+    return Output(RequestId("r"), index, ids, finish_reason=reason, text=text)
 
 
 def sent(data: bytes) -> list[Json]:
@@ -87,7 +86,7 @@ def test_every_chunk_of_a_stream_has_the_text_of_its_output(kind: Kind, has_usag
 def chunks_of(
     stream: ReplyStream,
     place: int,
-    output: TextOutput,
+    output: Output,
     answers: list[PromptAnswers],
     has_usage: bool,
 ) -> list[Json]:

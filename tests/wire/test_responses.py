@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 
 from mainstem.core.ids import RequestId
-from mainstem.core.request import FinishReason, SamplingParams
+from mainstem.core.request import FinishReason, Output, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
-from mainstem.text.text_engine import TextOutput
 from mainstem.text.tools import Reasoning, ToolCall
 from mainstem.wire.calls import Call, Kind
 from mainstem.wire.replies import Heading, PromptAnswers
@@ -102,7 +101,7 @@ def answer(
     for place in range(len(parts)):
         is_last = place == len(parts) - 1
         finish = reason if is_last else None
-        output = TextOutput(RequestId("r"), 0, "?", (place,), (), None, finish, None, 0)
+        output = Output(RequestId("r"), 0, (place,), finish_reason=finish, text="?")
         answers.add(output)
         data += stream.events(output, answers)
     events = [json.loads(block.split("data: ")[1]) for block in data.decode().split("\n\n")[:-1]]

@@ -39,8 +39,8 @@ from mainstem.core.events import (
 from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason
 from mainstem.core.snapshot import EngineSnapshot
-from mainstem.server.answering import Ticket
-from mainstem.server.engine_client import EngineClient
+from mainstem.server.link.answering import OpenRequest
+from mainstem.server.link.engine_client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COMMON_LABELS = ("model_name", "engine")
@@ -207,15 +207,15 @@ class ServerMetrics(Collector):
             if within.has_listeners(kind):
                 bus.subscribe(kind, take)
 
-    def observe_ticket(self, ticket: Ticket) -> None:
+    def observe_ended(self, opened: OpenRequest) -> None:
         """Count a prompt that has ended."""
-        began_s, token_s = ticket.began_s, ticket.token_s
+        began_s, token_s = opened.began_s, opened.token_s
         self.observe_request(
             RequestTiming(
-                queue_s=None if ticket.admitted_s is None else ticket.admitted_s - began_s,
+                queue_s=None if opened.admitted_s is None else opened.admitted_s - began_s,
                 first_token_s=token_s[0] - began_s if token_s else None,
                 inter_token_s=[after - before for before, after in pairwise(token_s)],
-                total_s=(ticket.ended_s or monotonic()) - began_s,
+                total_s=(opened.ended_s or monotonic()) - began_s,
             )
         )
 

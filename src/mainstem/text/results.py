@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mainstem.core.request import SamplingParams, TokenLogprobs
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import Output, SamplingParams, TokenLogprobs
 from mainstem.text.tokenizer import Tokenizer
 
 
@@ -85,7 +84,7 @@ def empty_result(
     return RequestOutput(request_id, prompt, prompt_ids, answers)
 
 
-def piece_of(output: TextOutput, tokenizer: Tokenizer) -> AnswerPiece:
+def piece_of(output: Output, tokenizer: Tokenizer) -> AnswerPiece:
     """Make a piece of a stream from the news of an answer."""
     reason = output.finish_reason
     return AnswerPiece(
@@ -118,7 +117,7 @@ def add_piece(result: RequestOutput, piece: AnswerPiece) -> None:
         answer.stop_reason = piece.stop_reason
 
 
-def _prompt_places(output: TextOutput, tokenizer: Tokenizer) -> list[PlaceLogprobs | None] | None:
+def _prompt_places(output: Output, tokenizer: Tokenizer) -> list[PlaceLogprobs | None] | None:
     if output.prompt_logprobs is None:
         return None
     entries = output.prompt_logprobs

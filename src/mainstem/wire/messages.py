@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mainstem.core.request import FinishReason
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import FinishReason, Output
 from mainstem.text.tools import Part, Reasoning, ToolCall
 from mainstem.wire.calls import Call
 from mainstem.wire.replies import AnswerSoFar, Heading, PromptAnswers
@@ -163,7 +162,7 @@ class MessageStream:
         message = self.reply.message([], self.reply.usage(answers))
         return event({"type": "message_start", "message": message}) + PING
 
-    def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
+    def events(self, output: Output, answers: PromptAnswers) -> bytes:
         """The events for news of the answer, which was already added to `answers`."""
         parts = self._parts.push(output.text)
         if output.finish_reason is not None:

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
+from mainstem.core.request import FinishReason, Output, SamplingParams, TokenLogprobs
 from mainstem.text.parsers.counting import count_reasoning
 from mainstem.text.parsers.parser import AnswerParser
-from mainstem.text.text_engine import TextOutput
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.text.tools import Part, Reasoning, ToolCall
 from mainstem.wire.calls import REASONING_NAMES, Call, Kind
@@ -58,7 +57,7 @@ class PromptAnswers:
     def is_finished(self) -> bool:
         return all(answer.finish_reason is not None for answer in self.answers)
 
-    def add(self, output: TextOutput) -> None:
+    def add(self, output: Output) -> None:
         """Add news of an answer."""
         answer = self.answers[output.index]
         answer.pieces.append(output.text)
@@ -285,7 +284,7 @@ class ReplyStream:
             events.append(event(chunk))
         return b"".join(events)
 
-    def events(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
+    def events(self, place: int, output: Output, answers: PromptAnswers) -> bytes:
         """The events for news of an answer to prompt `place`, which was already added to `answers`.
         Almost all news is only text: then only the text of the event is encoded.
         """
@@ -306,7 +305,7 @@ class ReplyStream:
             return b""
         return event(self._chunk([], self._reply.usage(answers)))
 
-    def _rendered(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
+    def _rendered(self, place: int, output: Output, answers: PromptAnswers) -> bytes:
         number = place * self._n + output.index
         choice = self._choices[number]
         parts = (
@@ -355,7 +354,7 @@ class ReplyStream:
         return part
 
     def _completion_parts(
-        self, place: int, output: TextOutput, answers: PromptAnswers, choice: _StreamedChoice
+        self, place: int, output: Output, answers: PromptAnswers, choice: _StreamedChoice
     ) -> Iterator[Json]:
         reply, is_scoring = self._reply, self._reply.call.is_scoring
         text = "" if is_scoring else output.text
@@ -382,7 +381,7 @@ class ReplyStream:
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield self._text_part(text, logprobs, ids) | ending | prompt_ids
 
-    def _chat_parts(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
+    def _chat_parts(self, output: Output, choice: _StreamedChoice) -> Iterator[Json]:
         reason = reason_text(output.finish_reason)
         if output.text or output.logprobs or self._told_ids(output) or reason is not None:
             yield from self._deltas(output, choice)
@@ -392,7 +391,7 @@ class ReplyStream:
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield {"delta": {}, "logprobs": None, **ending}
 
-    def _deltas(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
+    def _deltas(self, output: Output, choice: _StreamedChoice) -> Iterator[Json]:
         """Return chunks with the parts that are now certain. Logprobs and ids are in the first
         chunk."""
         tokenizer = self._reply.tokenizer
@@ -421,7 +420,7 @@ class ReplyStream:
                 first_call += 1
             logprobs, ids = None, None
 
-    def _told_ids(self, output: TextOutput) -> tuple[int, ...] | None:
+    def _told_ids(self, output: Output) -> tuple[int, ...] | None:
         """The token ids of some news, if the caller wants them."""
         call = self._reply.call
         if not call.returns_token_ids:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from mainstem.core.request import FinishReason
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import FinishReason, Output
 from mainstem.text.tools import Reasoning, ToolCall
 from mainstem.wire.calls import Call
 from mainstem.wire.replies import Heading, PromptAnswers
@@ -86,7 +85,7 @@ class ResponseStream:
             ]
         )
 
-    def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
+    def events(self, output: Output, answers: PromptAnswers) -> bytes:
         """The events for an output that the caller has already added to `answers`."""
         is_last = output.finish_reason is not None
         events = [event for part in self._parts(output) for event in self._part(part)]
@@ -112,7 +111,7 @@ class ResponseStream:
 
     # --- items ----------------------------------------------------------------------------------
 
-    def _parts(self, output: TextOutput) -> Sequence[Part]:
+    def _parts(self, output: Output) -> Sequence[Part]:
         if self._reader is None:
             return [output.text] if output.text else []
         parts: list[Part] = [*self._reader.push(output.text)]
