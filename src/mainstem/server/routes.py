@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 
@@ -38,6 +38,8 @@ APIS = (
     ScoreRoutes,
     AdminRoutes,
 )
+
+HANDLED = (ApiError, WireError, HTTPException, Exception)
 
 log = logging.getLogger("mainstem.server")
 
@@ -97,27 +99,18 @@ class AccessMiddleware:
             log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra={"facts": facts})
 
 
-Handler = Callable[[Request, Exception], Awaitable[Response]]
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error, request.scope)
-
-
-async def _wire_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, WireError)
-    return error_response(from_wire(error), request.scope)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """The error for an unknown path or method."""
-    assert isinstance(error, HTTPException)
-    return explained(request, error)
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "internal error", kind="server_error"), request.scope)
+async def _error_reply(request: Request, error: Exception) -> Response:
+    """The reply to a request whose handler, or lack of one, raised this."""
+    match error:
+        case HTTPException():
+            return explained(request, error)
+        case ApiError():
+            told = error
+        case WireError():
+            told = from_wire(error)
+        case _:
+            told = ApiError(500, "internal error", kind="server_error")
+    return error_response(told, request.scope)
 
 
 def make_app(
@@ -140,14 +133,10 @@ def make_app(
             await gateway.close()
             await asyncio.gather(starting, return_exceptions=True)
 
-    handlers: dict[int | type[Exception], Handler] = {
-        ApiError: _api_error,
-        WireError: _wire_error,
-        HTTPException: _http_error,
-        Exception: _bug,
-    }
     routes = [route for api in APIS for route in api(gateway).listed()]
-    starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    starlette = Starlette(
+        routes=routes, exception_handlers=dict.fromkeys(HANDLED, _error_reply), lifespan=lifespan
+    )
     checks_hosts = hosts is not None or not gateway.access.has_keys
     door = AccessMiddleware(starlette, gateway, Sites(origins, hosts or (), checks_hosts))
     if not origins:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.server import apps_registry
+from mainstem.server import apps
 from mainstem.server.apps import AppFile, AppRegistry
 from mainstem.text.encoding import App, shared_prefixes
 from tests.batch.fake_batch import FakeEngines, a_tokenizer
@@ -255,7 +255,7 @@ def test_an_app_that_cannot_be_stored_is_refused_and_nothing_changes(
         assert put(server, "first", "You were there before. ").status_code == 200
         before = (tmp_path / "apps.json").read_bytes()
         with monkeypatch.context() as patched:
-            patched.setattr(apps_registry, "write_whole", fail)
+            patched.setattr(apps, "write_whole", fail)
             for name in ("first", "second"):
                 refused = put(server, name, "You come when the disk is full. ")
                 assert refused.status_code == 507

@@ -14,7 +14,8 @@ import pytest
 from openai import OpenAI
 
 from mainstem.core.files import write_whole
-from mainstem.server import batch_runner, batch_store
+from mainstem.server import batch_runner
+from mainstem.server.kept import batch_store
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
 from tests.server.apis.test_batches import ENDED, a_client, a_row, answers, lines

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mainstem.server import stream as server_stream
+from mainstem.server.http import stream as server_stream
 from mainstem.wire import messages_bodies
 from tests.batch.fake_batch import TEMPLATE, FakeEngines, expected_text
 from tests.server.conftest import POLITE

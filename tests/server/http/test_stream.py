@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 from starlette.types import Message, Send
 
-from mainstem.server import stream
+from mainstem.server.http import stream
 from mainstem.server.http.stream import PING, EventStream
 from mainstem_bench.sse_client import Endpoint, stream_chat
 from tests.server.running import Json, Running

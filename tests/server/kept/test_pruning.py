@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mainstem.server import pruning
 from mainstem.server.http.limits import ServerLimits
+from mainstem.server.kept import pruning
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
 from mainstem.server.kept.pruning import Pruner

@@ -18,7 +18,7 @@ from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus, PageEvent, PagesCleared, PagesRemoved, PagesStored
 from mainstem.core.ids import PageKey
 from mainstem.core.request import FinishReason
-from mainstem.server import kv_events
+from mainstem.server.link import kv_events
 from mainstem.server.link.kv_events import KvEventPublisher, KvEventsConfig, is_local
 from tests.builders import VOCAB, Collector, a_request
 from tests.fakes import fake_answer

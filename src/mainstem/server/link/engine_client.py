@@ -47,6 +47,7 @@ from mainstem.server.link.protocol import (
     frame,
     pack_request,
     unpack_event,
+    unpack_output,
 )
 from mainstem.text.tokenizer import Tokenizer
 
@@ -240,7 +241,8 @@ class EngineClient:
             if opened := self._open.pop(refusal.number, None):
                 opened.answering.fail(refusal.error())
         num_tokens = self._hear_tokens(report.tokens, now_s)
-        for number, output in report.news:
+        for number, packed in report.news:
+            output = unpack_output(packed)
             num_tokens += len(output.token_ids)
             if opened := self._open.get(number):
                 self._read(opened, output, now_s)
@@ -251,8 +253,8 @@ class EngineClient:
                     answer.set_result(reply.value)
                 else:
                     answer.set_exception(EngineFault(reply.fault))
-        for packed in report.events:
-            self.bus.publish(unpack_event(packed))
+        for event in report.events:
+            self.bus.publish(unpack_event(event))
         if num_tokens:
             self._num_starts = 0
             if self.on_tokens is not None:

@@ -43,6 +43,7 @@ from mainstem.server.link.protocol import (
     decode_commands,
     frame,
     pack_event,
+    pack_output,
     unpack_request,
 )
 from mainstem.text.form_queue import FormQueue
@@ -291,7 +292,7 @@ class EngineHost:
                 tokens += (opened.number, output.index, output.token_ids[0])
                 continue
             opened.begun.add(output.index)
-            news.append((opened.number, output))
+            news.append((opened.number, pack_output(output)))
             if output.fault is not None:
                 self._must_probe |= not output.is_form_fault
                 self._engine.abort(output.request_id)  # ends its other answers

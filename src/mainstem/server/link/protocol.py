@@ -9,9 +9,10 @@ the worst that an invalid message can do is end the connection.
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any, get_args
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ class Submit(Struct, array_like=True, frozen=True, tag="submit"):
     """A prompt to be answered. Stop strings stay with the front, which reads the text."""
 
     number: int  # identifies the request in reports
-    request_id: str
+    request_id: RequestId
     prompt_ids: bytes  # int32
     sampling: dict[str, Any]  # fields of SamplingParams that differ from their defaults
     eos_ids: tuple[int, ...]
@@ -51,7 +52,7 @@ class Submit(Struct, array_like=True, frozen=True, tag="submit"):
     salt: bytes = b""
     public_tokens: int = 0
     priority: int = 0
-    session: str | None = None
+    session: SessionId | None = None
     overflow: Overflow | None = None
     keep_tokens: int = 0
     scoring: Scoring | None = None
@@ -117,6 +118,21 @@ class NotMade(Struct, array_like=True, frozen=True, tag="not made"):
     reason: str
 
 
+# An Output as a tuple of its values, except those of the text, which the front adds
+_FROM_ENGINE = [each.name for each in fields(Output) if each.name not in ("text", "stop_reason")]
+pack_output: Callable[[Output], "PackedOutput"] = attrgetter(*_FROM_ENGINE)
+if TYPE_CHECKING:
+    PackedOutput = tuple[Any, ...]
+else:  # the decoder checks each value
+    _TYPES = get_type_hints(Output)
+    PackedOutput = tuple[tuple(_TYPES[name] for name in _FROM_ENGINE)]
+
+
+def unpack_output(packed: PackedOutput) -> Output:
+    """The output that was packed."""
+    return Output(*packed)
+
+
 class Refused(Struct, array_like=True, frozen=True):
     """A request that cannot run; an InvalidRequest."""
 
@@ -160,7 +176,7 @@ class EngineReport(Struct, array_like=True, tag="report"):
     # number, index, token, number, index ...: one more token for each of some answers, which all
     # had `news` before
     tokens: list[int] = []
-    news: list[tuple[int, Output]] = []  # all other news of answers, by number
+    news: list[tuple[int, PackedOutput]] = []  # all other news of answers, by number
     replies: list[CommandResult] = []
     events: list[tuple[int, list[Any]]] = []  # place in EVENTS, fields
     snapshot: EngineSnapshot | None = None  # sent from time to time
@@ -202,43 +218,33 @@ _FRONT_ONLY = {"stop", "skip_special_tokens", "include_stop_str_in_output", "str
 _SENT = [each.name for each in fields(SamplingParams) if each.name not in _FRONT_ONLY]
 
 
+# fields of Request that are sent as they are
+_SAME = {each.name for each in fields(Request)} & set(Submit.__struct_fields__)
+_SAME -= {"prompt_ids", "sampling", "eos_ids"}
+
+
 def pack_request(number: int, request: Request, eos_ids: tuple[int, ...], owner: str) -> Submit:
     """A request as a message to the engine."""
-    sampling = request.sampling
-    given = {name: getattr(sampling, name) for name in _SENT}
+    given = {name: getattr(request.sampling, name) for name in _SENT}
     return Submit(
         number=number,
-        request_id=request.request_id,
         prompt_ids=request.prompt_ids.tobytes(),
         sampling={
             name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)
         },
         eos_ids=eos_ids,
         owner=owner,
-        salt=request.salt,
-        public_tokens=request.public_tokens,
-        priority=request.priority,
-        session=request.session,
-        overflow=request.overflow,
-        keep_tokens=request.keep_tokens,
-        scoring=request.scoring,
+        **{name: getattr(request, name) for name in _SAME},
     )
 
 
 def unpack_request(submit: Submit) -> Request:
     """The request in a message; its grammar is not compiled yet."""
     return Request(
-        RequestId(submit.request_id),
-        np.frombuffer(submit.prompt_ids, np.int32),
-        SamplingParams(**submit.sampling),
+        prompt_ids=np.frombuffer(submit.prompt_ids, np.int32),
+        sampling=SamplingParams(**submit.sampling),
         eos_ids=submit.eos_ids,
-        salt=submit.salt,
-        public_tokens=submit.public_tokens,
-        priority=submit.priority,
-        session=None if submit.session is None else SessionId(submit.session),
-        overflow=submit.overflow,
-        keep_tokens=submit.keep_tokens,
-        scoring=submit.scoring,
+        **{name: getattr(submit, name) for name in _SAME},
     )
 
 
