@@ -620,7 +620,7 @@ class LLM(LoadedModel):
         starts = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(row) for row in ids.values()], out=starts[1:])
         plan = plan_prompts(Prompts(np.concatenate([*ids.values()]), starts))
-        first, indices = self.text_engine.expect(shared_with_next(plan)), [*ids]
+        first, indices = self.text_engine.engine.expect(shared_with_next(plan)), [*ids]
         return [(indices[row], first + place) for place, row in enumerate(plan.members.tolist())]
 
     def _drain(self, results: Mapping[str, RequestOutput], use_tqdm: bool) -> dict[str, str]:

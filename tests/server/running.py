@@ -21,8 +21,6 @@ from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Access, KeyRing
 from mainstem.server.http.limits import ServerLimits
 from mainstem.server.link.engine_client import EngineClient
-from mainstem.server.live import Live
-from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel
 from mainstem.text.encoding import App
 from mainstem.text.sessions import SessionLimits, Sessions
@@ -139,7 +137,6 @@ def a_server(
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
     engine = engines(config or EngineConfig())
     client = EngineClient(engine.tokenizer, lambda: ThreadEngine(engine))
-    metrics = ServerMetrics(client.bus, "fake")
     keys = KeyRing({"alice": ALICE, "bob": BOB}) if has_keys else None
     gateway = Gateway(
         client,
@@ -147,8 +144,6 @@ def a_server(
         Access(keys, KeyRing({"root": ADMIN})),
         AppRegistry(apps, None if data_dir is None else AppFile(data_dir / APPS_FILE)),
         limits or ServerLimits(),
-        Live("fake", metrics.counters),
-        metrics,
         Sessions(SessionLimits()),
     )
     if data_dir is not None:

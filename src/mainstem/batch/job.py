@@ -149,7 +149,7 @@ class Job:
         for stretch in planned.stretches(self._estimate):
             first: int | None = None
             if stretch.shared_with_next is not None:
-                first = self._engine.expect(stretch.shared_with_next)
+                first = self._engine.engine.expect(stretch.shared_with_next)
             parts = (stretch.row_indices, stretch.templates, stretch.new_tokens)
             places = zip(*(part.tolist() for part in parts), strict=True)
             for offset, (index, template, new_tokens) in enumerate(places):

@@ -30,6 +30,7 @@ from mainstem.core.request import Request
 from mainstem.plan.planner import PlanConfig
 from mainstem.server.apps import AppFiller
 from mainstem.server.http.auth import Tenant
+from mainstem.server.http.body import Json
 from mainstem.server.http.limits import RequestGate
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
@@ -42,8 +43,6 @@ from mainstem.text.scoring import ContextScoring
 from mainstem.wire.calls import Call, CallParser
 from mainstem.wire.errors import WireError, from_invalid
 from mainstem.wire.replies import PromptAnswers
-
-Json = dict[str, object]
 
 PRIORITY = 1 << 20  # batches run after interactive requests
 MAX_BATCHES = 8  # batches that run at once

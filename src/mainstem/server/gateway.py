@@ -77,7 +77,9 @@ class Writer(Protocol):
 # makes a writer from a reply's call and heading, each prompt's number of tokens, and the turn of a
 # session
 MakeWriter = Callable[[Reply, Sequence[int], SessionTurn | None], Writer]
-Prepared = tuple[Sequence[Request], Writer]  # what the engine is asked, and who writes its answers
+Prepared = tuple[
+    Sequence[Request], Writer
+]  # what the engine is asked, and the writer of its answers
 # makes the requests to the engine; raises InvalidRequest or ApiError
 Prepare = Callable[[Heading, Tenant, App | None], Awaitable[Prepared]]
 
@@ -102,8 +104,6 @@ class Gateway:
         access: Access,
         apps: AppRegistry,
         limits: ServerLimits,
-        live: Live,
-        metrics: ServerMetrics,
         sessions: Sessions,
     ) -> None:
         self.engine = engine
@@ -111,8 +111,8 @@ class Gateway:
         self.access = access
         self.apps = apps
         self.limits = limits
-        self.live = live
-        self.metrics = metrics
+        self.metrics = ServerMetrics(engine.bus, model.names[0])
+        self.live = Live(model.names[0], self.metrics.counters)
         self.sessions = sessions
         self.gate = RequestGate(limits)
         self.responses = ResponseStore(limits)
@@ -125,7 +125,7 @@ class Gateway:
         formats = model.formats_of(engine.tokenizer)
         self.parser = CallParser(model.sampling, limits.body, lambda: formats)
         self._fingerprint = model.fingerprint
-        engine.on_tokens = live.rate.add
+        engine.on_tokens = self.live.rate.add
         engine.on_recovered = self._refill
         self.recorder: Recorder | None = None  # records requests, for a benchmark
         self._savers: list[Saver[Session] | Saver[KeptResponse]] = []

@@ -7,13 +7,12 @@ from time import monotonic
 
 from mainstem.core.metrics import Counters
 from mainstem.server.http.auth import Tenant
+from mainstem.server.http.body import Json
 from mainstem.server.link.answering import OpenRequest
 from mainstem.server.link.engine_client import EngineClient
 
 NUM_RECENT = 20
 RATE_S = 10.0  # the window over which tokens per second are counted
-
-Json = dict[str, object]
 
 
 class RequestState(Enum):

@@ -96,7 +96,9 @@ def piece_of(output: Output, tokenizer: Tokenizer) -> AnswerPiece:
         stop_reason=output.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
         num_dropped_tokens=output.num_dropped_tokens,
-        prompt_logprobs=_prompt_places(output, tokenizer),
+        prompt_logprobs=None
+        if output.prompt_logprobs is None
+        else [entry and _place(entry, tokenizer) for entry in output.prompt_logprobs],
     )
 
 
@@ -115,13 +117,6 @@ def add_piece(result: RequestOutput, piece: AnswerPiece) -> None:
     if piece.finish_reason is not None:
         answer.finish_reason = piece.finish_reason
         answer.stop_reason = piece.stop_reason
-
-
-def _prompt_places(output: Output, tokenizer: Tokenizer) -> list[PlaceLogprobs | None] | None:
-    if output.prompt_logprobs is None:
-        return None
-    entries = output.prompt_logprobs
-    return [None if entry is None else _place(entry, tokenizer) for entry in entries]
 
 
 def _place(entry: TokenLogprobs, tokenizer: Tokenizer) -> PlaceLogprobs:

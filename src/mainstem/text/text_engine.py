@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Delivery, FinishReason, Output, Request
-from mainstem.core.step import Int32s
 from mainstem.engine.engine import Engine
 from mainstem.text.answer_stream import TextStream
 from mainstem.text.grammar import Grammars
@@ -76,11 +75,6 @@ class TextEngine:
     @property
     def has_work(self) -> bool:
         return self.engine.has_work
-
-    def expect(self, shared_with_next: Int32s) -> int:
-        """Announce prompts in the order they will be submitted: how many leading tokens each
-        shares with the next. Returns the first `plan_place`."""
-        return self.engine.expect(shared_with_next)
 
     def submit(self, request: Request) -> None:
         """Queue a prompt; raises InvalidRequest if it can never run.

@@ -1,4 +1,8 @@
-"""Anthropic's Messages API: the same chats in another format."""
+"""Anthropic's Messages API: the same chats in another format.
+
+A body becomes a chat (`read_messages`, in wire), the chat is checked like OpenAI's (`CallParser`),
+and `Gateway.encode` makes its token ids (text/encoding.py).
+"""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace

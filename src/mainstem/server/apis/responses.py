@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from secrets import token_hex
 
 import msgspec
@@ -15,7 +14,7 @@ from mainstem.server.gateway import Gateway
 from mainstem.server.http.body import read_json
 from mainstem.server.http.faults import ApiError
 from mainstem.server.http.stream import PING
-from mainstem.server.kept.response_store import Exchanged, Item, KeptResponse
+from mainstem.server.kept.response_store import Exchanged, KeptResponse
 from mainstem.server.kept.turns import SessionTurn
 from mainstem.server.link.answering import Answering
 from mainstem.wire.calls import Call, Kind
@@ -89,7 +88,10 @@ class ResponseRoutes:
         call, prompts = gateway.parser.parse(fields, Kind.CHAT)
         is_kept = body.store is not False
         call = _in_session(call, body, session_id if earlier or is_kept else None)
-        keep = partial(self._keep, owner, session_id, body.previous_response_id, own_items)
+
+        def keep(response: Json) -> None:
+            exchanged = Exchanged(own_items, response)
+            self._store.keep(owner, response_id, body.previous_response_id, session_id, exchanged)
 
         def writer(
             reply: Reply, prompt_tokens: Sequence[int], turn: SessionTurn | None
@@ -113,17 +115,6 @@ class ResponseRoutes:
             code = "previous_response_not_found"
             raise ApiError(400, message, "previous_response_id", code)
         return earlier
-
-    def _keep(
-        self,
-        owner: str,
-        session_id: str,
-        previous_id: str | None,
-        items: list[Item],
-        response: Json,
-    ) -> None:
-        exchanged = Exchanged(items, response)
-        self._store.keep(owner, str(response["id"]), previous_id, session_id, exchanged)
 
 
 def _in_session(call: Call, body: ResponsesBody, session_id: str | None) -> Call:

@@ -10,9 +10,9 @@ from time import time
 import msgspec
 
 from mainstem.core.errors import ConfigError
+from mainstem.server.http.body import Json
 from mainstem.server.http.limits import ServerLimits
 
-Json = dict[str, object]
 Item = dict[str, object]
 Key = tuple[str, str]  # owner, response id
 

@@ -118,9 +118,6 @@ class EngineClient:
 
     async def start(self) -> None:
         """Connect to the engine, on the running event loop."""
-        await self._connect()
-
-    async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         connection = self._launched.connection
         connection.setblocking(False)
@@ -331,7 +328,7 @@ class EngineClient:
                 ready = await asyncio.to_thread(self._launched.wait_ready)
                 if await self._has_closed_within(0.0):
                     return
-                await self._connect()
+                await self.start()
             except Exception as error:
                 log.error(
                     "the engine could not be started", extra={"facts": {"reason": f"{error}"}}
