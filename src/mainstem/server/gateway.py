@@ -77,10 +77,9 @@ class Writer(Protocol):
 # makes a writer from a reply's call and heading, each prompt's number of tokens, and the turn of a
 # session
 MakeWriter = Callable[[Reply, Sequence[int], SessionTurn | None], Writer]
-Prepared = tuple[
-    Sequence[Request], Writer
-]  # what the engine is asked, and the writer of its answers
-# makes the requests to the engine; raises InvalidRequest or ApiError
+# what the engine is asked, and the writer of its answers
+Prepared = tuple[Sequence[Request], Writer]
+# raises InvalidRequest or ApiError
 Prepare = Callable[[Heading, Tenant, App | None], Awaitable[Prepared]]
 
 

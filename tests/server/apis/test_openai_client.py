@@ -285,7 +285,7 @@ def test_anthropics_client_gets_the_same_answer(client: OpenAI, process: Process
 
 def test_the_cache_is_reset_by_an_admin(client: OpenAI, process: Process) -> None:
     headers = {"authorization": f"Bearer {ADMIN}"}
-    reset = httpx.post(f"{process.url}/admin/reset_prefix_cache", headers=headers)
+    reset = httpx.post(f"{process.url}/admin/reset_prefix_cache", headers=headers, timeout=60)
     assert reset.json()["forgotten_pages"] > 0
 
 
