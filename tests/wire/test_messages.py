@@ -11,6 +11,7 @@ from mainstem.text.parsers.formats import ToolFormat, ToolUse
 from mainstem.text.tools import Reasoning, ToolCall
 from mainstem.wire.calls import Call, Kind
 from mainstem.wire.messages import Kept, MessageReply, MessageStream, error_body
+from mainstem.wire.messages_bodies import MessagesBody, read_messages
 from mainstem.wire.replies import Heading, PromptAnswers
 
 Json = dict[str, object]
@@ -177,3 +178,50 @@ def test_errors_are_named_by_their_status() -> None:
             "error": {"type": kind, "message": "why"},
             "request_id": "r1",
         }
+
+
+def test_blocks_become_messages() -> None:
+    """Texts and tool results keep their order, reasoning and calls share a message, and results
+    that are errors say so."""
+    turns: list[Json] = [
+        {"role": "user", "content": []},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm."},
+                {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "first"},
+                {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": "no"},
+                {"type": "tool_result", "tool_use_id": "b"},
+            ],
+        },
+    ]
+    body: Json = {
+        "model": "fake",
+        "max_tokens": 8,
+        "messages": turns,
+        "thinking": {"type": "disabled"},
+        "stop_sequences": ["x"],
+    }
+    template = "{{ enable_thinking }}"
+    fields = read_messages(body, MessagesBody, template).fields
+    function = {"name": "f", "arguments": {"x": 1}}
+    assert fields["messages"] == [
+        {"role": "user", "content": ""},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
+        {"role": "user", "content": "first"},
+        {"role": "tool", "tool_call_id": "a", "content": "Error: no"},
+        {"role": "tool", "tool_call_id": "b", "content": ""},
+    ]
+    assert fields["chat_template_kwargs"] == {"enable_thinking": False}
+    assert fields["stop"] == ["x"]

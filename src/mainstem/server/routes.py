@@ -23,9 +23,14 @@ from mainstem.server.apis.responses import ResponseRoutes
 from mainstem.server.apis.scores import ScoreRoutes
 from mainstem.server.apis.status import StatusRoutes
 from mainstem.server.gateway import Gateway
-from mainstem.server.http.faults import ApiError, error_response, from_wire, is_messages_path
+from mainstem.server.http.faults import (
+    ApiError,
+    error_response,
+    explained,
+    from_wire,
+    is_messages_path,
+)
 from mainstem.server.http.sites import Sites
-from mainstem.server.http.unknown_routes import explained
 from mainstem.wire.errors import WireError
 
 APIS = (

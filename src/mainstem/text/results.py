@@ -86,7 +86,10 @@ def empty_result(
 
 def piece_of(output: Output, tokenizer: Tokenizer) -> AnswerPiece:
     """Make a piece of a stream from the news of an answer."""
-    reason = output.finish_reason
+    reason, prompt = output.finish_reason, None
+    if output.prompt_logprobs is not None:
+        entries = output.prompt_logprobs
+        prompt = [None if entry is None else _place(entry, tokenizer) for entry in entries]
     return AnswerPiece(
         index=output.index,
         text=output.text,
@@ -96,9 +99,7 @@ def piece_of(output: Output, tokenizer: Tokenizer) -> AnswerPiece:
         stop_reason=output.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
         num_dropped_tokens=output.num_dropped_tokens,
-        prompt_logprobs=None
-        if output.prompt_logprobs is None
-        else [entry and _place(entry, tokenizer) for entry in output.prompt_logprobs],
+        prompt_logprobs=prompt,
     )
 
 

@@ -284,47 +284,6 @@ def test_the_texts_of_claude_code_reach_the_model(with_tools: Running) -> None:
     )
 
 
-def test_blocks_become_messages() -> None:
-    """Texts and tool results keep their order, reasoning and calls share a message, and results
-    that are errors say so."""
-    turns: list[Json] = [
-        {"role": "user", "content": []},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm."},
-                {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "first"},
-                {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": "no"},
-                {"type": "tool_result", "tool_use_id": "b"},
-            ],
-        },
-    ]
-    body = BODY | {"messages": turns, "thinking": {"type": "disabled"}, "stop_sequences": ["x"]}
-    template = "{{ enable_thinking }}"
-    fields = messages_bodies.read_messages(body, messages_bodies.MessagesBody, template).fields
-    function = {"name": "f", "arguments": {"x": 1}}
-    assert fields["messages"] == [
-        {"role": "user", "content": ""},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "Hm.",
-            "tool_calls": [{"id": "a", "type": "function", "function": function}],
-        },
-        {"role": "user", "content": "first"},
-        {"role": "tool", "tool_call_id": "a", "content": "Error: no"},
-        {"role": "tool", "tool_call_id": "b", "content": ""},
-    ]
-    assert fields["chat_template_kwargs"] == {"enable_thinking": False}
-    assert fields["stop"] == ["x"]
-
-
 def test_an_assistants_last_message_is_continued(server: Running) -> None:
     turns = [ASK, {"role": "assistant", "content": "I am"}]
     message = send(server, messages=turns)
