@@ -9,7 +9,7 @@ from mainstem.core.config import EngineConfig
 from mainstem.core.events import EventBus, StepFinished
 from mainstem.core.request import Request, SamplingParams
 from mainstem.core.step import Step
-from mainstem.server.engine_host import PROBE
+from mainstem.server.link.engine_host import PROBE
 from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import Tokenizer
 from tests.builders import VOCAB, an_engine

@@ -13,7 +13,7 @@ from mainstem import LLM, InvalidRequest, SamplingParams
 from mainstem.cli import chat, demo
 from mainstem.cli import main as cli
 from mainstem.core.errors import ConfigError
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import Output
 
 STORY = "Once upon a time, in a small village by the sea, there lived a fisherman. " * 3
 
@@ -197,7 +197,7 @@ def test_ctrl_c_in_a_chat_waits_for_the_step_and_the_history_stays_cached(
 ) -> None:
     step, num_ended = llm.text_engine.step, 0
 
-    def interrupted() -> list[TextOutput]:
+    def interrupted() -> list[Output]:
         nonlocal num_ended
         if num_ended == 3:
             signal.raise_signal(signal.SIGINT)

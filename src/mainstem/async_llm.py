@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from mainstem.core.config import EngineConfig
-from mainstem.core.request import Delivery, Overflow, Request, SamplingParams
+from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams
 from mainstem.llm.loaded import LoadedModel, ReadyPrompt
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.engine_thread import Ended, EngineThread, News
@@ -19,7 +19,6 @@ from mainstem.text.prompts import (
 )
 from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
 from mainstem.text.scoring import ContextScoring, ScoreOutput
-from mainstem.text.text_engine import TextOutput
 
 
 class AsyncLLM(LoadedModel):
@@ -99,8 +98,7 @@ class AsyncLLM(LoadedModel):
     async def _weigh(self, scoring: ContextScoring, place: int, request: Request) -> None:
         async with aclosing(self._news(request)) as outputs:
             async for output in outputs:
-                if output.prompt_logprobs is not None:
-                    scoring.take(place, output.prompt_logprobs, output.num_cached_tokens)
+                scoring.take(place, output)
 
     async def close(self) -> None:
         """Stop the engine; open requests end with an error."""
@@ -129,7 +127,7 @@ class AsyncLLM(LoadedModel):
                     self._keep(turn, output_ids)
                 yield piece_of(news, self.tokenizer)
 
-    async def _news(self, request: Request) -> AsyncGenerator[TextOutput, None]:
+    async def _news(self, request: Request) -> AsyncGenerator[Output, None]:
         """Yield the news of a request. The request is aborted if the caller stops reading."""
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         num_open = request.sampling.n

@@ -132,7 +132,7 @@ def test_rows_that_fail_are_error_rows(servers: list[Running], tmp_path: Path) -
 
 
 def test_rows_that_a_busy_server_refuses_are_sent_again(tmp_path: Path) -> None:
-    from mainstem.server.limits import ServerLimits  # noqa: PLC0415
+    from mainstem.server.http.limits import ServerLimits  # noqa: PLC0415
 
     source, output = write(tmp_path / "in.jsonl", rows(30)), tmp_path / "out.jsonl"
     with a_server(engines=engines(), limits=ServerLimits(open_answers=4)) as server:

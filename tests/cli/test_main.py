@@ -49,7 +49,7 @@ def test_only_programs_set_the_thread_switch_interval() -> None:
         sys.setswitchinterval(before)
     package = Path(mainstem.__file__).parent
     found = [path for path in package.rglob("*.py") if "setswitchinterval(" in path.read_text()]
-    programs = ("cli/main.py", "runner/ranks/rank.py", "server/engine_process.py")
+    programs = ("cli/main.py", "runner/ranks/rank.py", "server/link/engine_process.py")
     assert sorted(found) == [package / program for program in programs]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import msgpack
 
 from mainstem.core.events import EventBus, PageEvent, PagesCleared, PagesRemoved, PagesStored
-from mainstem.server.kv_events import to_batch
+from mainstem.server.link.kv_events import to_batch
 
 TIERS = {"GPU": "device", "CPU": "host", "STORAGE": "disk"}
 

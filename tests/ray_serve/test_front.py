@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from mainstem.ray.front import REPLICA_HEADER, Front, FrontSettings
 from mainstem.ray.replica import ACCEPTED, Head, HttpCall, Piece, ReplicaStatus
-from mainstem.server.replies import PING
+from mainstem.server.http.stream import PING
 
 UNKNOWN = b'{"error": {"code": "previous_response_not_found"}}'
 JSON = ((b"content-type", b"application/json"),)

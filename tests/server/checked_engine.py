@@ -4,8 +4,8 @@ import sys
 
 from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
-from mainstem.server.engine_process import main, make_engine
-from mainstem.server.messages import Begin
+from mainstem.server.link.engine_process import main, make_engine
+from mainstem.server.link.protocol import BeginEngine
 from mainstem.text.grammar import Grammars
 
 MODULE = "tests.server.checked_engine"
@@ -14,7 +14,7 @@ MODULE = "tests.server.checked_engine"
 def run(argv: list[str]) -> int:
     engines: list[Engine] = []
 
-    def make(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
+    def make(begin: BeginEngine, bus: EventBus) -> tuple[Engine, Grammars]:
         made = make_engine(begin, bus)
         engines.append(made[0])
         return made

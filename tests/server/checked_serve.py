@@ -13,10 +13,10 @@ from time import sleep
 
 from mainstem.cli.serve import Parts, main, open_model
 from mainstem.core.config import EngineConfig
-from mainstem.server.engine_client import Launched
-from mainstem.server.engine_process import EngineProcess
-from mainstem.server.kv_events import KvEventsConfig
-from mainstem.server.messages import Begin
+from mainstem.server.link.engine_client import Launched
+from mainstem.server.link.engine_process import EngineProcess
+from mainstem.server.link.kv_events import KvEventsConfig
+from mainstem.server.link.protocol import BeginEngine
 from mainstem.text.text_engine import TextEngine
 from tests.batch.fake_batch import kill_at
 from tests.fake_engines import FakeEngines, a_tokenizer
@@ -50,7 +50,7 @@ def serve_fake(argv: list[str], step_s: float = 0.0) -> int:
 
 def serve_split(argv: list[str], module: str = fake_engine.MODULE) -> int:
     def open_(config: EngineConfig, log_level: str, kv_events: KvEventsConfig | None) -> Parts:
-        begin = Begin(config, "", log_level, kv_events)
+        begin = BeginEngine(config, "", log_level, kv_events)
         return a_tokenizer(), lambda: EngineProcess.start(begin, module)
 
     return main(argv, open_)
@@ -63,7 +63,7 @@ def serve_real(argv: list[str]) -> int:
         tokenizer, launch = open_model(config, log_level, kv_events)
         assert isinstance(launch, partial)
         (begin,) = launch.args
-        assert isinstance(begin, Begin)
+        assert isinstance(begin, BeginEngine)
 
         def launch_checked() -> Launched:
             launched.append(EngineProcess.start(begin, MODULE))

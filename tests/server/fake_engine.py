@@ -5,8 +5,8 @@ from time import sleep
 
 from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
-from mainstem.server.engine_process import main
-from mainstem.server.messages import Begin
+from mainstem.server.link.engine_process import main
+from mainstem.server.link.protocol import BeginEngine
 from mainstem.text.grammar import Grammars
 from tests.fake_engines import FakeEngines
 
@@ -14,7 +14,7 @@ MODULE = "tests.server.fake_engine"
 STEP_S = 0.005
 
 
-def make(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
+def make(begin: BeginEngine, bus: EventBus) -> tuple[Engine, Grammars]:
     engines = FakeEngines(num_pages=8192, max_model_len=4000)
     engines.at_step = lambda _: sleep(STEP_S)
     text_engine = engines(begin.config, bus)

@@ -17,13 +17,11 @@ import uvloop
 from mainstem.cli.serve import APPS_FILE, Server
 from mainstem.core.config import EngineConfig
 from mainstem.core.json import AnyJson
-from mainstem.server.apps_registry import AppFile, AppRegistry
-from mainstem.server.auth import Access, KeyRing
-from mainstem.server.engine_client import EngineClient
+from mainstem.server.apps import AppFile, AppRegistry
 from mainstem.server.gateway import Gateway
-from mainstem.server.limits import ServerLimits
-from mainstem.server.live import Live
-from mainstem.server.metrics import ServerMetrics
+from mainstem.server.http.auth import Access, KeyRing
+from mainstem.server.http.limits import ServerLimits
+from mainstem.server.link.engine_client import EngineClient
 from mainstem.server.served_model import ServedModel
 from mainstem.text.encoding import App
 from mainstem.text.sessions import SessionLimits, Sessions
@@ -139,7 +137,6 @@ def a_server(
     engines = engines or FakeEngines(num_pages=512, max_model_len=800)
     engine = engines(config or EngineConfig())
     client = EngineClient(engine.tokenizer, lambda: ThreadEngine(engine))
-    metrics = ServerMetrics(client.bus, "fake")
     keys = KeyRing({"alice": ALICE, "bob": BOB}) if has_keys else None
     gateway = Gateway(
         client,
@@ -147,8 +144,6 @@ def a_server(
         Access(keys, KeyRing({"root": ADMIN})),
         AppRegistry(apps, None if data_dir is None else AppFile(data_dir / APPS_FILE)),
         limits or ServerLimits(),
-        Live("fake", metrics.counters),
-        metrics,
         Sessions(SessionLimits()),
     )
     if data_dir is not None:

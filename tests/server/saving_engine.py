@@ -8,8 +8,8 @@ from time import sleep
 from mainstem.core.events import EventBus
 from mainstem.engine.engine import Engine
 from mainstem.kv.bytes.segments import SegmentFiles
-from mainstem.server.engine_process import main
-from mainstem.server.messages import Begin
+from mainstem.server.link.engine_process import main
+from mainstem.server.link.protocol import BeginEngine
 from mainstem.text.grammar import Grammars
 from tests.fake_engines import a_tokenizer
 from tests.kv.tiered import a_tiered_engine
@@ -32,7 +32,7 @@ class StoppableFiles(SegmentFiles):
         super().write(record, buffer)
 
 
-def make(begin: Begin, bus: EventBus) -> tuple[Engine, Grammars]:
+def make(begin: BeginEngine, bus: EventBus) -> tuple[Engine, Grammars]:
     disk_dir = begin.config.store.disk_dir
     assert disk_dir is not None
     folder = Path(disk_dir) / STORE

@@ -31,15 +31,17 @@ from mainstem.core.events import (
 from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason, Overflow
 from mainstem.core.snapshot import EngineSnapshot, StemView
+from mainstem.server.link.answering import Answering
 from mainstem.server.metrics import (
     COMMON_LABELS,
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
     LABELLED_COUNTERS,
-    RequestTiming,
     ServerMetrics,
 )
+from tests.builders import a_request
+from tests.fake_engines import a_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ID = RequestId("a")
@@ -239,8 +241,13 @@ def test_tiers_and_truncations_are_counted() -> None:
 
 def test_timings_become_histograms() -> None:
     metrics = ServerMetrics(EventBus())
-    metrics.observe_request(RequestTiming(0.2, 0.25, [0.01, 0.011], 3.0))
-    metrics.observe_request(RequestTiming(None, None, [], 9999.0))
+    requests = [a_request([1], name=name) for name in "ab"]
+    answered, refused = Answering([0, 1], requests, a_tokenizer()).requests
+    answered.began_s, answered.admitted_s, answered.ended_s = -0.25, -0.05, 2.75
+    answered.token_s = [0.0, 0.01, 0.021]
+    refused.began_s, refused.ended_s = 0.0, 9999.0
+    metrics.observe_ended(answered)
+    metrics.observe_ended(refused)
     values = read(metrics)
     assert values["vllm:time_to_first_token_seconds_count"] == 1
     # a value at a bound belongs to its bucket

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from mainstem.core.step import Int32s
-from mainstem.server.answering import EngineFault
+from mainstem.server.link.answering import EngineFault
 from mainstem.server.pins import MAX_PINS, Prefix, PrefixPins
 
 

@@ -11,9 +11,9 @@ from starlette.middleware.cors import CORSMiddleware
 from mainstem.cli.serve import Parts, main
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
-from mainstem.server.file_store import lock_folder
-from mainstem.server.kv_events import KvEventsConfig
-from mainstem.server.logs import JsonLines
+from mainstem.server.http.logs import JsonLines
+from mainstem.server.kept.file_store import lock_folder
+from mainstem.server.link.kv_events import KvEventsConfig
 from tests.fake_engines import FakeEngines
 from tests.server.thread_engine import opener
 

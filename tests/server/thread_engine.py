@@ -8,10 +8,10 @@ from threading import Thread
 
 from mainstem.cli.serve import OpenModel, Parts
 from mainstem.core.config import EngineConfig
-from mainstem.server.engine_host import EngineHost
-from mainstem.server.engine_process import first_word
-from mainstem.server.kv_events import KvEventsConfig
-from mainstem.server.messages import Ready
+from mainstem.server.link.engine_host import EngineHost
+from mainstem.server.link.engine_process import first_word
+from mainstem.server.link.kv_events import KvEventsConfig
+from mainstem.server.link.protocol import Ready
 from mainstem.text.text_engine import TextEngine
 
 

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mainstem import SamplingParams
 from mainstem.core.errors import InvalidRequest, TooManyForms
 from mainstem.core.events import EventBus, SequencePreempted
-from mainstem.core.request import FinishReason
+from mainstem.core.request import FinishReason, Output
 from mainstem.text import grammar
 from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import (
@@ -29,7 +29,7 @@ from mainstem.text.grammar import (
     regex_form,
 )
 from mainstem.text.schemas import closed
-from mainstem.text.text_engine import TextEngine, TextOutput
+from mainstem.text.text_engine import TextEngine
 from tests.builders import a_request, an_engine
 from tests.fake_engines import a_tokenizer
 
@@ -473,7 +473,7 @@ def test_an_answer_beyond_its_parsers_limits_ends_alone_with_the_reason(
     engine.submit(a_request([1, 2, 3], sampling=endless, name="bound"))
     free = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
     engine.submit(a_request([1, 2, 3], sampling=free, name="free"))
-    last: dict[str, TextOutput] = {}
+    last: dict[str, Output] = {}
     texts = {"bound": "", "free": ""}
     while engine.has_work:
         for output in engine.step():

@@ -315,7 +315,7 @@ def test_the_text_of_each_answer_has_the_opening_once() -> None:
     reader = AnswerReader(a_tokenizer(), request)
     texts = ["", ""]
     for index, token_id in [(0, 33), (1, 34), (0, 35), (1, 36)]:
-        news = reader.read(Output(RequestId("r"), index, (token_id,)))
-        assert news is not None
+        news = Output(RequestId("r"), index, (token_id,))
+        assert reader.read(news)
         texts[index] += news.text
     assert texts == ["<think>AC", "<think>BD"]

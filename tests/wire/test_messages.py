@@ -7,12 +7,13 @@ import pytest
 
 from mainstem.core.ids import RequestId
 from mainstem.core.json import Json
-from mainstem.core.request import FinishReason, SamplingParams
+from mainstem.core.request import FinishReason, Output, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
-from mainstem.text.text_engine import TextOutput
 from mainstem.text.tools import Reasoning, ToolCall
 from mainstem.wire.answers import Heading, PromptAnswers
 from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.messages.bodies import MessagesBody
+from mainstem.wire.messages.parsing import read_messages
 from mainstem.wire.messages.rendering import MessageReply, MessageStream, PinnedTokens, error_body
 
 HEADING = Heading("msg_1", "fake", 1_700_000_000)
@@ -26,17 +27,15 @@ def a_reply(has_tools: bool = True, **fields: object) -> MessageReply:
     return MessageReply(call, HEADING, **fields)  # type: ignore[arg-type]
 
 
-def output(text: str, is_last: bool, stop: str | None = None) -> TextOutput:
-    return TextOutput(
+def output(text: str, is_last: bool, stop: str | None = None) -> Output:
+    return Output(
         RequestId("r"),
         0,
-        text,
         (1,),
-        (),
-        None,
-        FinishReason.STOP if is_last else None,
-        stop,
+        finish_reason=FinishReason.STOP if is_last else None,
         num_cached_tokens=3,
+        text=text,
+        stop_reason=stop,
     )
 
 
@@ -187,3 +186,50 @@ def test_errors_are_named_by_their_status() -> None:
             "error": {"type": kind, "message": "why"},
             "request_id": "r1",
         }
+
+
+def test_blocks_become_messages() -> None:
+    """Texts and tool results keep their order, reasoning and calls share a message, and results
+    that are errors say so."""
+    turns: list[Json] = [
+        {"role": "user", "content": []},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm."},
+                {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "first"},
+                {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": "no"},
+                {"type": "tool_result", "tool_use_id": "b"},
+            ],
+        },
+    ]
+    body: Json = {
+        "model": "fake",
+        "max_tokens": 8,
+        "messages": turns,
+        "thinking": {"type": "disabled"},
+        "stop_sequences": ["x"],
+    }
+    template = "{{ enable_thinking }}"
+    fields = read_messages(body, MessagesBody, template).fields
+    function = {"name": "f", "arguments": {"x": 1}}
+    assert fields["messages"] == [
+        {"role": "user", "content": ""},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
+        {"role": "user", "content": "first"},
+        {"role": "tool", "tool_call_id": "a", "content": "Error: no"},
+        {"role": "tool", "tool_call_id": "b", "content": ""},
+    ]
+    assert fields["chat_template_kwargs"] == {"enable_thinking": False}
+    assert fields["stop"] == ["x"]

@@ -9,10 +9,9 @@ import pytest
 
 from mainstem.core.ids import RequestId
 from mainstem.core.json import Json
-from mainstem.core.request import FinishReason
+from mainstem.core.request import FinishReason, Output
 from mainstem.text.parsers.counting import count_reasoning
 from mainstem.text.parsers.formats import MARKS, AnswerFormats, ReasoningFormat, ToolFormat
-from mainstem.text.text_engine import TextOutput
 from mainstem.wire.answers import Heading, PromptAnswers
 from mainstem.wire.calls import Call, CallKind
 from mainstem.wire.chat.parsing import CallParser
@@ -35,8 +34,8 @@ def a_reply(kind: CallKind, **fields: object) -> CompletionReply:
 
 def news(
     text: str, index: int = 0, reason: FinishReason | None = None, ids: tuple[int, ...] = (5,)
-) -> TextOutput:
-    return TextOutput(RequestId("r"), index, text, ids, (), None, reason, None, 0)
+) -> Output:
+    return Output(RequestId("r"), index, ids, finish_reason=reason, text=text)
 
 
 def sent(data: bytes) -> list[Json]:
@@ -91,7 +90,7 @@ def test_every_chunk_of_a_stream_has_the_text_of_its_output(
 def chunks_of(
     stream: CompletionStream,
     place: int,
-    output: TextOutput,
+    output: Output,
     answers: list[PromptAnswers],
     has_usage: bool,
 ) -> list[Json]:

@@ -6,9 +6,8 @@ from unittest.mock import patch
 
 from mainstem.core.ids import RequestId
 from mainstem.core.json import Json
-from mainstem.core.request import FinishReason, SamplingParams
+from mainstem.core.request import FinishReason, Output, SamplingParams
 from mainstem.text.parsers.formats import ToolFormat, ToolUse
-from mainstem.text.text_engine import TextOutput
 from mainstem.text.tools import Part, Reasoning, ToolCall
 from mainstem.wire.answers import Heading, PromptAnswers
 from mainstem.wire.calls import Call, CallKind
@@ -106,7 +105,7 @@ def answer(
     for place in range(len(parts)):
         is_last = place == len(parts) - 1
         finish = reason if is_last else None
-        output = TextOutput(RequestId("r"), 0, "?", (place,), (), None, finish, None, 0)
+        output = Output(RequestId("r"), 0, (place,), finish_reason=finish, text="?")
         answers.add(output)
         data += stream.events(output, answers)
     events = [json.loads(block.split("data: ")[1]) for block in data.decode().split("\n\n")[:-1]]

@@ -22,9 +22,9 @@ from mainstem.core.errors import InvalidRequest, MissingPackage
 from mainstem.core.events import StoreOpened
 from mainstem.core.ids import RequestId
 from mainstem.core.plan import Int32s
-from mainstem.core.request import Delivery, Request, SamplingParams
+from mainstem.core.request import Delivery, Output, Request, SamplingParams
 from mainstem.text.scoring import SCORE_SAMPLING, ContextScoring
-from mainstem.text.text_engine import TextEngine, TextOutput
+from mainstem.text.text_engine import TextEngine
 from mainstem.wire.answers import PromptAnswers
 from mainstem.wire.errors import WireError, from_invalid
 
@@ -155,7 +155,7 @@ class BatchJob:
         for stretch in planned.stretches(self._estimate):
             first: int | None = None
             if stretch.shared_with_next is not None:
-                first = self._engine.expect(stretch.shared_with_next)
+                first = self._engine.engine.expect(stretch.shared_with_next)
             parts = (stretch.row_indices, stretch.templates, stretch.new_tokens)
             places = zip(*(part.tolist() for part in parts), strict=True)
             for offset, (index, template, new_tokens) in enumerate(places):
@@ -229,14 +229,13 @@ class BatchJob:
 
     # --- answers to the file --------------------------------------------------------------------
 
-    def _hear_score(self, output: TextOutput) -> None:
+    def _hear_score(self, output: Output) -> None:
         opened, place = self._scored.pop(output.request_id)
         if output.fault is not None:
             message = f"steps failed on this row: {output.fault}"
             self._drop_scored(opened, WireError(ENGINE_FAILED, message))
             return
-        if output.prompt_logprobs is not None:
-            opened.scoring.take(place, output.prompt_logprobs, output.num_cached_tokens)
+        opened.scoring.take(place, output)
         opened.open_ids.discard(output.request_id)
         if not opened.open_ids:
             row, result = opened.row, opened.scoring.result()
@@ -251,7 +250,7 @@ class BatchJob:
         row = opened.row
         self._fail(Failure(row.line, row.custom_id, fault, row.digest))
 
-    def _hear(self, output: TextOutput) -> None:
+    def _hear(self, output: Output) -> None:
         if output.request_id in self._scored:
             self._hear_score(output)
             return

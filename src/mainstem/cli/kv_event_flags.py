@@ -5,7 +5,7 @@ import re
 from importlib.util import find_spec
 
 from mainstem.core.errors import ConfigError
-from mainstem.server.kv_events import NO_ZMQ, KvEventsConfig
+from mainstem.server.link.kv_events import NO_ZMQ, KvEventsConfig
 
 PLACE = re.compile(r"tcp://(\*|[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})|ipc://.+", re.ASCII)
 

@@ -26,20 +26,20 @@ from mainstem.cli.flags import (
 from mainstem.cli.kv_event_flags import add_kv_event_flags, kv_events_config
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
-from mainstem.server.apps_registry import AppFile, AppRegistry
-from mainstem.server.auth import Access, KeyRing
+from mainstem.server.apps import AppFile, AppRegistry
 from mainstem.server.build import GatewaySettings, make_gateway
-from mainstem.server.connection import guarded_by
-from mainstem.server.engine_client import EngineState, Launched
-from mainstem.server.engine_process import EngineProcess
-from mainstem.server.file_store import lock_folder
 from mainstem.server.gateway import Gateway
-from mainstem.server.kv_events import KvEventsConfig
-from mainstem.server.limits import ServerLimits
-from mainstem.server.logs import LEVELS, set_up_logs
-from mainstem.server.messages import Begin
+from mainstem.server.http.auth import Access, KeyRing
+from mainstem.server.http.connection import guarded_by
+from mainstem.server.http.limits import ServerLimits
+from mainstem.server.http.logs import LEVELS, set_up_logs
+from mainstem.server.http.sites import host_names
+from mainstem.server.kept.file_store import lock_folder
+from mainstem.server.link.engine_client import EngineState, Launched
+from mainstem.server.link.engine_process import EngineProcess
+from mainstem.server.link.kv_events import KvEventsConfig
+from mainstem.server.link.protocol import BeginEngine
 from mainstem.server.routes import make_app
-from mainstem.server.sites import host_names
 from mainstem.text.encoding import App
 from mainstem.text.sessions import SessionLimits
 from mainstem.text.tokenizer import Tokenizer
@@ -248,7 +248,9 @@ def open_model(config: EngineConfig, log_level: str, kv_events: KvEventsConfig |
     """The tokenizer of a model, and a function that starts a process with its engine."""
     with StageBar() as bar:
         folder, tokenizer = fetch_model(config.model, bar)
-    return tokenizer, partial(EngineProcess.start, Begin(config, str(folder), log_level, kv_events))
+    return tokenizer, partial(
+        EngineProcess.start, BeginEngine(config, str(folder), log_level, kv_events)
+    )
 
 
 def main(argv: list[str], open_: OpenModel = open_model) -> int:

@@ -351,7 +351,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)  # not frozen: a thousand are made per step, and frozen costs 3x
 class Output:
-    """What one sequence produced since its last Output."""
+    """What one sequence produced since its last Output: news of an answer. The engine knows only
+    tokens; `text` and `stop_reason` are filled in by an AnswerReader (text/text_engine.py)."""
 
     request_id: RequestId
     index: int  # which of the n answers
@@ -364,3 +365,15 @@ class Output:
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
     fault: str | None = None  # the error that ended the answer (FinishReason.ERROR)
     is_form_fault: bool = False  # whether it ended because it cannot continue in its form
+    text: str = ""  # text that is now certain
+    stop_reason: str | int | None = None  # the stop string or token that ended it
+
+    def next_token(self, token_id: int) -> "Output":
+        """The Output after this one, if it adds only a token."""
+        return Output(
+            self.request_id,
+            self.index,
+            (token_id,),
+            num_cached_tokens=self.num_cached_tokens,
+            num_dropped_tokens=self.num_dropped_tokens,
+        )

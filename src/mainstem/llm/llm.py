@@ -13,7 +13,7 @@ from mainstem.core.errors import AnswerFailed, InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.metrics import Counters
-from mainstem.core.request import Delivery, Overflow, Request, SamplingParams, id_array
+from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams, id_array
 from mainstem.core.step import Int32s
 from mainstem.llm.loaded import LoadedModel, ReadyPrompt, overflow_policy
 from mainstem.llm.steps import SharedSteps
@@ -33,7 +33,6 @@ from mainstem.text.prompts import (
 )
 from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
 from mainstem.text.scoring import ContextScoring, ScoreOutput
-from mainstem.text.text_engine import TextOutput
 
 
 class LLM(LoadedModel):
@@ -288,7 +287,7 @@ class LLM(LoadedModel):
                 return True
             return False
 
-        def hear(outputs: list[TextOutput]) -> int:
+        def hear(outputs: list[Output]) -> int:
             num_ended = 0
             for output in outputs:
                 result = results[output.request_id]
@@ -330,14 +329,13 @@ class LLM(LoadedModel):
                 return True
             return False
 
-        def hear(outputs: list[TextOutput]) -> int:
+        def hear(outputs: list[Output]) -> int:
             for output in outputs:
                 index, place, _ = asked[output.request_id]
                 if output.fault is not None:
                     faults[index] = output.fault
-                elif output.prompt_logprobs is not None:
-                    cached = output.num_cached_tokens
-                    scorings[index].take(place, output.prompt_logprobs, cached)
+                else:
+                    scorings[index].take(place, output)
             return len(outputs)
 
         prompts = {name: request.prompt_ids for name, (_, _, request) in asked.items()}

@@ -9,14 +9,14 @@ from tqdm import tqdm
 
 from mainstem.core.ids import RequestId
 from mainstem.core.plan import Prompts
-from mainstem.core.request import Request
+from mainstem.core.request import Output, Request
 from mainstem.core.step import Int32s
 from mainstem.plan.order import shared_with_next
 from mainstem.plan.planner import plan_prompts
-from mainstem.text.text_engine import TextEngine, TextOutput
+from mainstem.text.text_engine import TextEngine
 
 Submit = Callable[[RequestId, int | None], bool]  # gets the plan place; False: it was refused
-Hear = Callable[[list[TextOutput]], int]  # gets a step's outputs; returns how many prompts ended
+Hear = Callable[[list[Output]], int]  # gets a step's outputs; returns how many prompts ended
 
 
 class SharedSteps:
@@ -30,16 +30,16 @@ class SharedSteps:
         self._text_engine = text_engine
         self._shares = shares
         self._check_open = check_open
-        self._streams: dict[str, deque[TextOutput]] = {}  # outputs not read yet, by request
+        self._streams: dict[str, deque[Output]] = {}  # outputs not read yet, by request
         self._abandoned: deque[str] = deque()  # streams that are no longer read
 
     @property
     def is_idle(self) -> bool:
         return not (self._text_engine.has_work or self._streams or self._abandoned)
 
-    def open_stream(self, request: Request) -> deque[TextOutput]:
+    def open_stream(self, request: Request) -> deque[Output]:
         """Submit a request; its outputs will be in the queue that is returned."""
-        outputs = self._streams[request.request_id] = deque[TextOutput]()
+        outputs = self._streams[request.request_id] = deque[Output]()
         self._text_engine.submit(request)
         return outputs
 
@@ -47,13 +47,13 @@ class SharedSteps:
         """Note that a stream is no longer read; the next step ends it. Safe on any thread."""
         self._abandoned.append(request_id)
 
-    def step(self) -> list[TextOutput]:
+    def step(self) -> list[Output]:
         """Advance the engine by one step. Returns the outputs that are not of streams."""
         self._end_abandoned()
         outputs = self._text_engine.step()
         if not self._streams:
             return outputs
-        rest: list[TextOutput] = []
+        rest: list[Output] = []
         for output in outputs:
             self._streams.get(output.request_id, rest).append(output)
         return rest
@@ -104,5 +104,5 @@ class SharedSteps:
         starts = np.zeros(len(names) + 1, np.int64)
         np.cumsum([len(ids) for ids in prompts.values()], out=starts[1:])
         plan = plan_prompts(Prompts(np.concatenate([*prompts.values()]), starts))
-        first = self._text_engine.expect(shared_with_next(plan))
+        first = self._text_engine.engine.expect(shared_with_next(plan))
         return [(names[row], first + place) for place, row in enumerate(plan.members.tolist())]

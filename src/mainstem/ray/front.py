@@ -41,12 +41,17 @@ from mainstem.ray.router import (
     RouterKind,
     Ticket,
 )
-from mainstem.server.auth import shown_key
-from mainstem.server.body import parse_json
-from mainstem.server.error_shapes import error_response, is_messages_path, messages_error
-from mainstem.server.faults import ApiError, unavailable
-from mainstem.server.limits import ServerLimits
-from mainstem.server.replies import PING
+from mainstem.server.http.auth import shown_key
+from mainstem.server.http.body import parse_json
+from mainstem.server.http.faults import (
+    ApiError,
+    error_response,
+    is_messages_path,
+    messages_error,
+    unavailable,
+)
+from mainstem.server.http.limits import ServerLimits
+from mainstem.server.http.stream import PING
 
 LOOK_S = 1.0  # between two status calls to a replica
 STATUS_S = 5.0  # timeout of a status call; then the replica counts as down
@@ -159,7 +164,7 @@ class Front:
                     return refusal
                 raise
             try:
-                reply = _Reply(self._replicas[ticket.replica], call)
+                reply = _ReplicaReply(self._replicas[ticket.replica], call)
                 await reply.begin()
             except ReplicaLost as error:
                 self._lose(ticket, error)
@@ -180,7 +185,7 @@ class Front:
         self._router.finish(ticket, None)
         self._set_down(ticket.replica, str(error))
 
-    def _passed_on(self, reply: "_Reply", ticket: Ticket, call: HttpCall) -> Response:
+    def _passed_on(self, reply: "_ReplicaReply", ticket: Ticket, call: HttpCall) -> Response:
         if reply.head.status < NOT_ANSWERED:
             self._learn(reply, ticket, call)
         if reply.is_stream:
@@ -192,7 +197,7 @@ class Front:
         response.headers[REPLICA_HEADER] = str(ticket.replica)
         return response
 
-    def _learn(self, reply: "_Reply", ticket: Ticket, call: HttpCall) -> None:
+    def _learn(self, reply: "_ReplicaReply", ticket: Ticket, call: HttpCall) -> None:
         self._router.learn(ticket)
         found = FIRST_ID.search(reply.first) if call.path == "/v1/responses" else None
         if found is not None:
@@ -256,7 +261,7 @@ class Front:
 
     async def _whole(self, replica: int, call: HttpCall) -> Response:
         """Return the reply of one replica; raises ReplicaLost."""
-        reply = _Reply(self._replicas[replica], call)
+        reply = _ReplicaReply(self._replicas[replica], call)
         await reply.begin()
         if reply.is_stream:  # a stored response, streamed again
             return _Stream(reply, call.path, lambda _: None)
@@ -366,7 +371,7 @@ class Front:
         )
 
 
-class _Reply:
+class _ReplicaReply:
     """The reply of one replica to one call, piece by piece."""
 
     def __init__(self, replica: Any, call: HttpCall) -> None:
@@ -436,7 +441,7 @@ class _Stream(Response):
     """Passes on the stream of a replica. `on_end` is always called, with how the stream ended."""
 
     def __init__(
-        self, reply: _Reply, path: str, on_end: Callable[[int | ReplicaLost | None], None]
+        self, reply: _ReplicaReply, path: str, on_end: Callable[[int | ReplicaLost | None], None]
     ) -> None:
         super().__init__(status_code=reply.head.status)
         self.raw_headers = list(reply.head.headers)

@@ -21,15 +21,15 @@ from mainstem.checkpoints.fetch import fetch_model
 from mainstem.core.config import EngineConfig, with_arguments
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.request import SamplingParams
-from mainstem.server.apps_registry import AppRegistry
-from mainstem.server.auth import Access, KeyRing
+from mainstem.server.apps import AppRegistry
 from mainstem.server.build import GatewaySettings, make_gateway
-from mainstem.server.engine_client import EngineState
-from mainstem.server.engine_process import EngineProcess
 from mainstem.server.gateway import Gateway
-from mainstem.server.limits import ServerLimits
-from mainstem.server.logs import set_up_logs
-from mainstem.server.messages import Begin
+from mainstem.server.http.auth import Access, KeyRing
+from mainstem.server.http.limits import ServerLimits
+from mainstem.server.http.logs import set_up_logs
+from mainstem.server.link.engine_client import EngineState
+from mainstem.server.link.engine_process import EngineProcess
+from mainstem.server.link.protocol import BeginEngine
 from mainstem.server.routes import make_app
 from mainstem.text.encoding import App
 from mainstem.text.tokenizer import Tokenizer
@@ -194,7 +194,7 @@ def open_gateway(settings: ReplicaSettings, config: EngineConfig) -> Gateway:
     """Load the model in a separate process; raises ConfigError."""
     model = config.model
     folder, tokenizer = fetch_model(model)
-    begin = Begin(config, str(folder), settings.log_level, None)
+    begin = BeginEngine(config, str(folder), settings.log_level, None)
     return make_gateway(
         GatewaySettings(
             config,

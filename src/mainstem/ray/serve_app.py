@@ -20,7 +20,7 @@ from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.ray.front import Front, FrontSettings
 from mainstem.ray.replica import Replica, ReplicaSettings
 from mainstem.ray.router import RouterKind
-from mainstem.server.limits import ServerLimits
+from mainstem.server.http.limits import ServerLimits
 from mainstem.text.encoding import App
 
 MAX_OPEN = 100_000  # requests that Ray Serve admits; the servers have their own, lower limits

@@ -29,16 +29,15 @@ from mainstem.core.json import Json
 from mainstem.core.plan import Int32s
 from mainstem.core.request import Request
 from mainstem.plan.planner import PlanConfig
-from mainstem.server.answering import EngineFault, FormFault, RequestFault
-from mainstem.server.auth import Tenant
-from mainstem.server.batch_store import Batch, BatchStatus, BatchStore
-from mainstem.server.engine_client import EngineClient, EngineState
-from mainstem.server.file_store import FileStore
-from mainstem.server.filling import AppFiller
-from mainstem.server.limits import Gate
+from mainstem.server.apps import AppFiller
+from mainstem.server.http.auth import Tenant
+from mainstem.server.http.limits import RequestGate
+from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
+from mainstem.server.kept.file_store import FileStore
+from mainstem.server.link.answering import EngineFault, FormFault, RequestFault
+from mainstem.server.link.engine_client import EngineClient, EngineState
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.served_model import ServedModel
-from mainstem.server.turns import owner_of
 from mainstem.text.encoding import App
 from mainstem.text.scoring import ContextScoring
 from mainstem.wire.answers import PromptAnswers
@@ -66,7 +65,7 @@ class BatchRunner:
     def __init__(  # noqa: PLR0913, PLR0917  # parts of a server
         self,
         engine: EngineClient,
-        gate: Gate,
+        gate: RequestGate,
         tenants: Sequence[Tenant],
         filler: AppFiller,
         model: ServedModel,
@@ -77,7 +76,7 @@ class BatchRunner:
     ) -> None:
         self._engine = engine
         self._gate = gate
-        self._tenants = {owner_of(tenant): tenant for tenant in tenants}
+        self._tenants = {tenant.owner: tenant for tenant in tenants}
         self._filler = filler
         self._model = model
         self._files = files
@@ -325,12 +324,11 @@ class BatchRunner:
         try:
             async for news in answering:
                 for place, output in news:
-                    if output.prompt_logprobs is not None:
-                        scoring.take(place, output.prompt_logprobs, output.num_cached_tokens)
+                    scoring.take(place, output)
         finally:
             self._engine.abandon(answering)
-            for ticket in answering.tickets:
-                self._metrics.observe_ticket(ticket)
+            for opened in answering.requests:
+                self._metrics.observe_ended(opened)
         return score_row(row, scoring.result(), self._name(row), int(time()))
 
     async def _answer(self, row: Row, request: Request, owner: str) -> Json:
@@ -343,7 +341,7 @@ class BatchRunner:
         finally:
             self._engine.abandon(answering)
             if answers.is_finished:
-                self._metrics.observe_ticket(answering.tickets[0])
+                self._metrics.observe_ended(answering.requests[0])
         return answer_row(row, answers, self._name(row), self._engine.tokenizer, int(time()))
 
     def _find_app(self, call: Call) -> App | None:

@@ -7,15 +7,13 @@ from time import time
 
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.server.apps_registry import AppRegistry
-from mainstem.server.auth import Access
-from mainstem.server.engine_client import EngineClient, Launched
+from mainstem.server.apps import AppRegistry
 from mainstem.server.gateway import Gateway
-from mainstem.server.limits import ServerLimits
-from mainstem.server.live import Live
-from mainstem.server.metrics import ServerMetrics
-from mainstem.server.recording import Recorder
-from mainstem.server.response_file import ResponseFile
+from mainstem.server.http.auth import Access
+from mainstem.server.http.limits import ServerLimits
+from mainstem.server.kept.recording import Recorder
+from mainstem.server.kept.response_store import ResponseFile
+from mainstem.server.link.engine_client import EngineClient, Launched
 from mainstem.server.served_model import ServedModel
 from mainstem.text.parsers.formats import AUTO, find_formats
 from mainstem.text.session_file import SessionFile
@@ -49,8 +47,6 @@ def make_gateway(
     """Start the engine, wait for it, and connect the other parts; raises ConfigError."""
     formats = find_formats(tokenizer, *settings.parsers)
     engine = EngineClient(tokenizer, launch)
-    name = settings.names[0]
-    metrics = ServerMetrics(engine.bus, name)
     model = ServedModel(
         settings.names, int(time()), settings.sampling, str(settings.config.model), formats
     )
@@ -60,8 +56,6 @@ def make_gateway(
         settings.access,
         settings.apps,
         settings.limits,
-        Live(name, metrics.counters),
-        metrics,
         Sessions(settings.sessions),
     )
     if settings.data_dir is not None:

@@ -2,51 +2,44 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, time
-from typing import TypeVar
+from typing import Protocol
 
 import numpy as np
 from filelock import BaseFileLock
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId
 from mainstem.core.json import Json
-from mainstem.core.request import Overflow
-from mainstem.core.request import Request as EngineRequest
-from mainstem.server.answering import SHUTTING_DOWN, Answering, EngineFault
-from mainstem.server.apps_registry import AppRegistry
-from mainstem.server.auth import Access, Tenant
+from mainstem.core.request import Overflow, Request
+from mainstem.server.apps import AppFiller, AppRegistry
 from mainstem.server.batch_runner import BatchRunner
-from mainstem.server.batch_store import BatchStore
-from mainstem.server.body import read_json
-from mainstem.server.engine_client import EngineClient
-from mainstem.server.faults import ApiError, from_fault, from_invalid, unavailable
-from mainstem.server.file_store import FileStore, lock_folder
-from mainstem.server.filling import AppFiller
-from mainstem.server.ids import unique_ids
-from mainstem.server.limits import Gate, ServerLimits
+from mainstem.server.http.auth import Access, Tenant
+from mainstem.server.http.faults import ApiError, from_fault, from_invalid, unavailable
+from mainstem.server.http.limits import RequestGate, ServerLimits
+from mainstem.server.http.stream import ClientLeft, EventStream, while_connected
+from mainstem.server.kept.batch_store import BatchStore
+from mainstem.server.kept.file_store import FileStore, lock_folder
+from mainstem.server.kept.pruning import Pruner
+from mainstem.server.kept.recording import Recorder
+from mainstem.server.kept.response_store import KeptResponse, ResponseFile, ResponseStore
+from mainstem.server.kept.saver import Saver
+from mainstem.server.kept.turns import SessionTurn
+from mainstem.server.link.answering import SHUTTING_DOWN, Answering, EngineFault
+from mainstem.server.link.engine_client import EngineClient
 from mainstem.server.live import Live, Record, RequestState
 from mainstem.server.metrics import ServerMetrics
 from mainstem.server.pins import PrefixPins
-from mainstem.server.pruning import Pruner
-from mainstem.server.recording import Recorder
-from mainstem.server.replies import MakeWriter, ReplyWriter
-from mainstem.server.response_file import ResponseFile
-from mainstem.server.response_store import Kept, ResponseStore
-from mainstem.server.saver import Saver
 from mainstem.server.served_model import ServedModel
-from mainstem.server.stream import ClientLeft, EventStream, while_connected
-from mainstem.server.turns import Turn, owner_of
 from mainstem.text.encoding import (
     App,
     BegunPrompt,
-    Chat,
     Prompt,
     PromptTooLong,
     begin_prompt,
@@ -55,23 +48,41 @@ from mainstem.text.encoding import (
 from mainstem.text.session_file import SessionFile
 from mainstem.text.sessions import MAX_SESSION_TOKENS, Session, Sessions
 from mainstem.wire.answers import Heading
-from mainstem.wire.bodies import DetokenizeBody, tokenize_options
-from mainstem.wire.calls import Call, CallKind
-from mainstem.wire.chat.logprobs import token_text
+from mainstem.wire.calls import Call
 from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.chat.rendering import CompletionReply, Echo
-from mainstem.wire.fields import read_fields
 
 # more work than this would block the event loop for over 1 ms
 INLINE_CHARS = 1 << 10  # characters to encode
 INLINE_KNOWN_CHARS = 1 << 16  # characters to scan
-INLINE_IDS = 1 << 10  # ids to write out
 MAX_WINDOWS = 32  # a conversation may be this many times as long as the context
 CLIENT_LEFT = 499  # a status for logs and metrics, which is never sent
 
-Written = TypeVar("Written")
-
 log = logging.getLogger("mainstem.server")
+
+
+class Writer(Protocol):
+    """Writes the reply to one request in the format of one API."""
+
+    ping: bytes  # sent in a stream that would be silent for long
+
+    async def whole(self, answering: Answering) -> bytes:
+        """The reply as JSON when every answer is finished; raises what ended an answer early."""
+
+    def events(self, answering: Answering) -> AsyncGenerator[bytes, None]:
+        """The reply as server-sent events; raises the error that ended it early."""
+
+    def last_words(self, error: ApiError) -> bytes:
+        """The event that ends a stream which cannot continue."""
+
+
+# makes a writer from a reply's call and heading, each prompt's number of tokens, and the turn of a
+# session
+MakeWriter = Callable[[CompletionReply, Sequence[int], SessionTurn | None], Writer]
+# what the engine is asked, and the writer of its answers
+Prepared = tuple[Sequence[Request], Writer]
+# raises InvalidRequest or ApiError
+Prepare = Callable[[Heading, Tenant, App | None], Awaitable[Prepared]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +105,6 @@ class Gateway:
         access: Access,
         apps: AppRegistry,
         limits: ServerLimits,
-        live: Live,
-        metrics: ServerMetrics,
         sessions: Sessions,
     ) -> None:
         self.engine = engine
@@ -103,10 +112,10 @@ class Gateway:
         self.access = access
         self.apps = apps
         self.limits = limits
-        self.live = live
-        self.metrics = metrics
+        self.metrics = ServerMetrics(engine.bus, model.names[0])
+        self.live = Live(model.names[0], self.metrics.counters)
         self.sessions = sessions
-        self.gate = Gate(limits)
+        self.gate = RequestGate(limits)
         self.responses = ResponseStore(limits)
         self.filler = AppFiller(engine, apps)
         self.pins = PrefixPins(engine, limits.pinned_share)
@@ -116,12 +125,11 @@ class Gateway:
         self._ends_answers = False  # True: requests that were let in earlier are refused, too
         formats = model.formats_of(engine.tokenizer)
         self.parser = CallParser(model.sampling, limits.body, lambda: formats)
-        self._ids = unique_ids()
         self._fingerprint = model.fingerprint
-        engine.on_tokens = live.rate.add
+        engine.on_tokens = self.live.rate.add
         engine.on_recovered = self._refill
         self.recorder: Recorder | None = None  # records requests, for a benchmark
-        self._savers: list[Saver[Session] | Saver[Kept]] = []
+        self._savers: list[Saver[Session] | Saver[KeptResponse]] = []
         self._folder_lock: BaseFileLock | None = None  # held until `close`
         self._refilling: asyncio.Task[None] | None = None
 
@@ -204,50 +212,67 @@ class Gateway:
 
         self._refilling = asyncio.ensure_future(refill())
 
-    # --- completions ----------------------------------------------------------------------------
-
-    async def answer(self, request: Request, kind: CallKind) -> Response:
-        """Return the reply to a chat or completion, whole or as a stream; raises WireError or
-        ApiError."""
-        self.gate.allow(request.state.tenant)
-        call, prompts = self.parser.parse(await read_json(request, self.limits), kind)
-        prefix = "chatcmpl" if kind is CallKind.CHAT else "cmpl"
-        reply_id = f"{prefix}-{next(self._ids)}"
-        return await self.reply(request, call, prompts, reply_id, ReplyWriter)
+    # --- requests -------------------------------------------------------------------------------
 
     async def reply(
         self,
-        request: Request,
+        request: HttpRequest,
         call: Call,
         prompts: Sequence[Prompt],
         reply_id: str,
         make_writer: MakeWriter,
     ) -> Response:
-        """Return the reply to a call of any API, in the format of its writer; raises WireError or
-        ApiError. The caller has already counted the request in the tenant's rate."""
-        tenant: Tenant = request.state.tenant
+        """Return the reply to a chat or completion of any API, in the format of its writer; raises
+        WireError or ApiError."""
         asked_s = monotonic()
+
+        async def prepare(heading: Heading, tenant: Tenant, app: App | None) -> Prepared:
+            turn = None
+            if call.session_id is not None:
+                session_id, tokenizer = call.session_id, self.engine.tokenizer
+                turn = SessionTurn(self.sessions, tenant.owner, session_id, tokenizer)
+            salt = tenant.page_salt(call.cache_salt)
+            prompt_ids = await self.encode(call, prompts, app, turn, salt)
+            prompt_ids = self.cut(call, prompt_ids, app)
+            self.check_lengths(call, prompt_ids)
+            requests = self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
+            if self.recorder is not None:
+                self.recorder.note(asked_s, requests)
+            echoes = self._echoes(call, prompts, prompt_ids)
+            told_ids = prompt_ids if call.returns_token_ids else ()
+            reply = CompletionReply(call, heading, self.engine.tokenizer, echoes, told_ids)
+            return requests, make_writer(reply, [len(ids) for ids in prompt_ids], turn)
+
+        return await self.exchange(request, call, call.num_answers, reply_id, prepare)
+
+    async def exchange(
+        self,
+        request: HttpRequest,
+        call: Call,
+        num_answers: int,
+        reply_id: str,
+        prepare: Prepare,
+    ) -> Response:
+        """Return what a writer makes of the engine's answers, whole or as a stream; raises
+        WireError or ApiError. The caller has already counted the request in the tenant's rate.
+        """
+        tenant: Tenant = request.state.tenant
         model, app = self.apps.resolve(call, self.model.names)
         if self.is_draining:
             raise unavailable(SHUTTING_DOWN)
         heading = Heading(reply_id, model, int(time()), self._fingerprint)
         with ExitStack() as held:
-            held.enter_context(self.gate.enter(tenant, call.num_answers))
-            turn = self._turn(call, tenant)
-            salt = tenant.page_salt(call.cache_salt)
-            prompt_ids = await self.encode(call, prompts, app, turn, salt)
-            prompt_ids = self._kept(call, prompt_ids, app)
-            self._check_lengths(call, prompt_ids)
-            requests = self._requests(call, heading.reply_id, prompt_ids, tenant, app, turn)
-            if self.recorder is not None:
-                self.recorder.note(asked_s, requests)
-            answering = await self.submit(requests, tenant)
-            exchange = Exchange(self, answering, heading, request, app)
-            held.push(exchange)
-            echoes = self._echoes(call, prompts, prompt_ids)
-            told_ids = prompt_ids if call.returns_token_ids else ()
-            reply = CompletionReply(call, heading, self.engine.tokenizer, echoes, told_ids)
-            writer = make_writer(reply, [len(ids) for ids in prompt_ids], turn)
+            held.enter_context(self.gate.enter(tenant, num_answers))
+            try:
+                requests, writer = await prepare(heading, tenant, app)
+                if self._ends_answers:  # its prompts were being encoded when others were ended
+                    raise unavailable(SHUTTING_DOWN)
+                answering = await self.engine.submit(requests, tenant.owner)
+            except InvalidRequest as error:
+                raise from_invalid(error) from None
+            except EngineFault as fault:
+                raise from_fault(fault) from None
+            exchange = held.enter_context(Exchange(self, answering, heading, request, app))
             if call.is_streaming:
                 return EventStream(
                     writer.events(answering),
@@ -267,17 +292,12 @@ class Gateway:
             exchange.state = RequestState.FINISHED
         return Response(whole, media_type="application/json")
 
-    def _turn(self, call: Call, tenant: Tenant) -> Turn | None:
-        if call.session_id is None:
-            return None
-        return Turn(self.sessions, tenant, call.session_id, self.engine.tokenizer)
-
     async def encode(
         self,
         call: Call,
         prompts: Sequence[Prompt],
         app: App | None,
-        turn: Turn | None,
+        turn: SessionTurn | None,
         salt: bytes,
     ) -> list[list[int]]:
         """Return the ids of the prompts; long prompts are encoded on another thread. Raises
@@ -304,7 +324,7 @@ class Gateway:
         except InvalidRequest as error:
             raise from_invalid(error) from None
 
-    def _kept(self, call: Call, prompts: list[list[int]], app: App | None) -> list[list[int]]:
+    def cut(self, call: Call, prompts: list[list[int]], app: App | None) -> list[list[int]]:
         """Cut prompts to their last tokens, as many as the call asks for."""
         if call.kept_prompt_tokens is not None and app is not None:
             message = "truncate_prompt_tokens: would cut off the app's prompt; use context_overflow"
@@ -317,16 +337,17 @@ class Gateway:
         window = self.engine.max_model_len
         most = window - 1
         if call.overflow is not Overflow.ERROR or call.kept_prompt_tokens is not None:
-            most = self._most_read
+            most = self.most_read
         return most
 
     @property
-    def _most_read(self) -> int:
+    def most_read(self) -> int:
         """The maximum number of tokens of a prompt that may be truncated."""
         window = self.engine.max_model_len
         return max(window - 1, min(MAX_WINDOWS * window, MAX_SESSION_TOKENS))
 
-    def _check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
+    def check_lengths(self, call: Call, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise ApiError if a prompt is too long."""
         longest = max(map(len, prompts))
         if longest > self._most_tokens(call):
             raise self._too_long(call, f"{longest}")
@@ -361,101 +382,26 @@ class Gateway:
         prompts: Sequence[Sequence[int]],
         tenant: Tenant,
         app: App | None,
-        turn: Turn | None,
-    ) -> list[EngineRequest]:
+        turn: SessionTurn | None,
+    ) -> list[Request]:
         """Make the engine's requests for a call. The app's prompt is public, and is kept when a
         conversation outgrows the context."""
         num_public = [self.filler.public_tokens(app, ids) for ids in prompts]
-        try:
-            return [
-                EngineRequest(
-                    RequestId(f"{reply_id}-{place}"),
-                    np.asarray(ids),
-                    call.sampling,
-                    salt=tenant.page_salt(call.cache_salt),
-                    public_tokens=num_public[place],
-                    priority=call.priority,
-                    session=None if turn is None else turn.engine_id,
-                    overflow=call.overflow,
-                    keep_tokens=num_public[place],
-                    rendering=call.rendering(ids, self.engine.tokenizer),
-                )
-                for place, ids in enumerate(prompts)
-            ]
-        except InvalidRequest as error:
-            raise from_invalid(error) from None
-
-    async def submit(self, requests: Sequence[EngineRequest], tenant: Tenant) -> Answering:
-        """Queue all prompts of one HTTP request, or none; raises ApiError."""
-        if self._ends_answers:  # its prompts were still being encoded when others were ended
-            raise unavailable(SHUTTING_DOWN)
-        try:
-            return await self.engine.submit(requests, owner_of(tenant))
-        except InvalidRequest as error:
-            raise from_invalid(error) from None
-        except EngineFault as fault:
-            raise from_fault(fault) from None
-
-    # --- tokens ---------------------------------------------------------------------------------
-
-    async def tokenize(self, body: Json, tenant: Tenant) -> Json:
-        """Return the ids of a text (`prompt`) or of a conversation (`messages`)."""
-        kind = CallKind.CHAT if body.get("messages") is not None else CallKind.COMPLETION
-        options, fields = tokenize_options(body)
-        call, prompts = self.parser.parse(fields, kind)
-        if len(prompts) != 1:
-            message = f"prompt: must be one text or one list of ids, got {len(prompts)}"
-            raise ApiError(400, message, "prompt", "invalid_value")
-        _, app = self.apps.resolve(call, self.model.names)
-        tokenizer = self.engine.tokenizer
-        prompt, wants_special = prompts[0], options.add_special_tokens
-        if wants_special and isinstance(prompt, Chat):
-            message = "add_special_tokens: must not be true for a chat: its template writes them"
-            raise ApiError(400, message, "add_special_tokens", "invalid_value")
-        call = replace(call, overflow=Overflow.RECOMPUTE)  # the prompt may exceed the context
-        salt = tenant.page_salt(call.cache_salt)
-        all_ids = await self.encode(call, prompts, app, None, salt)
-        if wants_special is False and isinstance(prompt, str):
-            text = app.prompt + prompt if app else prompt
-            all_ids = [await asyncio.to_thread(tokenizer.encode_plain, text)]
-        self._check_lengths(call, all_ids)
-        [ids] = self._kept(call, all_ids, app)
-        found = {"tokens": ids, "count": len(ids), "max_model_len": self.engine.max_model_len}
-        if options.return_token_strs:
-            found["token_strs"] = await _on_thread_if_many(
-                ids, lambda: [token_text(token_id, tokenizer) for token_id in ids]
+        return [
+            Request(
+                RequestId(f"{reply_id}-{place}"),
+                np.asarray(ids),
+                call.sampling,
+                salt=tenant.page_salt(call.cache_salt),
+                public_tokens=num_public[place],
+                priority=call.priority,
+                session=None if turn is None else turn.engine_id,
+                overflow=call.overflow,
+                keep_tokens=num_public[place],
+                rendering=call.rendering(ids, self.engine.tokenizer),
             )
-        return found
-
-    async def count(self, call: Call, prompts: Sequence[Prompt], tenant: Tenant) -> int:
-        """Return the number of tokens in the only prompt of a call, which may exceed the context
-        window."""
-        _, app = self.apps.resolve(call, self.model.names)
-        call = replace(call, overflow=Overflow.RECOMPUTE)
-        ids = await self.encode(call, prompts, app, None, tenant.page_salt(call.cache_salt))
-        self._check_lengths(call, ids)
-        return len(ids[0])
-
-    async def detokenize(self, body: Json) -> Json:
-        """Return the text of ids (`tokens`), including special tokens."""
-        tokens = read_fields(body, DetokenizeBody).tokens
-        if len(tokens) > self._most_read:
-            message = f"tokens: {len(tokens)} ids; at most {self._most_read} are allowed"
-            raise ApiError(400, message, "tokens", "invalid_value")
-        return {"prompt": await _on_thread_if_many(tokens, lambda: self._text(tokens))}
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        tokenizer = self.engine.tokenizer
-        if not all(0 <= token_id < tokenizer.vocab_size for token_id in token_ids):
-            message = f"tokens: must be token ids from 0 to {tokenizer.vocab_size - 1}"
-            raise ApiError(400, message, "tokens", "invalid_value")
-        return tokenizer.decode_all(token_ids)
-
-
-async def _on_thread_if_many(ids: Sequence[int], write: Callable[[], Written]) -> Written:
-    """Render a reply with ids; on a thread if there are many, so that other requests do not
-    wait."""
-    return write() if len(ids) <= INLINE_IDS else await asyncio.to_thread(write)
+            for place, ids in enumerate(prompts)
+        ]
 
 
 class Exchange:
@@ -466,7 +412,7 @@ class Exchange:
         gateway: Gateway,
         answering: Answering,
         heading: Heading,
-        request: Request,
+        request: HttpRequest,
         app: App | None,
     ) -> None:
         self.state = RequestState.OPEN
@@ -476,7 +422,7 @@ class Exchange:
         self._gateway = gateway
         self._answering = answering
         self._records = [
-            Record(heading.reply_id, tenant, app_name, ticket) for ticket in answering.tickets
+            Record(heading.reply_id, tenant, app_name, opened) for opened in answering.requests
         ]
         for record in self._records:
             gateway.live.begin(record)
@@ -493,17 +439,17 @@ class Exchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        is_finished = all(ticket.is_finished for ticket in self._answering.tickets)
+        is_finished = all(opened.is_finished for opened in self._answering.requests)
         if self.state is RequestState.OPEN:
             self.state = RequestState.FINISHED if is_finished else RequestState.ABORTED
         self._gateway.engine.abandon(self._answering)
         for record in self._records:
             record.state = self.state
-            self._gateway.metrics.observe_ticket(record.ticket)
-        tickets = self._answering.tickets
+            self._gateway.metrics.observe_ended(record.opened)
+        requests = self._answering.requests
         self._facts |= {
             "state": self.state.value,
-            "prompt_tokens": sum(len(ticket.request.prompt_ids) for ticket in tickets),
-            "cached_tokens": sum(ticket.num_cached_tokens for ticket in tickets),
-            "output_tokens": sum(ticket.num_output_tokens for ticket in tickets),
+            "prompt_tokens": sum(len(opened.request.prompt_ids) for opened in requests),
+            "cached_tokens": sum(opened.num_cached_tokens for opened in requests),
+            "output_tokens": sum(opened.num_output_tokens for opened in requests),
         }

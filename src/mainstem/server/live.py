@@ -7,9 +7,9 @@ from time import monotonic
 
 from mainstem.core.json import Json
 from mainstem.core.metrics import Counters
-from mainstem.server.answering import Ticket
-from mainstem.server.auth import Tenant
-from mainstem.server.engine_client import EngineClient
+from mainstem.server.http.auth import Tenant
+from mainstem.server.link.answering import OpenRequest
+from mainstem.server.link.engine_client import EngineClient
 
 NUM_RECENT = 20
 RATE_S = 10.0  # the window over which tokens per second are counted
@@ -29,34 +29,34 @@ class Record:
     request_id: str
     tenant: Tenant
     app: str | None
-    ticket: Ticket
+    opened: OpenRequest
     state: RequestState = RequestState.OPEN
 
     def view(self, num_read: int | None) -> Json:
         """Return the object for the page. `num_read` is the number of prompt tokens computed so
         far; None: the last snapshot does not list the prompt as unfinished."""
-        ticket = self.ticket
+        opened = self.opened
         state = self.state.value
         if self.state is RequestState.OPEN:
-            state = "waiting" if ticket.admitted_s is None else "running"
-        first_s = ticket.token_s[0] - ticket.began_s if ticket.token_s else None
+            state = "waiting" if opened.admitted_s is None else "running"
+        first_s = opened.token_s[0] - opened.began_s if opened.token_s else None
         return {
             "id": self.request_id,
             "app": self.app,
-            "prompt_tokens": len(ticket.request.prompt_ids),
-            "cached_tokens": ticket.num_cached_tokens,
+            "prompt_tokens": len(opened.request.prompt_ids),
+            "cached_tokens": opened.num_cached_tokens,
             "computed_tokens": self._num_read(num_read),
-            "output_tokens": ticket.num_output_tokens,
+            "output_tokens": opened.num_output_tokens,
             "ttft_ms": None if first_s is None else round(first_s * 1e3, 1),
             "state": state,
         }
 
     def _num_read(self, num_read: int | None) -> int:
         """Return how many tokens of the prompt are computed, or are in the step that runs."""
-        if self.ticket.admitted_s is None:
+        if self.opened.admitted_s is None:
             return 0
-        if num_read is None or self.ticket.token_s:
-            return len(self.ticket.request.prompt_ids)
+        if num_read is None or self.opened.token_s:
+            return len(self.opened.request.prompt_ids)
         return num_read
 
 
@@ -101,7 +101,7 @@ class Live:
         counters, snapshot, step = self._counters, engine.snapshot, engine.step
         num_read = {prompt.request_id: prompt.num_computed for prompt in snapshot.prompts}
         recent = [
-            record.view(num_read.get(record.ticket.request.request_id))
+            record.view(num_read.get(record.opened.request.request_id))
             for record in self._recent
             if tenant.is_admin or record.tenant.name == tenant.name
         ]

@@ -8,7 +8,7 @@ for vLLM work; the other names begin with `mainstem:`.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from threading import Lock
@@ -39,8 +39,8 @@ from mainstem.core.events import (
 from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason
 from mainstem.core.snapshot import EngineSnapshot
-from mainstem.server.answering import Ticket
-from mainstem.server.engine_client import EngineClient
+from mainstem.server.link.answering import OpenRequest
+from mainstem.server.link.engine_client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COMMON_LABELS = ("model_name", "engine")
@@ -77,7 +77,8 @@ COUNTERS = {
     "mainstem:key_tokens_read": "Keys read by attention, a shared run once for all its readers.",
     "mainstem:key_tokens_saved": "Keys that were not read again because readers share a span.",
     "mainstem:damaged_stores": "Disk stores that were opened with pages lost.",
-    "mainstem:prefetched_pages": "Pages read from disk into host memory for waiting requests.",
+    "mainstem:prefetched_pages": "Pages read from disk or a shared server into host memory, for "
+    "waiting requests.",
     "mainstem:truncated_prompts": "Prompts that were longer than the context window.",
     "mainstem:dropped_tokens": "Tokens that truncated prompts lost.",
     "mainstem:moved_pages": "Pages kept through a truncation and rotated to new positions.",
@@ -85,6 +86,17 @@ COUNTERS = {
     "mainstem:host_seconds": "Seconds of scheduling and input building.",
     "mainstem:device_seconds": "Seconds from a step's launch to its result.",
 }
+# the fields of Counters with these totals; the others have the name of their series
+FIELDS = {
+    "vllm:prefix_cache_queries": "prompt_tokens",
+    "vllm:prefix_cache_hits": "cached_tokens",
+    "vllm:prompt_tokens_cached": "cached_tokens",
+    "vllm:generation_tokens": "generated_tokens",
+    "vllm:num_preemptions": "preemptions",
+    "mainstem:host_seconds": "host_s",
+    "mainstem:device_seconds": "device_s",
+}
+RESTARTS = "mainstem:engine_restarts"
 LABELLED_COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "vllm:request_success": (("finished_reason",), "Finished answers."),
     "mainstem:evicted_pages": (("reason", "tier"), "Cached pages that were evicted."),
@@ -130,16 +142,6 @@ HISTOGRAMS = {
     "vllm:request_generation_tokens": (REQUEST_TOKEN_BUCKETS, "Length of an answer."),
     "vllm:iteration_tokens_total": (STEP_TOKEN_BUCKETS, "Tokens of a step."),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTiming:
-    """How long a finished request took, as its client saw it; from its arrival, unless noted."""
-
-    queue_s: float | None  # None: it never left the queue
-    first_token_s: float | None  # None: it ended before its first token
-    inter_token_s: Sequence[float]  # from each token to the next
-    total_s: float
 
 
 @dataclass(slots=True)
@@ -207,29 +209,20 @@ class ServerMetrics(Collector):
             if within.has_listeners(kind):
                 bus.subscribe(kind, take)
 
-    def observe_ticket(self, ticket: Ticket) -> None:
-        """Count a prompt that has ended."""
-        began_s, token_s = ticket.began_s, ticket.token_s
-        self.observe_request(
-            RequestTiming(
-                queue_s=None if ticket.admitted_s is None else ticket.admitted_s - began_s,
-                first_token_s=token_s[0] - began_s if token_s else None,
-                inter_token_s=[after - before for before, after in pairwise(token_s)],
-                total_s=(ticket.ended_s or monotonic()) - began_s,
-            )
-        )
-
-    def observe_request(self, timing: RequestTiming) -> None:
-        """Count a request that ended, whether it was answered or not."""
+    def observe_ended(self, opened: OpenRequest) -> None:
+        """Count a prompt that has ended, whether it was answered or not: its times as its client
+        saw them."""
+        began_s, token_s = opened.began_s, opened.token_s
         with self._lock:
             histograms = self._histograms
-            if timing.queue_s is not None:
-                histograms["vllm:request_queue_time_seconds"].observe(timing.queue_s)
-            if timing.first_token_s is not None:
-                histograms["vllm:time_to_first_token_seconds"].observe(timing.first_token_s)
-            for gap_s in timing.inter_token_s:
-                histograms["vllm:inter_token_latency_seconds"].observe(gap_s)
-            histograms["vllm:e2e_request_latency_seconds"].observe(timing.total_s)
+            if opened.admitted_s is not None:
+                histograms["vllm:request_queue_time_seconds"].observe(opened.admitted_s - began_s)
+            if token_s:
+                histograms["vllm:time_to_first_token_seconds"].observe(token_s[0] - began_s)
+            for before_s, after_s in pairwise(token_s):
+                histograms["vllm:inter_token_latency_seconds"].observe(after_s - before_s)
+            total_s = (opened.ended_s or monotonic()) - began_s
+            histograms["vllm:e2e_request_latency_seconds"].observe(total_s)
 
     def observe_engine(self, engine: EngineClient) -> None:
         """Set the gauges to what runs now, including the step during which the snapshot was
@@ -310,31 +303,10 @@ class ServerMetrics(Collector):
             yield histogram
 
     def _totals(self) -> dict[str, float]:
-        counted = self.counters
-        return {
-            "vllm:prefix_cache_queries": counted.prompt_tokens,
-            "vllm:prefix_cache_hits": counted.cached_tokens,
-            "vllm:prompt_tokens": counted.prompt_tokens,
-            "vllm:prompt_tokens_cached": counted.cached_tokens,
-            "vllm:generation_tokens": counted.generated_tokens,
-            "vllm:num_preemptions": counted.preemptions,
-            "mainstem:requests": counted.requests,
-            "mainstem:steps": counted.steps,
-            "mainstem:spans": counted.spans,
-            "mainstem:computed_tokens": counted.computed_tokens,
-            "mainstem:decoded_tokens": counted.decoded_tokens,
-            "mainstem:recomputed_tokens": counted.recomputed_tokens,
-            "mainstem:key_tokens_read": counted.key_tokens_read,
-            "mainstem:key_tokens_saved": counted.key_tokens_saved,
-            "mainstem:damaged_stores": counted.damaged_stores,
-            "mainstem:prefetched_pages": counted.prefetched_pages,
-            "mainstem:truncated_prompts": counted.truncated_prompts,
-            "mainstem:dropped_tokens": counted.dropped_tokens,
-            "mainstem:moved_pages": counted.moved_pages,
-            "mainstem:engine_restarts": self._num_restarts,
-            "mainstem:host_seconds": counted.host_s,
-            "mainstem:device_seconds": counted.device_s,
-        }
+        fields = {name: FIELDS.get(name, name.partition(":")[2]) for name in COUNTERS}
+        del fields[RESTARTS]
+        totals = {name: getattr(self.counters, field) for name, field in fields.items()}
+        return totals | {RESTARTS: self._num_restarts}
 
     # --- listeners, under the lock ---------------------------------------------------------------
 

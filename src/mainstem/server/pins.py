@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mainstem.core.step import Int32s
-from mainstem.server.answering import EngineFault
-from mainstem.server.engine_client import EngineClient
+from mainstem.server.link.answering import EngineFault
+from mainstem.server.link.engine_client import EngineClient
 
 TOTAL_SHARE = 0.5  # share of the device's pages for all keys together
 MAX_PINS = 64  # most pins of a key
@@ -147,7 +148,7 @@ class PrefixPins:
         return int(share * self._engine.snapshot.num_pages)
 
 
-def num_common(one: Int32s, other: Int32s) -> int:
+def num_common(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
     """The length of the common prefix of two prompts."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])

@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
 from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest, MainstemError
-from mainstem.core.request import Request
-from mainstem.text.text_engine import TextEngine, TextOutput
+from mainstem.core.request import Output, Request
+from mainstem.text.text_engine import TextEngine
 
 IDLE_S = 0.2  # between steps while no request runs; such steps only complete saves of pages
 MAX_LAST_STEPS = 100
@@ -28,7 +28,7 @@ class Ended:
     error: MainstemError
 
 
-News = TextOutput | Ended
+News = Output | Ended
 
 
 class EngineThread:
@@ -119,7 +119,7 @@ class EngineThread:
         else:
             self._num_open[request.request_id] = request.sampling.n
 
-    def _report(self, outputs: list[TextOutput]) -> None:
+    def _report(self, outputs: list[Output]) -> None:
         news: list[News] = []
         for output in outputs:
             request_id = output.request_id

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mainstem.core.request import SamplingParams, TokenLogprobs
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import Output, SamplingParams, TokenLogprobs
 from mainstem.text.tokenizer import Tokenizer
 
 
@@ -85,9 +84,12 @@ def empty_result(
     return RequestOutput(request_id, prompt, prompt_ids, answers)
 
 
-def piece_of(output: TextOutput, tokenizer: Tokenizer) -> AnswerPiece:
+def piece_of(output: Output, tokenizer: Tokenizer) -> AnswerPiece:
     """Make a piece of a stream from the news of an answer."""
-    reason = output.finish_reason
+    reason, prompt = output.finish_reason, None
+    if output.prompt_logprobs is not None:
+        entries = output.prompt_logprobs
+        prompt = [None if entry is None else _place(entry, tokenizer) for entry in entries]
     return AnswerPiece(
         index=output.index,
         text=output.text,
@@ -97,7 +99,7 @@ def piece_of(output: TextOutput, tokenizer: Tokenizer) -> AnswerPiece:
         stop_reason=output.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
         num_dropped_tokens=output.num_dropped_tokens,
-        prompt_logprobs=_prompt_places(output, tokenizer),
+        prompt_logprobs=prompt,
     )
 
 
@@ -116,13 +118,6 @@ def add_piece(result: RequestOutput, piece: AnswerPiece) -> None:
     if piece.finish_reason is not None:
         answer.finish_reason = piece.finish_reason
         answer.stop_reason = piece.stop_reason
-
-
-def _prompt_places(output: TextOutput, tokenizer: Tokenizer) -> list[PlaceLogprobs | None] | None:
-    if output.prompt_logprobs is None:
-        return None
-    entries = output.prompt_logprobs
-    return [None if entry is None else _place(entry, tokenizer) for entry in entries]
 
 
 def _place(entry: TokenLogprobs, tokenizer: Tokenizer) -> PlaceLogprobs:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import exp
 
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import MAX_NEXT_IDS, SamplingParams, Scoring, TokenLogprobs
+from mainstem.core.request import MAX_NEXT_IDS, Output, SamplingParams, Scoring, TokenLogprobs
 from mainstem.text.encoding import App, Prompt, begin_prompt
 from mainstem.text.tokenizer import Tokenizer, check_unicode
 
@@ -107,18 +107,19 @@ class ContextScoring:
             asked.append(([*context, *head], Scoring(len(context), tuple(last_ids))))
         return asked
 
-    def take(
-        self, place: int, found: Sequence[TokenLogprobs | None], num_cached_tokens: int
-    ) -> None:
-        """Record the logprobs in the answer to one of the prompts."""
+    def take(self, place: int, output: Output) -> None:
+        """Record the logprobs in news of the answer to one of the prompts."""
+        if output.prompt_logprobs is None:
+            return
         head, members = self._heads[place]
-        entries = [each for each in found if each is not None]
+        entries = [each for each in output.prompt_logprobs if each is not None]
         following = {each.token_id: each for each in entries[len(head) :]}
         for member in members:
             last_id = self.choices[member].token_ids[-1]
             self._found[member] = [*entries[: len(head)], following[last_id]]
-        before = num_cached_tokens if self._num_cached is None else self._num_cached
-        self._num_cached = min(before, num_cached_tokens)  # later prompts find the context cached
+        num_cached = output.num_cached_tokens  # later prompts find the context cached
+        before = num_cached if self._num_cached is None else self._num_cached
+        self._num_cached = min(before, num_cached)
 
     def result(self) -> ScoreOutput:
         """Return the scores. Called after all prompts are answered."""

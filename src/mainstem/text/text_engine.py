@@ -1,39 +1,14 @@
 """Adds text to the engine: takes requests, returns pieces of answers, and ends answers at stop
 strings."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mainstem.core.ids import RequestId
-from mainstem.core.request import (
-    Delivery,
-    FinishReason,
-    Output,
-    Request,
-    TokenLogprobs,
-)
-from mainstem.core.step import Int32s
+from mainstem.core.request import Delivery, FinishReason, Output, Request
 from mainstem.engine.engine import Engine
 from mainstem.text.answer_stream import TextStream
 from mainstem.text.grammar import Grammars
 from mainstem.text.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)  # not frozen: one is made per token, and frozen ones take 3x as long
-class TextOutput:
-    """News of one answer: text that is certain, and the tokens that came with it."""
-
-    request_id: RequestId
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None  # the stop string or token that ended it
-    num_cached_tokens: int
-    num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
-    fault: str | None = None  # the error that ended the answer (FinishReason.ERROR)
-    is_form_fault: bool = False  # whether the parser of its form failed, and not a step
 
 
 class AnswerReader:
@@ -58,46 +33,33 @@ class AnswerReader:
         """Whether every answer has come to its end."""
         return not self._streams
 
-    def read(self, output: Output) -> TextOutput | None:
-        """Return the news of an answer; None if a stop string has ended it already. If the text
-        ends before the engine knows (`finish_reason` is set in the result but not in `output`), the
-        caller must stop the request in the engine.
+    def read(self, output: Output) -> bool:
+        """Add the text to news of an answer; False if a stop string has ended the answer already.
+        If the text ends before the engine knows (this sets `finish_reason`), the caller must stop
+        the answer in the engine.
         """
         stream = self._streams.get(output.index)
         if stream is None:
-            return None
+            return False
         text = self._openings.pop(output.index, "")
-        token_ids, logprobs = output.token_ids, output.logprobs
-        for place, token_id in enumerate(token_ids):
+        for place, token_id in enumerate(output.token_ids):
             text += stream.push(token_id)
             if stream.stop is not None:
-                token_ids, logprobs = token_ids[: place + 1], logprobs[: place + 1]
+                output.token_ids = output.token_ids[: place + 1]
+                output.logprobs = output.logprobs[: place + 1]
                 break
-        reason = output.finish_reason
-        if reason is not None and stream.stop is None:
+        if output.finish_reason is not None and stream.stop is None:
             text += stream.finish()
-        stop: str | int | None = stream.stop
-        if stop is not None:
-            reason = FinishReason.STOP
-        elif reason is FinishReason.STOP and output.token_ids:
+        if stream.stop is not None:
+            output.finish_reason, output.stop_reason = FinishReason.STOP, stream.stop
+            output.fault = None
+        elif output.finish_reason is FinishReason.STOP and output.token_ids:
             last = output.token_ids[-1]  # reported only if it is one of the caller's stop tokens
-            stop = last if last in self._stop_token_ids else None
-        if reason is not None:
+            output.stop_reason = last if last in self._stop_token_ids else None
+        if output.finish_reason is not None:
             del self._streams[output.index]
-        return TextOutput(
-            request_id=output.request_id,
-            index=output.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=output.prompt_logprobs,
-            finish_reason=reason,
-            stop_reason=stop,
-            num_cached_tokens=output.num_cached_tokens,
-            num_dropped_tokens=output.num_dropped_tokens,
-            fault=output.fault if reason is FinishReason.ERROR else None,
-            is_form_fault=output.is_form_fault and reason is FinishReason.ERROR,
-        )
+        output.text = text
+        return True
 
 
 class TextEngine:
@@ -113,11 +75,6 @@ class TextEngine:
     @property
     def has_work(self) -> bool:
         return self.engine.has_work
-
-    def expect(self, shared_with_next: Int32s) -> int:
-        """Announce prompts in the order they will be submitted: how many leading tokens each
-        shares with the next. Returns the first `plan_place`."""
-        return self.engine.expect(shared_with_next)
 
     def submit(self, request: Request) -> None:
         """Queue a prompt; raises InvalidRequest if it can never run.
@@ -138,18 +95,16 @@ class TextEngine:
         """Stop a request; its last news comes with the next step."""
         self.engine.abort(RequestId(request_id))
 
-    def step(self) -> list[TextOutput]:
-        """Advance the engine by one step."""
-        news = [self._read(output) for output in self.engine.step()]
-        return [output for output in news if output is not None]
+    def step(self) -> list[Output]:
+        """Advance the engine by one step; returns outputs with their text."""
+        return [output for output in self.engine.step() if self._read(output)]
 
-    def _read(self, output: Output) -> TextOutput | None:
-        reader = self._open.get(output.request_id)
-        news = None if reader is None else reader.read(output)
-        if reader is None or news is None:
-            return None  # a stop string ended the answer before the engine knew
-        if news.finish_reason is not None and output.finish_reason is None:
+    def _read(self, output: Output) -> bool:
+        reader, has_ended = self._open.get(output.request_id), output.finish_reason is not None
+        if reader is None or not reader.read(output):
+            return False  # a stop string ended the answer before the engine knew
+        if output.finish_reason is not None and not has_ended:
             self.engine.stop(output.request_id, output.index)
         if reader.is_finished:
             del self._open[output.request_id]
-        return news
+        return True

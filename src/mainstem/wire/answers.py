@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mainstem.core.request import FinishReason, SamplingParams, TokenLogprobs
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import FinishReason, Output, SamplingParams, TokenLogprobs
 from mainstem.text.tools import Part, ToolCall
 from mainstem.wire.calls import Call
 
@@ -51,7 +50,7 @@ class PromptAnswers:
     def is_finished(self) -> bool:
         return all(answer.finish_reason is not None for answer in self.answers)
 
-    def add(self, output: TextOutput) -> None:
+    def add(self, output: Output) -> None:
         """Add news of an answer."""
         answer = self.answers[output.index]
         answer.pieces.append(output.text)

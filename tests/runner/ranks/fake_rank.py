@@ -12,8 +12,8 @@ from mainstem.core.step import InFlight, Step
 from mainstem.kv.transfer import PageCopier
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.facts import RunnerFacts
-from mainstem.runner.ranks.messages import Begin, Loaded
-from mainstem.runner.ranks.rank import Part
+from mainstem.runner.ranks.protocol import BeginRank, Loaded
+from mainstem.runner.ranks.rank import RankPart
 from mainstem_bench.shapes import SHAPES
 from tests.fakes import FakeRunner
 
@@ -85,7 +85,7 @@ def happen(kind: str) -> None:
             sleep(600)
 
 
-def load_part(begin: Begin) -> Part:
+def load_part(begin: BeginRank) -> RankPart:
     origin, rank = begin.origin, begin.shard.rank
     assert isinstance(origin, FakeOrigin)
     for fault in origin.faults:
@@ -95,7 +95,7 @@ def load_part(begin: Begin) -> Part:
     # parts of ranks may differ in size, also those of quantized weights
     facts = replace(FACTS, num_params=1000 + rank, bytes_per_param=2.0 - rank / 16)
     loaded = Loaded(facts, runner.can_overlap, page_bytes=64, num_layers=1)
-    return Part(runner, loaded, no_copier, lambda: None)
+    return RankPart(runner, loaded, no_copier, lambda: None)
 
 
 def no_copier(host_bytes: int) -> PageCopier:

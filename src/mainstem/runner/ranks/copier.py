@@ -9,7 +9,7 @@ see whole pages. A save is done when all ranks have copied their parts.
 from mainstem.core.step import Int32s
 from mainstem.kv.transfer import LoadId
 from mainstem.runner.ranks.group import Copy
-from mainstem.runner.ranks.messages import Forget, Load, Open, Save
+from mainstem.runner.ranks.protocol import ForgetLoad, LoadPages, Open, SavePages
 from mainstem.runner.ranks.runner import RankedRunner
 from mainstem.runner.slab import count_slots, slot_bytes
 
@@ -33,17 +33,18 @@ class RankedCopier:
 
     def save(self, pages: Int32s, slots: Int32s) -> Copy:
         return self._ranks.copy(
-            lambda number, after_steps: Save(number, pages, slots, after_steps), self.num_layers
+            lambda number, after_steps: SavePages(number, pages, slots, after_steps),
+            self.num_layers,
         )
 
     def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> Copy:
         return self._ranks.copy(
-            lambda number, after_steps: Load(number, load_id, slots, pages, after_steps),
+            lambda number, after_steps: LoadPages(number, load_id, slots, pages, after_steps),
             self.num_layers,
         )
 
     def forget(self, load_id: LoadId) -> None:
-        self._ranks.send(Forget(load_id))
+        self._ranks.send(ForgetLoad(load_id))
 
     def drain(self) -> None:
         self._ranks.wait_copies()

@@ -5,8 +5,8 @@ A thread reads all reports. If a rank ends or reports an error, all ranks are ki
 others may be waiting for it in the middle of a layer. From then on every call that needs a rank
 raises.
 
-    launch n -->  rank 0: step n -->  Ended n, with the result
-                  rank 1: step n -->  Ended n
+    launch n -->  rank 0: step n -->  StepEnded n, with the result
+                  rank 1: step n -->  StepEnded n
 """
 
 import logging
@@ -20,20 +20,20 @@ from time import monotonic
 from mainstem.core.errors import ConfigError, EngineLost, OutOfDeviceMemory, UnsupportedModel
 from mainstem.core.interrupts import held_interrupts
 from mainstem.core.step import Step, StepResult
-from mainstem.runner.ranks.messages import (
-    Close,
+from mainstem.runner.ranks.process import RankProcess, end_all
+from mainstem.runner.ranks.protocol import (
+    CloseRank,
     Copied,
-    Ended,
     Failed,
     FromRank,
-    Load,
     Loaded,
+    LoadPages,
     Opened,
-    Save,
+    SavePages,
+    StepEnded,
     ToRank,
     encode,
 )
-from mainstem.runner.ranks.process import RankProcess, end_all
 
 MAX_AHEAD = 2  # steps that a rank may have in its queue: one runs, one waits
 # after a rank reports an error, wait this long for another rank's death that may have caused it
@@ -136,7 +136,7 @@ class RankGroup:
         data = encode(message)
         try:
             for process in self._processes:
-                process.line.send_bytes(data)
+                process.channel.send_bytes(data)
         except OSError:
             # the reading thread finds the rank that ended, and this call raises
             self.wait_until(lambda: False)
@@ -168,7 +168,7 @@ class RankGroup:
 
     # --- copies ---------------------------------------------------------------------------------
 
-    def copy(self, make: Callable[[int, int], Save | Load], num_layers: int) -> Copy:
+    def copy(self, make: Callable[[int, int], SavePages | LoadPages], num_layers: int) -> Copy:
         """Start a copy on every rank. `make` gets the number of the copy and the number of steps
         that have ended."""
         copy = Copy(self, num_layers)
@@ -193,12 +193,12 @@ class RankGroup:
             self._end_all(EngineLost(f"a report of a rank cannot be read: {error!r}"))
 
     def _read_all(self) -> None:
-        ranks = {process.line.connection: process for process in self._processes}
+        ranks = {process.channel.connection: process for process in self._processes}
         while ranks and self._lost is None:
             for connection in _readable(ranks, None):
                 process = ranks[connection]
                 try:
-                    message = process.line.receive()
+                    message = process.channel.receive()
                 except (EOFError, OSError):
                     if self._is_closing:
                         del ranks[connection]
@@ -215,7 +215,7 @@ class RankGroup:
     def _note(self, rank: int, message: FromRank | ToRank) -> None:
         with self._changed:
             match message:
-                case Ended(result):
+                case StepEnded(result):
                     self._num_ended[rank] += 1
                     if result is not None:
                         self._results.append(result)
@@ -244,7 +244,7 @@ class RankGroup:
             for connection in _readable(ranks, left_s):
                 process = ranks.pop(connection)
                 try:
-                    if isinstance(message := process.line.receive(), Failed):
+                    if isinstance(message := process.channel.receive(), Failed):
                         self._note(process.rank, message)
                     else:
                         ranks[connection] = process
@@ -287,14 +287,14 @@ class RankGroup:
         if self._lost is None:
             for process in self._processes:
                 with suppress(OSError):
-                    process.line.send(Close())
+                    process.channel.send(CloseRank())
         self._join(CLOSE_S)
 
     def _join(self, within_s: float) -> None:
         end_all(self._processes, within_s)
         self._reader.join(CLOSE_S)
         for process in self._processes:
-            process.line.close()
+            process.channel.close()
 
 
 def _readable(ranks: dict[Connection, RankProcess], within_s: float | None) -> list[Connection]:

@@ -15,8 +15,8 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import choose_device, load_runner
 from mainstem.runner.origin import Origin, for_rank
 from mainstem.runner.ranks.group import RankGroup
-from mainstem.runner.ranks.messages import Begin, Loaded
 from mainstem.runner.ranks.process import MODULE, RankProcess, end_all
+from mainstem.runner.ranks.protocol import BeginRank, Loaded
 from mainstem.runner.ranks.runner import RankedRunner
 from mainstem.runner.ranks.shared_memory import SharedMemory
 
@@ -45,7 +45,7 @@ def load_ranks(
         meeting = opened.enter_context(closing(SharedMemory()))
         part, part_config = for_rank(origin), _per_rank(config)
         begins = [
-            Begin(Shard(rank, num_ranks), part, part_config, meeting.fd, memory.fd)
+            BeginRank(Shard(rank, num_ranks), part, part_config, meeting.fd, memory.fd)
             for rank in range(num_ranks)
         ]
         processes: list[RankProcess] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from mainstem.core.config import rank_environment
-from mainstem.runner.ranks.messages import Begin, Line
+from mainstem.runner.ranks.protocol import BeginRank, Channel
 
 MODULE = "mainstem.runner.ranks.rank_process"
 KILL_S = 2.0  # a killed process gets this long to end
@@ -19,14 +19,14 @@ KILL_S = 2.0  # a killed process gets this long to end
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A process at the other end of `line`."""
+    """A process at the other end of `channel`."""
 
     rank: int
-    line: Line
+    channel: Channel
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls, begin: Begin, module: str = MODULE) -> "RankProcess":
+    def start(cls, begin: BeginRank, module: str = MODULE) -> "RankProcess":
         """Start a process, which begins to load its part."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -40,11 +40,11 @@ class RankProcess:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        line = Line(ours.detach())
+        channel = Channel(ours.detach())
         # if the process has ended already, the thread that reads reports finds out
         with suppress(OSError):
-            line.send(begin)
-        return cls(begin.shard.rank, line, process)
+            channel.send(begin)
+        return cls(begin.shard.rank, channel, process)
 
     def how_it_ended(self, within_s: float) -> str:
         """How the process ended, in words; waits a little if it is about to end."""

@@ -26,20 +26,20 @@ from mainstem.core.config import SWITCH_S
 from mainstem.core.errors import MainstemError, OutOfDeviceMemory
 from mainstem.core.step import InFlight, Runner, Step
 from mainstem.kv.transfer import PageCopier, Transfer
-from mainstem.runner.ranks.messages import (
-    Begin,
-    Close,
+from mainstem.runner.ranks.protocol import (
+    BeginRank,
+    Channel,
+    CloseRank,
     Copied,
-    Ended,
     Failed,
-    Forget,
+    ForgetLoad,
     FromRank,
-    Line,
-    Load,
     Loaded,
+    LoadPages,
     Open,
     Opened,
-    Save,
+    SavePages,
+    StepEnded,
     ToRank,
 )
 
@@ -49,7 +49,7 @@ PARENT_S = 1.0  # between two checks of whether the parent process is alive
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """A rank's part of a model, after loading."""
 
     runner: Runner
@@ -58,16 +58,16 @@ class Part:
     enter_thread: Callable[[], None]  # called first on a thread that waits for the device
 
 
-LoadPart = Callable[[Begin], Part]
+LoadPart = Callable[[BeginRank], RankPart]
 
 
 class Rank:
-    """Handles the messages of the engine's process until Close."""
+    """Handles the messages of the engine's process until CloseRank."""
 
-    def __init__(self, part: Part, line: Line, number: int) -> None:
+    def __init__(self, part: RankPart, channel: Channel, number: int) -> None:
         self._part = part
         self._runner = part.runner
-        self._line = line
+        self._channel = channel
         self._number = number
         self._copier: PageCopier | None = None
         self._launched: SimpleQueue[InFlight] = SimpleQueue()
@@ -78,25 +78,25 @@ class Rank:
             self._on_thread("ended", self._report_steps)
 
     def run(self) -> None:
-        """Handle messages until Close. Raises the errors of steps and copies."""
+        """Handle messages until CloseRank. Raises the errors of steps and copies."""
         while True:
-            message = receive(self._line)
+            message = receive(self._channel)
             match message:
                 case Step():
                     self._launch(message)
-                case Save(number, pages, slots, after_steps):
+                case SavePages(number, pages, slots, after_steps):
                     self._await_steps(after_steps)
                     self._copies.put((number, self._open_copier.save(pages, slots)))
-                case Load(number, load_id, slots, pages, after_steps):
+                case LoadPages(number, load_id, slots, pages, after_steps):
                     self._await_steps(after_steps)
                     self._copies.put((number, self._open_copier.load(load_id, slots, pages)))
-                case Forget(load_id):
+                case ForgetLoad(load_id):
                     self._open_copier.forget(load_id)
                 case Open(host_bytes):
                     self._copier = self._part.open_copier(host_bytes)
                     self._on_thread("copies", self._report_copies)
-                    self._line.send(Opened())
-                case Close():
+                    self._channel.send(Opened())
+                case CloseRank():
                     if self._copier is not None:
                         self._copier.close()
                     self._runner.close()
@@ -127,7 +127,7 @@ class Rank:
         with self._ended:
             self._num_ended += 1
             self._ended.notify_all()
-        self._line.send(Ended(result if self._number == 0 else None))
+        self._channel.send(StepEnded(result if self._number == 0 else None))
 
     def _await_steps(self, count: int) -> None:
         """Wait until this rank has ended `count` steps. Rank 0 has ended them already, so the wait
@@ -149,10 +149,10 @@ class Rank:
                 done = transfer.num_layers_done()
                 if done == num_layers:
                     del under_way[number]
-                    self._line.send(Copied(number, done, transfer.seconds()))
+                    self._channel.send(Copied(number, done, transfer.seconds()))
                 elif done >= told + TOLD_LAYERS:
                     under_way[number] = transfer, done
-                    self._line.send(Copied(number, done, 0.0))
+                    self._channel.send(Copied(number, done, 0.0))
             if under_way:
                 sleep(LOOK_S)
 
@@ -162,27 +162,27 @@ class Rank:
                 self._part.enter_thread()
                 work()
             except BaseException as error:
-                fail(self._line, error)
+                fail(self._channel, error)
 
         Thread(target=run, name=name, daemon=True).start()
 
 
-def receive(line: Line) -> ToRank | FromRank:
+def receive(channel: Channel) -> ToRank | FromRank:
     """The next message; ends this process if the engine's process has ended."""
     try:
-        return line.receive()
+        return channel.receive()
     except (EOFError, OSError):
         os._exit(1)
 
 
-def fail(line: Line, error: BaseException) -> None:
+def fail(channel: Channel, error: BaseException) -> None:
     """Report an error and end the process, from any thread."""
     known = error if isinstance(error, MainstemError) else None
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         known = OutOfDeviceMemory(str(error))
     words = f"{type(error).__name__}: {error}"
     with suppress(OSError):  # the engine's process has ended
-        line.send(Failed(monotonic(), known, words, format_exc()))
+        channel.send(Failed(monotonic(), known, words, format_exc()))
     os._exit(1)
 
 
@@ -202,14 +202,14 @@ def main(argv: list[str], load: LoadPart) -> None:
         signal.signal(each, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
     fd, parent = map(int, argv)
-    line = Line(fd)
+    channel = Channel(fd)
     Thread(target=partial(watch, fd, parent), name="watch", daemon=True).start()
     try:
-        begin = receive(line)
-        assert isinstance(begin, Begin)
+        begin = receive(channel)
+        assert isinstance(begin, BeginRank)
         part = load(begin)
-        line.send(part.loaded)
-        Rank(part, line, begin.shard.rank).run()
+        channel.send(part.loaded)
+        Rank(part, channel, begin.shard.rank).run()
     except BaseException as error:
-        fail(line, error)
+        fail(channel, error)
     os._exit(0)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from mainstem.models.collectives import ProcessGroup
 from mainstem.runner.load import choose_device, load_runner
-from mainstem.runner.ranks.messages import Begin, Loaded
-from mainstem.runner.ranks.rank import Part, main
+from mainstem.runner.ranks.protocol import BeginRank, Loaded
+from mainstem.runner.ranks.rank import RankPart, main
 from mainstem.runner.slab import SlabPart
 from mainstem.runner.transfer import attach_copier, pages_of
 
@@ -22,7 +22,7 @@ from mainstem.runner.transfer import attach_copier, pages_of
 MEET_LIMIT = timedelta(hours=1)
 
 
-def load_part(begin: Begin) -> Part:
+def load_part(begin: BeginRank) -> RankPart:
     """Meet the other ranks, and load this one's part."""
     shard, config = begin.shard, begin.config
     device = choose_device(config.model)
@@ -47,7 +47,7 @@ def load_part(begin: Begin) -> Part:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has a current device
 
-    return Part(
+    return RankPart(
         runner,
         Loaded(facts, runner.can_overlap, pages.page_bytes, pages.num_layers),
         partial(attach_copier, runner, part=SlabPart(shard, begin.slab_fd)),

@@ -6,7 +6,7 @@ from weakref import finalize
 
 from mainstem.core.step import Step, StepResult
 from mainstem.runner.ranks.group import RankGroup
-from mainstem.runner.ranks.messages import Loaded
+from mainstem.runner.ranks.protocol import Loaded
 from mainstem.runner.ranks.shared_memory import SharedMemory
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mainstem.core.json import Json
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import Output
 from mainstem.text.tools import Reasoning
 from mainstem.wire.answers import AnswerParts, PromptAnswers
 from mainstem.wire.chat.logprobs import Offsets, Place, chat_logprobs, completion_logprobs
@@ -62,7 +62,7 @@ class CompletionStream:
             events.append(event(chunk))
         return b"".join(events)
 
-    def events(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
+    def events(self, place: int, output: Output, answers: PromptAnswers) -> bytes:
         """The events for news of an answer to prompt `place`, which was already added to `answers`.
         Almost all news is only text: then only the text of the event is encoded.
         """
@@ -83,7 +83,7 @@ class CompletionStream:
             return b""
         return event(self._chunk([], self._reply.usage(answers)))
 
-    def _rendered(self, place: int, output: TextOutput, answers: PromptAnswers) -> bytes:
+    def _rendered(self, place: int, output: Output, answers: PromptAnswers) -> bytes:
         number = place * self._n + output.index
         choice = self._choices[number]
         parts = (
@@ -132,7 +132,7 @@ class CompletionStream:
         return part
 
     def _completion_parts(
-        self, place: int, output: TextOutput, answers: PromptAnswers, choice: _StreamedChoice
+        self, place: int, output: Output, answers: PromptAnswers, choice: _StreamedChoice
     ) -> Iterator[Json]:
         reply, is_scoring = self._reply, self._reply.call.is_scoring
         text = "" if is_scoring else output.text
@@ -159,7 +159,7 @@ class CompletionStream:
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield self._text_part(text, logprobs, ids) | ending | prompt_ids
 
-    def _chat_parts(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
+    def _chat_parts(self, output: Output, choice: _StreamedChoice) -> Iterator[Json]:
         reason = reason_text(output.finish_reason)
         if output.text or output.logprobs or self._told_ids(output) or reason is not None:
             yield from self._deltas(output, choice)
@@ -169,7 +169,7 @@ class CompletionStream:
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
             yield {"delta": {}, "logprobs": None, **ending}
 
-    def _deltas(self, output: TextOutput, choice: _StreamedChoice) -> Iterator[Json]:
+    def _deltas(self, output: Output, choice: _StreamedChoice) -> Iterator[Json]:
         """Return chunks with the parts that are now certain. Logprobs and ids are in the first
         chunk."""
         tokenizer = self._reply.tokenizer
@@ -191,7 +191,7 @@ class CompletionStream:
                 number += 1
             logprobs, ids = None, None
 
-    def _told_ids(self, output: TextOutput) -> tuple[int, ...] | None:
+    def _told_ids(self, output: Output) -> tuple[int, ...] | None:
         """The token ids of some news, if the caller wants them."""
         call = self._reply.call
         if not call.returns_token_ids:

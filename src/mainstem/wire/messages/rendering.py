@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from mainstem.core.json import Json
-from mainstem.core.request import FinishReason
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import FinishReason, Output
 from mainstem.text.tools import Part, Reasoning, ToolCall
 from mainstem.wire.answers import AnswerParts, AnswerSoFar, Heading, PromptAnswers
 from mainstem.wire.calls import Call
@@ -131,7 +130,7 @@ class MessageStream:
         message = self.reply.message([], self.reply.usage(answers))
         return named_event({"type": "message_start", "message": message}) + PING
 
-    def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
+    def events(self, output: Output, answers: PromptAnswers) -> bytes:
         """The events for news of the answer, which was already added to `answers`."""
         is_last = output.finish_reason is not None
         parts = self._parts.read(output.text, is_last=is_last)

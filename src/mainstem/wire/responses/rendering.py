@@ -11,8 +11,7 @@ response.completed, or response.incomplete, or response.failed
 from collections.abc import Iterator
 
 from mainstem.core.json import Json
-from mainstem.core.request import FinishReason
-from mainstem.text.text_engine import TextOutput
+from mainstem.core.request import FinishReason, Output
 from mainstem.text.tools import Part, Reasoning, ToolCall
 from mainstem.wire.answers import AnswerParts, Heading, PromptAnswers
 from mainstem.wire.calls import Call
@@ -74,7 +73,7 @@ class ResponseStream:
         created = self._event("response.created", in_progress)
         return created + self._event("response.in_progress", in_progress)
 
-    def events(self, output: TextOutput, answers: PromptAnswers) -> bytes:
+    def events(self, output: Output, answers: PromptAnswers) -> bytes:
         """The events for an output that the caller has already added to `answers`."""
         is_last = output.finish_reason is not None
         parts = self._parts.read(output.text, is_last=is_last)
