@@ -22,7 +22,7 @@ from mainstem.server.link.answering import Answering
 from mainstem.text.encoding import App, begin_prompt
 from mainstem.text.scoring import (
     SCORE_SAMPLING,
-    Choice,
+    ChoiceTokens,
     ContextScoring,
     ScoreOutput,
     encode_scoring,
@@ -94,7 +94,7 @@ class ScoreRoutes:
             (prompt,) = asked.prompts
             choices = asked.call.choices
             return [encode_scoring(tokenizer, prompt, choices, app, salt, most)]
-        labels = [Choice(None, [token_id]) for token_id in asked.label_ids]
+        labels = [ChoiceTokens(None, [token_id]) for token_id in asked.label_ids]
         begun = [begin_prompt(tokenizer, p, app, None, salt, most) for p in asked.prompts]
         return [ContextScoring(each.pending.finish(), labels) for each in begun]
 
