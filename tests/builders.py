@@ -12,7 +12,6 @@ from mainstem.core.request import Delivery, FinishReason, Output, Overflow, Requ
 from mainstem.engine.engine import Engine
 from mainstem.kv.store import KVStore
 from mainstem.sched.scheduler import Scheduler
-from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 from tests.fakes import FakeRunner
 
 VOCAB = 97
@@ -57,15 +56,12 @@ def an_engine(
     can_overlap: bool = False,
     max_model_len: int = 10_000,
     bus: EventBus | None = None,
-    truncation: TruncationRules = DEFAULT_RULES,
     runner: FakeRunner | None = None,
 ) -> Engine:
     """An engine over FakeRunner."""
     bus = bus or EventBus()
     store = KVStore(num_pages, page_size, b"fake", bus)
-    scheduler = Scheduler(
-        config or SchedConfig(), store, VOCAB, max_model_len, bus, truncation=truncation
-    )
+    scheduler = Scheduler(config or SchedConfig(), store, VOCAB, max_model_len, bus)
     runner = runner or FakeRunner(num_pages, page_size, VOCAB, can_overlap)
     return Engine(scheduler, runner, bus)
 

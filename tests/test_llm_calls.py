@@ -164,7 +164,7 @@ def test_a_template_may_leave_out_a_message(template: str, common: int) -> None:
 def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
     """The arguments are written out in the signature for readers and for editors."""
     made = dict(inspect.signature(LLM.__init__).parameters)
-    del made["self"], made["choose_kept"], made["others"]
+    del made["self"], made["others"]
     hints = get_type_hints(LLM.__init__)
     assert set(made) == {row.argument for row in SETTINGS}
     for row in SETTINGS:

@@ -81,23 +81,6 @@ def test_the_error_names_the_setting_that_cannot_be_used(
     assert not llm.text_engine.has_work
 
 
-def test_a_function_of_the_caller_chooses_the_pages_to_keep(
-    smollm2_folder: Path, text_ids: list[int]
-) -> None:
-    asked: list[tuple[tuple[int, ...], int]] = []
-
-    def keep_last(pages, limit: int) -> list[int]:  # type: ignore[no-untyped-def]
-        asked.append((pages.shape, limit))
-        return [len(pages) - 1][:limit]
-
-    config = {"max_model_len": 256, "kv_tokens": 1024, "threads": 1}
-    with LLM(smollm2_folder, choose_kept=keep_last, **config) as chooser:  # type: ignore[arg-type]
-        got = chooser.generate(text_ids[:270], GREEDY, use_tqdm=False, sessions=["a"])[0]
-    shape, limit = asked[-1]
-    assert limit == 2
-    assert got.num_dropped_tokens == (shape[0] - 1) * 16
-
-
 @pytest.mark.parametrize("policy", ["kv", "important"])
 def test_chat_reports_dropped_tokens(
     policy: str,

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from mainstem.core.config import EngineConfig
-from mainstem.core.request import ChooseKept, Delivery, Overflow, Request, SamplingParams
+from mainstem.core.request import Delivery, Overflow, Request, SamplingParams
 from mainstem.llm import LoadedModel, Turn
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.engine_thread import Ended, EngineThread, News
@@ -34,8 +34,8 @@ class AsyncLLM(LoadedModel):
     Coroutines of one or several event loops may call its methods.
     """
 
-    def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
-        super()._connect(config, choose_kept)
+    def _connect(self, config: EngineConfig) -> None:
+        super()._connect(config)
         self._listeners: dict[str, _Listener] = {}  # by request
         self._thread = EngineThread(self.text_engine, self._hand_over)
 

@@ -23,7 +23,6 @@ from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.metrics import Counters
 from mainstem.core.plan import Prompts
 from mainstem.core.request import (
-    ChooseKept,
     Delivery,
     Grammar,
     Overflow,
@@ -101,7 +100,6 @@ class LoadedModel:
         seed: int = 0,
         truncation_ratio: float = 0.5,
         sink_tokens: int | None = None,
-        choose_kept: ChooseKept | None = None,
         host_gb: float | None = None,
         disk_dir: str | Path | None = None,
         disk_gb: float = 20.0,
@@ -117,13 +115,12 @@ class LoadedModel:
         **others: object,
     ) -> None:
         """Settings have the same meaning as the flags of the same names (docs/settings.md).
-        `choose_kept` names pages that a truncation should keep (docs/design/truncation.md).
         `others` are arguments of vLLM: accepted if they mean the same here, otherwise refused
         (core/vllm_names.py)."""
         given = dict(locals())  # all arguments; those removed below are not settings
-        del given["self"], given["choose_kept"], given["others"]
+        del given["self"], given["others"]
         config = with_arguments(EngineConfig(), own_arguments(given, others), "LLM")
-        self._connect(config, choose_kept)
+        self._connect(config)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
@@ -132,12 +129,12 @@ class LoadedModel:
         llm._connect(config)
         return llm
 
-    def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
+    def _connect(self, config: EngineConfig) -> None:
         with StageBar() as bar:
             folder, tokenizer = fetch_model(config.model, bar)
         bus = EventBus()
         self.counters = Counters().attach(bus)
-        engine = build_engine(folder, config, bus, choose_kept=choose_kept)
+        engine = build_engine(folder, config, bus)
         self.text_engine = TextEngine(engine, tokenizer)
         self._request_ids = count()
         self._is_closed = False
@@ -292,8 +289,8 @@ class LLM(LoadedModel):
     open streams.
     """
 
-    def _connect(self, config: EngineConfig, choose_kept: ChooseKept | None = None) -> None:
-        super()._connect(config, choose_kept)
+    def _connect(self, config: EngineConfig) -> None:
+        super()._connect(config)
         # held while answers are made; an RLock, since a signal handler may close the LLM meanwhile
         self._lock = RLock()
         self._is_called = False

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from mainstem.core.config import EngineConfig, ModelConfig, SchedConfig, StoreConfig
 from mainstem.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from mainstem.core.request import Overflow
-from mainstem.sched.truncation import TruncationRules, Truncator
+from mainstem.sched.truncation import Truncator
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.chat_sessions import Chats, ChatWork
 from mainstem_bench.kept import KeptModel
@@ -45,7 +45,7 @@ def text_ids(smollm2_folder: Path) -> list[int]:
 def perplexity_by_transformers(folder: Path, ids: list[int]) -> float:
     """The same turns, each as one forward pass over the kept tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    truncator = Truncator(CONFIG.sched, WINDOW, PAGE, TruncationRules())
+    truncator = Truncator(CONFIG.sched, WINDOW, PAGE)
     logprobs: dict[int, float] = {}
     for end in [*range(WINDOW - TURN, len(ids), TURN), len(ids)]:
         request = a_request(list(range(end)), max_tokens=1, overflow=Overflow.RECOMPUTE)

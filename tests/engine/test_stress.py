@@ -35,7 +35,7 @@ from mainstem.kv.tier import LowerTier
 from mainstem.kv.tiers import LowerTiers
 from mainstem.sched.fetching import Fetching, StepTimes
 from mainstem.sched.scheduler import Scheduler
-from mainstem.sched.truncation import TruncationRules, Truncator
+from mainstem.sched.truncation import Truncator
 from tests.builders import VOCAB
 from tests.fakes import fake_next_token
 from tests.kv.faulty import FaultyFiles
@@ -148,9 +148,6 @@ class _Stress:
             truncation_ratio=rng.choice([0.2, 0.5, 0.8]),
             sink_tokens=rng.choice([None, 0, 5]),
         )
-        rules = TruncationRules(
-            (lambda pages, most: range(0, len(pages), 2)[:most]) if rng.random() < 0.3 else None,
-        )
         scheduler = Scheduler(
             config,
             self.store,
@@ -159,11 +156,10 @@ class _Stress:
             bus,
             fetching=None if tiers is None else self._make_fetching(tiers),
             max_step_tokens=rng.choice([None, 64]),
-            truncation=rules,
         )
         self.engine = Engine(scheduler, self.runner, bus)
         window = self.engine.max_model_len
-        self.truncator = Truncator(config, window, self.page_size, rules)
+        self.truncator = Truncator(config, window, self.page_size)
         self.asked: dict[str, _Asked] = {}
         self.said: dict[str, list[int]] = {}
         self.pins: list[list[PageKey]] = []

@@ -17,7 +17,7 @@ from mainstem.core.request import FinishReason, Overflow, Request, SamplingParam
 from mainstem.core.step import Step
 from mainstem.sched import important
 from mainstem.sched.cut import Cut, sink_only
-from mainstem.sched.truncation import TruncationRules, Truncator
+from mainstem.sched.truncation import Truncator
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer, fake_masses
 from tests.kv.tiered import a_tiered_engine
@@ -155,12 +155,9 @@ def test_the_least_recently_used_choices_are_forgotten(monkeypatch: pytest.Monke
     ]  # fmt: skip
 
 
-def test_important_is_refused_without_a_session_or_with_a_hook() -> None:
+def test_important_is_refused_without_a_session() -> None:
     with pytest.raises(InvalidRequest, match="important needs a session"):
         a_request([1], overflow=Overflow.IMPORTANT)
-    truncator = a_truncator(rules=TruncationRules(choose_kept=lambda pages, limit: []))
-    with pytest.raises(InvalidRequest, match="choose_kept"):
-        truncator.fit(important_request(list(range(50))))
 
 
 # --- sequences ------------------------------------------------------------------------------------
@@ -176,7 +173,7 @@ def test_every_answer_of_a_long_conversation_is_that_of_the_kept_tokens(
 ) -> None:
     config = SchedConfig(truncation_ratio=ratio, share=share)
     engine = an_engine(128, PAGE, config, max_model_len=window)
-    truncator = Truncator(config, window, PAGE, TruncationRules())
+    truncator = Truncator(config, window, PAGE)
     chat = Chat(engine, "s", Overflow.IMPORTANT)
     num_chosen = 0
     for turn in range(30):
@@ -218,7 +215,7 @@ def test_weighing_computes_few_tokens_and_later_turns_do_not_weigh_again() -> No
 def test_queries_of_several_steps_add_up(chunk_tokens: int) -> None:
     config = SchedConfig(chunk_tokens=chunk_tokens)
     engine = an_engine(128, PAGE, config, max_model_len=100)
-    truncator = Truncator(config, 100, PAGE, TruncationRules())
+    truncator = Truncator(config, 100, PAGE)
     prompt = tokens(130)
     request = important_request(prompt, max_tokens=4)
     wanted = fake_answer(kept_ids(truncator, request), 4, VOCAB)
@@ -316,7 +313,7 @@ def test_sessions_that_overlap_over_small_tiers_are_right(seed: int) -> None:
         max_model_len=60,
         chunk_tokens=rng.choice([8, 64]),
     )  # fmt: skip
-    truncator = Truncator(SchedConfig(), 60, PAGE, TruncationRules())
+    truncator = Truncator(SchedConfig(), 60, PAGE)
     said: dict[str, list[int]] = {}
     for turn in range(20):
         names = rng.sample("abc", rng.randint(1, 3))

@@ -14,7 +14,7 @@ from mainstem.core.metrics import Counters
 from mainstem.core.request import Delivery, FinishReason, Overflow, Request, SamplingParams
 from mainstem.engine.engine import Engine
 from mainstem.sched.random import noise_keys
-from mainstem.sched.truncation import TruncationRules, Truncator
+from mainstem.sched.truncation import Truncator
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import fake_answer
 
@@ -52,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             truncation_ratio=truncation_ratio,
         )
         self.engine = an_engine(num_pages, page_size, config, can_overlap, max_model_len)
-        self.truncator = Truncator(config, self.engine.max_model_len, page_size, TruncationRules())
+        self.truncator = Truncator(config, self.engine.max_model_len, page_size)
         self.said: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.limits: dict[str, int] = {}

@@ -15,8 +15,7 @@ from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.events import EventBus, PagesMoved, PromptTruncated
 from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason, Overflow, SamplingParams
-from mainstem.core.step import Int32s
-from mainstem.sched.truncation import TruncationRules, Truncator
+from mainstem.sched.truncation import Truncator
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer
 from tests.kv.tiered import a_tiered_engine
@@ -25,9 +24,9 @@ PAGE = 4
 WINDOW = 40
 
 
-def a_truncator(window: int = WINDOW, rules: TruncationRules | None = None, **config: object):  # type: ignore[no-untyped-def]
+def a_truncator(window: int = WINDOW, **config: object):  # type: ignore[no-untyped-def]
     sched = SchedConfig(**config)  # type: ignore[arg-type]
-    return Truncator(sched, window, PAGE, rules or TruncationRules())
+    return Truncator(sched, window, PAGE)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -67,7 +66,6 @@ class Chat:
     ratio=st.floats(0.05, 0.95),
     sink_tokens=st.one_of(st.none(), st.integers(0, 30)),
     keep_tokens=st.integers(0, 40),
-    chooses=st.booleans(),
 )
 def test_every_cut_fits_the_window_and_keeps_the_required_tokens(
     num_prompt: int,
@@ -76,16 +74,13 @@ def test_every_cut_fits_the_window_and_keeps_the_required_tokens(
     ratio: float,
     sink_tokens: int | None,
     keep_tokens: int,
-    chooses: bool,
 ) -> None:
-    rules = TruncationRules(choose_kept=keep_even if chooses else None)
-    truncator = a_truncator(window, rules, truncation_ratio=ratio, sink_tokens=sink_tokens)
+    truncator = a_truncator(window, truncation_ratio=ratio, sink_tokens=sink_tokens)
     prompt = list(range(num_prompt))
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     request = a_request(prompt, sampling=sampling, session="s", keep_tokens=keep_tokens)
     fixed = max(keep_tokens, PAGE if sink_tokens is None else sink_tokens)
-    chosen = window // PAGE // 8 if chooses else 0
-    free = window - (-(-fixed // PAGE) + chosen) * PAGE
+    free = window - -(-fixed // PAGE) * PAGE
     if free < 2 * PAGE and num_prompt >= window:
         with pytest.raises(InvalidRequest, match="keep_tokens"):
             truncator.fit(request)
@@ -103,15 +98,9 @@ def test_every_cut_fits_the_window_and_keeps_the_required_tokens(
     dropped = sorted(set(prompt) - set(ids))
     assert all(page % PAGE == 0 for page in dropped[::PAGE]), "a part of a page was dropped"
     assert len(dropped) % PAGE == 0
-    if not chooses:
-        assert dropped == list(range(dropped[0], dropped[0] + len(dropped))), (
-            "other tokens than the oldest were dropped"
-        )
-
-
-def keep_even(pages: Int32s, limit: int) -> list[int]:
-    """A hook: pages whose first token is divisible by 8 are important."""
-    return [number for number, page in enumerate(pages) if page[0] % 8 == 0][:limit]
+    assert dropped == list(range(dropped[0], dropped[0] + len(dropped))), (
+        "other tokens than the oldest were dropped"
+    )
 
 
 def test_the_cut_moves_only_after_the_conversation_grew_by_half_a_window() -> None:
@@ -144,12 +133,6 @@ def test_prompt_logprobs_of_a_prompt_that_must_be_cut_are_refused() -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0)
     with pytest.raises(InvalidRequest, match="prompt_logprobs"):
         a_truncator().fit(a_request(list(range(50)), sampling=sampling, session="s"))
-
-
-def test_a_hook_that_returns_missing_pages_is_an_error() -> None:
-    truncator = a_truncator(rules=TruncationRules(choose_kept=lambda pages, limit: [len(pages)]))
-    with pytest.raises(ConfigError, match="choose_kept"):
-        truncator.fit(a_request(list(range(50)), session="s"))
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, -1.0, float("nan")])
@@ -200,14 +183,12 @@ def test_a_later_turn_finds_the_moved_pages_again() -> None:
 
 @pytest.mark.parametrize("overflow", [Overflow.KV, Overflow.RECOMPUTE])
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize("choose_kept", [None, keep_even])
 def test_every_answer_of_a_long_conversation_is_that_of_the_kept_tokens(
-    overflow: Overflow, ratio: float, choose_kept: object
+    overflow: Overflow, ratio: float
 ) -> None:
-    rules = TruncationRules(choose_kept=choose_kept)  # type: ignore[arg-type]
     config = SchedConfig(truncation_ratio=ratio)
-    engine = an_engine(128, PAGE, config, max_model_len=WINDOW, truncation=rules)
-    truncator = Truncator(config, WINDOW, PAGE, rules)
+    engine = an_engine(128, PAGE, config, max_model_len=WINDOW)
+    truncator = Truncator(config, WINDOW, PAGE)
     chat = Chat(engine, "s", overflow)
     for turn in range(40):
         new = tokens(1 + turn % 9, seed=turn)
@@ -318,7 +299,7 @@ def test_sessions_that_overlap_over_small_tiers_are_right(seed: int, tmp_path: P
     )
     tiered.copier.patience = rng.choice([0, 2])
     engine = tiered.engine
-    truncator = Truncator(SchedConfig(), engine.max_model_len, page_size, TruncationRules())
+    truncator = Truncator(SchedConfig(), engine.max_model_len, page_size)
     said: dict[str, list[int]] = {}
     wanted: dict[str, list[int]] = {}
     got, given_up = Collector(), set()
@@ -425,7 +406,7 @@ def test_answers_are_right_if_too_few_pages_are_free_to_move_all() -> None:
     """Window and memory have the same size, so originals and copies do not both fit."""
     config = SchedConfig(truncation_ratio=0.2)
     engine = an_engine(WINDOW // PAGE, PAGE, config, max_model_len=WINDOW)
-    truncator = Truncator(config, WINDOW, PAGE, TruncationRules())
+    truncator = Truncator(config, WINDOW, PAGE)
     chat = Chat(engine, "s")
     for turn in range(20):
         new = tokens(4, seed=turn)

@@ -1,7 +1,7 @@
 """Requests and their outputs, as token ids only; `text` turns them into text."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -246,12 +246,6 @@ class Overflow(Enum):
     def moves_kv(self) -> bool:
         """Whether the kept tokens keep their KV, which only the session can use afterwards."""
         return self in (Overflow.KV, Overflow.IMPORTANT)
-
-
-# Gets the pages [pages, page_size] of token ids that a truncation is about to drop, and a limit.
-# Returns the numbers of the pages to keep, at most as many as the limit. The same tokens must give
-# the same result, since later turns of a conversation call it again.
-ChooseKept = Callable[[NDArray[np.int32], int], Sequence[int]]
 
 
 class Delivery(Enum):

@@ -115,7 +115,7 @@ def own_arguments(given: Mapping[str, object], others: Mapping[str, object]) -> 
                 raise ConfigError(f"LLM: {name} and {own} mean the same; give {own} only")
             settings[own] = value
         elif rule is None:
-            meant = did_you_mean(name, [*defaults, "choose_kept"])
+            meant = did_you_mean(name, list(defaults))
             raise ConfigError(f"LLM: unknown setting {name!r}.{meant} See docs/settings.md")
         elif not rule.takes(value) and not (name == "tokenizer" and value == given["model"]):
             raise ConfigError(f"LLM: {name}={value!r} is not supported: {rule.instead}")

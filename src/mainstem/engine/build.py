@@ -9,7 +9,6 @@ from pathlib import Path
 
 from mainstem.core.config import DType, EngineConfig
 from mainstem.core.events import EventBus
-from mainstem.core.request import ChooseKept
 from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
 from mainstem.engine.store_log import StoreLog
@@ -22,7 +21,6 @@ from mainstem.runner.load import CPU, device_name
 from mainstem.runner.origin import RandomOrigin, folder_origin
 from mainstem.runner.ranks.load import load_model
 from mainstem.sched.scheduler import Scheduler
-from mainstem.sched.truncation import TruncationRules
 
 # limited, since each token needs memory for one Partial per few hundred keys
 DETERMINISTIC_CHUNK_TOKENS = 1024
@@ -35,18 +33,16 @@ def build_engine(
     config: EngineConfig,
     bus: EventBus | None = None,
     *,
-    choose_kept: ChooseKept | None = None,
     around: Callable[[Runner], Runner] | None = None,
 ) -> Engine:
     """Load the model in `folder` and put an engine around it.
 
-    `choose_kept` names pages that truncation should keep; `around` lets a benchmark watch the
-    steps. Raises UnsupportedModel for a checkpoint we cannot run, ConfigError for impossible
-    settings.
+    `around` lets a benchmark watch the steps. Raises UnsupportedModel for a checkpoint we cannot
+    run, ConfigError for impossible settings.
     """
     runner, facts, config = load_folder(folder, config)
     with closed_on_error(runner):
-        return join(runner, facts, config, bus or EventBus(), choose_kept, around)
+        return join(runner, facts, config, bus or EventBus(), around)
 
 
 def load_folder(folder: Path, config: EngineConfig) -> tuple[Runner, RunnerFacts, EngineConfig]:
@@ -107,7 +103,6 @@ def join(
     facts: RunnerFacts,
     config: EngineConfig,
     bus: EventBus,
-    choose_kept: ChooseKept | None = None,
     around: Callable[[Runner], Runner] | None = None,
 ) -> Engine:
     """An engine around a loaded runner, with the tiers below the device. Steps go through the
@@ -125,7 +120,6 @@ def join(
         facts.vocab_size,
         facts.max_model_len,
         bus,
-        truncation=TruncationRules(choose_kept),
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
         span_align_tokens=facts.span_align_tokens,

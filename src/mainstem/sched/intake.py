@@ -17,7 +17,7 @@ from mainstem.sched.masks import form_fault
 from mainstem.sched.origins import Origins, truncated_chain
 from mainstem.sched.random import mix
 from mainstem.sched.sequence import READER, Sequence
-from mainstem.sched.truncation import Truncation, TruncationRules, Truncator
+from mainstem.sched.truncation import Truncation, Truncator
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,12 @@ class Intake:
         store: KVStore,
         vocab_size: int,
         window: int,
-        rules: TruncationRules,
     ) -> None:
         """`window` is the limit for the tokens of prompt and answer together."""
         self._store = store
         self._vocab_size = vocab_size
         self._window = window
-        self._truncator = Truncator(config, window, store.page_size, rules)
+        self._truncator = Truncator(config, window, store.page_size)
         self._is_sharing = config.share is not Share.NONE
         self._seed = config.seed
         self._arrivals = count()

@@ -47,7 +47,6 @@ from mainstem.sched.sequence import SeqState, Sequence
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
 from mainstem.sched.starting import Starter
 from mainstem.sched.step_size import StepSize
-from mainstem.sched.truncation import DEFAULT_RULES, TruncationRules
 
 REST_S = 0.0003
 MAKE_S = 0.006  # a step is made this long before the device needs it
@@ -71,7 +70,6 @@ class Scheduler:
         max_step_tokens: int | None = None,
         fetching: Fetching | None = None,
         *,
-        truncation: TruncationRules = DEFAULT_RULES,
         span_align_tokens: int | None = None,
     ) -> None:
         """`max_step_tokens` is the size of the runner's buffers; None: no limit. `fetching` decides
@@ -83,7 +81,7 @@ class Scheduler:
         self._bus = bus
         # a sequence must fit into all pages together
         self.max_model_len = min(max_model_len, store.num_pages * store.page_size)
-        self._intake = Intake(config, store, vocab_size, self.max_model_len, truncation)
+        self._intake = Intake(config, store, vocab_size, self.max_model_len)
         self._queue = WaitingQueue()
         store.watch_queue(self._queue.awaited)
         self._order = PlannedOrder()

@@ -18,24 +18,10 @@ dropped pages are chosen by attention, not by age, and the choice is remembered
 from dataclasses import dataclass, replace
 
 from mainstem.core.config import SchedConfig
-from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.core.request import ChooseKept, Overflow, Request
-from mainstem.core.step import Int32s
+from mainstem.core.errors import InvalidRequest
+from mainstem.core.request import Overflow, Request
 from mainstem.sched.cut import Cut, sink_only
 from mainstem.sched.important import Choices, Weighing, cut_names, weigh
-
-
-@dataclass(frozen=True, slots=True)
-class TruncationRules:
-    """The settings for truncation."""
-
-    choose_kept: ChooseKept | None = None  # names pages to keep that a cut would drop; None: none
-
-
-DEFAULT_RULES = TruncationRules()
-
-
-CHOSEN_SHARE = 8  # at most 1/8 of the window's pages may be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +39,11 @@ class Truncation:
 class Truncator:
     """Fits prompts into the window."""
 
-    def __init__(
-        self,
-        config: SchedConfig,
-        window: int,
-        page_size: int,
-        rules: TruncationRules,
-    ) -> None:
-        self._rules = rules
+    def __init__(self, config: SchedConfig, window: int, page_size: int) -> None:
         self._window = window
         self._page_size = page_size
         self._ratio = config.truncation_ratio
         self._sink_tokens = page_size if config.sink_tokens is None else config.sink_tokens
-        is_choosing = rules.choose_kept is not None
-        self._max_chosen = window // page_size // CHOSEN_SHARE if is_choosing else 0
         self._choices = Choices()
 
     def fit(self, request: Request) -> tuple[Request, Truncation | None]:
@@ -81,7 +58,7 @@ class Truncator:
         num_prompt, window = len(request.prompt_ids), self._window
         fixed = max(self._sink_tokens, request.keep_tokens)
         sink_pages = -(-fixed // self._page_size)
-        free = window - (sink_pages + self._max_chosen) * self._page_size
+        free = window - sink_pages * self._page_size
         is_fixed = request.overflow_policy is Overflow.ERROR
         if is_fixed or free < 2 * self._page_size:  # the prompt cannot be cut
             if num_prompt < window:
@@ -99,12 +76,12 @@ class Truncator:
                 f"the prompt of {num_prompt} tokens must be cut to the context of {window}, and "
                 "logprobs are given only for whole prompts",
             )
-        excess = num_prompt + room + self._max_chosen * self._page_size - window
+        excess = num_prompt + room - window
         num_steps = -(-excess // (step * self._page_size))
         if request.overflow_policy is Overflow.IMPORTANT:
             cuts, weighing = self._chosen_cuts(request, sink_pages, step, num_steps)
         else:
-            cuts, weighing = self._plain_cuts(request, sink_pages, step, num_steps), None
+            cuts, weighing = self._plain_cuts(sink_pages, step, num_steps), None
         cut = cuts[-1]
         kept_ids = cut.token_ids(request.prompt_ids, self._page_size)
         # a page moves by at most one window in all, so cuts before these do not matter
@@ -123,21 +100,17 @@ class Truncator:
         if self._choices.find(weighing.name, num_pages) is None:
             self._choices.keep(weighing.name, weighing.choose())
 
-    def _plain_cuts(
-        self, request: Request, sink_pages: int, step: int, num_steps: int
-    ) -> tuple[Cut, ...]:
+    def _plain_cuts(self, sink_pages: int, step: int, num_steps: int) -> tuple[Cut, ...]:
         """Return the cuts that earlier turns may have had, and last the cut of this prompt."""
         first = max(1, num_steps - self._window // (step * self._page_size) - 1)
-        numbers = range(first, num_steps + 1)
-        return tuple(self._cut(request.prompt_ids, sink_pages, each * step) for each in numbers)
+        whole, numbers = sink_only(sink_pages), range(first, num_steps + 1)
+        return tuple(replace(whole, rest=sink_pages + each * step) for each in numbers)
 
     def _chosen_cuts(
         self, request: Request, sink_pages: int, step: int, num_steps: int
     ) -> tuple[tuple[Cut, ...], Weighing | None]:
         """Return the chosen cut after each step and, if the last one was not chosen yet, how to
         choose it. If an earlier choice was forgotten, its cut drops the oldest pages."""
-        if self._rules.choose_kept is not None:
-            raise InvalidRequest("overflow", "important cannot be combined with choose_kept")
         num_pages = len(request.prompt_ids) // self._page_size
         cuts: tuple[Cut, ...] = (sink_only(sink_pages),)
         weighing: Weighing | None = None
@@ -152,21 +125,6 @@ class Truncator:
                         self._choices.keep(name, cut)  # later turns must not choose again
             cuts = (*cuts, cut)
         return cuts[1:], weighing
-
-    def _cut(self, prompt_ids: Int32s, sink_pages: int, dropped: int) -> Cut:
-        rest = sink_pages + dropped
-        chosen: list[int] = []
-        choose_kept = self._rules.choose_kept
-        if choose_kept is not None:
-            pages = prompt_ids[: rest * self._page_size].reshape(-1, self._page_size)[sink_pages:]
-            chosen = sorted({int(number) for number in choose_kept(pages, self._max_chosen)})
-            if len(chosen) > self._max_chosen or not set(chosen) <= set(range(len(pages))):
-                raise ConfigError(
-                    f"choose_kept must name at most {self._max_chosen} of {len(pages)} pages, "
-                    f"got {chosen}"
-                )
-        head = (*range(sink_pages), *(sink_pages + number for number in chosen))
-        return Cut(head, sink_pages, rest)
 
 
 def _too_long(num_prompt: int, window: int, num_fixed: int | None) -> InvalidRequest:
