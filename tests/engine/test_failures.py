@@ -15,8 +15,8 @@ from mainstem.core.request import FinishReason, Request, SamplingParams
 from mainstem.core.step import InFlight, Step, StepResult
 from mainstem.engine.engine import MAX_BLAMED, MAX_FAILURES, Engine
 from mainstem.kv.store import KVStore
-from mainstem.sched.loading import Loader
 from mainstem.sched.scheduler import Scheduler
+from mainstem.sched.starting import Starter
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import FakeRunner, fake_answer
 
@@ -281,14 +281,14 @@ def test_an_error_while_a_step_is_made_ends_the_request_that_causes_it(
 ) -> None:
     """For example, a grammar may fail to compute which tokens may follow."""
     engine = an_engine_over(FakeRunner(256, 4, VOCAB))
-    look_up = Loader.look_up
+    look_up = Starter._look_up
 
-    def broken(loader: Loader, sequence: object) -> object:
+    def broken(starter: Starter, sequence: object) -> object:
         if POISON in sequence.request.prompt_ids:  # type: ignore[attr-defined]
             raise RuntimeError("poison")
-        return look_up(loader, sequence)  # type: ignore[arg-type]
+        return look_up(starter, sequence)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Loader, "look_up", broken)
+    monkeypatch.setattr(Starter, "_look_up", broken)
     asked = prompts(3)
     requests = [a_request(p, 6, name=str(i)) for i, p in enumerate(asked)]
     requests.insert(1, a_request([POISON, 2, 3], 6, name="poison"))

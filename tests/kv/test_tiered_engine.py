@@ -428,7 +428,7 @@ def test_many_requests_for_one_history_are_looked_up_over_several_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most = 50
-    monkeypatch.setattr("mainstem.sched.prompt_work.LOOK_UP_PAGES", most)
+    monkeypatch.setattr("mainstem.sched.starting.LOOK_UP_PAGES", most)
     tiered = a_tiered_engine(num_pages=200, num_slots=80)
     engine, store = tiered.engine, tiered.store
     history = RNG.integers(0, VOCAB, 80).tolist()  # 20 pages

@@ -16,7 +16,7 @@ from mainstem.core.metrics import Counters
 from mainstem.core.request import FinishReason, Overflow, Request, SamplingParams
 from mainstem.core.step import Step
 from mainstem.sched import important
-from mainstem.sched.cut import Cut, sink_only
+from mainstem.sched.cut import PromptCut, sink_only
 from mainstem.sched.truncation import Truncator
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import FakeRunner, fake_answer, fake_masses
@@ -78,7 +78,7 @@ def test_the_pages_with_the_least_attention_are_dropped() -> None:
     truncator.settle(weighing)
     kept, truncation = truncator.fit(request)
     assert truncation is not None
-    assert truncation.cut == Cut((0, 2, 5), 1, 12)
+    assert truncation.cut == PromptCut((0, 2, 5), 1, 12)
     assert len(kept.prompt_ids) == len(plain.prompt_ids)
     # a later turn drops the same pages
     later, _ = truncator.fit(important_request(list(range(80)), max_tokens=10))
@@ -119,7 +119,7 @@ def test_a_conversation_continued_from_an_earlier_turn_is_weighed_again() -> Non
     assert truncation is not None
     weighing = truncation.weighing
     assert weighing is not None
-    truncator._choices.keep(weighing.name, Cut((0,), 1, 30))
+    truncator._choices.keep(weighing.name, PromptCut((0,), 1, 30))
     kept_ids(truncator, important_request(list(range(79)), max_tokens=10))  # weighed once more
     _, truncation = truncator.fit(important_request(list(range(79)), max_tokens=10))
     assert truncation is not None
@@ -148,9 +148,9 @@ def test_the_least_recently_used_choices_are_forgotten(monkeypatch: pytest.Monke
     choices, cut = important.Choices(), sink_only(1)
     for name in (b"a", b"b", b"c"):
         choices.keep(name, cut)
-    assert choices.find(b"a", 9) == cut
+    assert choices.chosen(b"a", 9) == cut
     choices.keep(b"d", cut)
-    assert [choices.find(name, 9) is None for name in (b"a", b"b", b"c", b"d")] == [
+    assert [choices.chosen(name, 9) is None for name in (b"a", b"b", b"c", b"d")] == [
         False, True, False, False,
     ]  # fmt: skip
 

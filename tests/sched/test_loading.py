@@ -27,10 +27,9 @@ def test_a_late_check_of_a_finished_step_does_not_lengthen_the_next_one(
 ) -> None:
     now_s = 0.0
     monkeypatch.setattr(loading, "perf_counter", lambda: now_s)
-    running = cast(Any, SimpleNamespace(store=None, page_size=16))
     steps = StepTimes(token_s=STEP_S / TOKENS)
     fetching = Fetching(StoreConfig(), cast(Any, None), 16, steps)
-    loader = Loader(running, cast(Any, None), cast(Any, None), fetching)
+    loader = Loader(cast(Any, None), cast(Any, None), fetching)
     first, second = make_step(1), make_step(2)
     now_s = 0.01
     loader.note_start(first.step_id)  # runs from 0.01 to 0.05

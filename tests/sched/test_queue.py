@@ -2,19 +2,18 @@
 
 from collections.abc import Iterable
 
+from mainstem.sched.fetching import StoredHistory
 from mainstem.sched.queue import OVERTAKEN, WaitingQueue
 from mainstem.sched.sequence import SeqState, Sequence
 from tests.builders import a_request
 
 
 def a_sequence(arrival: int, priority: int = 0) -> Sequence:
-    return Sequence(
-        a_request([1, 2, 3, 4, 5, 6, 7, 8], priority=priority), 0, 0, arrival, 8, None, None
-    )
+    return Sequence(a_request([1, 2, 3, 4, 5, 6, 7, 8], priority=priority), 0, 0, arrival, 8, None)
 
 
 def load(sequence: Sequence, num_to_compute: int = 2) -> None:
-    sequence.has_fetched, sequence.num_to_compute = True, num_to_compute
+    sequence.history = StoredHistory(None, is_loaded=True, num_to_compute=num_to_compute)
 
 
 def a_queue(sequences: Iterable[Sequence]) -> WaitingQueue:
@@ -65,7 +64,8 @@ def test_a_sequence_that_still_computes_much_does_not_overtake() -> None:
     first, loaded = a_sequence(0), a_sequence(1)
     load(loaded, num_to_compute=3)
     assert order(a_queue([first, loaded])) == [0, 1]
-    loaded.num_to_compute = None  # preempted in the meantime
+    assert loaded.history is not None
+    loaded.history.wait_again()  # preempted in the meantime
     assert order(a_queue([first, loaded])) == [0, 1]
 
 

@@ -1,7 +1,7 @@
 """Builds the arrays of one Step from the work of each sequence in it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mainstem.sched.table import SeqTable
 
 NO_ROWS: Int32s = np.empty(0, np.int32)
 NO_MOVES: Int32s = np.empty((3, 0), np.int32)
+NO_LOADS: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +45,35 @@ class PageMove:
     distance: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepWork:
-    """The work of a step: decodes by slot, and prompt chunks one by one."""
+    """The work of a step that is being made: decodes by slot, prompt chunks within a budget, and
+    the copies, moves and loads of sequences that start."""
 
     decodes: Int32s
-    chunks: list[Chunk]
-    started: tuple[StartedSequence, ...]
-    copies: list[PageCopy]
-    moves: list[PageMove]
-    load_ids: Int32s
+    budget: int  # tokens left for prompts
+    chunks: list[Chunk] = field(default_factory=list)
+    started: list[StartedSequence] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    moves: list[PageMove] = field(default_factory=list)
+    loads: list[Int32s] = field(default_factory=list)
 
     @property
     def num_seqs(self) -> int:
         return len(self.decodes) + len(self.chunks)
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.budget -= len(chunk.token_ids)
+
+    def sources(self) -> Int32s:
+        """Pages that copies and moves of this step read. A page is leased once for each use."""
+        pages = [copy.source for copy in self.copies] + [move.source for move in self.moves]
+        return np.array(pages, np.int32)
+
+    def filled_pages(self) -> list[int]:
+        """Pages that copies and moves of this step fill."""
+        return [copy.target for copy in self.copies] + [move.target for move in self.moves]
 
 
 def build_step(
@@ -98,14 +114,14 @@ def build_step(
         prompt_logprob_rows=prompt_rows[0],
         prompt_logprob_targets=prompt_rows[1],
         num_prompt_logprobs=prompt_rows[2],
-        started=batch.started,
+        started=tuple(batch.started),
         num_decodes=len(decodes),
         copy_from=copy_from,
         copy_to=copy_to,
         move_from=moves[0],
         move_to=moves[1],
         move_by=moves[2],
-        load_ids=batch.load_ids,
+        load_ids=np.unique(np.concatenate(batch.loads)) if batch.loads else NO_LOADS,
         weighings=tuple(_weighings(batch, table, seq_starts[len(decodes) :], spans.page_size)),
     )
     table.move_on(step_id, slots, counts, sample_slots)
@@ -177,19 +193,13 @@ def _prompt_logprob_rows(
     targets: list[Int32s] = [NO_ROWS]
     wanted: list[Int32s] = [NO_ROWS]
     for chunk, start in zip(batch.chunks, chunk_starts.tolist(), strict=False):
-        sequence = table.sequence(chunk.slot)
-        if sequence.prompt_logprobs is None:
+        collected = table.sequence(chunk.slot).prompt_logprobs
+        if collected is None:
             continue
-        request, end = sequence.request, chunk.num_before + len(chunk.token_ids)
-        first = max(chunk.num_before + 1, sequence.first_logprob)
-        following = request.prompt_ids[first : end + 1]
-        places = np.arange(first - 1, first - 1 + len(following), dtype=np.int32)
-        if request.scoring is not None and end == len(request.prompt_ids):
-            next_ids = np.array(request.scoring.next_ids, np.int32)
-            following = np.concatenate((following, next_ids))
-            places = np.append(places, np.full(len(next_ids), end - 1, np.int32))
-        rows.append(places + np.int32(start - chunk.num_before))
+        begin = chunk.num_before
+        places, following = collected.rows(begin, begin + len(chunk.token_ids))
+        rows.append(places + np.int32(start - begin))
         targets.append(following)
-        count = request.sampling.prompt_logprobs or 0
+        count = collected.request.sampling.prompt_logprobs or 0
         wanted.append(np.full(len(following), count, np.int32))
     return np.concatenate(rows), np.concatenate(targets), np.concatenate(wanted)

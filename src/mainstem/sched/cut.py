@@ -1,4 +1,4 @@
-"""A Cut says which pages of a prompt a truncation keeps."""
+"""Which pages of a prompt a truncation keeps."""
 
 from bisect import bisect_left
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from mainstem.core.step import Int32s
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PromptCut:
     """The pages of a prompt that are kept: some at its head, and all from `rest` on."""
 
     head: tuple[int, ...]  # page numbers in the prompt, in order: the sink, then the chosen ones
@@ -42,20 +42,20 @@ class Cut:
         place = bisect_left(self.head, number)
         return place if self.head[place : place + 1] == (number,) else None
 
-    def without(self, numbers: Collection[int]) -> "Cut":
+    def without(self, numbers: Collection[int]) -> "PromptCut":
         """Return a cut that also drops the kept pages `numbers`. There must be at least one."""
         end = max(len(self.head), max(numbers) + 1)
         kept = (self.place_before(number) for number in range(end) if number not in numbers)
-        return Cut(tuple(kept), self.sink_pages, self.place_before(end))
+        return PromptCut(tuple(kept), self.sink_pages, self.place_before(end))
 
-    def without_oldest(self, num_pages: int) -> "Cut":
+    def without_oldest(self, num_pages: int) -> "PromptCut":
         """Return a cut that also drops the first `num_pages` pages after the sink."""
         return self.without(range(self.sink_pages, self.sink_pages + num_pages))
 
 
-WHOLE = Cut(head=(), sink_pages=0, rest=0)
+WHOLE = PromptCut(head=(), sink_pages=0, rest=0)
 
 
-def sink_only(sink_pages: int) -> Cut:
+def sink_only(sink_pages: int) -> PromptCut:
     """A cut that drops nothing, with a sink of this many pages."""
-    return Cut(tuple(range(sink_pages)), sink_pages, sink_pages)
+    return PromptCut(tuple(range(sink_pages)), sink_pages, sink_pages)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mainstem.core.config import Fetch, StoreConfig
+from mainstem.core.ids import PageKey
 from mainstem.kv.policy import HOST
 from mainstem.kv.stored import Stored
 from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
@@ -24,6 +25,23 @@ ALWAYS_PATIENCE_S = 1.0  # the longest wait for an answer if stored pages are al
 # at most this many waiting sequences count as delayed. The others can avoid the delay: they compute
 # if the links are busy, and load if the device is busy
 HELD_UP = 4.0
+
+
+@dataclass(slots=True, eq=False)
+class StoredHistory:
+    """A part of a waiting Sequence: what lower tiers do for it. Made when they are asked."""
+
+    asked: PageKey | None  # the key of a shared tier's answer while it is awaited
+    is_loaded: bool = False  # pages were loaded for it
+    num_loaded_pages: int = 0  # pages loaded for it before its turn
+    # its pages on the device when its last load began; -1: no load since it began to wait
+    num_pages_then: int = -1
+    # prompt tokens to compute; None: what is loaded is not decided yet
+    num_to_compute: int | None = None
+
+    def wait_again(self) -> None:
+        """The sequence was preempted: what is loaded must be decided again."""
+        self.num_pages_then, self.num_to_compute = -1, None
 
 
 class StepTimes:
@@ -108,7 +126,7 @@ class Fetching:
 
     def is_open(self, stored: Stored) -> bool:
         """Whether a load that is not worth it now may be worth it later, when a link is free."""
-        return stored.num_pages > 0 and self.config.fetch is not Fetch.NEVER
+        return stored.num_pages > 0 and self.may_ask
 
     def is_busy(self, stored: Stored) -> bool:
         """Whether a link has enough work until the next step, or slots are short. If so, no load is

@@ -20,10 +20,9 @@ from hashlib import sha256
 
 import numpy as np
 
-from mainstem.core.ids import PageKey
 from mainstem.core.request import Delivery, Overflow, Request, SamplingParams
 from mainstem.core.step import Float32s, Int32s
-from mainstem.sched.cut import Cut
+from mainstem.sched.cut import PromptCut
 
 QUERY_TOKENS = 64  # the attention of at most this many last tokens decides
 QUERY_SHARE = 6  # these are at most 1/6 of the window without the sink
@@ -32,22 +31,18 @@ MAX_CHOICES = 1024  # each has up to 8 bytes for every page of the window
 
 @dataclass(slots=True, eq=False)
 class Weighing:
-    """A cut that waits until attention to the candidates is known."""
+    """A cut that waits until attention to the candidates is known. An extra sequence, the reader,
+    weighs them; the answers are parked on this record meanwhile."""
 
     name: bytes  # name of the cut
-    before: Cut  # what earlier cuts have left
-    earlier: tuple[Cut, ...]  # the earlier cuts
+    before: PromptCut  # what earlier cuts have left
+    earlier: tuple[PromptCut, ...]  # the earlier cuts
     num_pages: int  # pages of `before` up to the end of the candidates
     num_dropped: int  # pages to drop
     num_queries: int
     prompt_ids: Int32s  # the tokens that are read
     given: Request
     masses: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # by page
-
-    @property
-    def key(self) -> PageKey:
-        """The key that the waiting answers are parked on."""
-        return PageKey(b"cut" + self.name)
 
     @property
     def num_reused(self) -> int:
@@ -66,6 +61,7 @@ class Weighing:
             salt=given.salt,
             public_tokens=min(given.public_tokens, self.num_reused),
             priority=given.priority,
+            expected_tokens=1,
             session=given.session,
             overflow=Overflow.ERROR,
             delivery=Delivery.AT_END,
@@ -81,7 +77,7 @@ class Weighing:
         total[: len(self.masses)] += self.masses
         self.masses = total
 
-    def choose(self) -> Cut:
+    def choose(self) -> PromptCut:
         """Return the cut without the candidates that got the least attention. On a tie, the oldest
         are dropped."""
         sink = self.before.sink_pages
@@ -93,9 +89,9 @@ class Choices:
     """The cuts that were chosen, up to MAX_CHOICES; the least recently used are forgotten."""
 
     def __init__(self) -> None:
-        self._cuts: OrderedDict[bytes, Cut] = OrderedDict()
+        self._cuts: OrderedDict[bytes, PromptCut] = OrderedDict()
 
-    def find(self, name: bytes, num_pages: int) -> Cut | None:
+    def chosen(self, name: bytes, num_pages: int) -> PromptCut | None:
         """Return the cut of this name. None if there is none, or if the prompt's `num_pages` are
         too few for the cut, because the user went back to an earlier turn."""
         cut = self._cuts.get(name)
@@ -104,7 +100,7 @@ class Choices:
         self._cuts.move_to_end(name)
         return cut
 
-    def keep(self, name: bytes, cut: Cut) -> None:
+    def keep(self, name: bytes, cut: PromptCut) -> None:
         """Remember a choice."""
         self._cuts[name] = cut
         self._cuts.move_to_end(name)
@@ -128,7 +124,7 @@ def cut_names(request: Request, sink_pages: int, step: int, page_size: int) -> I
 
 
 def weigh(
-    name: bytes, given: Request, cuts: tuple[Cut, ...], step: int, window: int, page_size: int
+    name: bytes, given: Request, cuts: tuple[PromptCut, ...], step: int, window: int, page_size: int
 ) -> Weighing | None:
     """Return how to find the cut after `cuts` (the first of `cuts` drops nothing). None if there is
     no choice, because there are at most `step` candidates and `step` pages must be dropped."""

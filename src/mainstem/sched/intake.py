@@ -2,7 +2,6 @@
 and sets seeds."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -12,26 +11,17 @@ from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import Request
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore
+from mainstem.sched.form import AnswerForm
 from mainstem.sched.important import Weighing
-from mainstem.sched.masks import form_fault
-from mainstem.sched.origins import Origins, truncated_chain
+from mainstem.sched.origins import Origins, TruncatedPrompt, truncated_chain
+from mainstem.sched.prompt_logprobs import PromptLogprobs
 from mainstem.sched.random import mix
 from mainstem.sched.sequence import READER, Sequence
 from mainstem.sched.truncation import Truncation, Truncator
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A request as it will run: its prompt after truncation, and one sequence per answer. If the
-    cut must be found first, the sequence that finds it comes before the others."""
-
-    request: Request
-    truncation: Truncation | None
-    sequences: list[Sequence]
-
-
 class Intake:
-    """Takes requests in; refuses those that can never run."""
+    """Accepts requests; refuses those that can never run."""
 
     def __init__(
         self,
@@ -49,8 +39,10 @@ class Intake:
         self._seed = config.seed
         self._arrivals = count()
 
-    def take(self, given: Request) -> Taken:
-        """Return the sequences of a request, which are not queued yet; raises InvalidRequest."""
+    def accept(self, given: Request) -> tuple[list[Sequence], Truncation | None]:
+        """Return one sequence per answer, not queued yet, and how the prompt was cut. If the cut
+        must be found first, the sequence that finds it comes before the others. Raises
+        InvalidRequest."""
         self._check_ids("prompt", [int(given.prompt_ids.max())])
         self._check_ids("stop_token_ids", given.sampling.stop_token_ids)
         self._check_ids("logit_bias", given.sampling.logit_bias or ())
@@ -59,9 +51,11 @@ class Intake:
         request, truncation = self._truncator.fit(given)
         weighing = None if truncation is None else truncation.weighing
         reader = [] if weighing is None else [self._reader(weighing)]
-        chain, origins = None, None
+        chain, truncated = None, None
         if weighing is None:
-            chain, origins = self._names(given, request, truncation)
+            chain, truncated = self._names(given, request, truncation)
+        elif truncation is not None:
+            truncated = TruncatedPrompt(truncation.num_dropped, weighing=weighing)
         room = self._window - len(request.prompt_ids)
         wanted = request.sampling.max_tokens
         answers = [
@@ -70,26 +64,23 @@ class Intake:
                 index,
                 *self._arrive(request, index),
                 room if wanted is None else min(wanted, room),
-                request.expected_tokens,
                 chain,
-                origins,
-                0 if truncation is None else truncation.num_dropped,
-                weighing,
+                truncated,
+                self._form(request),
             )
             for index in range(request.sampling.n)
         ]
-        for answer in answers:
-            self._check_form(answer)
-        return Taken(request, truncation, [*reader, *answers])
+        return [*reader, *answers], truncation
 
     def settle(self, weighing: Weighing, answers: Iterable[Sequence]) -> None:
         """After the pages were weighed, give the waiting `answers` their cut."""
         self._truncator.settle(weighing)
         request, truncation = self._truncator.fit(weighing.given)
-        chain, origins = self._names(weighing.given, request, truncation)
+        chain, truncated = self._names(weighing.given, request, truncation)
         for answer in answers:
-            answer.request, answer.chain, answer.origins = request, chain, origins
-            answer.awaited_cut = None
+            answer.request, answer.chain, answer.truncated = request, chain, truncated
+            if answer.prompt_logprobs is not None:
+                answer.prompt_logprobs = PromptLogprobs.of(request)
 
     def _reader(self, weighing: Weighing) -> Sequence:
         """The sequence that reads what is left of a conversation, to weigh its pages."""
@@ -102,16 +93,19 @@ class Intake:
             chain = truncated_chain(whole, given, before, request.prompt_ids)
             left = Truncation(given.overflow_policy, before, weighing.earlier, 0)
             origins = Origins(whole, given, left)
-        seed, arrival = self._arrive(request, READER)
-        return Sequence(request, READER, seed, arrival, 1, 1, chain, origins, weighing=weighing)
+        truncated = TruncatedPrompt(0, origins, weighing)
+        return Sequence(request, READER, *self._arrive(request, READER), 1, chain, truncated)
 
-    def _check_form(self, answer: Sequence) -> None:
-        """Raise InvalidRequest unless the model has a token that the form can begin with."""
-        if answer.mask is None:
-            return
-        fault = form_fault(answer.mask, answer.output_ids, self._vocab_size)
+    def _form(self, request: Request) -> AnswerForm | None:
+        """Return the form of an answer. Raises InvalidRequest unless the model has a token that the
+        form can begin with."""
+        if request.grammar is None:
+            return None
+        form = AnswerForm(request.grammar.start(), self._vocab_size)
+        fault = form.fault(np.empty(0, np.int32))
         if fault is not None:
             raise InvalidRequest("response_format", fault)
+        return form
 
     def _arrive(self, request: Request, index: int) -> tuple[int, int]:
         """Return seed and arrival number of an answer. If the request has a seed, the answer's seed
@@ -123,16 +117,19 @@ class Intake:
 
     def _names(
         self, given: Request, request: Request, truncation: Truncation | None
-    ) -> tuple[PageChain | None, Origins | None]:
-        """Return the names of a prompt's pages, and where pages kept through its truncation may be
-        found."""
+    ) -> tuple[PageChain | None, TruncatedPrompt | None]:
+        """Return the names of a prompt's pages and, if it was truncated, where the kept pages may
+        be found."""
+        truncated = None if truncation is None else TruncatedPrompt(truncation.num_dropped)
         if not self._is_sharing:
-            return None, None
+            return None, truncated
         if truncation is None or not truncation.policy.moves_kv:
-            return self._store.chain(request.prompt_ids, request.salt, request.public_tokens), None
+            chain = self._store.chain(request.prompt_ids, request.salt, request.public_tokens)
+            return chain, truncated
         whole = self._store.chain(given.prompt_ids, given.salt, given.public_tokens)
         chain = truncated_chain(whole, given, truncation.cut)
-        return chain, Origins(whole, given, truncation)
+        origins = Origins(whole, given, truncation)
+        return chain, TruncatedPrompt(truncation.num_dropped, origins)
 
     def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

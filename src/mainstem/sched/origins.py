@@ -15,7 +15,8 @@ from mainstem.core.request import Request
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore, Lookup, StoredRun
-from mainstem.sched.cut import WHOLE, Cut
+from mainstem.sched.cut import WHOLE, PromptCut
+from mainstem.sched.important import Weighing
 from mainstem.sched.truncation import Truncation
 
 
@@ -50,9 +51,11 @@ class Origins:
         self._whole = whole
         self._request = request
         self._truncation = truncation
-        self._earlier: list[tuple[Cut, PageChain]] = []  # made on first use
+        self._earlier: list[tuple[PromptCut, PageChain]] = []  # made on first use
 
-    def find(self, store: KVStore, numbers: range, filled_pages: list[int]) -> MovablePages:
+    def find_on_device(
+        self, store: KVStore, numbers: range, filled_pages: list[int]
+    ) -> MovablePages:
         """Return from where to move the kept pages `numbers`, up to the first page that is not on
         the device.
 
@@ -123,6 +126,17 @@ class Origins:
                 yield chain, place
 
 
+@dataclass(frozen=True, slots=True)
+class TruncatedPrompt:
+    """A part of a Sequence whose prompt was cut."""
+
+    num_dropped: int  # prompt tokens that are gone
+    origins: Origins | None = None  # where the kept pages are; None: they do not move
+    # how the cut is found: a reader does this; an answer cannot start before it is done, but its
+    # length is known already
+    weighing: Weighing | None = None
+
+
 def _add_page(runs: list[StoredRun], chain: PageChain, place: int) -> None:
     """Extend the last run by a page, or begin another run."""
     if runs and runs[-1].chain is chain and runs[-1].first + runs[-1].num_pages == place:
@@ -132,7 +146,7 @@ def _add_page(runs: list[StoredRun], chain: PageChain, place: int) -> None:
 
 
 def truncated_chain(
-    whole: PageChain, request: Request, cut: Cut, token_ids: Int32s | None = None
+    whole: PageChain, request: Request, cut: PromptCut, token_ids: Int32s | None = None
 ) -> PageChain:
     """Return the chain of a truncated prompt. The sink keeps its usual names; names of pages after
     it include the session and this cut. The chain's tokens are those the cut keeps, or `token_ids`,

@@ -1,22 +1,47 @@
-"""Waiting sequences: in order of priority and arrival, or parked on a page that is being
-computed or loaded."""
+"""Waiting sequences: in order of priority and arrival, or parked on what they wait for."""
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
-from mainstem.core.ids import PageKey
+from mainstem.core.ids import PageKey, RequestId
+from mainstem.core.request import TokenLogprobs
+from mainstem.kv.keys import PageChain
+from mainstem.kv.store import Match
+from mainstem.sched.important import Weighing
+from mainstem.sched.prompt_logprobs import PromptLogprobs
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 
 OVERTAKEN = 64  # a sequence that arrived this many places earlier is not overtaken
 LOOK_AHEAD = 64  # up to 64 parked and 64 queued sequences: the device evicts their pages last
+LAST = 2  # rank of a request at fault: it does not start again
 LIGHT = 4  # a loaded prompt overtakes only if at most 1/4 of its tokens are left to compute
 
+# a page that is computed or loaded, a cut that is being chosen, logprobs that another computes
+Awaited = PageKey | Weighing | PromptLogprobs
 _Entry = tuple[int, int, int, int, Sequence]  # rank, priority, turn, arrival
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A waiting sequence and its cached pages."""
+
+    sequence: Sequence
+    num_known: int  # number of tokens in its prompt and its output so far
+    chain: PageChain | None  # names of the pages of these tokens; None: nothing is shared
+    match: Match
+    awaited: Awaited | None = None  # it cannot start before this is there
+    logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, if wanted
+
+    def pages_to_find(self, page_size: int) -> range:
+        """Page numbers after the cached ones that may be loaded from lower tiers."""
+        end = self.sequence.num_reusable(self.num_known) // page_size
+        return range(len(self.match.pages), end)
+
+
 class WaitingQueue:
-    """A heap of sequences ready to start, and those parked on a page that is LOADING.
+    """A heap of sequences ready to start, and those that are parked.
 
     A preempted sequence keeps its arrival number and so returns to its old place. Sequences that
     were aborted while they waited are dropped at the head, or many at once. Suspects
@@ -30,8 +55,11 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
+        # sched/retry.py changes these three, then calls `reorder`
+        self.suspects: set[Sequence] = set()
+        self.at_fault: dict[RequestId, str] = {}  # requests that failed alone, and the error
         self.suspects_last = False
-        self._parked: dict[PageKey, list[Sequence]] = defaultdict(list)
+        self._parked: dict[Awaited, list[Sequence]] = defaultdict(list)
         self._num_parked = 0
         self._num_dead = 0
 
@@ -48,19 +76,22 @@ class WaitingQueue:
         self._parked.clear()
         self._num_parked = self._num_dead = 0
 
-    def reorder(self, suspects_last: bool) -> None:
+    def reorder(self) -> None:
         """Sort the queue again, because sequences became suspects or were cleared."""
-        self.suspects_last = suspects_last
+        self.suspects_last = bool(self.at_fault)
         self._heap = [self._entry(entry[-1]) for entry in self._heap]
         heapq.heapify(self._heap)
 
     def _entry(self, sequence: Sequence) -> _Entry:
-        rank = int(sequence.is_suspect == self.suspects_last)
+        rank = int((sequence in self.suspects) == self.suspects_last)
+        if sequence.request.request_id in self.at_fault:
+            rank = LAST
         priority, arrival = urgency(sequence)
-        left = sequence.num_to_compute  # None: not decided yet, or preempted since
-        is_light = left is not None and LIGHT * left <= len(sequence.request.prompt_ids)
-        turn = arrival - OVERTAKEN if sequence.has_fetched and is_light else arrival
-        return (2 if sequence.is_at_fault else rank, priority, turn, arrival, sequence)
+        turn, history = arrival, sequence.history
+        if history is not None and history.is_loaded and history.num_to_compute is not None:
+            is_light = LIGHT * history.num_to_compute <= len(sequence.request.prompt_ids)
+            turn = arrival - OVERTAKEN if is_light else arrival
+        return (rank, priority, turn, arrival, sequence)
 
     def move_up(self, sequence: Sequence) -> None:
         """Move one of the `first` sequences to its new place, because a load was started for it."""
@@ -76,7 +107,7 @@ class WaitingQueue:
         while self._heap and self._heap[0][-1].state is SeqState.DONE:
             heapq.heappop(self._heap)
             self._num_dead -= 1
-        return self._heap[0][-1] if self._heap and not self._heap[0][-1].is_at_fault else None
+        return self._heap[0][-1] if self._heap and self._heap[0][0] != LAST else None
 
     def first(self, count: int) -> list[Sequence]:
         """About the next `count` sequences to start; fewer, up to a half, if some of them were
@@ -86,7 +117,7 @@ class WaitingQueue:
         if 2 * len(living) < len(near):
             self._bury()  # rare enough: `count` / 2 were aborted since the last time
             living = self._near(count)
-        return [seq for seq in living if not seq.is_at_fault]
+        return [seq for seq in living if seq.request.request_id not in self.at_fault]
 
     def _near(self, count: int) -> list[Sequence]:
         """About the next `count` sequences, aborted ones included."""
@@ -111,16 +142,16 @@ class WaitingQueue:
     def pop(self) -> Sequence:
         return heapq.heappop(self._heap)[-1]
 
-    def park(self, sequence: Sequence, awaited: PageKey) -> None:
+    def park(self, sequence: Sequence, awaited: Awaited) -> None:
         """Park a sequence until `awaited` is ready, or is certain never to be ready."""
         self._parked[awaited].append(sequence)
         self._num_parked += 1
 
-    def unpark(self, keys: Iterable[PageKey]) -> None:
-        """Let sequences that are parked on one of these pages try again."""
+    def unpark(self, awaited: Iterable[Awaited]) -> None:
+        """Let sequences that are parked on one of these try again."""
         if not self._parked:
             return
-        for key in keys:
+        for key in awaited:
             for sequence in self._parked.pop(key, ()):
                 self._num_parked -= 1
                 self.push(sequence)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 
 from mainstem.core.ids import RequestId
 from mainstem.core.step import Int32s, Step
-from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.running import RunningSet
-from mainstem.sched.sequence import Sequence
+from mainstem.sched.sequence import SeqState, Sequence
 
+SUSPECT_FAULTS = 2  # one failure may have been chance
 MAX_DOUBT_STEPS = 32  # successful steps after which a single failure counts as chance
 
 
@@ -27,24 +27,22 @@ class Retry:
     def __init__(
         self,
         sequences: Mapping[RequestId, list[Sequence]],
-        queue: WaitingQueue,
         running: RunningSet,
         end: Callable[[RequestId, str], None],
     ) -> None:
         """`sequences` has the sequences that have not ended; `end` ends a request with an
         error."""
         self._sequences = sequences
-        self._queue = queue
+        self._queue = queue = running.queue
         self._running = running
         self._end = end
-        self._doubted: set[Sequence] = set()  # a step failed with them and they got no token since
+        self._num_faults: dict[Sequence, int] = {}  # steps that failed since its last token
         self._num_good_steps = 0  # successful steps since the last failure
-        # requests that failed alone, and the error; they end when another step succeeds
-        self._at_fault: dict[RequestId, str] = {}
+        self._suspects, self._at_fault = queue.suspects, queue.at_fault
 
     @property
     def is_in_doubt(self) -> bool:
-        return bool(self._doubted)
+        return bool(self._num_faults)
 
     @property
     def is_all_at_fault(self) -> bool:
@@ -54,7 +52,7 @@ class Retry:
     def part_of(self, step: Step | None) -> list[Sequence]:
         """Return the sequences of a failed step. If the step could not be made, return those that
         it might have had."""
-        table, tried, head = self._running.table, self._running.suspect, self._queue.head()
+        table, tried, head = self._running.table, self._tried(), self._queue.head()
         if step is None and tried is not None:
             return [tried]
         slots = self._running.slots if step is None else step.seq_slots
@@ -66,24 +64,34 @@ class Retry:
         Call `line_up` when they wait again."""
         self._num_good_steps = 0
         for sequence in sequences:
-            sequence.num_faults += 1
-            self._doubted.add(sequence)
-        if len(sequences) != 1 or not sequences[0].is_suspect:
+            num_faults = self._num_faults[sequence] = self._num_faults.get(sequence, 0) + 1
+            if num_faults >= SUSPECT_FAULTS:
+                self._suspects.add(sequence)
+        if len(sequences) != 1 or sequences[0] not in self._suspects:
             return False
-        request_id = sequences[0].request.request_id
-        self._at_fault[request_id] = fault
-        for sequence in self._sequences[request_id]:
-            sequence.is_at_fault = True
+        self._at_fault[sequences[0].request.request_id] = fault
         return True
 
     def line_up(self) -> None:
         """Move suspects to their place in the queue."""
-        self._queue.reorder(suspects_last=bool(self._at_fault))
+        self._queue.reorder()
 
     def must_clear_the_way(self) -> bool:
         """Whether running sequences must wait, because a suspect is tried alone."""
         head = self._queue.head()
-        return head is not None and head.is_suspect and self._running.suspect is None
+        return head is not None and head in self._suspects and self._tried() is None
+
+    def may_join(self, sequence: Sequence) -> bool:
+        """Whether a sequence may start now. A suspect is alone in its steps, and so is the sequence
+        that must show that steps still succeed."""
+        if sequence in self._suspects or self._queue.suspects_last:
+            return len(self._running) == 0
+        return self._tried() is None
+
+    def _tried(self) -> Sequence | None:
+        """The suspect that runs, alone, until it gets a token."""
+        running = (each for each in self._suspects if each.state is SeqState.RUNNING)
+        return next(running, None)
 
     def note_good(self, slots: Int32s) -> None:
         """Record that a step succeeded, and that these sequences got past the token where they
@@ -91,10 +99,9 @@ class Retry:
         self._end_at_fault()
         self._num_good_steps += 1
         was_chance = self._num_good_steps >= MAX_DOUBT_STEPS
-        for sequence in list(self._doubted):
-            if sequence.slot in slots or (was_chance and not sequence.is_suspect):
-                sequence.num_faults = 0
-                self._doubted.discard(sequence)
+        for sequence in list(self._num_faults):
+            if sequence.slot in slots or (was_chance and sequence not in self._suspects):
+                self._clear(sequence)
 
     def end_if_nobody_else_is_left(self) -> None:
         """End requests at fault if no other request is left to show that steps can succeed."""
@@ -103,9 +110,13 @@ class Retry:
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
-        self._doubted.discard(sequence)
+        self._clear(sequence)
         if sequence.request.request_id not in self._sequences:
             self._at_fault.pop(sequence.request.request_id, None)
+
+    def _clear(self, sequence: Sequence) -> None:
+        self._num_faults.pop(sequence, None)
+        self._suspects.discard(sequence)
 
     def _end_at_fault(self) -> None:
         if not self._at_fault:

@@ -4,15 +4,51 @@ import numpy as np
 
 from mainstem.core.ids import SeqSlot
 from mainstem.core.snapshot import PromptView
-from mainstem.core.step import Int32s, StepId
+from mainstem.core.step import Int32s, Step, StepId
 from mainstem.kv.keys import PageName
 from mainstem.kv.store import KVStore
-from mainstem.sched.admission import Outlook
-from mainstem.sched.lookahead import PlannedOrder
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.table import SeqTable
+
+
+class PlannedOrder:
+    """The announced order of a known workload: what each prompt shares with the next.
+
+    Prompts start in this order. If `last` is the last that has started, later prompts can still use
+    some leading tokens of prompt i: the least number that two neighbours from i to `last` + 1 have
+    in common.
+    """
+
+    def __init__(self) -> None:
+        self._shared_with_next: Int32s = np.empty(64, np.int32)
+        self._length = 0
+        self._last_started = -1
+
+    def announce(self, shared_with_next: Int32s) -> int:
+        """Add prompts at the end; returns the place of the first."""
+        first, self._length = self._length, self._length + len(shared_with_next)
+        if self._length > len(self._shared_with_next):
+            grown = np.empty(2 * self._length, np.int32)
+            grown[:first] = self._shared_with_next[:first]
+            self._shared_with_next = grown
+        self._shared_with_next[first : self._length] = shared_with_next
+        return first
+
+    def start(self, plan_place: int) -> None:
+        """Record that all answers to the prompt at `plan_place` have started."""
+        self._last_started = max(self._last_started, plan_place)
+
+    def tokens_wanted(self, plan_place: int) -> int | None:
+        """Return how many leading tokens of the prompt at `plan_place` are shared by prompts that
+        have not started. None: all tokens, because other answers to this prompt have not
+        started."""
+        between = self._shared_with_next[plan_place : self._last_started + 1]
+        return int(between.min()) if len(between) else None
+
+    def __len__(self) -> int:
+        return self._length
 
 
 class RunningSet:
@@ -22,9 +58,7 @@ class RunningSet:
     and pages until that step commits.
     """
 
-    def __init__(
-        self, store: KVStore, queue: WaitingQueue, order: PlannedOrder, vocab_size: int
-    ) -> None:
+    def __init__(self, store: KVStore, queue: WaitingQueue, vocab_size: int) -> None:
         """If a page will never be filled, the sequences in `queue` that wait for it are
         unparked."""
         self.store = store
@@ -32,24 +66,21 @@ class RunningSet:
         self.table = SeqTable(vocab_size)
         self.tree = SharingTree()
         self.slots: Int32s = np.empty(0, np.int32)  # in the order in which sequences started
-        self._queue = queue
-        self._order = order
+        self.queue = queue
+        self.order = PlannedOrder()
+        self.in_flight: Step | None = None  # launched, and not committed yet
         self._leaving: list[SeqSlot] = []  # ended, but used by the step in flight
-        self._tried: Sequence | None = None  # the last sequence that started as a suspect
+        self._last_names: dict[SeqSlot, PageName] = {}  # of an answer's last named page
+        # pages that a step copies or moves, leased until it commits
+        self._sources: list[tuple[StepId, Int32s]] = []
 
     def __len__(self) -> int:
         return len(self.slots)
 
     @property
-    def has_leaving(self) -> bool:
-        return bool(self._leaving)
-
-    @property
-    def suspect(self) -> Sequence | None:
-        """The sequence that runs alone because steps failed with it, until it gets a token."""
-        tried = self._tried
-        is_tried = tried is not None and tried.is_suspect and tried.state is SeqState.RUNNING
-        return tried if is_tried else None
+    def is_settled(self) -> bool:
+        """Whether no step is in flight, and every slot of an ended sequence is free."""
+        return self.in_flight is None and not self._leaving
 
     def enter(self, sequence: Sequence, pages: Int32s, num_cached: int, expected: int) -> SeqSlot:
         """Give a waiting sequence a slot; `num_cached` of its tokens are in `pages` already."""
@@ -57,15 +88,20 @@ class RunningSet:
         slot = self.table.enter(sequence, pages, num_cached, expected)
         self.tree.attach(slot, pages[: num_known // self.page_size])
         self.slots = np.append(self.slots, np.int32(slot))
-        if sequence.is_suspect:
-            self._tried = sequence
         return slot
 
-    def leave(self, slot: SeqSlot, in_flight: StepId | None) -> None:
+    def launch(self, step: Step, sources: Int32s) -> None:
+        """A step was made; it copies or moves the pages `sources`, which were leased for it."""
+        if len(sources):
+            self._sources.append((step.step_id, sources))
+        self.in_flight = step
+
+    def leave(self, slot: SeqSlot) -> None:
         """A sequence ended or is preempted: it is released as soon as no step uses its slot. After
         an error in here, call `clear`."""
         self.table.is_alive[slot] = False
-        if in_flight is not None and self.table.last_step[slot] == in_flight:
+        step = self.in_flight
+        if step is not None and self.table.last_step[slot] == step.step_id:
             self._leaving.append(slot)
         else:
             self._release(slot)
@@ -77,17 +113,19 @@ class RunningSet:
             if self.table.last_step[slot] <= step_id:
                 self._release(slot)
                 self._leaving.remove(slot)
+        while self._sources and self._sources[0][0] <= step_id:
+            for source in self._sources.pop(0)[1]:
+                self.store.release(source[None])
 
     def clear(self) -> None:
         """Remove all sequences, even after an interrupted `leave`; the store frees the pages."""
         self.table.clear()
         self.tree = SharingTree(self.tree.version + 1)
         self.slots = np.empty(0, np.int32)
+        self.in_flight = None
         self._leaving.clear()
-
-    def last_step(self) -> StepId:
-        """The last step that used any slot."""
-        return StepId(int(self.table.last_step.max()))
+        self._last_names.clear()
+        self._sources.clear()
 
     def name_filled(self, slots: Int32s) -> None:
         """Tokens of these slots were read back: name the pages that answers have filled by now, so
@@ -109,10 +147,9 @@ class RunningSet:
         pages: list[Int32s] = []
         rows: list[Int32s] = []
         for slot, end in zip(slots, num_full, strict=True):
-            sequence = table.sequence(slot)
-            if (chain := sequence.chain) is None:
+            if (chain := table.sequence(slot).chain) is None:
                 continue
-            last = sequence.last_name
+            last = self._last_names.get(SeqSlot(slot))
             before = chain.keys[-1:] if last is None else (last.key,)
             if before and not self.store.is_ready(before[0]):
                 # the page that had this name was evicted or never filled: name all pages again
@@ -128,7 +165,7 @@ class RunningSet:
             names += added
             rows.append(tokens)
             pages.append(table.page_table[slot, first:end])
-            sequence.last_name = added[-1]
+            self._last_names[SeqSlot(slot)] = added[-1]
         if names:
             tokens = np.concatenate(rows).reshape(-1, page_size)
             self.store.name(np.concatenate(pages), names, tokens)
@@ -161,14 +198,6 @@ class RunningSet:
         table, slots = self.table, self.slots
         return int(np.maximum(table.prefill_end[slots] - table.computed[slots], 0).sum())
 
-    def outlook(self) -> Outlook:
-        """How long each sequence is expected to run, and the pages that it will give back."""
-        in_tree, part = self.tree.shares(self.slots)
-        return Outlook.of(
-            remaining=self.table.expect_remaining(self.slots, at_least=self.page_size),
-            own_pages=self.table.num_pages[self.slots] - in_tree + part,
-        )
-
     def check(self) -> None:
         """Raise if a slot was lost or a page is shared wrongly."""
         self.tree.check()
@@ -180,15 +209,16 @@ class RunningSet:
         sequence = table.sequence(slot)
         pages = table.pages(slot)
         if (chain := sequence.chain) is not None:
-            self._queue.unpark(store.abort(pages))
+            self.queue.unpark(store.abort(pages))
             num_known = len(chain.token_ids) + len(table.output_ids(slot))
             num_full = min(int(table.computed[slot]), num_known - 1) // self.page_size
             if num_full >= len(chain.keys):  # some pages of the prompt may have no name yet
                 self._name([slot], [num_full])
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
-            num_tokens = self._order.tokens_wanted(sequence.request.plan_place)
+            num_tokens = self.order.tokens_wanted(sequence.request.plan_place)
             num_wanted = None if num_tokens is None else num_tokens // self.page_size
         store.give_back(pages, num_wanted)
         self.tree.detach(slot)
+        self._last_names.pop(slot, None)
         table.leave(slot)

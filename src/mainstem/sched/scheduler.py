@@ -1,5 +1,7 @@
 """The scheduler takes requests, makes Steps, and takes their results.
 
+What starts next, and why: next_step here, then sched/starting.py and sched/queue.py.
+
     submit -> waiting -> running -> done          next_step: decodes, then prompt chunks, then
                  ^---------'  preempted           new sequences while pages and tokens last
 
@@ -14,46 +16,35 @@ from dataclasses import replace
 from itertools import count
 from time import perf_counter, sleep
 
-import numpy as np
-
 from mainstem.core.config import SchedConfig, Share, StoreConfig
 from mainstem.core.errors import InvalidRequest, OutOfPages
 from mainstem.core.events import (
     EventBus,
     PromptTruncated,
     RequestSubmitted,
-    SequenceFinished,
-    SequencePreempted,
-    StepFailed,
     StepFinished,
     StepsResized,
 )
 from mainstem.core.ids import PageKey, RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
-from mainstem.core.step import Bools, Int32s, Step, StepId, StepResult
+from mainstem.core.step import Int32s, Step, StepId, StepResult
 from mainstem.kv.store import KVStore
 from mainstem.sched.batching import StepWork, build_step
+from mainstem.sched.ending import Endings
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.intake import Intake
 from mainstem.sched.loading import Loader
-from mainstem.sched.lookahead import OutputLengths, PlannedOrder
-from mainstem.sched.outputs import OutputMaker, make_output
-from mainstem.sched.prompt_work import PromptWork
+from mainstem.sched.outputs import OutputMaker
 from mainstem.sched.queue import WaitingQueue
-from mainstem.sched.retry import Retry
 from mainstem.sched.running import RunningSet
-from mainstem.sched.sequence import SeqState, Sequence
 from mainstem.sched.spans import SpanBuilder, WorthSharing, share_all, share_none
-from mainstem.sched.starting import Starter
+from mainstem.sched.starting import OutputLengths, Starter
 from mainstem.sched.step_size import StepSize
 
 REST_S = 0.0003
 MAKE_S = 0.006  # a step is made this long before the device needs it
 LOOK_S = 0.001  # between two checks of disk reads
-NO_LOADS = np.empty(0, np.int32)
-
-_End = tuple[SeqSlot, FinishReason, str | None]  # the slot that ends, how, and the error
 
 
 class Scheduler:
@@ -84,54 +75,38 @@ class Scheduler:
         self._intake = Intake(config, store, vocab_size, self.max_model_len)
         self._queue = WaitingQueue()
         store.watch_queue(self._queue.awaited)
-        self._order = PlannedOrder()
-        self._lengths = OutputLengths()
-        self._running = RunningSet(store, self._queue, self._order, vocab_size)
-        self._table = self._running.table
-        self._loader = Loader(self._running, self._queue, self._lengths, fetching)
-        self._starter = Starter(
-            self._running,
-            self._queue,
-            self._lengths,
-            self._order,
-            self._loader,
-            bus,
-            config.max_seqs,
-        )
-        self._output_maker = OutputMaker(self._table)
+        lengths = OutputLengths()
+        running = self._running = RunningSet(store, self._queue, vocab_size)
+        self._table = running.table
+        self._outputs = OutputMaker(self._table)
+        self._endings = Endings(running, self._intake, lengths, self._outputs, bus)
+        self._sequences, self._retry = self._endings.sequences, self._endings.retry
+        self._loader = Loader(store, self._queue, fetching)
+        self._starter = Starter(running, lengths, self._loader, self._retry, bus, config.max_seqs)
         policy = worth_sharing if config.share is Share.READS else share_none
         self._spans = SpanBuilder(store.page_size, policy, config.span_levels, span_align_tokens)
-        self._sequences: dict[RequestId, list[Sequence]] = {}
         self._step_ids = count()
-        self._in_flight: Step | None = None
-        # pages that a step copies or moves, leased until it commits
-        self._copy_sources: list[tuple[StepId, Int32s]] = []
-        self._outputs: list[Output] = []  # outputs that were not taken yet
-        # requests that ended, whose last Output is in `_outputs`
-        self._undelivered: set[RequestId] = set()
-        self._retry = Retry(self._sequences, self._queue, self._running, self._end_with_fault)
         self._host_s = 0.0
 
     # --- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest if it can never run."""
-        if request.request_id in self._sequences or request.request_id in self._undelivered:
-            raise InvalidRequest("request_id", f"{request.request_id!r} is already running")
-        if request.plan_place is not None and not 0 <= request.plan_place < len(self._order):
+        request_id = request.request_id
+        if request_id in self._sequences or self._outputs.has_last(request_id):
+            raise InvalidRequest("request_id", f"{request_id!r} is already running")
+        if request.plan_place is not None and not 0 <= request.plan_place < len(
+            self._running.order
+        ):
             raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
-        taken = self._intake.take(request)
-        self._sequences[request.request_id] = taken.sequences
-        for sequence in taken.sequences:
-            self._wait(sequence)
-        num_prompt, truncation = len(taken.request.prompt_ids), taken.truncation
-        self._bus.publish(RequestSubmitted(request.request_id, num_prompt))
-        if truncation is not None:
-            self._bus.publish(
-                PromptTruncated(
-                    request.request_id, truncation.policy, truncation.num_dropped, num_prompt
-                )
-            )
+        sequences, cut = self._intake.accept(request)
+        self._sequences[request_id] = sequences
+        for sequence in sequences:
+            self._endings.wait(sequence)
+        num_prompt = len(sequences[-1].request.prompt_ids)
+        self._bus.publish(RequestSubmitted(request_id, num_prompt))
+        if cut is not None:
+            self._bus.publish(PromptTruncated(request_id, cut.policy, cut.num_dropped, num_prompt))
 
     def expect(self, shared_with_next: Int32s) -> int:
         """Announce a known workload in the order it will be submitted: how many leading tokens
@@ -139,18 +114,18 @@ class Scheduler:
 
         Pages that no later prompt can use are then evicted first.
         """
-        return self._order.announce(shared_with_next)
+        return self._running.order.announce(shared_with_next)
 
     def abort(self, request_id: RequestId) -> None:
         """Stop all answers to a request; ignores unknown and finished requests."""
         for sequence in list(self._sequences.get(request_id, ())):
-            self._end_early(sequence, FinishReason.ABORT)
+            self._endings.end(sequence, FinishReason.ABORT)
 
     def stop(self, request_id: RequestId, index: int) -> None:
         """End one answer as if it had met a stop token (the caller found a stop string)."""
         for sequence in list(self._sequences.get(request_id, ())):
             if sequence.index == index:
-                self._end_early(sequence, FinishReason.STOP)
+                self._endings.end(sequence, FinishReason.STOP)
         left = self._sequences.get(request_id, ())
         if all(sequence.weighing is not None for sequence in left):  # only readers are left
             self.abort(request_id)
@@ -171,8 +146,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        ending = self._running.has_leaving or self._in_flight is not None
-        return bool(self._sequences or self._outputs or ending)
+        return bool(self._sequences) or self._outputs.has_outputs or not self._running.is_settled
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -182,29 +156,22 @@ class Scheduler:
         error, call `recover`."""
         self._look_at_reads(has_ended)
         begin = perf_counter()
-        self._queue.unpark(self._store.poll(self._loader.lead_s(self._in_flight)))
-        self._queue.unpark(self._loader.settled())
+        self._queue.unpark(self._store.poll(self._loader.lead_s(self._running.in_flight)))
         if not self._make_way():
             return None
         decodes = self._grow_decodes()
         if decodes is None:
             return None
-        work = PromptWork(self._size.prompt_tokens(len(decodes)))
-        self._loader.load_ahead(work)
+        work = StepWork(decodes, self._size.prompt_tokens(len(decodes)))
         self._starter.fill(work)
         self._store.prefetch()
-        load_ids = np.unique(np.concatenate(work.loads)) if work.loads else NO_LOADS
-        started = tuple(work.started)
-        batch = StepWork(decodes, work.chunks, started, work.copies, work.moves, load_ids)
-        if batch.num_seqs == 0:
+        if work.num_seqs == 0:
             return None
         step_id, tree = StepId(next(self._step_ids)), self._running.tree
-        step = build_step(step_id, batch, self._table, tree, self._spans)
-        self._store.launched(step.step_id)
-        if sources := work.sources():
-            self._copy_sources.append((step.step_id, np.array(sources, np.int32)))
-        self._in_flight = step
-        self._loader.note_start(step.step_id)
+        step = build_step(step_id, work, self._table, tree, self._spans)
+        self._store.launched(step_id)
+        self._running.launch(step, work.sources())
+        self._loader.note_start(step_id)
         self._host_s += perf_counter() - begin
         return step
 
@@ -215,28 +182,27 @@ class Scheduler:
         time of launching it. After an error, `recover` completes what was left undone."""
         begin = perf_counter() - launch_s
         table = self._table
-        if self._in_flight is step:
-            self._in_flight = None
+        if self._running.in_flight is step:
+            self._running.in_flight = None
         self._store.settle(step.step_id)
         self._loader.note_end(step, device_s)
         slots, token_ids = step.sample_slots, result.token_ids
         is_alive = table.is_alive[slots]
         if not is_alive.all():
             slots, token_ids = slots[is_alive], token_ids[is_alive]
-        for sequence in self._output_maker.keep_logprobs(step, result):
+        for sequence in self._outputs.keep_logprobs(step, result):
             assert sequence.prompt_logprobs is not None
             if sequence.chain is not None:
-                self._store.keep_logprobs(sequence.chain, sequence.prompt_logprobs)
-        self._take_masses(step, result)
+                self._store.keep_logprobs(sequence.chain, sequence.prompt_logprobs.found)
+        self._outputs.keep_masses(step, result)
         table.append_samples(slots, token_ids)
         self._running.name_filled(slots)
-        is_done, ends = self._ends(slots)
+        is_done, ends = self._endings.complete(slots)
         is_streaming = table.is_streaming[slots] & ~is_done
-        self._outputs += self._output_maker.stream(slots[is_streaming], token_ids[is_streaming])
-        for slot, reason, fault in ends:
-            self._finish(slot, reason, fault)
+        self._outputs.stream(slots[is_streaming], token_ids[is_streaming])
+        for end in ends:
+            self._endings.finish(*end)
         self._running.settle(step.step_id)
-        self._release_sources(step.step_id)
         if self._retry.is_in_doubt:
             self._retry.note_good(slots)
         if not self._size.is_full and self._size.note_good():
@@ -244,69 +210,14 @@ class Scheduler:
         self._publish_step(step, device_s, self._host_s + perf_counter() - begin)
         self._host_s = 0.0
 
-    def _ends(self, slots: Int32s) -> tuple[Bools, list[_End]]:
-        """Return which of these slots end with the token that was just read back, and how."""
-        table = self._table
-        is_stop = table.is_stop(slots, table.last_token[slots])
-        is_full = table.total[slots] - table.pending[slots] >= table.max_total[slots]
-        is_done = is_stop | is_full
-        ends: list[_End] = []
-        for row in is_done.nonzero()[0].tolist():
-            reason = FinishReason.STOP if is_stop[row] else FinishReason.LENGTH
-            ends.append((SeqSlot(int(slots[row])), reason, None))
-        for row in (table.has_mask[slots] & ~is_done).nonzero()[0].tolist():
-            slot = SeqSlot(int(slots[row]))
-            if (fault := table.form_fault(slot)) is not None:
-                is_done[row] = table.sequence(slot).has_form_fault = True
-                ends.append((slot, FinishReason.ERROR, fault))
-        return is_done, ends
-
     def recover(self) -> None:
-        """After a failed or interrupted step: forget what it may have written to pages.
-
-        Every sequence goes back to the queue with the tokens that were read back, and the device's
-        cache is emptied; the next step tries again. A commit that had begun is completed: the
-        tokens it read are delivered, and sequences that end with them end. All slots and pages are
-        freed together, not one by one, since the interrupt may have come while some were being
-        given back.
-        """
-        table = self._table
-        self._in_flight = None
-        with self._store.distrust():
-            ran = self._in_state(SeqState.RUNNING)
-            # a sequence without a slot was about to wait: its tokens are saved already
-            slots = np.array([s.slot for s in ran if s.slot is not None], np.int32)
-            table.total[slots] -= table.pending[slots]
-            table.pending[slots] = 0
-            for slot in slots.tolist():
-                self._output_maker.drop_unread(slot)
-            is_done, ends = self._ends(slots)
-            for slot, reason, fault in ends:
-                self._tell_end(slot, reason, fault)
-            for slot in slots[~is_done].tolist():
-                if table.is_streaming[slot] and self._output_maker.has_undelivered(slot):
-                    self._outputs.append(self._output_maker.deliver(slot, None))
-                self._write_down(table.sequence(slot), slot)
-            preempted = [
-                (s, 0 if s.slot is None else int(table.num_pages[s.slot]))
-                for s in self._in_state(SeqState.RUNNING)
-            ]
-            self._copy_sources.clear()
-            self._running.clear()
-            self._store.reclaim()
-            self._queue.refill(self._in_state(SeqState.WAITING))
-            for sequence, num_pages in preempted:
-                self._wait_again(sequence, num_pages)
+        """Put all sequences back into the queue, after a failed or interrupted step."""
+        self._endings.recover()
 
     def fail(self, step: Step | None, fault: str) -> bool:
-        """Recover from a step that failed, or could not be made (None), and look for the cause (see
-        Retry). Returns whether one request is to blame."""
-        blamed = self._retry.part_of(step)
-        is_certain = self._retry.blame(blamed, fault)
-        self.recover()
-        self._retry.line_up()
-        self._bus.publish(StepFailed(fault, len(blamed)))
-        return is_certain
+        """Recover from a step that failed, or could not be made (None), and look for the cause.
+        Returns whether one request is to blame."""
+        return self._endings.fail(step, fault)
 
     @property
     def is_all_at_fault(self) -> bool:
@@ -323,18 +234,16 @@ class Scheduler:
     def close(self) -> None:
         """Drop every sequence, without Outputs; nothing may be in flight. Pages filled by
         successful steps are saved."""
-        self._in_flight = None
-        self._running.settle(self._running.last_step())
+        self._running.in_flight = None
+        self._running.settle(StepId(int(self._table.last_step.max())))
         for request_id in list(self._sequences):
             self.abort(request_id)
-        self._outputs.clear()
+        self._outputs.take()
         self._store.close()
 
     def take_outputs(self) -> list[Output]:
         """The Outputs since the last call."""
-        self._undelivered.clear()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._outputs.take()
 
     def snapshot(self) -> EngineSnapshot:
         """What is running and shared at this moment."""
@@ -403,11 +312,11 @@ class Scheduler:
         self._retry.end_if_nobody_else_is_left()
         if not self._retry.is_in_doubt:
             return True
-        if self._in_flight is not None or self._running.has_leaving:
+        if not self._running.is_settled:
             return False
         if self._retry.must_clear_the_way():
             for slot in self._running.slots.tolist():
-                self._preempt(SeqSlot(slot))
+                self._endings.preempt(SeqSlot(slot))
         return True
 
     def _grow_decodes(self) -> Int32s | None:
@@ -429,127 +338,12 @@ class Scheduler:
             try:
                 pages = self._store.take(len(full))
             except OutOfPages:
-                if self._in_flight is not None or self._running.has_leaving:
+                if not self._running.is_settled:
                     return None
-                self._preempt(self._running.victim())
+                self._endings.preempt(self._running.victim())
                 continue
             table.append_pages(full, pages)
             return decodes
-
-    # --- how sequences wait and end -------------------------------------------------------------
-
-    def _wait(self, sequence: Sequence) -> None:
-        """Queue a sequence, and announce its pages to the store."""
-        self._queue.push(sequence)
-        if sequence.chain is not None:
-            self._store.expect(sequence.queue_place, sequence.chain)
-
-    def _finish(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
-        """End a running sequence: deliver its tokens, and free its slot as soon as no step uses
-        it."""
-        self._tell_end(slot, reason, fault)
-        self._running.leave(slot, None if self._in_flight is None else self._in_flight.step_id)
-
-    def _tell_end(self, slot: SeqSlot, reason: FinishReason, fault: str | None = None) -> None:
-        table = self._table
-        sequence = table.sequence(slot)
-        if sequence.weighing is not None:
-            self._end_reader(sequence, reason)
-            return
-        self._outputs.append(self._output_maker.deliver(slot, reason, fault))
-        num_output = len(table.output_ids(slot))
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._lengths.observe(num_output)
-        self._close(sequence, reason, num_output)
-
-    def _end_early(
-        self, sequence: Sequence, reason: FinishReason, fault: str | None = None
-    ) -> None:
-        if sequence.state is SeqState.RUNNING:
-            assert sequence.slot is not None
-            self._finish(sequence.slot, reason, fault)
-        elif sequence.state is SeqState.WAITING:
-            if sequence.weighing is not None:
-                self._end_reader(sequence, reason)
-            else:
-                undelivered = sequence.output_ids[sequence.num_delivered :]
-                self._outputs.append(make_output(sequence, undelivered, reason, fault))
-                self._close(sequence, reason, len(sequence.output_ids))
-            self._queue.forget(sequence)
-            self._store.dismiss(sequence.queue_place)
-
-    def _end_with_fault(self, request_id: RequestId, fault: str) -> None:
-        for sequence in list(self._sequences.get(request_id, ())):
-            self._end_early(sequence, FinishReason.ERROR, fault)
-
-    def _take_masses(self, step: Step, result: StepResult) -> None:
-        """Record the attention to pages that sequences of a step asked for."""
-        for weighed, masses in zip(step.weighings, result.page_masses, strict=True):
-            number = int(np.searchsorted(step.seq_starts, weighed.first_row, side="right")) - 1
-            slot = SeqSlot(int(step.seq_slots[number]))
-            weighing = self._table.sequence(slot).weighing if self._table.is_alive[slot] else None
-            if weighing is not None:
-                weighing.add(masses)
-
-    def _end_reader(self, reader: Sequence, reason: FinishReason) -> None:
-        """After a sequence that weighed pages has ended, let the answers that wait for it start. If
-        it failed or was stopped, the caller ends them as well."""
-        request_id, weighing = reader.request.request_id, reader.weighing
-        assert weighing is not None
-        reader.state = SeqState.DONE
-        answers = self._sequences[request_id]
-        answers.remove(reader)
-        self._retry.forget(reader)
-        if not answers:
-            del self._sequences[request_id]
-            self._undelivered.add(request_id)
-        elif reason is FinishReason.LENGTH:
-            self._intake.settle(weighing, answers)
-            for answer in answers:
-                if answer.chain is not None:
-                    self._store.expect(answer.queue_place, answer.chain)
-            self._queue.unpark([weighing.key])
-
-    def _close(self, sequence: Sequence, reason: FinishReason, num_output: int) -> None:
-        sequence.state = SeqState.DONE
-        request_id = sequence.request.request_id
-        answers = self._sequences[request_id]
-        answers.remove(sequence)
-        if not answers:
-            del self._sequences[request_id]
-            self._undelivered.add(request_id)
-        self._retry.forget(sequence)
-        self._bus.publish(SequenceFinished(request_id, sequence.index, reason, num_output))
-
-    def _preempt(self, slot: SeqSlot) -> None:
-        """Take a sequence's pages. It starts again later, from the pages that are still cached."""
-        sequence, num_pages = self._table.sequence(slot), int(self._table.num_pages[slot])
-        self._write_down(sequence, slot)
-        self._running.leave(slot, None)
-        self._wait_again(sequence, num_pages)
-
-    def _write_down(self, sequence: Sequence, slot: SeqSlot) -> None:
-        """Save the tokens that were read back, because the sequence loses its slot."""
-        sequence.output_ids = self._table.output_ids(slot)
-        sequence.reset_prompt_logprobs()
-
-    def _wait_again(self, sequence: Sequence, num_pages: int) -> None:
-        sequence.state = SeqState.WAITING
-        sequence.num_to_compute = None
-        sequence.num_pages_then = -1
-        self._wait(sequence)
-        request_id = sequence.request.request_id
-        self._bus.publish(SequencePreempted(request_id, sequence.index, num_pages))
-
-    def _in_state(self, state: SeqState) -> list[Sequence]:
-        answers = [sequence for answers in self._sequences.values() for sequence in answers]
-        return [sequence for sequence in answers if sequence.state is state]
-
-    def _release_sources(self, step_id: StepId) -> None:
-        """End the leases on pages that steps up to this one copied or moved."""
-        while self._copy_sources and self._copy_sources[0][0] <= step_id:
-            for source in self._copy_sources.pop(0)[1]:
-                self._store.release(source[None])
 
     # --- tiers below the device -----------------------------------------------------------------
 
@@ -561,7 +355,7 @@ class Scheduler:
         """Delay the next step while the device is busy anyway. Pages that arrive from disk in this
         time are copied to the device at once, and the step can still use them."""
         while self._store.is_reading:
-            left_s = self._loader.lead_s(self._in_flight) - MAKE_S
+            left_s = self._loader.lead_s(self._running.in_flight) - MAKE_S
             if left_s <= 0 or has_ended():
                 return
             self._queue.unpark(self._store.poll(left_s))
@@ -569,7 +363,7 @@ class Scheduler:
 
     def rest(self) -> None:
         """Yield the processor for a moment, because nothing can run before a copy is done."""
-        if self._sequences and not self._outputs:
+        if self._sequences and not self._outputs.has_outputs:
             sleep(REST_S)
 
     # --- helpers --------------------------------------------------------------------------------

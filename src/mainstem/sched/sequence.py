@@ -1,19 +1,23 @@
-"""Sequence: one answer to a Request. SeqTable has the counters that change in every step."""
+"""Sequence: one answer to a Request. SeqTable has the counters that change in every step.
 
-from collections.abc import Iterable
+What only some sequences need is a part: a record in the file of the feature, None while unused.
+"""
+
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
-from mainstem.core.ids import PageKey, SeqSlot
-from mainstem.core.request import Request, TokenLogprobs, TokenMask
+from mainstem.core.ids import SeqSlot
+from mainstem.core.request import Request, TokenLogprobs
 from mainstem.core.step import Int32s
-from mainstem.kv.keys import PageChain, PageName
+from mainstem.kv.keys import PageChain
+from mainstem.sched.fetching import StoredHistory
+from mainstem.sched.form import AnswerForm
 from mainstem.sched.important import Weighing
-from mainstem.sched.origins import Origins
+from mainstem.sched.origins import TruncatedPrompt
+from mainstem.sched.prompt_logprobs import PromptLogprobs
 
-SUSPECT_FAULTS = 2  # one failure may have been chance
 MAX_ARRIVALS = 1 << 40
 READER = -1  # index of a sequence that weighs pages
 
@@ -35,63 +39,31 @@ class Sequence:
     seed: int
     arrival: int  # order of submission; ties in priority are broken by it
     max_output: int  # maximum number of tokens it may produce
-    expected_output: int | None  # tokens it will probably produce; None: unknown
     chain: PageChain | None  # names of the prompt's pages; None: nothing is shared
-    origins: Origins | None = None  # where pages kept through a truncation are
-    num_dropped_tokens: int = 0  # prompt tokens that truncation dropped
-    # it cannot start before this cut is chosen; how many tokens the cut keeps is known already
-    awaited_cut: Weighing | None = None
-    weighing: Weighing | None = None  # it reads only to find this cut
-    has_fetched: bool = False  # pages were loaded for it from lower tiers
-    num_loaded_pages: int = 0  # pages loaded for it before its turn
-    # its pages on the device when its last load began; -1: no load since it began to wait
-    num_pages_then: int = -1
-    has_asked: bool = False  # shared tiers were asked for its pages
-    asked: PageKey | None = None  # the key of the answer while it is awaited
-    last_name: PageName | None = None  # of the answer's last named page; None: there is none
+    truncated: TruncatedPrompt | None = None
+    form: AnswerForm | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # only the first answer has them
+    history: StoredHistory | None = None
     state: SeqState = SeqState.WAITING
     slot: SeqSlot | None = None
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # used while waiting
     num_cached_tokens: int | None = None  # None until first admitted
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # not delivered yet
-    # prompt logprobs, in the first answer, if they are wanted and not delivered yet
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    first_logprob: int = 1  # the first place in the prompt whose logprob is computed
     num_delivered: int = 0  # output tokens the caller has seen
-    # while waiting: prompt tokens to compute; None: what is loaded is not decided yet
-    num_to_compute: int | None = None
-    mask: TokenMask | None = None  # set if a grammar restricts the answer
-    has_form_fault: bool = False  # it ends because it cannot continue in its form
-    num_faults: int = 0  # steps that failed with it since it last got a token
-    is_at_fault: bool = False  # its request failed alone: it is not tried again
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # not delivered yet
 
     def __post_init__(self) -> None:
-        if self.request.grammar is not None:
-            self.mask = self.request.grammar.start()
-        self.reset_prompt_logprobs()
+        if self.index == 0:
+            self.prompt_logprobs = PromptLogprobs.of(self.request)
 
-    def reset_prompt_logprobs(self) -> None:
-        """Start collecting prompt logprobs again, unless they were delivered."""
-        if self.num_delivered > 0 or self.index > 0:
+    def save(self, output_ids: Int32s) -> None:
+        """Keep the tokens so far, because the sequence loses its slot. Prompt logprobs that were
+        not delivered are collected again."""
+        self.output_ids = output_ids
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.is_dropped = True
             self.prompt_logprobs = None
-        elif self.request.scoring is not None:
-            self.prompt_logprobs, self.first_logprob = [], self.request.scoring.first
-        elif self.request.sampling.prompt_logprobs is not None:
-            self.begin_prompt_logprobs(())
-
-    def begin_prompt_logprobs(self, known: Iterable[TokenLogprobs | None]) -> None:
-        """Collect prompt logprobs; those of the first tokens are `known`."""
-        found = list(known) or [None]  # the first token has no logprob
-        self.prompt_logprobs, self.first_logprob = found, len(found)
-
-    @property
-    def is_collecting(self) -> bool:
-        """Whether logprobs of every prompt token are wanted, and this sequence computes new
-        ones."""
-        if self.state is not SeqState.RUNNING or self.request.scoring is not None:
-            return False
-        found = self.prompt_logprobs
-        return found is not None and len(found) < len(self.request.prompt_ids)
+            if self.num_delivered == 0:
+                self.prompt_logprobs = PromptLogprobs.of(self.request)
 
     @property
     def has_named_tail(self) -> bool:
@@ -100,9 +72,10 @@ class Sequence:
         return self.chain is not None and self.prompt_logprobs is not None and self.max_output == 1
 
     @property
-    def is_suspect(self) -> bool:
-        """Whether several steps failed with it: it is tried alone, to find the cause."""
-        return self.num_faults >= SUSPECT_FAULTS
+    def weighing(self) -> Weighing | None:
+        """What a reader weighs; None: it is an answer."""
+        is_reader = self.index == READER
+        return self.truncated.weighing if is_reader and self.truncated is not None else None
 
     @property
     def num_named_pages(self) -> int:

@@ -1,37 +1,126 @@
-"""Continues prompts in progress, and starts sequences from the queue.
+"""What starts next, and why: continues prompts in progress, and starts sequences from the queue.
 
-queue's head --> looked up --> READY or MISS --> may_start --> pages, slot, first chunk
+queue's head --> looked up --> READY or MISS --> may start --> pages, slot, first chunk
                      |                              | no: it stays; no other overtakes it
                      '--> LOADING, or to be loaded: parked until its page is there
+
+A sequence may start if, by a forecast, the running ones will not run out of pages (Outlook).
 """
+
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from mainstem.core.events import EventBus, PagesMoved, SequenceAdmitted, SequenceResumed
 from mainstem.core.ids import SeqSlot
-from mainstem.core.step import Int32s, StartedSequence
+from mainstem.core.step import Float32s, Int32s, StartedSequence
 from mainstem.kv.store import Lookup, Match
-from mainstem.sched.admission import Admission
-from mainstem.sched.batching import Chunk, PageCopy, PageMove
-from mainstem.sched.loading import Candidate, Loader
-from mainstem.sched.lookahead import OutputLengths, PlannedOrder
+from mainstem.sched.batching import Chunk, PageCopy, PageMove, StepWork
+from mainstem.sched.loading import Loader
 from mainstem.sched.origins import NOTHING_MOVABLE, MovablePages
-from mainstem.sched.prompt_work import PromptWork
-from mainstem.sched.queue import WaitingQueue
+from mainstem.sched.prompt_logprobs import Collectors
+from mainstem.sched.queue import Candidate
+from mainstem.sched.retry import Retry
 from mainstem.sched.running import RunningSet
 from mainstem.sched.sequence import Sequence
+
+LOAD_AHEAD = 64  # waiting sequences whose pages are loaded before their turn
+# once this many pages were looked up for sequences that a step parks, it starts no more sequences;
+# the same limit ends its look-ahead
+LOOK_UP_PAGES = 8192
+UNSEEN = 256  # tokens expected at first; a request's limit is often far above the real length
+NO_MATCH = Match(np.empty(0, np.int32), Lookup.MISS)
+
+A = TypeVar("A", Int32s, Float32s)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The pages that running sequences are expected to take and to give back. Sequences are in the
+    order in which they are expected to end.
+
+    Every running sequence grows by a token a step and gives its own pages back when it ends. Just
+    before sequence k of n (from 0) ends, all running sequences have grown by the same number of
+    tokens, and the sequences before it have ended:
+
+        need_k = (n - k) * remaining_k / page_size  -  own pages of those that ended
+
+    The largest need_k must be available now (memory-centric token batching, BatchLLM 4.3.3; the
+    forecast replaces its fixed M_threshold).
+    """
+
+    remaining: Int32s  # [running] output tokens to come
+    own_pages: Float32s  # [running] pages that its end frees; a shared page counts in part
+    page_size: int
+
+    @classmethod
+    def of(cls, remaining: Int32s, own_pages: Float32s, page_size: int) -> "Outlook":
+        """The outlook of sequences given in any order."""
+        order = np.argsort(remaining)
+        return cls(remaining[order], own_pages[order], page_size)
+
+    def joined_by(self, new_pages: int, expected: int) -> "Outlook":
+        """The outlook with one more sequence, which takes `new_pages` now and produces `expected`
+        tokens."""
+        place = int(self.remaining.searchsorted(np.int32(expected)))
+        return Outlook(
+            _inserted(self.remaining, place, expected),
+            _inserted(self.own_pages, place, new_pages),
+            self.page_size,
+        )
+
+    def peak_need(self) -> float:
+        """Return the maximum number of additional pages that these sequences will hold at once."""
+        given_back = self.own_pages.cumsum(dtype=np.float64)
+        given_back -= self.own_pages
+        alive = np.arange(len(given_back), 0, -1)
+        # each sequence may be about to begin a page
+        alive *= self.remaining // self.page_size + 1
+        return float((alive - given_back).max())
+
+    def may_start(self, new_pages: int, expected: int, available: int) -> bool:
+        """Whether a sequence may start that takes `new_pages` now and is expected to produce
+        `expected` tokens."""
+        if len(self.remaining) == 0:
+            return new_pages <= available  # nothing else runs: the forecast is not needed
+        return new_pages + self.joined_by(new_pages, expected).peak_need() <= available
+
+
+class OutputLengths:
+    """The mean length of about the last `memory` answers; UNSEEN before the first answer.
+
+    A sequence that starts again is expected to reach at least twice its length so far.
+    """
+
+    def __init__(self, memory: int = 256) -> None:
+        self._memory = memory
+        self._count = 0
+        self._mean = 0.0
+
+    def observe(self, num_output: int) -> None:
+        self._count = min(self._count + 1, self._memory)
+        self._mean += (num_output - self._mean) / self._count
+
+    def expect(self, sequence: Sequence) -> int:
+        """Expected output tokens of a sequence that is about to start, including those it already
+        has."""
+        likely = sequence.request.expected_tokens
+        if likely is None:
+            likely = round(self._mean) if self._count else UNSEEN
+        produced = len(sequence.output_ids)
+        return min(sequence.max_output, max(likely, 2 * produced, 1))
 
 
 class Starter:
     """Fills the prompt part of a step."""
 
-    def __init__(  # the parts of a scheduler that decide
+    def __init__(
         self,
         running: RunningSet,
-        queue: WaitingQueue,
         lengths: OutputLengths,
-        order: PlannedOrder,
         loader: Loader,
+        retry: Retry,
         bus: EventBus,
         max_seqs: int | None,
     ) -> None:
@@ -39,18 +128,26 @@ class Starter:
         memory."""
         self._max_seqs = max_seqs
         self._running = running
-        self._queue = queue
+        self._queue = running.queue
         self._lengths = lengths
-        self._order = order
         self._loader = loader
+        self._retry = retry
         self._bus = bus
         self._store = running.store
         self._page_size = running.page_size
-        self._admission = Admission(running.page_size)
+        self._collectors = Collectors()
+        # sequences that were not loaded in the last step, because a link was busy
+        self._put_off: dict[Sequence, Candidate] = {}
+        # of the step being made
+        self._outlook: Outlook | None = None  # made when the first sequence wants to start
+        self._num_parked_pages = 0  # pages looked up for sequences that were then parked
 
-    def fill(self, work: PromptWork) -> None:
+    def fill(self, work: StepWork) -> None:
         """Add prompt chunks within the budget, by priority; at the same priority, sequences that
         have started come before new ones."""
+        self._outlook, self._num_parked_pages = None, 0
+        self._queue.unpark(self._collectors.remove_done())
+        self._load_ahead()
         for sequence in self._running.unfinished():
             self._start_waiting(work, before=sequence.request.priority)
             if work.budget <= 0:
@@ -59,37 +156,30 @@ class Starter:
             work.add(self._next_chunk(sequence.slot, work.budget))
         self._start_waiting(work, before=None)
 
-    def _start_waiting(self, work: PromptWork, before: int | None) -> None:
+    def _start_waiting(self, work: StepWork, before: int | None) -> None:
         """Start sequences from the queue, or only those more urgent than `before`."""
-        while work.has_room and (sequence := self._queue.head()) is not None:
-            if before is not None and sequence.request.priority >= before:
+        while work.budget > 0 and self._num_parked_pages < LOOK_UP_PAGES:
+            sequence = self._queue.head()
+            if sequence is None or (before is not None and sequence.request.priority >= before):
                 return
-            if len(self._running) == self._max_seqs or not self._may_join(sequence):
+            if len(self._running) == self._max_seqs or not self._retry.may_join(sequence):
                 return
             slot = self._try_start(sequence, work)
             if slot is None:
                 if sequence is self._queue.head():
                     return  # there is no room, and no other sequence may overtake it
-                work.num_parked_pages += sequence.num_named_pages
+                self._num_parked_pages += sequence.num_named_pages
                 continue
             self._announce(sequence, int(self._running.table.computed[slot]))
             if sequence.request.sampling.edits_logits:
                 work.started.append(_started(sequence, slot))
             work.add(self._next_chunk(slot, work.budget))
 
-    def _may_join(self, sequence: Sequence) -> bool:
-        """Whether a sequence may be in the step. A suspect is alone in its steps, and so is the
-        sequence that must show that steps still succeed."""
-        if sequence.is_suspect or self._queue.suspects_last:
-            return len(self._running) == 0
-        return self._running.suspect is None
-
-    def _try_start(self, sequence: Sequence, work: PromptWork) -> SeqSlot | None:
+    def _try_start(self, sequence: Sequence, work: StepWork) -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
-        found = self._loader.look_up(sequence)
-        if found.match.outcome is Lookup.LOADING:
-            assert found.match.awaited is not None
-            self._queue.park(self._queue.pop(), found.match.awaited)
+        found = self._look_up(sequence)
+        if found.awaited is not None:
+            self._queue.park(self._queue.pop(), found.awaited)
             return None
         # lease before counting, since leased pages cannot be evicted
         self._store.lease(found.match.pages)
@@ -99,32 +189,53 @@ class Starter:
             self._queue.push(sequence)  # it may have left the queue, and `fail` must find it there
             raise
 
-    def _start_leased(self, found: Candidate, work: PromptWork) -> SeqSlot | None:
+    def _look_up(self, sequence: Sequence) -> Candidate:
+        """The cached pages of a waiting sequence."""
+        known, chain, truncated = sequence.known_ids(), sequence.chain, sequence.truncated
+        if truncated is not None and truncated.weighing is not None and sequence.weighing is None:
+            return Candidate(sequence, len(known), None, NO_MATCH, truncated.weighing)
+        if chain is None:
+            return Candidate(sequence, len(known), None, NO_MATCH)
+        if len(known) > len(chain.token_ids):
+            chain = chain.extended(known)
+        if (wanted := sequence.prompt_logprobs) is not None:
+            match, logprobs, other = self._collectors.look_up(self._store, wanted, chain)
+            awaited = other or match.awaited
+            return Candidate(sequence, len(known), chain, match, awaited, logprobs)
+        match = self._store.lookup(chain, sequence.num_reusable(len(known)))
+        return Candidate(sequence, len(known), chain, match, match.awaited)
+
+    def _start_leased(self, found: Candidate, work: StepWork) -> SeqSlot | None:
         """Do the rest of `_try_start`, after the cached pages are leased."""
-        tokens_ahead = self._loader.tokens_ahead()
-        if not self._may_start(found, work) or self._loader.must_wait(found, tokens_ahead):
-            self._store.release(found.match.pages)
+        tokens_ahead, store = self._tokens_ahead(), self._store
+        # pinned pages are not used, unless nothing could run otherwise
+        available = store.num_available() if len(self._running) else store.num_takeable()
+        num_new, to_come = self._demand(found)
+        may_start = self._forecast().may_start(num_new, to_come, available)
+        if not may_start or self._loader.must_wait(found, tokens_ahead):
+            store.release(found.match.pages)
             return None
         awaited = self._loader.awaited_answer(found) or self._loader.load(found, tokens_ahead)
-        movable = NOTHING_MOVABLE
-        if awaited is None and found.sequence.origins is not None:
+        movable, truncated = NOTHING_MOVABLE, found.sequence.truncated
+        if awaited is None and truncated is not None and truncated.origins is not None:
             wanted = found.pages_to_find(self._page_size)
-            movable = found.sequence.origins.find(self._store, wanted, work.filled_pages)
+            movable = truncated.origins.find_on_device(store, wanted, work.filled_pages())
             awaited = movable.awaited
         if awaited is not None:
-            self._store.release(found.match.pages)
+            store.release(found.match.pages)
             self._queue.park(self._queue.pop(), awaited)
             return None
         return self._start(found, movable, work)
 
-    def _may_start(self, found: Candidate, work: PromptWork) -> bool:
-        if work.outlook is None:
-            work.outlook = self._running.outlook()
-        # pinned pages are not used, unless nothing could run otherwise
-        store = self._store
-        available = store.num_available() if len(self._running) else store.num_takeable()
-        num_new, to_come = self._demand(found)
-        return self._admission.may_start(num_new, to_come, available, work.outlook)
+    def _forecast(self) -> Outlook:
+        """How long each running sequence is expected to run, and the pages it will give back."""
+        if self._outlook is None:
+            table, slots = self._running.table, self._running.slots
+            in_tree, part = self._running.tree.shares(slots)
+            remaining = table.expect_remaining(slots, at_least=self._page_size)
+            own_pages = table.num_pages[slots] - in_tree + part
+            self._outlook = Outlook.of(remaining, own_pages, self._page_size)
+        return self._outlook
 
     def _demand(self, found: Candidate) -> tuple[int, int]:
         """Return the pages that a sequence takes at once, and the output tokens that it will
@@ -132,13 +243,12 @@ class Starter:
         num_new = -(-found.num_known // self._page_size) - len(found.match.pages)
         return num_new, self._lengths.expect(found.sequence) - len(found.sequence.output_ids)
 
-    def _start(self, found: Candidate, movable: MovablePages, work: PromptWork) -> SeqSlot:
+    def _start(self, found: Candidate, movable: MovablePages, work: StepWork) -> SeqSlot:
         """Take pages for the queue's head, and let this step fill those that can be filled by
         copying."""
         store, sequence, cached = self._store, found.sequence, found.match.pages
         num_new, to_come = self._demand(found)
-        assert work.outlook is not None
-        work.outlook = work.outlook.joined_by(num_new, to_come)
+        self._outlook = self._forecast().joined_by(num_new, to_come)
         num_moved = movable.lease(store, num_new)
         has_similar = not len(movable.pages) and self._lease_similar(found.match, num_new)
         fresh = store.take(num_new)
@@ -159,10 +269,10 @@ class Starter:
         store.dismiss(sequence.queue_place)
         expected = self._lengths.expect(sequence)
         slot = self._running.enter(sequence, np.concatenate([cached, fresh]), num_cached, expected)
-        if found.logprobs:
-            sequence.begin_prompt_logprobs(found.logprobs)
-        if sequence.is_collecting and found.chain is not None:
-            self._loader.note_collector(sequence, found.chain)
+        if (wanted := sequence.prompt_logprobs) is not None and found.chain is not None:
+            if found.logprobs:
+                wanted.found, wanted.first = list(found.logprobs), len(found.logprobs)
+            self._collectors.add(wanted, found.chain)
         return slot
 
     def _lease_similar(self, match: Match, num_new: int) -> bool:
@@ -178,7 +288,7 @@ class Starter:
         return True
 
     def _move(
-        self, sequence: Sequence, movable: MovablePages, fresh: Int32s, work: PromptWork
+        self, sequence: Sequence, movable: MovablePages, fresh: Int32s, work: StepWork
     ) -> None:
         """Let this step fill `fresh` with pages kept through a truncation."""
         moved = zip(movable.pages.tolist(), fresh.tolist(), movable.distances, strict=False)
@@ -201,9 +311,64 @@ class Starter:
             self._store.commit_tail(int(table.page_table[slot, end // page_size]))
         return Chunk(slot, num_before, token_ids)
 
+    def _tokens_ahead(self) -> int:
+        """The number of prompt tokens that the device computes before those of a sequence that
+        starts now; 0 if nothing is loaded, where it does not matter."""
+        return 0 if self._loader.fetching is None else self._running.num_unfinished_tokens()
+
+    def _load_ahead(self) -> None:
+        """Start loads for the next sequences in the queue, in order, while others run. Stops when
+        no pages are left beyond those that earlier sequences need. A sequence whose link is busy
+        waits for it; later sequences may use another link."""
+        loader, fetching, page_size = self._loader, self._loader.fetching, self._page_size
+        if fetching is None:
+            return
+        put_off, self._put_off = self._put_off, {}
+        tokens_ahead, pages_ahead, num_looked_up = self._tokens_ahead(), 0, 0
+        available = self._store.num_available()
+        for sequence in self._queue.first(LOAD_AHEAD):
+            history = sequence.history
+            num_tokens = None if history is None else history.num_to_compute
+            if history is None or num_tokens is None:
+                found = put_off.get(sequence)
+                must_wait = found is not None and loader.must_wait(found, tokens_ahead)
+                if found is None or not must_wait:  # the earlier result may be out of date
+                    if num_looked_up >= LOOK_UP_PAGES:
+                        return
+                    num_looked_up += sequence.num_named_pages
+                    found = self._look_up(sequence)
+                    must_wait = loader.must_wait(found, tokens_ahead)
+                if found.awaited is not None:
+                    continue
+                history, stored = loader.history(found), found.match.stored
+                num_new, to_come = self._demand(found)
+                pages_ahead += num_new
+                if not self._forecast().may_start(pages_ahead, to_come, available):
+                    return
+                num_tokens = found.num_known - len(found.match.pages) * page_size
+                is_open = fetching.is_open(stored) and loader.may_load(found)
+                if must_wait:
+                    self._put_off[sequence] = found
+                    if not stored.num_below:
+                        # the link from host memory is busy, and every load passes through it
+                        return
+                elif loader.load(found, tokens_ahead) is not None:
+                    num_tokens -= stored.num_pages * page_size
+                    pages_ahead -= stored.num_pages
+                    available = self._store.num_available()
+                    history.num_to_compute = num_tokens
+                    history.num_loaded_pages = stored.num_pages
+                    self._queue.move_up(sequence)
+                elif history.asked is None and not is_open:
+                    history.num_to_compute = num_tokens
+            elif history.is_loaded:
+                # idle pages count as available, so those loaded for this sequence count as needed
+                pages_ahead += history.num_loaded_pages - (-num_tokens // page_size)
+            tokens_ahead += num_tokens
+
     def _announce(self, sequence: Sequence, num_cached: int) -> None:
-        if sequence.weighing is not None:
-            sequence.weighing.restart()
+        if (weighing := sequence.weighing) is not None:
+            weighing.restart()
             return
         request_id, index = sequence.request.request_id, sequence.index
         num_known = len(sequence.request.prompt_ids) + len(sequence.output_ids)
@@ -211,7 +376,7 @@ class Starter:
             sequence.num_cached_tokens = num_cached
             is_last = index == sequence.request.sampling.n - 1
             if is_last and sequence.request.plan_place is not None:
-                self._order.start(sequence.request.plan_place)
+                self._running.order.start(sequence.request.plan_place)
             self._bus.publish(SequenceAdmitted(request_id, index, num_known, num_cached))
         else:
             self._bus.publish(SequenceResumed(request_id, index, num_known - num_cached))
@@ -222,3 +387,12 @@ def _started(sequence: Sequence, slot: SeqSlot) -> StartedSequence:
     return StartedSequence(
         slot, request.sampling, request.prompt_ids, sequence.output_ids, request.stop_ids
     )
+
+
+def _inserted(values: A, place: int, value: int) -> A:
+    """Like numpy.insert, which takes five times as long."""
+    longer = np.empty(len(values) + 1, values.dtype)
+    longer[:place] = values[:place]
+    longer[place] = value
+    longer[place + 1 :] = values[place:]
+    return longer

@@ -16,38 +16,33 @@ class StepSize:
 
     def __init__(self, chunk_tokens: int | None, max_step_tokens: int | None) -> None:
         """`max_step_tokens` is the size of the runner's buffers; None: no limit."""
-        self._chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
+        self.tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS  # the present budget
         self._is_bounded = max_step_tokens is not None
         if max_step_tokens is not None:
-            self._chunk_tokens = min(self._chunk_tokens, max_step_tokens)
-        self._full_tokens = self._chunk_tokens
+            self.tokens = min(self.tokens, max_step_tokens)
+        self._full_tokens = self.tokens
         self._grow_steps = GROW_STEPS
         self._has_grown = False  # since steps last shrank
         self._num_good = 0  # successful steps since the size last changed
 
     @property
-    def tokens(self) -> int:
-        """The present token budget of a step."""
-        return self._chunk_tokens
-
-    @property
     def is_full(self) -> bool:
         """Whether the budget is as large as configured."""
-        return self._chunk_tokens == self._full_tokens
+        return self.tokens == self._full_tokens
 
     @property
     def _prompt_part(self) -> int:
         """Tokens that decodes always leave to prompts."""
-        return max(self._chunk_tokens // 8, 1)
+        return max(self.tokens // 8, 1)
 
     def prompt_tokens(self, num_decodes: int) -> int:
         """Tokens for prompts in a step with `num_decodes` decodes."""
-        return max(self._chunk_tokens - num_decodes, self._prompt_part)
+        return max(self.tokens - num_decodes, self._prompt_part)
 
     def choose(self, decodes: Int32s, last_step: Int64s) -> Int32s:
         """Return the slots that decode in this step: all of them or, if the runner takes fewer
         tokens, those that have waited longest (the smallest `last_step`)."""
-        most = max(self._chunk_tokens - self._prompt_part, 1)
+        most = max(self.tokens - self._prompt_part, 1)
         if not self._is_bounded or len(decodes) <= most:
             return decodes
         oldest = np.argsort(last_step[decodes], kind="stable")[:most]
@@ -55,12 +50,12 @@ class StepSize:
 
     def shrink(self) -> bool:
         """Halve the size of steps from now on; False: they cannot be smaller."""
-        if not self._is_bounded or self._chunk_tokens <= SMALLEST_CHUNK_TOKENS:
+        if not self._is_bounded or self.tokens <= SMALLEST_CHUNK_TOKENS:
             return False
         if self._has_grown:  # steps grew too early
             self._grow_steps = min(2 * self._grow_steps, MAX_GROW_STEPS)
             self._has_grown = False
-        self._chunk_tokens = max(self._chunk_tokens // 2, SMALLEST_CHUNK_TOKENS)
+        self.tokens = max(self.tokens // 2, SMALLEST_CHUNK_TOKENS)
         self._num_good = 0
         return True
 
@@ -71,7 +66,7 @@ class StepSize:
         self._num_good += 1
         if self._num_good < self._grow_steps:
             return False
-        self._chunk_tokens = min(2 * self._chunk_tokens, self._full_tokens)
+        self.tokens = min(2 * self.tokens, self._full_tokens)
         self._has_grown = True
         self._num_good = 0
         return True

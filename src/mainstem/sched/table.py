@@ -14,9 +14,9 @@ from typing import overload
 import numpy as np
 
 from mainstem.core.ids import SeqSlot
-from mainstem.core.request import Delivery, TokenMask
+from mainstem.core.request import Delivery
 from mainstem.core.step import Bools, Bytes, Float32s, Int32s, Int64s, SampleBatch, StepId
-from mainstem.sched.masks import allowed_tokens, form_fault
+from mainstem.sched.form import AnswerForm
 from mainstem.sched.random import noise_keys
 from mainstem.sched.sequence import SeqState, Sequence
 
@@ -109,7 +109,7 @@ class SeqTable:
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sequence.seed
         self.edits_logits[slot] = sampling.edits_logits
-        self.has_mask[slot] = sequence.mask is not None
+        self.has_mask[slot] = sequence.form is not None
         self.num_logprobs[slot] = sampling.logprobs or 0
         self.wants_logprobs[slot] = sampling.logprobs is not None
         self._widen_pages(len(pages))
@@ -225,7 +225,8 @@ class SeqTable:
         if len(batch.mask_rows):
             batch = replace(batch, masks=self._masks(slots[batch.mask_rows]))
         if batch.temperature.any():
-            batch = replace(batch, noise_keys=self._noise_keys(slots))
+            num_output = self.total[slots] - self.prompt_len[slots]
+            batch = replace(batch, noise_keys=noise_keys(self.seed[slots], num_output))
         return batch
 
     def _settings(self, slots: Int32s) -> SampleBatch:
@@ -252,21 +253,19 @@ class SeqTable:
 
     def _masks(self, slots: Int32s) -> Bytes:
         """The tokens that may come next in sequences with a grammar, packed as in SampleBatch."""
-        return np.stack([allowed_tokens(*self._mask(slot)) for slot in slots.tolist()])
+        return np.stack(
+            [self._form(slot).allowed_tokens(self.output_ids(slot)) for slot in slots.tolist()]
+        )
 
     def form_fault(self, slot: SeqSlot) -> str | None:
         """Return why a sequence with a grammar cannot continue; None if it can."""
-        return form_fault(*self._mask(slot))
+        return self._form(slot).fault(self.output_ids(slot))
 
-    def _mask(self, slot: SeqSlot) -> tuple[TokenMask, Int32s, int]:
-        mask = self.sequence(slot).mask
-        assert mask is not None
+    def _form(self, slot: SeqSlot) -> AnswerForm:
+        form = self.sequence(slot).form
+        assert form is not None
         assert self.pending[slot] == 0, "a mask needs to know every token before it"
-        return mask, self.output_ids(slot), self._vocab_size
-
-    def _noise_keys(self, slots: Int32s) -> Int64s:
-        """The noise keys for each slot's next output token."""
-        return noise_keys(self.seed[slots], self.total[slots] - self.prompt_len[slots])
+        return form
 
     def _widen_pages(self, width: int) -> None:
         if width > self.page_table.shape[1]:

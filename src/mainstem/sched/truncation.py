@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.request import Overflow, Request
-from mainstem.sched.cut import Cut, sink_only
+from mainstem.sched.cut import PromptCut, sink_only
 from mainstem.sched.important import Choices, Weighing, cut_names, weigh
 
 
@@ -29,8 +29,8 @@ class Truncation:
     """How a prompt was cut, and how the prompts of earlier turns may have been cut."""
 
     policy: Overflow  # KV, IMPORTANT or RECOMPUTE
-    cut: Cut
-    cuts_before: tuple[Cut, ...]
+    cut: PromptCut
+    cuts_before: tuple[PromptCut, ...]
     num_dropped: int
     # how to find the cut; until it is found, only the length of `cut` is right
     weighing: Weighing | None = None
@@ -97,10 +97,10 @@ class Truncator:
         """After the pages were weighed, choose and remember the choice. If another turn has made
         the choice in the meantime, its choice is used."""
         num_pages = len(weighing.given.prompt_ids) // self._page_size
-        if self._choices.find(weighing.name, num_pages) is None:
+        if self._choices.chosen(weighing.name, num_pages) is None:
             self._choices.keep(weighing.name, weighing.choose())
 
-    def _plain_cuts(self, sink_pages: int, step: int, num_steps: int) -> tuple[Cut, ...]:
+    def _plain_cuts(self, sink_pages: int, step: int, num_steps: int) -> tuple[PromptCut, ...]:
         """Return the cuts that earlier turns may have had, and last the cut of this prompt."""
         first = max(1, num_steps - self._window // (step * self._page_size) - 1)
         whole, numbers = sink_only(sink_pages), range(first, num_steps + 1)
@@ -108,15 +108,15 @@ class Truncator:
 
     def _chosen_cuts(
         self, request: Request, sink_pages: int, step: int, num_steps: int
-    ) -> tuple[tuple[Cut, ...], Weighing | None]:
+    ) -> tuple[tuple[PromptCut, ...], Weighing | None]:
         """Return the chosen cut after each step and, if the last one was not chosen yet, how to
         choose it. If an earlier choice was forgotten, its cut drops the oldest pages."""
         num_pages = len(request.prompt_ids) // self._page_size
-        cuts: tuple[Cut, ...] = (sink_only(sink_pages),)
+        cuts: tuple[PromptCut, ...] = (sink_only(sink_pages),)
         weighing: Weighing | None = None
         names = cut_names(request, sink_pages, step, self._page_size)
         for number, name in zip(range(num_steps), names, strict=False):
-            cut = self._choices.find(name, num_pages)
+            cut = self._choices.chosen(name, num_pages)
             if cut is None:
                 cut = cuts[-1].without_oldest(step)
                 if number == num_steps - 1:
