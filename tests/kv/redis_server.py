@@ -14,7 +14,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from mainstem.kv.bytes.line import Address, Line, LineError, Reply
+from mainstem.kv.bytes.line import Address, LineError, RemoteLine, Reply
 
 CHUNK = 1 << 18
 
@@ -66,7 +66,7 @@ class RedisServer:
 
     def call(self, *command: bytes | str | int) -> Reply:
         """Send one command, not through the proxy."""
-        line = Line(Address(f"unix://{self.socket}"))
+        line = RemoteLine(Address(f"unix://{self.socket}"))
         (reply,) = line.call([command], 10.0)
         line.close()
         return reply

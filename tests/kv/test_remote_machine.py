@@ -18,7 +18,6 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason
 from mainstem.kv.bytes import remote as remote_module
 from mainstem.kv.bytes.line import Address
-from mainstem.kv.ranking import PolicyKind
 from mainstem.sched import fetching as fetching_module
 from tests.builders import VOCAB, Collector, a_request
 from tests.fakes import fake_answer
@@ -26,7 +25,7 @@ from tests.kv.faulty import FaultyFiles
 from tests.kv.redis_server import Proxy, RedisServer, skip_without_server
 from tests.kv.tiered import a_tiered_engine
 
-KINDS = (PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO)
+KINDS = ("lookahead", "lru", "fifo")
 CHANGES = ("flip", "cut", "swap", "gone", "list")
 
 

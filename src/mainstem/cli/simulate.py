@@ -19,9 +19,9 @@ from pathlib import Path
 from mainstem.cli import simulate_replicas
 from mainstem.cli.flag_types import (
     comma_list,
-    member_of,
     not_negative,
     not_negative_count,
+    one_of,
     positive_count,
 )
 from mainstem.cli.trace_flags import (
@@ -34,8 +34,8 @@ from mainstem.cli.trace_flags import (
 )
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
+from mainstem.kv.eviction import POLICIES
 from mainstem.kv.policy import HEADROOM
-from mainstem.kv.ranking import PolicyKind
 from mainstem.simulate.plots import plot_reports, require_matplotlib
 from mainstem.simulate.service import Prices, ServiceRates
 from mainstem.simulate.simulator import Queue, Report, SimulationConfig, simulate
@@ -54,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
     store = made.add_argument_group("store")
     store.add_argument(
         "--policy",
-        type=comma_list(member_of(PolicyKind)),
-        default=[PolicyKind.LOOKAHEAD],
+        type=comma_list(one_of(POLICIES)),
+        default=["lookahead"],
         metavar="KIND",
         help="lookahead, lru, fifo or belady (lookahead)",
     )

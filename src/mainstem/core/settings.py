@@ -53,6 +53,7 @@ class About:
     metavar: str | None  # in `--help`; None: chosen by the setting's type
     argument: str | None  # name of the flag and of LLM's argument; None: the setting's name
     has_flag: bool
+    baselines: tuple[str, ...]  # values that only benchmarks and tests set
 
 
 def about(
@@ -63,9 +64,10 @@ def about(
     metavar: str | None = None,
     argument: str | None = None,
     has_flag: bool = True,
+    baselines: tuple[str, ...] = (),
 ) -> dict[str, About]:
     """The metadata of a section's field; see About."""
-    return {ABOUT: About(help, unset, range, metavar, argument, has_flag)}
+    return {ABOUT: About(help, unset, range, metavar, argument, has_flag, baselines)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class Setting:
         """The values of an enum; None: any value in range."""
         if not issubclass(self.kind, Enum):
             return None
-        return [str(member.value) for member in self.kind]
+        values = [str(member.value) for member in self.kind]
+        return [value for value in values if value not in self.about.baselines]
 
     @property
     def shown_default(self) -> str:
@@ -113,6 +116,8 @@ class Setting:
         """Convert a value from a file, a flag or an argument to the setting's type; raises
         ConfigError if the type is wrong."""
         must = f"{where}: {self.name} must be"
+        if value in self.about.baselines:
+            raise ConfigError(f"{where}: {self.name} cannot be {value!r}: only benchmarks use it")
         if issubclass(self.kind, Enum):
             try:
                 return self.kind(value)

@@ -14,6 +14,7 @@ from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
 from mainstem.engine.store_log import StoreLog
 from mainstem.engine.tiers import make_fetching, make_tiers
+from mainstem.kv.eviction import policy_named
 from mainstem.kv.store import KVStore
 from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
@@ -51,7 +52,7 @@ def build_engine(
 
 def load_folder(folder: Path, config: EngineConfig) -> tuple[Runner, RunnerFacts, EngineConfig]:
     """Load the model in `folder`. Also returns the config with the step size of this model."""
-    config.check()
+    _check(config)
     origin = folder_origin(folder, config.model.ignore_config_fields or ())
     config = with_chunk(config, origin.spec)
     if ignored := origin.spec.ignored_fields:
@@ -71,13 +72,19 @@ def build_random_engine(
     shape: ModelSpec, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
-    config.check()
+    _check(config)
     config = with_chunk(config, shape)
     runner, facts = load_model(RandomOrigin(shape, seed), config)
     name = f"random weights, {config.model.model or shape.architecture}"
     named = replace(config, model=replace(config.model, model=name))
     with closed_on_error(runner):
         return join(runner, facts, named, bus or EventBus())
+
+
+def _check(config: EngineConfig) -> None:
+    """Raise ConfigError for impossible settings, before the model is loaded."""
+    config.check()
+    policy_named(config.store.policy)
 
 
 @contextmanager
@@ -113,8 +120,8 @@ def join(
     """An engine around a loaded runner, with the tiers below the device. Steps go through the
     runner that `around` returns."""
     StoreLog(bus)
-    tiers = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
-    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers, config.store)
+    stack = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
+    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, stack, config.store)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
     card = card_for(facts.device_name)
@@ -129,6 +136,6 @@ def join(
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
         span_align_tokens=facts.span_align_tokens,
-        fetching=None if tiers is None else make_fetching(card, facts, config.store, store),
+        fetching=make_fetching(card, facts, config.store, store) if stack.tiers else None,
     )
     return Engine(scheduler, runner if around is None else around(runner), bus, facts.identity)

@@ -11,8 +11,9 @@ from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepId
 from mainstem.kv.keys import PageChain
+from mainstem.kv.loading import StoredRun
 from mainstem.kv.page_logprobs import MAX_TOP
-from mainstem.kv.store import Lookup, Match, StoredRun
+from mainstem.kv.store import Lookup, Match
 from mainstem.sched.admission import Admission
 from mainstem.sched.fetching import Fetching
 from mainstem.sched.lookahead import OutputLengths
@@ -189,8 +190,8 @@ class Loader:
         if not sequence.has_asked:
             sequence.has_asked = True
             wanted = found.pages_to_find(self._page_size)
-            sequence.asked = self._store.ask(chain.keys[wanted.start : wanted.stop])
-        if sequence.asked is not None and not self._store.is_asked(sequence.asked):
+            sequence.asked = self._store.loader.ask(chain.keys[wanted.start : wanted.stop])
+        if sequence.asked is not None and not self._store.loader.questions.is_open(sequence.asked):
             sequence.asked = None
         return sequence.asked
 
@@ -202,7 +203,8 @@ class Loader:
             return None
         num_there = len(found.match.pages) + found.match.stored.num_pages
         num_tokens = found.num_known - num_there * self._page_size
-        return asked if self._store.awaits(asked, self.fetching.patience_s(num_tokens)) else None
+        patience_s = self.fetching.patience_s(num_tokens)
+        return asked if self._store.loader.questions.awaits(asked, patience_s) else None
 
     def _fits(self, sequence: Sequence, num_pages: int, available: int, work: PromptWork) -> bool:
         """Whether a sequence that takes `num_pages` could start, together with the sequences before
@@ -258,7 +260,7 @@ class Loader:
             wanted = found.pages_to_find(self._page_size)
             runs, sources = sequence.origins.find_stored(self._store, chain, wanted)
             kept = np.union1d(kept, sources).astype(np.int32)
-        stored = self._store.stored([key for run in runs for key in run.keys])
+        stored = self._store.loader.stored([key for run in runs for key in run.keys])
         if not stored.num_pages:
             return None
         if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):

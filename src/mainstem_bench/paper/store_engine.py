@@ -21,13 +21,12 @@ from mainstem.core.config import (
     ModelConfig,
     Saving,
     StoreConfig,
-    StorePolicy,
 )
 from mainstem.engine.build import with_chunk
 from mainstem.models.shapes import SHAPES
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
-from mainstem_bench.policies import Room, Turns, made_up, measure, with_room
+from mainstem_bench.policies import ENGINE_POLICIES, Room, Turns, made_up, measure, with_room
 from mainstem_bench.session_engine import Bench, Sessions
 
 REPEATS = 3
@@ -216,9 +215,9 @@ def run_policies(settings: Settings) -> Iterator[Line]:
     arrivals = made_up(work, spec.vocab_size)
     config = with_chunk(EngineConfig(model=ModelConfig(model=shape)), spec)
     config = with_room(config, spec, arrivals, room)
-    for policy in StorePolicy:
+    for policy in ENGINE_POLICIES:
         found = measure(config, None, policy, arrivals)
-        yield {"policy": policy.value, **asdict(work), "room": room._asdict(), **found}
+        yield {"policy": policy, **asdict(work), "room": room._asdict(), **found}
 
 
 def _load_by(bench: Bench, layers: str) -> None:
