@@ -8,7 +8,6 @@ from mainstem.core.config import SETTINGS, EngineConfig, load_config, with_argum
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.request import SamplingParams
 from mainstem.core.settings import Setting
-from mainstem.kv.eviction import policy_named
 from mainstem.text.parsers.formats import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
 
@@ -58,9 +57,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Return the config file's settings, if there is one, overridden by the flags that were
     given."""
     config = load_config(args.config) if args.config else EngineConfig()
-    config = with_arguments(config, given_settings(args), "flags")
-    policy_named(config.store.policy)  # raises ConfigError if there is no such policy
-    return config
+    return with_arguments(config, given_settings(args), "flags")
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, object]:

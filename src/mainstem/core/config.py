@@ -403,9 +403,8 @@ class StoreConfig:
         metadata=about(
             "which pages leave first, in every tier: those that no waiting request needs "
             "(lookahead), or the least recently used (lru)",
-            metavar="NAME",
             argument="store_policy",
-            baselines=("fifo", "belady"),
+            choices=("lookahead", "lru"),  # names in kv/eviction.py
         ),
     )
     save: Saving = field(
@@ -414,7 +413,7 @@ class StoreConfig:
             "when pages of answers are saved: as they fill (decoding), or when a sequence ends "
             "(end)",
             argument="store_save",
-            baselines=("sync",),
+            choices=("decoding", "end"),
         ),
     )
     fetch: Fetch = field(

@@ -14,7 +14,6 @@ from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
 from mainstem.engine.store_log import StoreLog
 from mainstem.engine.tiers import make_fetching, make_tiers
-from mainstem.kv.eviction import policy_named
 from mainstem.kv.store import KVStore
 from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
@@ -52,7 +51,7 @@ def build_engine(
 
 def load_folder(folder: Path, config: EngineConfig) -> tuple[Runner, RunnerFacts, EngineConfig]:
     """Load the model in `folder`. Also returns the config with the step size of this model."""
-    _check(config)
+    config.check()
     origin = folder_origin(folder, config.model.ignore_config_fields or ())
     config = with_chunk(config, origin.spec)
     if ignored := origin.spec.ignored_fields:
@@ -72,19 +71,13 @@ def build_random_engine(
     shape: ModelSpec, config: EngineConfig, bus: EventBus | None = None, seed: int = 0
 ) -> Engine:
     """An engine around random weights of a known shape, for measuring speed."""
-    _check(config)
+    config.check()
     config = with_chunk(config, shape)
     runner, facts = load_model(RandomOrigin(shape, seed), config)
     name = f"random weights, {config.model.model or shape.architecture}"
     named = replace(config, model=replace(config.model, model=name))
     with closed_on_error(runner):
         return join(runner, facts, named, bus or EventBus())
-
-
-def _check(config: EngineConfig) -> None:
-    """Raise ConfigError for impossible settings, before the model is loaded."""
-    config.check()
-    policy_named(config.store.policy)
 
 
 @contextmanager

@@ -9,20 +9,20 @@ On a tie the deepest page of a chain is evicted first, because a prefix without 
 useful. A page's worth is one number with this order. The device compares arrays of 64 bits
 (`DeviceOrder`), the tiers keep heaps (`TierOrder`).
 
-A new policy is a class with the methods of `Ranking` and an entry in POLICIES.
+A new policy is a subclass of `Ranking`: simulations and benchmarks find it by its name. An entry in
+the choices of `StoreConfig.policy` (core/config.py) makes it a setting for users.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.core.errors import ConfigError
-from mainstem.core.spelling import did_you_mean
 from mainstem.core.step import Int32s, Int64s
-from mainstem.kv.places import Moves, PageTable, StoredPage
+from mainstem.kv.places import NOWHERE, Moves, PageTable, StoredPage, fastest
 from mainstem.kv.window import MAX_DEPTH, QueueWindow
 
 K = TypeVar("K", bound=Hashable)
@@ -36,72 +36,57 @@ DEVICE_PINNED = 1 << 62  # above the worth of every page that is not pinned
 SPARE_ITEMS = 4096  # heaps with fewer outdated items are not rebuilt
 
 
-class Ranking(Protocol):
-    """How pages are ordered while no queued request waits for them."""
+POLICIES: dict[str, "Ranking"] = {}  # by name; every Ranking adds itself
 
-    @property
-    def sees_queue(self) -> bool:
-        """Whether pages of queued requests are evicted after all others."""
-        ...
 
-    @property
-    def has_headroom(self) -> bool:
-        """Whether part of host memory is kept free for new pages."""
-        ...
+class Ranking:
+    """How pages are ordered while no queued request waits for them. The smallest rank is evicted
+    first."""
+
+    sees_queue = False  # whether pages of queued requests are evicted after all others
+    has_headroom = True  # whether part of host memory is kept free for new pages
+
+    def __init_subclass__(cls, name: str) -> None:
+        POLICIES[name] = cls()
 
     def used(self, rank: R, clock: int) -> R:
         """The rank after a use at `clock`, which grows with every use; 0 is a page's first rank.
         The device passes an array of ranks."""
-        ...
+        raise NotImplementedError
 
 
-class Lru:
+class Lru(Ranking, name="lru"):
     """The least recently used page goes first."""
-
-    sees_queue = False
-    has_headroom = True
 
     def used(self, rank: R, clock: int) -> R:
         return clock  # type: ignore[return-value]  # one number serves for a whole array
 
 
-class Fifo:
-    """The page that came first goes first. A baseline: it may evict a prefix before its tail."""
-
-    sees_queue = False
-    has_headroom = True
-
-    def used(self, rank: R, clock: int) -> R:
-        return np.where(rank == 0, clock, rank) if isinstance(rank, np.ndarray) else rank or clock
-
-
-class Lookahead(Lru):
+class Lookahead(Lru, name="lookahead"):
     """First to leave are pages without a queued request, the least recently used first; then pages
     of queued requests, beginning with the last request (AttentionStore 3.3)."""
 
     sees_queue = True
 
 
-class Belady(Lookahead):
+class Fifo(Ranking, name="fifo"):
+    """The page that came first goes first. A baseline: it may evict a prefix before its tail."""
+
+    def used(self, rank: R, clock: int) -> R:
+        return np.where(rank == 0, clock, rank) if isinstance(rank, np.ndarray) else rank or clock
+
+
+class Belady(Lookahead, name="belady"):
     """Like lookahead, without headroom: the best possible hit rate with this knowledge of the
     queue. For simulations."""
 
     has_headroom = False
 
 
-POLICIES: dict[str, Ranking] = {
-    "lookahead": Lookahead(),
-    "lru": Lru(),
-    "fifo": Fifo(),
-    "belady": Belady(),
-}
-
-
 def policy_named(name: str) -> Ranking:
     """Raises ConfigError if there is no such policy."""
     if name not in POLICIES:
-        known = f"Known: {', '.join(POLICIES)}"
-        raise ConfigError(f"no store policy {name!r}.{did_you_mean(name, list(POLICIES))} {known}")
+        raise ConfigError(f"no store policy {name!r}; known: {', '.join(POLICIES)}")
     return POLICIES[name]
 
 
@@ -273,17 +258,35 @@ class TierOrder(Generic[K]):
 
     def enter(self, tier: int, page: StoredPage[K]) -> None:
         """Put a page into a tier that has room."""
-        if self._table.enter(tier, page):
-            self.file(page)
-            if tier and page.key in self._near:
-                self._window.want(page.key)
+        page.wanted |= 1 << tier
+        self._counts[tier] += 1
+        before = page.top
+        if tier > before:
+            self._copies[tier][page.key] = None
+            return
+        if before != NOWHERE:
+            self._copies[before][page.key] = None
+        page.top = tier
+        self._settle_at_top(page)
 
     def leave(self, tier: int, page: StoredPage[K]) -> None:
-        """Take a page out of a tier. From another one it may now be evicted, or prefetched."""
-        if self._table.leave(tier, page):
-            self.file(page)
-            if page.key in self._near:
-                self._window.want(page.key)
+        """Take a page out of a tier."""
+        page.wanted = wanted = page.wanted & ~(1 << tier)
+        self._counts[tier] -= 1
+        if tier != page.top:
+            del self._copies[tier][page.key]
+        elif wanted:
+            page.top = fastest(wanted)
+            self._copies[page.top].pop(page.key, None)  # absent if about to be read
+            self._settle_at_top(page)
+        else:
+            page.top = NOWHERE
+
+    def _settle_at_top(self, page: StoredPage[K]) -> None:
+        """From now on, the page may be evicted from its fastest tier or prefetched from it."""
+        self.file(page)
+        if page.top and page.key in self._near:
+            self._window.want(page.key)
 
     def check(self) -> None:
         """Raise if the invariant is broken."""

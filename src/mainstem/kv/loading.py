@@ -118,7 +118,7 @@ class PageLoader:
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
         """Ask shared tiers for the pages of a chain after those that `stored` counts; returns the
         key of the answer. None: there is no tier to ask, or no such page."""
-        if not self.questions.can_ask:
+        if not self.questions.tiers:
             return None
         return self.questions.ask(keys[self.stored(keys).num_pages :])
 
@@ -391,17 +391,13 @@ class OpenQuestions:
     asks for."""
 
     def __init__(self, tiers: Sequence[LowerTier]) -> None:
-        self._tiers = tiers
+        self.tiers = tiers
         self._open: dict[PageKey, _Question] = {}
-
-    @property
-    def can_ask(self) -> bool:
-        return any(tier.is_open for tier in self._tiers)
 
     def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
         """Ask for pages, in chain order, that are not stored here; returns the key of the answer.
         None if there is nothing to ask, or no tier that could be asked."""
-        tiers = [tier for tier in self._tiers if tier.is_open]
+        tiers = [tier for tier in self.tiers if tier.is_open]
         asked = keys[:MAX_ASKED]
         if not tiers or not asked:
             return None
@@ -421,7 +417,7 @@ class OpenQuestions:
         question = self._open.get(key)
         if question is None or question.is_late:
             return False
-        if SURE * max(tier.link.round_trip_s for tier in self._tiers) > most_s:
+        if SURE * max(tier.link.round_trip_s for tier in self.tiers) > most_s:
             return False
         question.give_up_s = min(question.give_up_s, question.asked_s + most_s)
         return True

@@ -120,31 +120,6 @@ class PageTable(Generic[K]):
         self.stored[key] = page
         return page
 
-    def enter(self, tier: int, page: StoredPage[K]) -> bool:
-        """Want a page in one more tier; returns whether that is its fastest tier now."""
-        page.wanted |= 1 << tier
-        self.counts[tier] += 1
-        before = page.top
-        if tier > before:
-            self.copies[tier][page.key] = None
-            return False
-        if before != NOWHERE:
-            self.copies[before][page.key] = None
-        page.top = tier
-        return True
-
-    def leave(self, tier: int, page: StoredPage[K]) -> bool:
-        """Want a page in one tier less; returns whether another tier is its fastest now."""
-        page.wanted = wanted = page.wanted & ~(1 << tier)
-        self.counts[tier] -= 1
-        if tier != page.top:
-            del self.copies[tier][page.key]
-            return False
-        page.top = fastest(wanted) if wanted else NOWHERE
-        if wanted:
-            self.copies[page.top].pop(page.key, None)  # absent if about to be read
-        return wanted != 0
-
     def remove(self, page: StoredPage[K]) -> None:
         """Want a page nowhere."""
         del self.stored[page.key]

@@ -294,14 +294,13 @@ class TierPolicy(Generic[K]):
         """
         moves: Moves[K] = Moves()
         left, sources = [0, *limits], list[tuple[int, K]]()
-        put_off: list[tuple[int, K]] = []  # pages in tiers whose limit is reached
-        self._window.want_news(self._is_below)
-        while any(left) and (wanted := self._window.soonest(self._is_below)) is not None:
-            when, key = wanted
-            page = self._pages[key]
-            source = page.top
+        put_off: list[K] = []  # pages in tiers whose limit is reached
+        self._window.want_news(self._pages)
+        while any(left) and (wanted := self._window.soonest(self._pages)) is not None:
+            when, page = wanted
+            key, source = page.key, page.top
             if source >= len(left) or not left[source]:
-                put_off.append(wanted)
+                put_off.append(key)
                 self._window.drop_soonest()
                 continue
             if not self._order.make_room(HOST, AWAITED - when, moves, self._headroom_pages):
@@ -313,16 +312,11 @@ class TierPolicy(Generic[K]):
             sources.append((source, key))
             left[source] -= 1
             moves.load.append(key)
-        for _, key in put_off:
+        for key in put_off:
             self._window.want(key)
         for source, key in sources:
             self.table.copies[source][key] = None
         return moves.settled()
-
-    def _is_below(self, key: K) -> bool:
-        """Whether a page is stored, but not in the host."""
-        page = self._pages.get(key)
-        return page is not None and page.top != HOST
 
     # -- pages go ------------------------------------------------------------------------------
 

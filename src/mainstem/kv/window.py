@@ -10,9 +10,11 @@ from the mean length of a chain; here the pages are counted.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
+
+from mainstem.kv.places import StoredPage
 
 K = TypeVar("K", bound=Hashable)
 
@@ -89,21 +91,24 @@ class QueueWindow(Generic[K]):
         """Note that a near page should be read into the host."""
         heappush(self._wanted, (self.next_use[key], key))
 
-    def want_news(self, is_below: Callable[[K], bool]) -> None:
-        """Want the pages that became near since the last call and that are below the host."""
+    def want_news(self, pages: Mapping[K, StoredPage[K]]) -> None:
+        """Want the stored `pages` that became near since the last call and are below the host."""
         news, self._news = self._news, {}
-        for key in filter(is_below, news):
-            self.want(key)
+        for key in news:
+            if (page := pages.get(key)) is not None and page.top:
+                self.want(key)
 
-    def soonest(self, is_below: Callable[[K], bool]) -> tuple[int, K] | None:
-        """The wanted page that a request needs first, and when; only pages that are still near and
-        below the host."""
-        while self._wanted:
-            when, key = self._wanted[0]
-            is_due = key in self.near and is_below(key)
-            if is_due and self.next_use[key] == when:
-                return when, key
-            heappop(self._wanted)
+    def soonest(self, pages: Mapping[K, StoredPage[K]]) -> tuple[int, StoredPage[K]] | None:
+        """When a request needs the first wanted page, and this page; only stored `pages` that are
+        still near and below the host."""
+        wanted = self._wanted
+        while wanted:
+            when, key = wanted[0]
+            page = pages.get(key)
+            is_due = page is not None and page.top and key in self.near
+            if page is not None and is_due and self.next_use[key] == when:
+                return when, page
+            heappop(wanted)
             if is_due:
                 self.want(key)
         return None
