@@ -21,7 +21,6 @@ from itertools import count
 from math import log, log2, sqrt
 
 from mainstem.kv.policy import PolicyConfig, TierPolicy
-from mainstem.kv.ranking import PolicyKind
 from mainstem_simulate.plots import CapacityPoint
 from mainstem_simulate.service import GB, ServiceRates
 from mainstem_simulate.simulator import without_garbage_collection
@@ -153,7 +152,7 @@ class CapacityQuestion:
     """The wanted hit rate, the policy, and the size of the model's K and V."""
 
     target_hit_rate: float
-    policy: PolicyKind
+    policy: str
     kv_bytes_per_token: float
     ttl_s: float = DEFAULT_TTL_S
     context_tokens: int | None = None  # None: sessions have their own lengths
@@ -175,7 +174,7 @@ def plan_capacity(
     capacity_gb = None if pages is None else pages * page_gb
     report = CapacityReport(
         format=trace.format.value,
-        policy=asked.policy.value,
+        policy=asked.policy,
         requests=len(requests),
         sessions=len({request.session for request in requests}),
         kv_bytes_per_token=asked.kv_bytes_per_token,

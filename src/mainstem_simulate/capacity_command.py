@@ -17,7 +17,7 @@ from time import perf_counter
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative_count, positive
 from mainstem.core.errors import InvalidRequest
-from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.eviction import POLICIES
 from mainstem_simulate.capacity import (
     DEFAULT_TTL_S,
     CapacityQuestion,
@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--policy",
-        choices=[kind.value for kind in PolicyKind],
-        default=PolicyKind.LOOKAHEAD.value,
+        choices=list(POLICIES),
+        default="lookahead",
         help="which pages are evicted first (lookahead)",
     )
     made.add_argument(
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warn_if_nothing_is_shared(trace)
     asked = CapacityQuestion(
         target_hit_rate=args.target_hit_rate,
-        policy=PolicyKind(args.policy),
+        policy=args.policy,
         kv_bytes_per_token=kv_bytes_per_token(args),
         ttl_s=args.ttl or DEFAULT_TTL_S,
         context_tokens=args.context_tokens,

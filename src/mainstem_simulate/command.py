@@ -18,15 +18,15 @@ from pathlib import Path
 
 from mainstem.cli.flag_types import (
     comma_list,
-    member_of,
     not_negative,
     not_negative_count,
+    one_of,
     positive_count,
 )
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
+from mainstem.kv.eviction import POLICIES
 from mainstem.kv.policy import HEADROOM
-from mainstem.kv.ranking import PolicyKind
 from mainstem_simulate import replicas_command
 from mainstem_simulate.plots import plot_reports, require_matplotlib
 from mainstem_simulate.service import Prices, ServiceRates
@@ -54,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
     store = made.add_argument_group("store")
     store.add_argument(
         "--policy",
-        type=comma_list(member_of(PolicyKind)),
-        default=[PolicyKind.LOOKAHEAD],
+        type=comma_list(one_of(POLICIES)),
+        default=["lookahead"],
         metavar="KIND",
         help="lookahead, lru, fifo or belady (lookahead)",
     )

@@ -22,8 +22,8 @@ from heapq import heapify, heappop, heappush
 from time import perf_counter
 
 from mainstem.core.errors import ConfigError
-from mainstem.kv.policy import HEADROOM, HOST, PolicyConfig, TierPolicy
-from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.places import HOST
+from mainstem.kv.policy import HEADROOM, PolicyConfig, TierPolicy
 from mainstem_simulate.service import GB, Prices, ServiceRates
 from mainstem_simulate.trace_records import Trace, TraceRequest
 
@@ -42,7 +42,7 @@ class SimulationConfig:
     kv_bytes_per_token: float
     host_gb: float
     disk_gb: float = 0.0
-    policy: PolicyKind = PolicyKind.LOOKAHEAD
+    policy: str = "lookahead"
     lookahead: int | None = None  # see `window`; None: the paper's number, or with belady all
     queue: Queue = Queue.SATURATED
     ttl_s: float | None = None
@@ -79,7 +79,7 @@ class SimulationConfig:
         """How many waiting requests the policy knows."""
         if self.lookahead is not None:
             return self.lookahead
-        if self.policy is PolicyKind.BELADY:
+        if self.policy == "belady":
             return len(trace.requests)
         sizes = self.policy_config(trace.page_tokens).tier_pages
         device = self.num_pages(self.device_gb, trace.page_tokens)
@@ -200,7 +200,7 @@ class _Simulation:
         self._pages_written = 0
         self._counted_from_s = 0.0
         self._report = SimulationReport(
-            policy=config.policy.value,
+            policy=config.policy,
             lookahead=self._window,
             host_gb=config.host_gb,
             disk_gb=config.disk_gb,
@@ -304,7 +304,7 @@ class _Simulation:
     def _look_up(self, keys: Sequence[int], now: float) -> tuple[int, int, float]:
         """Return how many pages are in host memory, how many come from disk (prefetches that have
         not ended, too), and the wait for the latter."""
-        disk, tiers = self._disk, self._policy.find(keys)
+        disk, tiers = self._disk, self._policy.tiers_of(keys)
         num_hits = len(tiers)
         from_host = tiers.count(HOST)
         to_read, wait_s = num_hits - from_host, 0.0

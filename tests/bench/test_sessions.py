@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mainstem.cli.flags import engine_config
-from mainstem.core.config import StorePolicy
 from mainstem.core.errors import ConfigError
 from mainstem_bench import sessions, settings
 from mainstem_bench.session_engine import WORKLOADS, SessionEngine
@@ -118,5 +117,5 @@ def test_a_tier_gets_only_the_settings_that_it_uses() -> None:
         with sessions.InTier(engine_config(args), work, tier) as config:
             config.check()
             given[tier] = config.store
-    assert {store.policy for store in given.values()} == {StorePolicy.LRU}
+    assert {store.policy for store in given.values()} == {"lru"}
     assert (given["host"].preload, given["disk"].preload, given["disk"].disk_gb) == ("3", "3", 7.0)

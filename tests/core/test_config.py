@@ -17,7 +17,6 @@ from mainstem.core.config import (
     SchedConfig,
     Share,
     StoreConfig,
-    StorePolicy,
     cache_dir,
     keep_freed_memory,
     load_config,
@@ -131,7 +130,7 @@ def test_the_store_is_set_by_flags() -> None:
         remote_ttl_s=9.0,
         remote_secrets="f",
         ttl_s=60.0,
-        policy=StorePolicy.LRU,
+        policy="lru",
         fetch=Fetch.ALWAYS,
         preload="5",
     )
@@ -188,10 +187,16 @@ def test_a_valid_config_stays_valid_with_every_kind_of_sharing(argv: str) -> Non
 
 def test_a_flag_may_turn_on_what_a_setting_of_the_file_needs(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
-    file.write_text('[store]\nfetch = "always"\nsave = "sync"\n')
+    file.write_text('[store]\nfetch = "always"\nsave = "end"\n')
     engine_config(parse(["--config", str(file), "--host-gb", "1"])).check()
-    with pytest.raises(ConfigError, match=r"^store_save=sync would have no effect"):
+    with pytest.raises(ConfigError, match=r"^store_save=end would have no effect"):
         engine_config(parse(["--config", str(file)])).check()
+
+
+@pytest.mark.parametrize(("name", "value"), [("store_save", "sync"), ("store_policy", "fifo")])
+def test_baselines_of_benchmarks_are_no_settings(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"must be one of .*, got {value!r}"):
+        with_arguments(EngineConfig(), {name: value}, "LLM")
 
 
 def test_a_disk_or_remote_tier_turns_the_host_tier_on() -> None:

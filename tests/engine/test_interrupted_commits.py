@@ -11,6 +11,7 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import Delivery, FinishReason, Request, SamplingParams
 from mainstem.core.step import InFlight, Step, StepResult
 from mainstem.engine.engine import Engine
+from mainstem.kv.saving import PageSaver
 from mainstem.kv.store import KVStore
 from mainstem.sched.outputs import OutputMaker
 from mainstem.sched.running import RunningSet
@@ -22,7 +23,7 @@ from tests.fakes import FakeRunner, fake_answer
 PROMPTS = [[7, 7, 7, 7, 7, 20 + number, 3 * number] for number in range(4)]
 NUM_TOKENS = [3, 9, 1, 6]
 PLACES = [
-    (KVStore, "settle"),
+    (PageSaver, "settle"),
     (KVStore, "give_back"),
     (OutputMaker, "keep_logprobs"),
     (SeqTable, "append_samples"),

@@ -29,10 +29,10 @@ from mainstem.core.request import (
 from mainstem.core.step import Step
 from mainstem.engine.engine import Engine
 from mainstem.kv.bytes.disk import DiskTier
-from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.loading import PageLoader
+from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
-from mainstem.kv.tiers import LowerTiers
 from mainstem.sched.fetching import Fetching, StepTimes
 from mainstem.sched.scheduler import Scheduler
 from mainstem.sched.truncation import Truncator
@@ -139,8 +139,8 @@ class _Stress:
         self.copier.patience = rng.randint(0, 4)
         bus = EventBus()
         self.recorder, self.mirror = Recorder(bus), Mirror(self.page_size)
-        tiers = self._make_tiers(folder, bus) if rng.random() < 0.6 else None
-        self.store = KVStore(num_pages, self.page_size, b"fake", bus, tiers)
+        stack = self._make_tiers(folder, bus) if rng.random() < 0.6 else None
+        self.store = KVStore(num_pages, self.page_size, b"fake", bus, stack)
         config = SchedConfig(
             chunk_tokens=rng.choice([1, 3, 8, 64]),
             share=rng.choices(list(Share), [1, 1, 6])[0],
@@ -154,7 +154,7 @@ class _Stress:
             VOCAB,
             rng.choice([10_000, 40, 24]),
             bus,
-            fetching=None if tiers is None else self._make_fetching(tiers),
+            fetching=None if stack is None else self._make_fetching(self.store.loader),
             max_step_tokens=rng.choice([None, 64]),
         )
         self.engine = Engine(scheduler, self.runner, bus)
@@ -166,19 +166,19 @@ class _Stress:
         self.places: list[int] = []
         self.heads = [[rng.randint(0, 1) for _ in range(rng.randint(1, 20))] for _ in range(4)]
 
-    def _make_tiers(self, folder: Path, bus: EventBus) -> LowerTiers:
+    def _make_tiers(self, folder: Path, bus: EventBus) -> TierStack:
         rng, below = self.rng, list[LowerTier]()
         if rng.random() < 0.6:
             record_bytes = FaultyFiles(folder, self.copier.page_bytes).record_bytes
             room = rng.randint(2, 60) * record_bytes
             below.append(DiskTier(folder, self.copier.page_bytes, room, "fake", FaultyFiles))
-        kind = rng.choice([PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO])
-        return LowerTiers(self.copier, kind, rng.choice([None, 0.01]), below, bus)
+        kind = rng.choice(["lookahead", "lru", "fifo"])
+        return TierStack(bus, self.copier, below, kind, rng.choice([None, 0.01]))
 
-    def _make_fetching(self, tiers: LowerTiers) -> Fetching:
+    def _make_fetching(self, loader: PageLoader) -> Fetching:
         fetch, preload = self.rng.choice(list(Fetch)), self.rng.choice(["auto", "all", "0", "1"])
         config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload)
-        return Fetching(config, tiers, self.page_size, StepTimes(token_s=1e-3))
+        return Fetching(config, loader, self.page_size, StepTimes(token_s=1e-3))
 
     def _at_launch(self, step: Step) -> None:
         chance = self.rng.random()

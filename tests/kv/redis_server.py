@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from time import monotonic, sleep
 
-from mainstem.kv.bytes.line import Address, Line, LineError, Reply
+from mainstem.kv.bytes.line import Address, LineError, RemoteLine, Reply
 
 CHUNK = 1 << 18
 
@@ -56,7 +56,7 @@ class RedisServer:
 
     def call(self, *command: bytes | str | int) -> Reply:
         """Send one command, not through the proxy."""
-        line = Line(Address(f"unix://{self.socket}"))
+        line = RemoteLine(Address(f"unix://{self.socket}"))
         (reply,) = line.call([command], 10.0)
         line.close()
         return reply

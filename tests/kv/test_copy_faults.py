@@ -8,7 +8,7 @@ import pytest
 
 from mainstem.core.events import EventBus, SavesSkipped, StepFailed
 from mainstem.core.metrics import Counters
-from mainstem.kv.store import StoredRun
+from mainstem.kv.loading import StoredRun
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import fake_answer
 from tests.kv.tiered import Tiered, a_tiered_engine
@@ -74,7 +74,7 @@ def test_a_save_that_fails_is_skipped_and_tried_later(
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
     chain = tiered.store.chain(np.array(CHATS[0], np.int32), b"")
-    assert tiered.store.stored(chain.keys).num_pages == len(chain.keys)
+    assert tiered.store.loader.stored(chain.keys).num_pages == len(chain.keys)
     tiered.engine.check()
     tiered.engine.close()
 
@@ -127,15 +127,15 @@ def test_an_error_elsewhere_does_not_lose_finished_loads(monkeypatch: pytest.Mon
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
     tiered.engine.clear_device()
-    store, tiers = tiered.store, tiered.tiers
+    store = tiered.store
     chain = store.chain(np.array(CHATS[0], np.int32), b"")
-    awaited = store.load(StoredRun(chain, 0, 7), np.empty(0, np.int32), tiers.num_layers)
+    awaited = store.load(StoredRun(chain, 0, 7), np.empty(0, np.int32), store.loader.num_layers)
     assert awaited == chain.keys[6]
     tiered.copier.patience = 0
-    tiers.poll()  # the first layer
+    store._check_copies(0.0)  # the first layer
     with monkeypatch.context() as patch:
-        patch.setattr(tiers, "_next_chore_s", 0.0)
-        patch.setattr(tiers, "_expire", _raise)
+        patch.setattr(tiered.stack, "_next_chore_s", 0.0)
+        patch.setattr(tiered.stack.policy, "expire", _raise)
         with pytest.raises(ZeroDivisionError):
             store.poll()
     assert awaited in store.poll()
@@ -155,7 +155,7 @@ def test_a_load_that_cannot_start_leaks_no_page(monkeypatch: pytest.MonkeyPatch)
     tiered.copier.load_faults = deque(["early"])
     assert store.load(run, nothing, 1) is None
     with monkeypatch.context() as patch:
-        patch.setattr(tiered.tiers, "has_all", _raise)
+        patch.setattr(tiered.store.loader, "_has_all", _raise)
         with pytest.raises(ZeroDivisionError):
             store.load(run, nothing, 1)
     assert store.num_takeable() == store.num_pages

@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 
-from mainstem.kv.ranking import PolicyKind
 from tests.kv.virtual import PAGE_SIZE, VirtualClock, a_virtual_card
 
 SESSIONS, AT_ONCE = 48, 16
@@ -65,13 +64,13 @@ def test_look_ahead_beats_lru_and_fifo_on_the_same_arrivals(clock: VirtualClock)
     session_pages = (HISTORY + 3 * (OUTPUT + NEW)) // PAGE_SIZE
     coming = arrivals(24, 3, rate=60.0)
     mean_s, from_host, hits = {}, {}, {}
-    for policy in (PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO):
+    for policy in ("lookahead", "lru", "fifo"):
         card = a_virtual_card(clock, 4 * session_pages * PAGE_SIZE, 8 * session_pages, 3e9, policy)
         mean_s[policy] = sum(card.replay(coming, OUTPUT)) / len(coming)
         from_host[policy] = card.counters.loaded_pages["host"]
         hits[policy] = card.counters.saving_ratio
         card.engine.check()
-    for policy in (PolicyKind.LRU, PolicyKind.FIFO):
-        assert mean_s[PolicyKind.LOOKAHEAD] < 0.9 * mean_s[policy]
-        assert from_host[PolicyKind.LOOKAHEAD] > 1.5 * from_host[policy]
-        assert hits[PolicyKind.LOOKAHEAD] > 1.5 * hits[policy]
+    for policy in ("lru", "fifo"):
+        assert mean_s["lookahead"] < 0.9 * mean_s[policy]
+        assert from_host["lookahead"] > 1.5 * from_host[policy]
+        assert hits["lookahead"] > 1.5 * hits[policy]

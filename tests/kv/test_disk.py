@@ -45,7 +45,7 @@ def contents(number: int) -> memoryview:
 
 def write(tier: DiskTier, *numbers: int) -> None:
     for number in numbers:
-        assert tier.take(key(number))
+        assert tier.take_place(key(number))
         tier.write(WriteJob(key(number), b"tokens", contents(number)))
     tier.flush()
     done = list(tier.poll())
@@ -360,7 +360,7 @@ def test_a_store_of_another_model_or_format_is_refused(stored: Path, name: str, 
 def test_a_smaller_bound_drops_pages_beyond_it(stored: Path) -> None:
     tier = open_tier(stored, room=3 * PAGE)
     assert read_all(tier) == {1: None, 2: None, 3: None}
-    assert not tier.take(key(6))
+    assert not tier.take_place(key(6))
     tier.close()
 
 
@@ -386,7 +386,7 @@ def test_the_threads_outlive_any_error(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise RuntimeError("illegal memory access")
 
-    assert tier.take(key(1))
+    assert tier.take_place(key(1))
     tier.write(WriteJob(key(1), b"tokens", contents(1), fail))
     tier.flush()
     assert list(tier.poll()) == [Written(key(1), "RuntimeError: illegal memory access")]
@@ -529,7 +529,7 @@ def test_few_writes_wait_for_reads_but_not_for_ever(
 def test_records_are_used_again(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, room=2 * PAGE)
     write(tier, 1, 2)
-    assert not tier.take(key(3))
+    assert not tier.take_place(key(3))
     tier.delete(key(1))
     write(tier, 3)
     tier.close()
@@ -552,9 +552,9 @@ number = 1 + max(live, default=0)
 while True:
     for _ in range(5):
         key = PageKey(number.to_bytes(32, "little"))
-        if not tier.take(key):  # full: the oldest goes
+        if not tier.take_place(key):  # full: the oldest goes
             tier.delete(PageKey(live.pop(0).to_bytes(32, "little")))
-            assert tier.take(key)
+            assert tier.take_place(key)
         buffer = mmap.mmap(-1, PAGE)
         buffer[:] = number.to_bytes(4, "little") * (PAGE // 4)
         live.append(number)
@@ -599,12 +599,12 @@ def test_a_full_disk_is_reported_and_files_do_not_grow_for_a_while(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full)
-    assert tier.take(key(1))
+    assert tier.take_place(key(1))
     tier.write(WriteJob(key(1), b"tokens", contents(1)))
     tier.flush()
     assert list(tier.poll()) == [Written(key(1), "disk full")]
-    assert tier.take(key(1)), "the record can be used again"
-    assert not tier.take(key(2))
+    assert tier.take_place(key(1)), "the record can be used again"
+    assert not tier.take_place(key(2))
     monkeypatch.undo()
     tier.delete(key(1))
     write(tier, 2)

@@ -3,23 +3,23 @@
 import numpy as np
 import pytest
 
-from mainstem.core.config import SchedConfig, StoreConfig, StorePolicy
+from mainstem.core.config import SchedConfig, StoreConfig
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey
 from mainstem.engine.engine import Engine
+from mainstem.kv.eviction import POLICIES, Fifo, Lookahead, Lru, Ranking
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, root_key
 from mainstem.kv.pool import PagePool
-from mainstem.kv.ranking import RANKINGS, Fifo, Lookahead, Lru, PolicyKind, Ranking
 from mainstem.kv.store import KVStore
 from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import FakeRunner
 
 
-@pytest.mark.parametrize("kind", PolicyKind)
-def test_numbers_and_arrays_get_the_same_rank(kind: PolicyKind) -> None:
-    ranking, ranks = RANKINGS[kind], [0, 3, 7]
+@pytest.mark.parametrize("kind", POLICIES)
+def test_numbers_and_arrays_get_the_same_rank(kind: str) -> None:
+    ranking, ranks = POLICIES[kind], [0, 3, 7]
     alone = [ranking.used(rank, 9) for rank in ranks]
     together = np.zeros(3, np.int64)
     together[:] = ranking.used(np.array(ranks, np.int64), 9)
@@ -37,9 +37,9 @@ def test_the_device_evicts_pages_by_rank(ranking: Ranking, left: str) -> None:
         page = pool.take(1)
         index.reserve(chain, 0, page)
         index.commit(page)
-        index.touch(page)
+        index.order.touch(page)
         pool.give_back(page)
-    index.touch(index.match(chains[0].keys)[0])
+    index.order.touch(index.match(chains[0].keys)[0])
     assert index.evict(1) == 1
     assert (chains[0].keys[0] in index) == (left == "first")
     assert (chains[1].keys[0] in index) == (left == "second")
@@ -56,7 +56,7 @@ def test_the_device_evicts_awaited_pages_last() -> None:
         pages = pool.take(2)
         index.reserve(chain, 0, pages)
         index.commit(pages)
-        index.touch(pages)
+        index.order.touch(pages)
         pool.give_back(pages)
     awaited = [chains[0].keys, chains[1].keys, (*chains[0].keys[:1], *chains[1].keys[1:])]
     order: list[PageKey] = []
@@ -88,7 +88,7 @@ def test_the_device_evicts_by_pin_then_queue_then_use_then_depth(seed: int) -> N
         pages = pool.take(8 - len(found))
         index.reserve(chain, len(found), pages)
         index.commit(pages)
-        index.touch(np.append(found, pages))
+        index.order.touch(np.append(found, pages))
         pool.give_back(pages)
         used[:] = [*(other for other in used if other != number), number]
 
@@ -118,7 +118,7 @@ def test_the_device_evicts_by_pin_then_queue_then_use_then_depth(seed: int) -> N
                 use(number)
 
 
-def cached_by_policy(policy: StorePolicy) -> list[int]:
+def cached_by_policy(policy: str) -> list[int]:
     """Cached tokens of four conversations queued after a new request, which takes 8 of 24 pages.
     The first conversation in the queue was used longest ago."""
     bus = EventBus()
@@ -135,7 +135,7 @@ def cached_by_policy(policy: StorePolicy) -> list[int]:
 
 
 def test_the_policy_of_the_store_reaches_the_device() -> None:
-    assert sum(cached_by_policy(StorePolicy.LRU)) <= 4  # each conversation evicts the next one
-    ahead = cached_by_policy(StorePolicy.LOOKAHEAD)
+    assert sum(cached_by_policy("lru")) <= 4  # each conversation evicts the next one
+    ahead = cached_by_policy("lookahead")
     assert ahead[:2] == [20, 20]
     assert ahead[2] >= 16

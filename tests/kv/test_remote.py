@@ -23,7 +23,7 @@ from mainstem.core.ids import PageKey
 from mainstem.engine.tiers import make_remote
 from mainstem.kv.bytes import line as line_module
 from mainstem.kv.bytes import remote as remote_module
-from mainstem.kv.bytes.line import Address, Line, LineError, Overdue, Refusal, check_url
+from mainstem.kv.bytes.line import Address, LineError, Overdue, RemoteLine, RemoteRefusal, check_url
 from mainstem.kv.bytes.remote import RemoteTier
 from mainstem.kv.tier import Answer, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import DistantLink
@@ -104,7 +104,7 @@ def exchange(address: Address) -> None:
     """Write pages, ask for them, and read them back."""
     tier = RemoteTier(address, PAGE, REMOTE)
     for number in range(20):
-        assert tier.take(key(number))
+        assert tier.take_place(key(number))
         tier.write(WriteJob(key(number), b"tokens", memoryview(bytes([number]) * PAGE)))
     tier.flush()
     assert list(tier.poll()) == [Written(key(number)) for number in range(20)]
@@ -189,7 +189,7 @@ def test_bad_addresses_are_refused(url: str, words: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
 def test_a_certificate_must_name_the_host(scheme: str) -> None:
-    connection: Any = Line(Address(f"{scheme}://host"))._connection
+    connection: Any = RemoteLine(Address(f"{scheme}://host"))._connection
     assert connection.check_hostname
 
 
@@ -369,9 +369,9 @@ def test_a_restarted_server_costs_hits_and_no_answer(server: RedisServer) -> Non
 def test_a_server_that_hangs_before_a_read_delays_no_request(server: RedisServer) -> None:
     store_prompt(server.url)
     tiered = a_tiered_engine(remote=Address(server.url), fetch=Fetch.AUTO)
-    asked = tiered.tiers.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
+    asked = tiered.store.loader.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
     assert asked is not None
-    while tiered.tiers.questions.is_open(asked):
+    while tiered.store.loader.questions.is_open(asked):
         tiered.engine.step()
         sleep(0.001)
     server.pause()
@@ -432,7 +432,7 @@ def test_queued_questions_to_a_hanging_server_are_dropped(
 def test_a_connection_that_is_cut_while_it_opens_sends_nothing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = Line(Address(server.url))
+    line = RemoteLine(Address(server.url))
     find = socket.getaddrinfo
 
     def find_late(*args: Any, **options: Any) -> object:
@@ -458,7 +458,7 @@ def test_a_slow_name_lookup_is_given_up(
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     monkeypatch.setattr(line_module, "OPEN_S", 0.1)
-    line = Line(Address(f"redis://kv.internal:{server.port}"))
+    line = RemoteLine(Address(f"redis://kv.internal:{server.port}"))
     began_s = monotonic()
     for words in ("no connection after 0.1 s", "has not ended"):
         with pytest.raises(LineError, match=words):
@@ -519,7 +519,7 @@ def test_a_cluster_is_reported_as_unsupported(tmp_path: Path) -> None:
         assert write_one(server) == "clusters are not supported"
     finally:
         server.stop()
-    moved = Refusal("MovedError", "866 10.0.0.2:6379")
+    moved = RemoteRefusal("MovedError", "866 10.0.0.2:6379")
     assert remote_module._problem(moved) == "clusters are not supported"
 
 
@@ -566,10 +566,10 @@ def test_a_server_that_evicts_costs_hits_and_no_answer(server: RedisServer) -> N
     store_prompt(server.url)
     seen = Seen()
     tiered = a_tiered_engine(remote=Address(server.url), bus=seen.bus)
-    asked = tiered.tiers.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
+    asked = tiered.store.loader.ask(tiered.store.chain(a_request(PROMPT, 1).prompt_ids, b"").keys)
     assert asked is not None
-    while tiered.tiers.questions.is_open(asked):
-        tiered.tiers.poll()
+    while tiered.store.loader.questions.is_open(asked):
+        tiered.store.poll()
     server.call("FLUSHALL")
     answer(tiered)
     assert not seen.lost

@@ -18,7 +18,6 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import FinishReason
 from mainstem.kv.bytes import remote as remote_module
 from mainstem.kv.bytes.line import Address
-from mainstem.kv.ranking import PolicyKind
 from mainstem.sched import fetching as fetching_module
 from tests.builders import VOCAB, Collector, a_request
 from tests.fakes import fake_answer
@@ -27,7 +26,7 @@ from tests.kv.redis_server import Proxy, RedisServer
 from tests.kv.tiered import a_tiered_engine
 from tests.needs import skip_without
 
-KINDS = (PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO)
+KINDS = ("lookahead", "lru", "fifo")
 CHANGES = ("flip", "cut", "swap", "gone", "list")
 
 

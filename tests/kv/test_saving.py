@@ -75,7 +75,7 @@ def test_saving_in_sync_saves_everything_at_the_end_and_waits() -> None:
     assert counters.saved_pages["host"] == 0
     steps(tiered, 1)
     assert counters.saved_pages["host"] == (len(PROMPT) + 8 - 1) // PAGE
-    assert not tiered.tiers.num_copies
+    assert not tiered.store.num_copies
     tiered.engine.close()
 
 

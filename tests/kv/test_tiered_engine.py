@@ -17,9 +17,7 @@ from mainstem.core.events import (
 )
 from mainstem.core.metrics import Counters
 from mainstem.kv.keys import PageChain
-from mainstem.kv.ranking import PolicyKind
 from mainstem.kv.store import Match
-from mainstem.kv.transfer import LoadId
 from mainstem.sched.loading import Loader
 from tests import fakes
 from tests.builders import VOCAB, Collector, a_request, run_all
@@ -70,9 +68,9 @@ def test_pages_evicted_from_the_device_come_back(
     tiered.engine.close()
 
 
-@pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO])
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "fifo"])
 def test_requests_that_load_pages_at_the_same_time_get_right_answers(
-    policy: PolicyKind, tmp_path: Path
+    policy: str, tmp_path: Path
 ) -> None:
     tiered = a_tiered_engine(
         num_pages=40, num_slots=40, disk_dir=tmp_path, num_records=200, policy=policy
@@ -153,9 +151,9 @@ def test_clearing_forgets_every_tier(tmp_path: Path) -> None:
     tiered = a_tiered_engine(disk_dir=tmp_path)
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
-    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 8
+    assert tiered.stack.num_pages("host") == tiered.stack.num_pages("disk") == 8
     tiered.engine.clear_cache()
-    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
+    assert tiered.stack.num_pages("host") == tiered.stack.num_pages("disk") == 0
     assert ask(tiered, [CHATS[0]]) == [0]
     tiered.engine.close()
 
@@ -166,7 +164,7 @@ def test_clearing_forgets_pages_that_are_being_saved(tmp_path: Path, can_overlap
     tiered.copier.patience = 1000  # number of polls before a copy is done
     ask(tiered, [CHATS[0]])
     assert tiered.engine.clear_cache() > 0
-    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
+    assert tiered.stack.num_pages("host") == tiered.stack.num_pages("disk") == 0
     assert ask(tiered, [CHATS[0]]) == [0]
     tiered.engine.close()
 
@@ -176,9 +174,9 @@ def test_unused_pages_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ask(tiered, [CHATS[0]])
     tiered.store.flush()
     later = monotonic() + 1000.0
-    monkeypatch.setattr("mainstem.kv.tiers.monotonic", lambda: later)
+    monkeypatch.setattr("mainstem.kv.stack.monotonic", lambda: later)
     tiered.store.poll()
-    assert tiered.tiers.num_pages("host") == tiered.tiers.num_pages("disk") == 0
+    assert tiered.stack.num_pages("host") == tiered.stack.num_pages("disk") == 0
     tiered.engine.check()
     tiered.engine.close()
 
@@ -225,9 +223,9 @@ def test_a_slow_disk_delays_no_other_request(
     FaultyFiles.reset()
 
 
-@pytest.mark.parametrize("policy", [PolicyKind.LOOKAHEAD, PolicyKind.LRU])
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
 def test_if_host_memory_holds_only_some_chats_these_are_loaded_from_it(
-    policy: PolicyKind, tmp_path: Path
+    policy: str, tmp_path: Path
 ) -> None:
     """There are twelve chats of at least eight pages, and host memory holds six. A chat that
     returns from disk must not evict those that return next."""
@@ -243,7 +241,7 @@ def test_if_host_memory_holds_only_some_chats_these_are_loaded_from_it(
             tiered.engine.flush()
         num_from_host = counters.loaded_pages["host"] - before
         if number:
-            assert num_from_host >= 4 * 8 if policy is PolicyKind.LOOKAHEAD else num_from_host == 0
+            assert num_from_host >= 4 * 8 if policy == "lookahead" else num_from_host == 0
         turns = [[*turn, *fake_answer(turn, 4, VOCAB)] for turn in turns]
     tiered.engine.check()
     tiered.engine.close()
@@ -259,8 +257,8 @@ def test_a_request_with_its_history_in_host_memory_does_not_wait_for_the_disk(
     again = a_tiered_engine(num_pages=40, disk_dir=tmp_path)
     ask(again, [CHATS[1]])
     again.engine.clear_device()
-    monkeypatch.setattr(type(again.tiers), "is_crowded", lambda *_: True)
-    monkeypatch.setattr(type(again.tiers), "prefetch", lambda _: None)
+    monkeypatch.setattr(type(again.store.loader), "is_crowded", lambda *_: True)
+    monkeypatch.setattr(type(again.store.loader), "prefetch", lambda _: None)
     again.engine.submit(a_request(CHATS[0], 4, name="from disk"))
     again.engine.submit(a_request(CHATS[1], 4, name="from host"))
     got = Collector()
@@ -285,8 +283,8 @@ def test_a_request_that_waits_for_a_busy_disk_is_not_looked_up_again(
     ask(tiered, CHATS)
     tiered.engine.close()
     again = a_tiered_engine(num_pages=80, num_slots=80, disk_dir=tmp_path)
-    monkeypatch.setattr(type(again.tiers), "is_crowded", lambda *_: True)
-    monkeypatch.setattr(type(again.tiers), "prefetch", lambda _: None)
+    monkeypatch.setattr(type(again.store.loader), "is_crowded", lambda *_: True)
+    monkeypatch.setattr(type(again.store.loader), "prefetch", lambda _: None)
     looked_up: list[PageChain] = []
     lookup = again.store.lookup
 
@@ -327,7 +325,7 @@ def test_a_request_that_loses_its_loaded_pages_computes_them(tmp_path: Path) -> 
         if not again.engine.has_work:
             break
         got.add(again.engine.step())
-        if again.store.is_reading:
+        if again.store.loader.is_reading:
             sleep(0.001)
         if not again.engine.num_running:
             again.engine.clear_device()  # as if another request had taken the loaded pages
@@ -345,7 +343,7 @@ def test_a_load_that_ends_during_a_flush_is_noticed(tmp_path: Path) -> None:
     got = Collector()
     got.add(again.engine.step())
     deadline_s = monotonic() + 60
-    while again.store.num_loads and monotonic() < deadline_s:
+    while again.store.loader.num_loads and monotonic() < deadline_s:
         sleep(0.001)
         again.engine.flush()
     for _ in range(100):
@@ -367,12 +365,12 @@ def test_pages_of_an_urgent_request_are_prefetched_first(tmp_path: Path) -> None
     chains = [again.store.chain(np.array(chat, np.int32), b"") for chat in CHATS[:2]]
     again.engine.step()
     deadline_s = monotonic() + 60
-    while again.tiers.find(chains[1].keys).num_below and monotonic() < deadline_s:
+    while again.store.loader.stored(chains[1].keys).num_below and monotonic() < deadline_s:
         again.store.poll()  # as a step does; a slow disk may still read after the last step
-        again.store.prefetch()
+        again.store.loader.prefetch()
         sleep(0.001)
     assert again.engine.num_waiting == 2
-    assert [again.tiers.find(chain.keys).num_below for chain in chains] == [7, 0]
+    assert [again.store.loader.stored(chain.keys).num_below for chain in chains] == [7, 0]
     again.engine.close()
 
 
@@ -402,10 +400,10 @@ def test_the_next_step_waits_for_a_disk_read_while_the_device_is_busy(
     again.engine.step()
     again.engine.submit(a_request(CHATS[0], 4, name="from disk"))
     again.engine.step()
-    was_reading = [again.store.is_reading]
+    was_reading = [again.store.loader.is_reading]
     ends_s[0] = monotonic() + 300.0
     again.engine.step()
-    was_reading.append(again.store.is_reading)
+    was_reading.append(again.store.loader.is_reading)
     assert was_reading == [True, False], "the step did not wait for the read"
     assert monotonic() < ends_s[0] - 100.0, "the step waited longer than the read took"
     assert len(again.runner.steps[-1].seq_slots) == 2
@@ -420,7 +418,7 @@ def test_a_graceful_stop_saves_the_pages_in_the_write_buffer(tmp_path: Path) -> 
     run_all(tiered.engine, [a_request(token_ids, 1)])
     tiered.engine.close()
     again = a_tiered_engine(**sizes)  # type: ignore[arg-type]
-    assert again.tiers.num_pages("disk") == 50
+    assert again.stack.num_pages("disk") == 50
     again.engine.close()
 
 
@@ -473,14 +471,14 @@ def test_the_seconds_of_a_load_from_several_tiers_count_once(tmp_path: Path) -> 
         ask(tiered, [chat])
         tiered.engine.flush()
     chain = tiered.store.chain(np.array(CHATS[0], np.int32), b"")
-    stored = tiered.store.stored(chain.keys)
+    stored = tiered.store.loader.stored(chain.keys)
     assert 0 < stored.num_below < stored.num_pages == len(chain.keys)
     tiered.engine.clear_device()
     pages = tiered.store.take(len(chain.keys))
-    load = tiered.tiers.load(LoadId(0), chain.keys, pages, 0)
+    load = tiered.store.loader.copy_up(chain.keys, pages, 0)
     assert load is not None
-    while tiered.tiers.num_copies:
-        tiered.tiers.poll()
+    while tiered.store.num_copies:
+        tiered.store.poll()
     assert [event.tier for event in loaded] == ["disk", "host"]
     assert sum(event.num_pages for event in loaded) == len(load.pages)
     assert loaded[0].seconds > 0

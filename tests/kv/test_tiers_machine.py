@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mainstem.core.request import FinishReason
-from mainstem.kv.ranking import PolicyKind
 from tests.builders import VOCAB, Collector, a_request
 from tests.fakes import fake_answer
 from tests.kv.faulty import FaultyFiles
@@ -30,7 +29,7 @@ class TieredMachine(RuleBasedStateMachine):
         num_slots=st.integers(2, 24),
         num_records=st.integers(1, 30),
         can_overlap=st.booleans(),
-        policy=st.sampled_from([PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO]),
+        policy=st.sampled_from(["lookahead", "lru", "fifo"]),
         preload=st.sampled_from(["auto", "all", "0", "1"]),
         has_disk=st.booleans(),
         chunk_tokens=st.sampled_from([5, 64]),

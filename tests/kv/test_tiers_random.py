@@ -1,4 +1,4 @@
-"""LowerTiers: random saves, loads and queues over tiers that are slow, full or fail. No threads.
+"""Random saves, loads and queues over tiers that are slow, full or fail. No threads.
 
 Bytes and policy must agree: a page is in the tier that the policy says, or in none.
 """
@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from itertools import count
 from random import Random
 
-import numpy as np
 import pytest
 
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
-from mainstem.kv import tiers as tiers_module
-from mainstem.kv.ranking import PolicyKind
-from mainstem.kv.tier import Answer, Emptied, Read, ReadJob, StoredPage, WriteJob, Written
-from mainstem.kv.tiers import LowerTiers
+from mainstem.kv import loading, saving, stack
+from mainstem.kv.store import KVStore
+from mainstem.kv.tier import Answer, Emptied, FoundPage, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import LoadId, SharedLink
 
 TOKENS = b"tokens"
@@ -81,12 +79,12 @@ class _Lower:
         self._there: set[PageKey] = set()
         self._under_way: list[WriteJob | ReadJob | Sequence[PageKey] | Emptied] = []
 
-    def recover(self) -> Sequence[StoredPage]:
+    def recover(self) -> Sequence[FoundPage]:
         return []
 
     def opened(self, num_pages: int) -> None: ...
 
-    def take(self, key: PageKey) -> bool:
+    def take_place(self, key: PageKey) -> bool:
         assert key not in self._taken
         if self.is_full or len(self._taken) >= self.num_places + self._num_slack:
             return False
@@ -144,65 +142,70 @@ class _Lower:
 
 
 class _Driver:
-    def __init__(self, seed: int, stack: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, num_stack: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = rng = Random(seed)
         self.now_s = 0.0
-        for name in ("monotonic", "time", "perf_counter"):
-            monkeypatch.setattr(tiers_module, name, lambda: self.now_s)
-        monkeypatch.setattr("mainstem.kv.questions.monotonic", lambda: self.now_s)
-        names = [[], ["disk"], ["remote"], ["disk", "remote"]][stack]
+        for module in (loading, saving, stack):
+            for name in ("monotonic", "time", "perf_counter"):
+                monkeypatch.setattr(module, name, lambda: self.now_s, raising=False)
+        names = [[], ["disk"], ["remote"], ["disk", "remote"]][num_stack]
         self.below = [_Lower(rng, name, rng.randint(2, 14)) for name in names]
-        kind = rng.choice([PolicyKind.LOOKAHEAD, PolicyKind.LOOKAHEAD, PolicyKind.LRU])
+        kind = rng.choice(["lookahead", "lookahead", "lru"])
         copier = _Copier(rng, rng.randint(2, 10))
-        self.tiers = LowerTiers(copier, kind, TTL_S, self.below, EventBus())
+        bus = EventBus()
+        self.stack = stack.TierStack(bus, copier, self.below, kind, TTL_S)
+        self.store = KVStore(1000, 4, b"fake", bus, self.stack)
         self.chains = [
             [PageKey(f"{chain}-{page}".encode()) for page in range(CHAIN_PAGES)]
             for chain in range(NUM_CHAINS)
         ]
         self.tickets: list[int] = []
-        self.load_ids, self.new_tickets = map(LoadId, count()), count()
+        self.new_tickets = count()
         self.awaited: set[PageKey] = set()
 
     def act(self) -> None:
-        tiers, rng = self.tiers, self.rng
+        store, rng = self.store, self.rng
+        saver, loader = store.saver, store.loader
         keys = rng.choice(self.chains)[: rng.randint(1, CHAIN_PAGES)]
         match rng.randrange(11):
             case 0 | 1:
-                missing = [number for number, key in enumerate(keys) if not tiers.has(key)]
-                new = missing[: tiers.make_room(len(missing))]
+                missing = [number for number, key in enumerate(keys) if not self.stack.has(key)]
+                new = missing[: saver.make_room(len(missing))]
                 if new:
                     after = [keys[max(0, number - 1)] for number in new]
-                    pages = np.arange(len(new), dtype=np.int32)
-                    tiers.save(pages, [keys[n] for n in new], after, [TOKENS] * len(new))
-            case 2 if (found := tiers.find(keys)).num_pages:
-                wanted = keys[: tiers.run_length(keys[: found.num_pages], 3)]
-                pages = np.arange(len(wanted), dtype=np.int32)
-                tiers.load(next(self.load_ids), wanted, pages, 1)
+                    pages = store.take(len(new))
+                    saver.copy_down(pages, [keys[n] for n in new], after, [TOKENS] * len(new))
+                    store.release(pages)
+            case 2 if (found := loader.stored(keys)).num_pages:
+                wanted = keys[: loader.run_length(keys[: found.num_pages], 3)]
+                pages = store.take(len(wanted))
+                load = loader.copy_up(wanted, pages, 1)
+                store.release(pages[0 if load is None else len(load.pages) :])
             case 3:
                 self.tickets.append(next(self.new_tickets))
-                tiers.expect(self.tickets[-1], keys)
+                self.stack.policy.expect(self.tickets[-1], keys, self.tickets[-1])
             case 4 if self.tickets:
-                tiers.dismiss(self.tickets.pop(rng.randrange(len(self.tickets))))
+                store.dismiss(self.tickets.pop(rng.randrange(len(self.tickets))))
             case 5:
-                tiers.prefetch()
+                loader.prefetch()
             case 6 if self.below:
                 rng.choice(self.below).is_full = rng.random() < 0.5
             case 9 if self.below:
-                asked = tiers.ask(keys)
-                assert asked is None or tiers.questions.is_open(asked)
-                if asked is not None and tiers.questions.awaits(asked, 3.0):
+                asked = loader.ask(keys)
+                assert asked is None or loader.questions.is_open(asked)
+                if asked is not None and loader.questions.awaits(asked, 3.0):
                     self.awaited.add(asked)
             case 10 if rng.random() < 0.2 and self.below and self.below[-1].is_shared:
                 self.below[-1].fail()
             case 7 if rng.random() < 0.2:
                 self.now_s += TTL_S / 2
             case 8 if rng.random() < 0.1:
-                tiers.clear()
+                self.stack.clear()
             case _:
-                tiers.note_use(keys)
+                self.stack.note_use(keys)
         self.now_s += 1.0
-        self.awaited.difference_update(tiers.poll().answered)
-        tiers.check()
+        self.awaited.difference_update(store.poll())
+        store.check()
 
 
 @pytest.mark.parametrize("stack", range(4), ids=["host", "disk", "remote", "both"])
@@ -211,12 +214,12 @@ def test_bytes_and_policy_agree(seed: int, stack: int, monkeypatch: pytest.Monke
     driver = _Driver(seed, stack, monkeypatch)
     for _ in range(150):
         driver.act()
-    driver.tiers.flush()
+    driver.store.saver.flush()
     for _ in range(100):
-        driver.awaited.difference_update(driver.tiers.poll().answered)
+        driver.awaited.difference_update(driver.store.poll())
     assert not driver.awaited, "a request would wait for ever"
-    driver.tiers.check()
-    assert driver.tiers.num_copies == 0
-    driver.tiers.clear()
-    driver.tiers.check()
-    assert sum(map(driver.tiers.num_pages, ("host", "disk", "remote"))) == 0
+    driver.store.check()
+    assert driver.store.num_copies == 0
+    driver.stack.clear()
+    driver.store.check()
+    assert sum(map(driver.stack.num_pages, ("host", "disk", "remote"))) == 0

@@ -8,7 +8,7 @@ from threading import Lock
 
 import numpy as np
 
-from mainstem.core.config import Fetch, Saving, SchedConfig, StoreConfig, StorePolicy
+from mainstem.core.config import Fetch, Saving, SchedConfig, StoreConfig
 from mainstem.core.events import EventBus
 from mainstem.core.step import InFlight, Int32s, Step
 from mainstem.engine.engine import Engine
@@ -16,10 +16,9 @@ from mainstem.kv.bytes.disk import DiskTier
 from mainstem.kv.bytes.line import Address
 from mainstem.kv.bytes.remote import RemoteSettings, RemoteTier
 from mainstem.kv.bytes.segments import SegmentFiles
-from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
-from mainstem.kv.tiers import LowerTiers
 from mainstem.kv.transfer import LoadId
 from mainstem.sched.fetching import Fetching, StepTimes
 from mainstem.sched.scheduler import Scheduler
@@ -171,7 +170,7 @@ class Tiered:
 
     engine: Engine
     store: KVStore
-    tiers: LowerTiers
+    stack: TierStack
     copier: FakeCopier
     runner: TieredRunner
 
@@ -185,7 +184,7 @@ def a_tiered_engine(  # noqa: PLR0917
     files: type[SegmentFiles] = SegmentFiles,
     bus: EventBus | None = None,
     can_overlap: bool = False,
-    policy: PolicyKind = PolicyKind.LOOKAHEAD,
+    policy: str = "lookahead",
     ttl_s: float | None = None,
     preload: str = "auto",
     chunk_tokens: int = 64,
@@ -206,11 +205,10 @@ def a_tiered_engine(  # noqa: PLR0917
         below.append(DiskTier(disk_dir, copier.page_bytes, room, "fake", files))
     if remote is not None:
         below.append(RemoteTier(remote, copier.page_bytes, remote_settings))
-    tiers = LowerTiers(copier, policy, ttl_s, below, bus)
-    kind = StorePolicy(policy.value)
-    config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload, policy=kind, save=save)
-    store = KVStore(num_pages, page_size, b"fake", bus, tiers, config)
-    fetching = Fetching(config, tiers, page_size, StepTimes(token_s=1e-3))
+    stack = TierStack(bus, copier, below, policy, ttl_s)
+    config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload, policy=policy, save=save)
+    store = KVStore(num_pages, page_size, b"fake", bus, stack, config)
+    fetching = Fetching(config, store.loader, page_size, StepTimes(token_s=1e-3))
     sched = SchedConfig(chunk_tokens=chunk_tokens)
     scheduler = Scheduler(sched, store, VOCAB, max_model_len, bus, fetching=fetching)
-    return Tiered(Engine(scheduler, runner, bus), store, tiers, copier, runner)
+    return Tiered(Engine(scheduler, runner, bus), store, stack, copier, runner)

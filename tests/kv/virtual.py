@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from mainstem.core.config import SchedConfig, StoreConfig, StorePolicy
+from mainstem.core.config import SchedConfig, StoreConfig
 from mainstem.core.events import EventBus
 from mainstem.core.ids import PageKey
 from mainstem.core.metrics import Counters
@@ -20,13 +20,14 @@ from mainstem.core.request import SamplingParams
 from mainstem.core.step import Int32s, Step, StepResult
 from mainstem.engine import engine as engine_module
 from mainstem.engine.engine import Engine
-from mainstem.kv import tiers as tiers_module
+from mainstem.kv import loading as page_loading_module
+from mainstem.kv import saving as saving_module
+from mainstem.kv import stack as stack_module
 from mainstem.kv import transfer as transfer_module
 from mainstem.kv.bytes.disk import FIRST_RATE, NUM_READERS, READ_RUN
-from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
-from mainstem.kv.tier import Read, ReadJob, StoredPage, WriteJob, Written
-from mainstem.kv.tiers import LowerTiers
+from mainstem.kv.tier import FoundPage, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import LoadId, SharedLink
 from mainstem.sched import loading as loading_module
 from mainstem.sched import scheduler as scheduler_module
@@ -46,7 +47,8 @@ class VirtualClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         for module in (
-            engine_module, tiers_module, transfer_module, loading_module, scheduler_module,
+            engine_module, stack_module, saving_module, page_loading_module, transfer_module,
+            loading_module, scheduler_module,
         ):  # fmt: skip
             for name in ("perf_counter", "monotonic", "time"):
                 monkeypatch.setattr(module, name, self.read, raising=False)
@@ -148,13 +150,13 @@ class VirtualDisk:
         self._writes: deque[WriteJob] = deque()
         self._done: list[Read | Written] = []
 
-    def recover(self) -> Sequence[StoredPage]:
+    def recover(self) -> Sequence[FoundPage]:
         return []
 
     def opened(self, num_pages: int) -> None:
         pass
 
-    def take(self, key: PageKey) -> bool:
+    def take_place(self, key: PageKey) -> bool:
         return next(self._records, None) is not None
 
     def delete(self, key: PageKey) -> None:
@@ -321,21 +323,23 @@ def a_virtual_card(
     device_tokens: int,
     host_pages: int,
     disk_bytes_per_s: float,
-    policy: PolicyKind = PolicyKind.LOOKAHEAD,
+    policy: str = "lookahead",
     disk_pages: int = 50_000,
 ) -> VirtualCard:
     """Steps of at most 2,048 tokens. If `host_pages` is 0, there is no tier below the device."""
     bus = EventBus()
     card = VirtualCard(clock, None)  # type: ignore[arg-type]  # made below
     card.counters.attach(bus)
-    copier = tiers = fetching = None
+    copier = stack = fetching = None
     if host_pages:
         copier = VirtualCopier(clock, host_pages)
         disk = VirtualDisk(clock, disk_pages, disk_bytes_per_s)
-        tiers = LowerTiers(copier, policy, None, [disk], bus)
-        fetching = Fetching(StoreConfig(host_gb=1.0), tiers, PAGE_SIZE, StepTimes(25e-6, 3.5e-3))
-    settings = StoreConfig(policy=StorePolicy(policy.value))
-    store = KVStore(device_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus, tiers, settings)
+        stack = TierStack(bus, copier, [disk], policy)
+    settings = StoreConfig(policy=policy)
+    store = KVStore(device_tokens // PAGE_SIZE, PAGE_SIZE, b"virtual", bus, stack, settings)
+    if host_pages:
+        steps = StepTimes(25e-6, 3.5e-3)
+        fetching = Fetching(StoreConfig(host_gb=1.0), store.loader, PAGE_SIZE, steps)
     config = SchedConfig(chunk_tokens=2048)
     scheduler = Scheduler(config, store, 97, 10_000, bus, fetching=fetching)
     card.engine = Engine(scheduler, VirtualRunner(clock, copier), bus)

@@ -7,9 +7,9 @@ import pytest
 
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.kv import transfer
-from mainstem.kv.stored import Stored
-from mainstem.kv.tiers import LowerTiers
-from mainstem.kv.transfer import Link, SharedLink
+from mainstem.kv.loading import PageLoader
+from mainstem.kv.places import StoredCounts
+from mainstem.kv.transfer import SharedLink, TierLink
 from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
 
 PAGE_BYTES = 2 << 20  # 16 tokens of Llama 8B in bf16
@@ -23,7 +23,7 @@ class Tiers:
 
     num_layers: int = 32
     page_bytes: int = PAGE_BYTES
-    links: list[Link] = field(default_factory=lambda: [Link(50e9), SharedLink(4.2e9)])
+    links: list[TierLink] = field(default_factory=lambda: [TierLink(50e9), SharedLink(4.2e9)])
     num_free_slots: int = 10_000
 
     def is_crowded(self, num_pages: int) -> bool:
@@ -34,13 +34,13 @@ def a_fetching(fetch: Fetch = Fetch.AUTO, preload: str = "auto") -> tuple[Fetchi
     tiers = Tiers()
     config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload)
     assert isinstance(tiers, Tiers)
-    stand_in: LowerTiers = tiers  # type: ignore[assignment]  # it has what Fetching looks at
+    stand_in: PageLoader = tiers  # type: ignore[assignment]  # it has what Fetching looks at
     return Fetching(config, stand_in, 16, StepTimes(TOKEN_S)), tiers
 
 
 def assign(fetching: Fetching, tiers: Tiers, count: int, is_on_disk: bool) -> tuple[int, int]:
     """How many of the histories that arrive at once are loaded, and how many computed."""
-    stored = Stored(HISTORY, (HISTORY,) if is_on_disk else ())
+    stored = StoredCounts(HISTORY, (HISTORY,) if is_on_disk else ())
     num_loaded, tokens_ahead = 0, 0
     for index in range(count):
         if fetching.is_worth_it(stored, tokens_ahead, count - index):
@@ -86,7 +86,7 @@ def test_fetch_always_and_never_override_the_comparison() -> None:
 
 def test_a_link_that_was_measured_to_be_slow_is_not_used() -> None:
     fetching, tiers = a_fetching()
-    stored = Stored(HISTORY, (HISTORY,))
+    stored = StoredCounts(HISTORY, (HISTORY,))
     link = tiers.links[1] = SharedLink(100e9)
     assert fetching.is_worth_it(stored, 0, 0)
     for second in range(20):
@@ -98,7 +98,7 @@ def test_a_link_that_was_measured_to_be_slow_is_not_used() -> None:
 def test_short_histories_are_computed_if_the_link_is_busy() -> None:
     fetching, tiers = a_fetching()
     tiers.links[0].start(100 * HISTORY * PAGE_BYTES)  # half a second of other loads
-    assert not fetching.is_worth_it(Stored(2), 0, 0)
+    assert not fetching.is_worth_it(StoredCounts(2), 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_a_prompt_starts_when_it_can_hide_the_rest_of_the_load(
     new_tokens: int, layers: int
 ) -> None:
     fetching, _ = a_fetching()
-    assert fetching.start_layers(Stored(HISTORY), new_tokens) == layers
+    assert fetching.start_layers(StoredCounts(HISTORY), new_tokens) == layers
 
 
 def test_a_started_prompt_waits_for_no_layer() -> None:
     """Layer k arrives after k + 1 parts of the load and is needed after k parts of the prompt."""
     fetching, tiers = a_fetching()
     for new_tokens in (1, 50, 100, 200, 400):
-        start = fetching.start_layers(Stored(HISTORY), new_tokens)
+        start = fetching.start_layers(StoredCounts(HISTORY), new_tokens)
         layer_load_s = tiers.links[0].pass_s(HISTORY * PAGE_BYTES) / 32
         layer_prompt_s = new_tokens * TOKEN_S / 32
         for layer in range(32):
@@ -131,7 +131,7 @@ def test_a_started_prompt_waits_for_no_layer() -> None:
 @pytest.mark.parametrize(("preload", "layers"), [("all", 32), ("0", 0), ("5", 5), ("99", 32)])
 def test_the_number_of_layers_loaded_before_the_start_can_be_set(preload: str, layers: int) -> None:
     fetching, _ = a_fetching(preload=preload)
-    assert fetching.start_layers(Stored(HISTORY), 100) == layers
+    assert fetching.start_layers(StoredCounts(HISTORY), 100) == layers
 
 
 def test_steps_are_expected_to_take_as_long_as_the_latest_ones() -> None:
@@ -260,25 +260,25 @@ def test_a_standing_queue_does_not_hide_that_a_link_is_slow(
 def test_a_tier_is_busy_while_other_loads_have_the_slots_it_needs() -> None:
     fetching, tiers = a_fetching()
     tiers.num_free_slots = HISTORY - 1
-    assert fetching.is_busy(Stored(HISTORY, (HISTORY,)))
-    assert not fetching.is_busy(Stored(HISTORY, (HISTORY - 1,)))
-    assert not fetching.is_busy(Stored(HISTORY))
+    assert fetching.is_busy(StoredCounts(HISTORY, (HISTORY,)))
+    assert not fetching.is_busy(StoredCounts(HISTORY, (HISTORY - 1,)))
+    assert not fetching.is_busy(StoredCounts(HISTORY))
 
 
 def test_a_decision_to_compute_can_change_while_pages_are_stored() -> None:
-    assert a_fetching()[0].is_open(Stored(1))
-    assert not a_fetching()[0].is_open(Stored(0))
-    assert not a_fetching(Fetch.NEVER)[0].is_open(Stored(1))
+    assert a_fetching()[0].is_open(StoredCounts(1))
+    assert not a_fetching()[0].is_open(StoredCounts(0))
+    assert not a_fetching(Fetch.NEVER)[0].is_open(StoredCounts(1))
 
 
 def test_a_history_without_stored_pages_is_not_loaded() -> None:
     fetching, _ = a_fetching()
-    assert not fetching.is_worth_it(Stored(0), 100, 3)
+    assert not fetching.is_worth_it(StoredCounts(0), 100, 3)
 
 
 def test_a_link_with_work_until_the_next_step_is_busy() -> None:
     fetching, tiers = a_fetching()
     tiers.links[0].start(50 * PAGE_BYTES * HISTORY // 5)  # 53 ms
-    assert fetching.is_busy(Stored(HISTORY))
+    assert fetching.is_busy(StoredCounts(HISTORY))
     fetching.steps.interval_s = 0.1
-    assert not fetching.is_busy(Stored(HISTORY))
+    assert not fetching.is_busy(StoredCounts(HISTORY))

@@ -155,10 +155,10 @@ def test_after_an_interrupt_of_a_flush_no_write_stays_pending(tmp_path: Path) ->
         run_all(tiered.engine, [a_request(range(20), 4)])
         with suppress(KeyboardInterrupt), Interrupt(when) as interrupt:
             tiered.engine.flush()
-        disk = tiered.tiers._below[0][1]
+        disk = tiered.stack.below[0][1]
         assert disk is not None
         disk.flush()
-        tiered.tiers.poll()
+        tiered.stack.poll()
         assert disk.num_writes_pending == 0, "a finished write still counts as pending"
         tiered.engine.flush()
         tiered.engine.check()

@@ -257,7 +257,7 @@ def test_pages_in_lower_tiers_are_loaded_and_moved(
     for turn in range(num_turns_before):
         chat.say(tokens(28 if turn == 0 else 5, seed=turn))
     tiered.store.flush()
-    tiered.store._clear_device()
+    tiered.store._forget_idle()
     computed, loaded = counters.computed_tokens, counters.loaded_pages["host"]
     request = a_request([*chat.said, *tokens(9, seed=9)], max_tokens=4, session="s")
     kept, truncation = a_truncator().fit(request)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mainstem.core.errors import ConfigError, InvalidRequest
-from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.eviction import POLICIES
 from mainstem_simulate import command as cli
 from mainstem_simulate import plots
 from mainstem_simulate.service import Prices, ServiceRates
@@ -70,7 +70,7 @@ def test_nothing_is_stored_without_storage() -> None:
 def test_lru_loads_from_disk_the_pages_that_look_ahead_has_prefetched() -> None:
     chains = [[i, i + 100] for i in range(20)] * 3
     rates = ServiceRates(prefill_tokens_per_s=100, decode_tokens_per_s=50, disk_gb_per_s=0.2)
-    lru = run(a_trace(chains, output=10), 10, 50, policy=PolicyKind.LRU, rates=rates)
+    lru = run(a_trace(chains, output=10), 10, 50, policy="lru", rates=rates)
     ahead = run(a_trace(chains, output=10), 10, 50, rates=rates)
     assert lru.hit_rate == ahead.hit_rate == ahead.hit_rate_dram > 0
     assert lru.hit_rate_dram == 0
@@ -93,7 +93,7 @@ def test_pages_on_the_device_need_no_load() -> None:
 def test_the_device_keeps_pages_that_the_queue_waits_for() -> None:
     chains = [[0], [1], [2], [3], [4], [0], [1], [2]]
     room = 3 * PAGE * KV_BYTES / 1e9 + 1e-6
-    blind = run(a_trace(chains), 0, policy=PolicyKind.LRU, device_gb=room)
+    blind = run(a_trace(chains), 0, policy="lru", device_gb=room)
     ahead = run(a_trace(chains), 0, lookahead=8, device_gb=room)
     assert blind.hit_rate_device == 0
     assert ahead.hit_rate_device == pytest.approx(3 * PAGE / (8 * (PAGE + 5)))
@@ -165,12 +165,12 @@ def test_look_ahead_finds_more_than_lru_and_fifo_and_nearly_as_much_as_belady(
     page_gb = trace.page_tokens * KV_BYTES / 1e9
     for pages in sizes:
         rates: dict[str, float] = {}
-        for kind in PolicyKind:
+        for kind in POLICIES:
             config = SimulationConfig(
                 KV_BYTES, 0.3 * pages * page_gb, 0.7 * pages * page_gb, kind, lookahead=30
             )
             report = simulate(trace, config)
-            rates[kind.value] = report.hit_rate
+            rates[kind] = report.hit_rate
         assert rates["lookahead"] >= max(rates["lru"], rates["fifo"])
         assert rates["lookahead"] >= 0.97 * rates["belady"]
         if rates["lru"] < 0.9 * report.hit_rate_unbounded:

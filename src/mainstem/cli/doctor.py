@@ -80,7 +80,7 @@ def _attention_words(device: DeviceFacts, libraries: TorchFacts) -> str:
 
 def _store_words(config: StoreConfig, free_bytes: int) -> str:
     """Where pages go that do not fit on the device, and how to keep more."""
-    policy = f"{config.policy.value} policy, fetch {config.fetch.value}, preload {config.preload}"
+    policy = f"{config.policy} policy, fetch {config.fetch.value}, preload {config.preload}"
     if config.host_bytes == 0:
         return (
             f"pages on the device only. To keep more: --host-gb ({gigabytes(free_bytes)} are free) "

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 from typing import TypeVar
 
@@ -51,6 +51,18 @@ def member_of(kind: type[E]) -> Callable[[str], E]:
         except ValueError:
             known = ", ".join(str(member.value) for member in kind)
             raise argparse.ArgumentTypeError(f"must be one of {known}, got {text!r}") from None
+
+    return parse
+
+
+def one_of(known: Collection[str]) -> Callable[[str], str]:
+    """One of these names."""
+
+    def parse(text: str) -> str:
+        if text not in known:
+            listed = ", ".join(known)
+            raise argparse.ArgumentTypeError(f"must be one of {listed}, got {text!r}")
+        return text
 
     return parse
 

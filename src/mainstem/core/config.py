@@ -316,22 +316,13 @@ class SchedConfig:
         check_ranges(self)
 
 
-class StorePolicy(Enum):
-    """Which pages leave the device, host memory and disk first."""
-
-    LOOKAHEAD = "lookahead"  # pages that no waiting request needs (AttentionStore 3.3)
-    LRU = "lru"
-    FIFO = "fifo"
-
-
 class Saving(Enum):
     """When filled pages go from the device to host memory and on (AttentionStore 3.2.2)."""
 
     DECODING = "decoding"  # all pages as soon as they are full, while the next steps run
     # pages of prompts as soon as they are full, those of answers when their sequence ends
     END = "end"
-    # all pages when their sequence ends, and the next step waits: the paper's baseline
-    SYNC = "sync"
+    SYNC = "sync"  # all pages when their sequence ends, and the next step waits: a baseline
 
 
 class Fetch(Enum):
@@ -407,16 +398,22 @@ class StoreConfig:
             argument="store_ttl",
         ),
     )
-    policy: StorePolicy = field(
-        default=StorePolicy.LOOKAHEAD,
-        metadata=about("which pages leave first, in every tier", argument="store_policy"),
+    policy: str = field(
+        default="lookahead",
+        metadata=about(
+            "which pages leave first, in every tier: those that no waiting request needs "
+            "(lookahead), or the least recently used (lru)",
+            argument="store_policy",
+            choices=("lookahead", "lru"),  # names in kv/eviction.py
+        ),
     )
     save: Saving = field(
         default=Saving.DECODING,
         metadata=about(
-            "when pages of answers are saved: as they fill (decoding), when a sequence ends (end), "
-            "or when it ends, before the next step starts (sync)",
+            "when pages of answers are saved: as they fill (decoding), or when a sequence ends "
+            "(end)",
             argument="store_save",
+            choices=("decoding", "end"),
         ),
     )
     fetch: Fetch = field(

@@ -110,8 +110,8 @@ class PagesLoaded:
 
 @dataclass(frozen=True, slots=True)
 class PagesPrefetched:
-    """Pages that waiting requests will need were read from disk or a shared server
-    into host memory."""
+    """Pages that waiting requests will need were read from disk, or from a shared server, into host
+    memory."""
 
     num_pages: int
 

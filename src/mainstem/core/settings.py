@@ -53,6 +53,7 @@ class About:
     metavar: str | None  # in `--help`; None: chosen by the setting's type
     argument: str | None  # name of the flag and of LLM's argument; None: the setting's name
     has_flag: bool
+    choices: tuple[str, ...] | None  # what users may set, if code may set more; see Setting
 
 
 def about(
@@ -63,9 +64,10 @@ def about(
     metavar: str | None = None,
     argument: str | None = None,
     has_flag: bool = True,
+    choices: tuple[str, ...] | None = None,
 ) -> dict[str, About]:
     """The metadata of a section's field; see About."""
-    return {ABOUT: About(help, unset, range, metavar, argument, has_flag)}
+    return {ABOUT: About(help, unset, range, metavar, argument, has_flag, choices)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ class Setting:
 
     @property
     def choices(self) -> list[str] | None:
-        """The values of an enum; None: any value in range."""
+        """The values that users may set: those listed, or those of an enum; None: any value in
+        range."""
+        if self.about.choices is not None:
+            return list(self.about.choices)
         if not issubclass(self.kind, Enum):
             return None
         return [str(member.value) for member in self.kind]
@@ -113,11 +118,11 @@ class Setting:
         """Convert a value from a file, a flag or an argument to the setting's type; raises
         ConfigError if the type is wrong."""
         must = f"{where}: {self.name} must be"
-        if issubclass(self.kind, Enum):
-            try:
-                return self.kind(value)
-            except ValueError:
-                raise ConfigError(f"{must} one of {self.choices}, got {value!r}") from None
+        if self.choices is not None:
+            given = value.value if isinstance(value, Enum) else value
+            if given not in self.choices:
+                raise ConfigError(f"{must} one of {self.choices}, got {value!r}")
+            return self.kind(given)  # type: ignore[call-arg]  # an enum or str
         if value is None and self.is_optional:
             return None
         if self.kind is bool and not isinstance(value, bool):

@@ -108,8 +108,8 @@ def join(
     """An engine around a loaded runner, with the tiers below the device. Steps go through the
     runner that `around` returns."""
     StoreLog(bus)
-    tiers = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
-    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, tiers, config.store)
+    stack = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
+    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, stack, config.store)
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
     card = card_for(facts.device_name)
@@ -123,6 +123,6 @@ def join(
         worth_sharing=partial(worth_sharing, card, heads),
         max_step_tokens=facts.max_step_tokens,
         span_align_tokens=facts.span_align_tokens,
-        fetching=None if tiers is None else make_fetching(card, facts, config.store, store),
+        fetching=make_fetching(card, facts, config.store, store) if stack.tiers else None,
     )
     return Engine(scheduler, runner if around is None else around(runner), bus, facts.identity)

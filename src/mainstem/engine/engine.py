@@ -36,6 +36,7 @@ class Engine:
     ) -> None:
         """`identity` identifies the model: its weights, dtype, quantization and page layout."""
         self._scheduler = scheduler
+        self._store = scheduler.store
         self._runner = runner
         self._in_flight: _Launched | None = None
         # steps that failed since the last success: without a request to blame, and with one
@@ -210,35 +211,37 @@ class Engine:
 
     @held_interrupts()
     def pin(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> list[PageKey]:
-        """Pin the cached pages of a prefix; see Scheduler.pin."""
-        return self._scheduler.pin(token_ids, salt, public_tokens)
+        """Pin the cached pages of a prefix: they are evicted only if nothing could run
+        otherwise."""
+        return self._store.pin(self._store.chain(token_ids, salt, public_tokens))
 
     @held_interrupts()
     def unpin(self, keys: list[PageKey]) -> None:
         """Undo a `pin`; takes the value that it returned."""
-        self._scheduler.unpin(keys)
+        self._store.unpin(keys)
 
     def change_store(self, config: StoreConfig) -> None:
         """Use other settings of the store from now on: `fetch`, `preload` and `save`."""
+        self._store.saver.when = config.save
         self._scheduler.change_store(config)
 
     def flush(self) -> None:
         """Return when every page that must be saved is saved."""
         self.check_process()
-        self._scheduler.flush()
+        self._store.flush()
 
     def clear_cache(self) -> int:
         """Forget every page that no sequence holds, in every tier; returns how many of them were on
         the device. Waits for saves, since a page is held while it is copied."""
         self.flush()
         with held_interrupts():
-            return self._scheduler.clear_cache()
+            return self._store.clear()
 
     @held_interrupts()
     def clear_device(self) -> int:
         """Forget the cached pages on the device, since their contents may be wrong. Lower tiers
         keep their pages, which come from successful steps."""
-        return self._scheduler.clear_device()
+        return self._store.clear_device()
 
     def check(self) -> None:
         """Raise if a page, slot or sequence was lost."""

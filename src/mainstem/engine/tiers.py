@@ -9,10 +9,9 @@ from mainstem.kv.bytes.disk import DiskTier
 from mainstem.kv.bytes.ledger import ledger_of
 from mainstem.kv.bytes.line import Address
 from mainstem.kv.bytes.remote import RemoteSettings, RemoteTier
-from mainstem.kv.ranking import PolicyKind
+from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
-from mainstem.kv.tiers import LowerTiers
 from mainstem.plan.cost import Card, ModelSize, step_s
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.transfer import connect
@@ -23,11 +22,11 @@ PROMPT_TOKENS = 512  # size of the step from which the cost of a prompt token is
 
 def make_tiers(
     runner: Runner, identity: bytes, name: str, config: StoreConfig, bus: EventBus
-) -> LowerTiers | None:
-    """Make the configured tiers for a runner's pages: host memory, disk, a server. None if there is
+) -> TierStack:
+    """Make the configured tiers for a runner's pages: host memory, disk, a server; none if there is
     no host memory for pages. `name` is the name of the model with this identity."""
     if config.host_bytes == 0:
-        return None
+        return TierStack(bus)
     copier = connect(runner, config.host_bytes)
     below: list[LowerTier] = []
     if config.disk_dir is not None:
@@ -43,8 +42,7 @@ def make_tiers(
         below.append(disk)
     if config.remote is not None:
         below.append(make_remote(config.remote, identity, copier.page_bytes, config))
-    kind = PolicyKind(config.policy.value)
-    return LowerTiers(copier, kind, config.ttl_s, below, bus)
+    return TierStack(bus, copier, below, config.policy, config.ttl_s)
 
 
 def make_remote(url: str, identity: bytes, page_bytes: int, config: StoreConfig) -> RemoteTier:
@@ -65,7 +63,6 @@ def store_folder(root: Path, identity: bytes) -> Path:
 
 def make_fetching(card: Card, facts: RunnerFacts, config: StoreConfig, store: KVStore) -> Fetching:
     """Make the object that chooses between loading and computing pages."""
-    assert store.tiers is not None
     size = ModelSize(
         facts.num_params,
         0.0,
@@ -75,4 +72,4 @@ def make_fetching(card: Card, facts: RunnerFacts, config: StoreConfig, store: KV
     )
     token_s = step_s(card, size, PROMPT_TOKENS, 0, 0) / PROMPT_TOKENS
     steps = StepTimes(token_s, floor_s=step_s(card, size, 0, 0, 0))
-    return Fetching(config, store.tiers, store.page_size, steps)
+    return Fetching(config, store.loader, store.page_size, steps)

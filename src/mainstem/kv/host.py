@@ -1,6 +1,6 @@
 """HostTier: pages in slots of host memory, copied from the device and to it.
 
-    take ---> save: device -> slot ---> `poll_saves`        load: slot -> device
+    take_place ---> save: device -> slot ---> `poll_saves`        load: slot -> device
 
 A copy moves many pages at once, layer by layer, so that a step can start on the first layers while
 the rest is loaded. After a copy fails, the tier waits until all copies have ended: then the pages
@@ -16,7 +16,7 @@ import numpy as np
 
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
-from mainstem.kv.transfer import Link, LoadId, PageCopier, Transfer
+from mainstem.kv.transfer import LoadId, PageCopier, TierLink, Transfer
 
 FIRST_RATE = 20e9  # bytes a second, until a copy has been measured
 
@@ -24,7 +24,7 @@ log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Save:
+class PageSave:
     """A copy from the device in progress."""
 
     keys: Sequence[PageKey]
@@ -41,9 +41,9 @@ class HostTier:
         self._copier = copier
         self._slots: dict[PageKey, int] = {}
         self._free = list(range(copier.num_slots - 1, -1, -1))
-        self._saves: list[Save] = []
+        self._saves: list[PageSave] = []
         self._filling: dict[PageKey, Transfer] = {}  # page key -> the save that fills its slot
-        self.link = Link(FIRST_RATE)
+        self.link = TierLink(FIRST_RATE)
         self.num_places = copier.num_slots
         self.num_layers = copier.num_layers
         self.page_bytes = copier.page_bytes
@@ -60,7 +60,7 @@ class HostTier:
     def num_pages_saving(self) -> int:
         return sum(len(save.pages) for save in self._saves)
 
-    def take(self, key: PageKey) -> bool:
+    def take_place(self, key: PageKey) -> bool:
         """Give a page a slot; False: none is free."""
         if not self._free:
             return False
@@ -87,11 +87,11 @@ class HostTier:
         except Exception as error:
             self._rest(error)
             return False
-        self._saves.append(Save(keys, pages, transfer))
+        self._saves.append(PageSave(keys, pages, transfer))
         self._filling.update(dict.fromkeys(keys, transfer))
         return True
 
-    def poll_saves(self) -> Iterator[tuple[Save, bool]]:
+    def poll_saves(self) -> Iterator[tuple[PageSave, bool]]:
         """Return the saves that ended, and whether each succeeded, in the order they were
         started."""
         while self._saves:

@@ -12,16 +12,13 @@ from mainstem.core.events import EventBus, PagesRemoved, PagesStored
 from mainstem.core.ids import PageKey
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Bools, Int32s
+from mainstem.kv.eviction import DeviceOrder, Lru, Ranking
 from mainstem.kv.keys import PageChain, PageName
 from mainstem.kv.page_logprobs import PageLogprobs
 from mainstem.kv.pool import PagePool
-from mainstem.kv.ranking import Lru, Ranking
 
 MAX_FOLLOWERS_TRIED = 256
 NO_PAGE = NO_TOKEN = NOT_FILED = -1
-MAX_DEPTH = 1 << 22  # pages in one chain: 64 million tokens
-PINNED = 1 << 62  # above the worth of every page that is not pinned
-AWAITED = 1 << 61  # above the worth of pages that no request waits for, for 5 x 10^11 uses
 
 
 class _LookedUp(NamedTuple):
@@ -48,7 +45,7 @@ class PrefixIndex:
     ) -> None:
         """`ranking` orders idle pages; None: the least recently used page is evicted first."""
         self._pool = pool
-        self._ranking = Lru() if ranking is None else ranking
+        self.order = DeviceOrder(pool.num_pages, Lru() if ranking is None else ranking)
         self._bus = bus
         self._page_of: dict[PageKey, int] = {}
         # pages that follow the same key and begin with the same token form a doubly linked list;
@@ -63,11 +60,7 @@ class PrefixIndex:
         self._key_of: list[PageKey | None] = [None] * pool.num_pages
         self._is_indexed = np.zeros(pool.num_pages, np.bool_)
         self._is_ready = np.zeros(pool.num_pages, np.bool_)
-        self._rank = np.zeros(pool.num_pages, np.int64)
-        self._depth = np.zeros(pool.num_pages, np.int32)  # pages before it in its chain
         self._is_tail = np.zeros(pool.num_pages, np.bool_)  # not full, and never will be
-        self._pins: dict[int, int] = {}  # how often a page is pinned; few pages are
-        self._clock = 0
         # a new serial number for each page that gets a name
         self._filed_as = np.full(pool.num_pages, NOT_FILED, np.int64)
         self._num_filed = 0
@@ -86,7 +79,7 @@ class PrefixIndex:
 
     def num_idle_pinned(self) -> int:
         """The idle pages that are pinned."""
-        return int(np.count_nonzero(self._pool.holders[list(self._pins)] == 1))
+        return int(np.count_nonzero(self._pool.holders[self.order.pinned] == 1))
 
     def pin(self, pages: Sequence[int]) -> list[PageKey]:
         """Pin READY pages: they are evicted only after all other idle pages; returns their keys."""
@@ -94,18 +87,15 @@ class PrefixIndex:
         for page in pages:
             key = self._key_of[page]
             assert key is not None, "only a named page can be pinned"
-            self._pins[page] = self._pins.get(page, 0) + 1
+            self.order.pin(page)
             keys.append(key)
         return keys
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
         """End one pin of each page that is still indexed."""
         for key in keys:
-            page = self._page_of.get(key)
-            if page in self._pins:
-                self._pins[page] -= 1
-                if not self._pins[page]:
-                    del self._pins[page]
+            if (page := self._page_of.get(key)) is not None:
+                self.order.unpin(page)
 
     def match(self, keys: Sequence[PageKey]) -> tuple[Int32s, int]:
         """Pages of the longest indexed prefix of `keys`, and how many leading ones are READY."""
@@ -250,7 +240,7 @@ class PrefixIndex:
 
     def _enter(self, pages: Int32s, tokens: Int32s, depths: NDArray[np.int64]) -> None:
         self._tokens[pages] = tokens
-        self._depth[pages] = depths
+        self.order.enter(pages, depths)
         self._pool.share(pages)
         self._is_indexed[pages] = True
         self._filed_as[pages] = np.arange(self._num_filed, self._num_filed + len(pages))
@@ -286,46 +276,16 @@ class PrefixIndex:
         dropped = pages[self._is_indexed[pages] & ~self._is_ready[pages]]
         return self._remove(dropped)
 
-    def touch(self, pages: Int32s) -> None:
-        """Mark pages as just used: they are evicted last."""
-        self._clock += 1
-        self._rank[pages] = self._ranking.used(self._rank[pages], self._clock)
-
-    def retire(self, pages: Int32s) -> None:
-        """Mark pages that no request will ask for: they are evicted first."""
-        self._rank[pages] = 0
-
-    @property
-    def sees_queue(self) -> bool:
-        """Whether `evict` uses the chains that queued requests wait for."""
-        return self._ranking.sees_queue
-
     def evict(self, count: int, awaited: Sequence[Sequence[PageKey]] = ()) -> int:
-        """Free up to `count` idle pages, the smallest rank first; returns how many.
-
-        The deepest page goes first on a tie. Look-ahead and LRU touch a chain as a whole, so they
-        never evict a prefix before the pages after it; FIFO may do so. `awaited` are the chains
-        that requests wait for, soonest first: their pages are evicted after all others, beginning
-        with the last chain. Pinned pages are evicted last of all.
-        """
+        """Free up to `count` idle pages, in the order of kv/eviction.py; returns how many.
+        `awaited` are the chains that requests wait for, soonest first."""
         idle = np.flatnonzero(self._is_indexed & (self._pool.holders == 1))
         if count < len(idle):
-            idle = np.sort(self._least_worth(idle, count, awaited))
+            looked_up, self._looked_up = self._looked_up, {}  # only chains that are still awaited
+            pages = [self._pages_of(keys, looked_up.get(id(keys))) for keys in awaited]
+            idle = np.sort(self.order.first(idle, count, pages))
         self._remove(idle.astype(np.int32))
         return len(idle)
-
-    def _least_worth(
-        self, idle: NDArray[np.int64], count: int, awaited: Sequence[Sequence[PageKey]]
-    ) -> NDArray[np.int64]:
-        """The `count` pages of `idle` to evict; `idle` has more."""
-        worth = self._rank * MAX_DEPTH - self._depth
-        looked_up = self._looked_up
-        self._looked_up = {}  # chains that no request waits for any more are forgotten
-        for place, keys in enumerate(reversed(awaited)):  # the soonest chain is last and decides
-            pages = self._pages_of(keys, looked_up.get(id(keys)))
-            worth[pages] = np.int64(AWAITED + place * MAX_DEPTH) - self._depth[pages]
-        worth[list(self._pins)] += PINNED
-        return idle[np.argpartition(worth[idle], count)[:count]]
 
     def _pages_of(self, keys: Sequence[PageKey], before: "_LookedUp | None") -> Int32s:
         """The pages of the longest indexed prefix, as `match` finds them. Pages that were found
@@ -369,9 +329,7 @@ class PrefixIndex:
         self._is_indexed[pages] = False
         self._filed_as[pages] = NOT_FILED
         self._is_ready[pages] = False
-        self._rank[pages] = 0
-        for page in self._pins.keys() & set(pages.tolist()) if self._pins else ():
-            del self._pins[page]
+        self.order.forget(pages)
         self._pool.give_back(pages)
         return keys
 
@@ -397,4 +355,4 @@ class PrefixIndex:
             assert self._key_of[page] == key, "a page has another key"
         assert (self._pool.holders[indexed] >= 1).all(), "an indexed page has no holder"
         assert not (self._is_ready & ~self._is_indexed).any(), "a page without a key is ready"
-        assert self._is_indexed[list(self._pins)].all(), "a page without a key is pinned"
+        assert self._is_indexed[self.order.pinned].all(), "a page without a key is pinned"

@@ -7,7 +7,8 @@ from mainstem.core.step import Int32s
 
 
 class PagePool:
-    """Lends device pages and counts their holders; knows neither tokens nor tensors.
+    """Lends device pages and counts their holders; knows neither tokens nor tensors. All its pages
+    are of one kind (kv/places.py).
 
     Invariant: a page is free, or has at least one holder, never both.
     """
@@ -15,6 +16,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages, np.int32)  # others may only read it
+        self.copies = np.zeros(num_pages, np.int32)  # holders that are copies; read only, too
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # a stack, page 0 on top
         self._num_free = num_pages
 
@@ -52,8 +54,24 @@ class PagePool:
         self._free[top : top + len(freed)] = freed[::-1]
         self._num_free = top + len(freed)
 
+    def begin_copy(self, pages: Int32s) -> None:
+        """A copy holds `pages` from now on, so they are neither lent nor evicted until it ends."""
+        self.share(pages)
+        self.copies[pages] += 1
+
+    def pass_to_copy(self, pages: Int32s) -> None:
+        """Like `begin_copy`; the copy takes over the hold of the caller."""
+        self.copies[pages] += 1
+
+    def end_copy(self, pages: Int32s) -> None:
+        """A copy has ended, or was cancelled."""
+        self.copies[pages] -= 1
+        self.give_back(pages)
+
     def recount(self, holders: Int32s) -> None:
-        """Set the holders of every page, after a call that may have been interrupted."""
+        """Set the holders of every page that are no copies, after a call that may have been
+        interrupted."""
+        holders = holders + self.copies
         self.holders[:] = holders
         free = np.flatnonzero(holders == 0)
         self._num_free = len(free)
@@ -67,3 +85,5 @@ class PagePool:
         held = int((self.holders > 0).sum())
         assert len(free) + held == self.num_pages, "a page was lost"
         assert (self.holders >= 0).all(), "negative number of holders"
+        assert (self.copies >= 0).all(), "negative number of copies of a page"
+        assert (self.holders >= self.copies).all(), "a copy does not hold its page"

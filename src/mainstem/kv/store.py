@@ -11,19 +11,22 @@ from mainstem.core.config import Saving, StoreConfig
 from mainstem.core.errors import OutOfPages
 from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
 from mainstem.core.ids import PageKey
+from mainstem.core.interrupts import held_interrupts
 from mainstem.core.request import TokenLogprobs
-from mainstem.core.step import Int32s, StepId
+from mainstem.core.step import Int32s
+from mainstem.kv.eviction import policy_named
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, PageName, root_key
+from mainstem.kv.loading import PageLoader, StoredRun
 from mainstem.kv.page_logprobs import MAX_TOP
+from mainstem.kv.places import StoredCounts
 from mainstem.kv.pool import PagePool
-from mainstem.kv.ranking import RANKINGS, PolicyKind
-from mainstem.kv.stored import NOTHING_STORED, Stored
-from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
-from mainstem.kv.traffic import Traffic
+from mainstem.kv.saving import PageSaver
+from mainstem.kv.stack import TierStack
 
 EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
 DEFAULT_CONFIG = StoreConfig()
+NOTHING_STORED = StoredCounts()
 
 
 class Lookup(Enum):
@@ -43,30 +46,16 @@ class Match:
     awaited: PageKey | None = None  # LOADING: the deepest page that is being filled
     similar_page: int | None = None  # MISS: a READY page with the same first tokens
     similar_tokens: int = 0  # how many first tokens of `similar_page` are the same
-    stored: Stored = NOTHING_STORED  # MISS: the pages after `pages` that `load` can load
+    stored: StoredCounts = NOTHING_STORED  # MISS: the pages after `pages` that `load` can load
     loads: Int32s | None = None  # loads that fill the last of `pages`: a step must wait for them
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRun:
-    """Pages of a chain, from number `first` on, that lower tiers have."""
-
-    chain: PageChain
-    first: int
-    num_pages: int
-    limit_s: float = READ_LIMIT_S  # if loading takes longer, computing is faster
-
-    @property
-    def keys(self) -> tuple[PageKey, ...]:
-        return self.chain.keys[self.first : self.first + self.num_pages]
 
 
 class KVStore:
     """Lends pages to sequences and remembers what is in them.
 
     take/give_back lends empty pages; lease/release lends filled ones; reserve/commit/abort names
-    pages while they are filled. Only idle pages are evicted. With tiers below the
-    device, filled pages are saved as steps fill them, and loaded on request.
+    pages while they are filled. Only idle pages are evicted. With tiers below the device (`stack`),
+    `saver` saves filled pages as steps fill them, and `loader` knows what can be loaded.
     """
 
     def __init__(
@@ -75,20 +64,20 @@ class KVStore:
         page_size: int,
         identity: bytes,
         bus: EventBus,
-        tiers: LowerTiers | None = None,
+        stack: TierStack | None = None,
         config: StoreConfig = DEFAULT_CONFIG,
     ) -> None:
+        """`stack` has the tiers below the device; None: there are none."""
         self.page_size = page_size
         self._pool = PagePool(num_pages)
-        ranking = RANKINGS[PolicyKind(config.policy.value)]
-        self._index = PrefixIndex(self._pool, page_size, bus, ranking)
+        self._index = PrefixIndex(self._pool, page_size, bus, policy_named(config.policy))
         self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
         self._identity = identity
         self._last_chain: PageChain | None = None  # reused: similar prompts arrive together
         self._bus = bus
-        self._traffic: Traffic | None = None
-        if tiers is not None:
-            self._traffic = Traffic(self._pool, self._index, tiers, bus, config.save)
+        self.stack = stack = stack or TierStack(bus)
+        self.saver = PageSaver(self._pool, self._index, stack, bus, config.save)
+        self.loader = PageLoader(self._pool, self._index, stack, bus)
 
     @property
     def num_pages(self) -> int:
@@ -108,8 +97,10 @@ class KVStore:
 
     def num_held(self) -> int:
         """Pages that sequences hold."""
-        only_copied = 0 if self._traffic is None else self._traffic.num_only_copied()
-        return self.num_pages - self.num_takeable() - only_copied
+        pool = self._pool
+        is_in_use = pool.holders > pool.copies + self._index.is_indexed
+        is_only_copied = (pool.copies > 0) & ~is_in_use
+        return self.num_pages - self.num_takeable() - int(np.count_nonzero(is_only_copied))
 
     def watch_queue(self, awaited: Callable[[int], Sequence[Sequence[PageKey]]]) -> None:
         """Set `awaited`: it takes a number of pages and returns the chains that queued requests
@@ -147,11 +138,11 @@ class KVStore:
     def lookup(self, chain: PageChain, num_tokens: int) -> Match:
         """How much of the first `num_tokens` of a chain the store has."""
         keys = chain.keys[: num_tokens // self.page_size]
-        match = self.find(keys)
+        match = self.match(keys)
         if match.outcome is Lookup.LOADING:
             return match
         num_ready = len(match.pages)
-        stored = self.stored(keys[num_ready:])
+        stored = self.loader.stored(keys[num_ready:])
         if match.loads is not None:
             if not stored.num_pages:
                 return match
@@ -188,13 +179,13 @@ class KVStore:
         """Whether a page is indexed and filled."""
         return self._index.is_ready(key)
 
-    def find(self, keys: Sequence[PageKey]) -> Match:
+    def match(self, keys: Sequence[PageKey]) -> Match:
         """How many leading pages of this list are indexed. They may belong to different chains."""
         pages, num_ready = self._index.match(keys)
         if num_ready == len(pages):
             return Match(pages, Lookup.READY if num_ready == len(keys) else Lookup.MISS)
         loading = self._index.loading(pages)
-        loads = None if self._traffic is None else self._traffic.startable(pages[loading].tolist())
+        loads = self.loader.startable(pages[loading].tolist())
         if loads is None:
             return Match(pages[:num_ready], Lookup.LOADING, keys[loading[-1]])
         return Match(pages, Lookup.MISS, loads=loads)
@@ -209,7 +200,7 @@ class KVStore:
             # evict more than needed: finding the oldest pages costs the same for one page as for
             # many
             spare = min(self.num_pages // EVICT_SHARE, idle - self._index.num_idle_pinned())
-            awaited = self._awaited(self.num_pages) if self._index.sees_queue else ()
+            awaited = self._awaited(self.num_pages) if self._index.order.sees_queue else ()
             gone = self._index.evict(max(short, spare), awaited)
             self._bus.publish(PagesEvicted(num_pages=gone, reason="room"))
         return self._pool.take(count)
@@ -220,11 +211,14 @@ class KVStore:
 
         If only the first `num_wanted` will be asked for again, the others are evicted first.
         """
-        self._index.touch(pages[:num_wanted])
+        self._index.order.touch(pages[:num_wanted])
         if num_wanted is not None:
-            self._index.retire(pages[num_wanted:])
-        if self._traffic is not None:
-            self._traffic.note_use(pages[:num_wanted])
+            self._index.order.retire(pages[num_wanted:])
+        self.saver.note_use(pages[:num_wanted])
+        if self.saver.when is Saving.SYNC:
+            while self.saver.num_saving:
+                self.saver.finish_copies()
+                self._check_copies(0.0)  # it may start postponed saves
         self._pool.give_back(pages)
 
     def lease(self, pages: Int32s) -> None:
@@ -273,16 +267,14 @@ class KVStore:
 
     def commit(self, pages: Int32s) -> list[PageKey]:
         """Mark reserved pages as filled by a launched step; returns the keys that are now READY."""
-        if self._traffic is not None:
-            self._traffic.commit(pages)
+        self.saver.commit(pages)
         return self._index.commit(pages)
 
     def name(self, pages: Int32s, names: Sequence[PageName], tokens: Int32s) -> None:
         """Name and save pages that steps have filled with `tokens`, [pages, page_size]. A page is
         skipped unless the page before it is READY."""
         self._index.name(pages, names, tokens)
-        if self._traffic is not None:
-            self._traffic.note_filled(pages)
+        self.saver.note_filled(pages)
 
     def abort(self, pages: Int32s) -> list[PageKey]:
         """Forget the `pages` that were reserved and not filled; returns their keys."""
@@ -291,50 +283,14 @@ class KVStore:
     # --- tiers below the device -----------------------------------------------------------------
 
     @property
-    def tiers(self) -> LowerTiers | None:
-        return None if self._traffic is None else self._traffic.tiers
-
-    @property
-    def num_unsaved(self) -> int:
-        """Pages to be written to the disk, or being written."""
-        return 0 if self._traffic is None else self._traffic.num_unsaved
-
-    @property
-    def num_loads(self) -> int:
-        """Loads in progress."""
-        return 0 if self._traffic is None else self._traffic.num_loads
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether a load waits for a tier below host memory."""
-        return self._traffic is not None and self._traffic.tiers.is_reading
+    def num_copies(self) -> int:
+        """Saves and loads in progress."""
+        return self.loader.num_loads + self.saver.num_saves
 
     @property
     def saves_while_decoding(self) -> bool:
         """Whether pages of answers are saved as soon as they have names."""
-        return self._traffic is not None and self._traffic.saving is Saving.DECODING
-
-    def save_as(self, saving: Saving) -> None:
-        """Change when pages are saved."""
-        if self._traffic is not None:
-            self._traffic.saving = saving
-
-    def stored(self, keys: Sequence[PageKey]) -> Stored:
-        """How many leading pages of this list lower tiers have."""
-        return NOTHING_STORED if self._traffic is None else self._traffic.find(keys)
-
-    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask shared tiers for pages that are not stored here; returns the key that `poll`
-        returns when the answer is there. None: there is no tier to ask."""
-        return None if self._traffic is None else self._traffic.tiers.ask(keys)
-
-    def is_asked(self, key: PageKey) -> bool:
-        """Whether an answer is still expected."""
-        return self._traffic is not None and self._traffic.tiers.questions.is_open(key)
-
-    def awaits(self, key: PageKey, most_s: float) -> bool:
-        """Whether a request should wait for an answer, up to `most_s` after the question."""
-        return self._traffic is not None and self._traffic.tiers.questions.awaits(key, most_s)
+        return bool(self.stack.tiers) and self.saver.when is Saving.DECODING
 
     def load(self, run: StoredRun, kept: Int32s, start_layers: int) -> PageKey | None:
         """Load a run of pages from lower tiers, without evicting any of `kept`.
@@ -342,94 +298,94 @@ class KVStore:
         Returns the key to wait for; None: nothing can be loaded now. Raises OutOfPages. A prompt
         may start on the pages once `start_layers` layers of them are loaded.
         """
-        assert self._traffic is not None
         self.lease(kept)
         try:
             pages = self.take(run.num_pages)
         finally:
             self.release(kept)
-        self._index.touch(kept)
-        return self._traffic.load(run.chain, run.first, pages, start_layers, run.limit_s)
-
-    def launched(self, step_id: StepId) -> None:
-        """Note that this step fills the pages committed since the last step."""
-        if self._traffic is not None:
-            self._traffic.launched(step_id)
-
-    def settle(self, step_id: StepId) -> None:
-        """Save the pages that steps up to this one have filled, since these steps have run."""
-        if self._traffic is not None:
-            self._traffic.settle(step_id)
+        self._index.order.touch(kept)
+        return self.loader.load(run, pages, start_layers)
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
         """Check copies in progress; returns the keys that requests need not wait for any longer. A
         step that is made now starts at the earliest in `lead_s` seconds."""
-        return [] if self._traffic is None else self._traffic.poll(lead_s)
+        self._check_copies(lead_s)
+        return self.loader.take_news()
+
+    def _check_copies(self, lead_s: float) -> None:
+        """Collect copies that have ended, and start those that are ready."""
+        if self.stack.tiers:
+            self.stack.poll()
+            self.saver.poll()
+            self.loader.poll(lead_s)
+            self.saver.back_up()
+            self.stack.do_chores()
+            self.saver.resume()
 
     def expect(self, place: int, chain: PageChain) -> None:
         """Note that a request for the chain entered the queue, at a place that no other request
-        has. Lower tiers keep and prefetch the pages it needs."""
-        if self._traffic is not None:
-            self._traffic.tiers.expect(place, chain.keys)
-
-    def prefetch(self) -> None:
-        """Copy to host memory the pages that waiting requests need next."""
-        if self._traffic is not None:
-            self._traffic.tiers.prefetch()
+        has; a smaller place is served sooner. Lower tiers keep and prefetch the pages it needs."""
+        if self.stack.tiers:
+            self.stack.policy.expect(place, chain.keys, place)
 
     def dismiss(self, place: int) -> None:
         """Note that the request at this place left the queue, or does not wait for stored pages."""
-        if self._traffic is not None:
-            self._traffic.tiers.dismiss(place)
+        if self.stack.tiers:
+            self.stack.policy.dismiss(place)
 
     def flush(self) -> None:
-        """Return when all pending saves are done."""
-        if self._traffic is not None:
-            self._traffic.flush()
+        """Return when all pending saves are done or refused."""
+        while True:  # each round starts or ends saves
+            self.saver.flush()
+            with held_interrupts():
+                self._check_copies(0.0)  # the next `poll` returns what ended
+            if not self.saver.is_busy:
+                return
 
     def close(self) -> None:
         """Finish pending saves, of which a slow shared tier may skip some, and close the tiers."""
-        if self._traffic is not None:
-            self._traffic.tiers.end_soon()
-            self._traffic.flush()
-            self._traffic.tiers.close()
+        self.stack.end_soon()
+        self.flush()
+        self.loader.close()
+        self.saver.flush()
+        self.stack.close()
 
     def reclaim(self) -> None:
         """Make every page that no copy uses free or idle, whatever happened before. The caller
         makes sure that no sequence holds or fills a page."""
-        num_copies = np.zeros(self.num_pages, np.int32)
-        if self._traffic is not None:
-            num_copies = self._traffic.num_copies
-        self._pool.recount(self._index.is_indexed + num_copies)
-        self._index.abort(np.flatnonzero(num_copies == 0).astype(np.int32))
+        self._pool.recount(self._index.is_indexed.astype(np.int32))
+        self._index.abort(np.flatnonzero(self._pool.copies == 0).astype(np.int32))
 
     @contextmanager
     def distrust(self) -> Iterator[None]:
         """After a failed step: save nothing while sequences give their pages back, then forget all
         idle device pages."""
-        if self._traffic is None:
+        with self.saver.closed():
             yield
-        else:
-            with self._traffic.closed():
-                yield
-        self._clear_device()
+        self._forget_idle()
+
+    def clear_device(self) -> int:
+        """Forget every page on the device that no sequence holds, without saving it; returns how
+        many."""
+        before = self.num_cached_pages
+        with self.distrust():
+            pass
+        return before - self.num_cached_pages
 
     def clear(self) -> int:
         """Forget every page, in every tier, that no sequence or copy uses; returns how many of them
         were on the device."""
-        if self._traffic is not None:
-            self._traffic.tiers.clear()
-        count = self._clear_device()
+        self.stack.clear()
+        count = self._forget_idle()
         if self._bus.has_listeners(PagesCleared) and not any(self.stored_keys().values()):
             self._bus.publish(PagesCleared())
         return count
 
     def stored_keys(self) -> dict[str, set[PageKey]]:
         """The pages that can be found, by tier."""
-        lower = {} if self._traffic is None else self._traffic.tiers.stored_keys()
-        return {"device": set(self._index.ready_keys()), **lower}
+        return {"device": set(self._index.ready_keys()), **self.stack.stored_keys()}
 
-    def _clear_device(self) -> int:
+    def _forget_idle(self) -> int:
         count = self._index.evict(self.num_pages)
         if count:
             self._bus.publish(PagesEvicted(num_pages=count, reason="clear"))
@@ -439,5 +395,7 @@ class KVStore:
         """Raise if pages were lost or named twice."""
         self._pool.check()
         self._index.check()
-        if self._traffic is not None:
-            self._traffic.check()
+        self.stack.check()
+        self.loader.check()
+        if not self.num_copies:
+            assert not self._pool.copies.any(), "a page is held for a copy that is over"

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from mainstem.core.events import StoreOpened
 from mainstem.core.ids import PageKey
-from mainstem.kv.transfer import Link, SharedLink
+from mainstem.kv.transfer import SharedLink, TierLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Emptied:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPage:
+class FoundPage:
     """A page that an earlier process stored."""
 
     key: PageKey
@@ -85,11 +85,11 @@ class Tier(Protocol):
     def num_places(self) -> int: ...
 
     @property
-    def link(self) -> Link:
+    def link(self) -> TierLink:
         """The link by which pages are read from the tier, with its latest measured rate."""
         ...
 
-    def take(self, key: PageKey) -> bool:
+    def take_place(self, key: PageKey) -> bool:
         """Take a place for a page; False: there is no room."""
         ...
 
@@ -132,7 +132,7 @@ class LowerTier(Tier, Protocol):
         """Pages given to `write` whose outcome `poll` has not returned."""
         ...
 
-    def recover(self) -> Sequence[StoredPage]:
+    def recover(self) -> Sequence[FoundPage]:
         """The pages in the tier at the start, least recently used first; called once."""
         ...
 

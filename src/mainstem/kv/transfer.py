@@ -73,7 +73,7 @@ class PageCopier(Protocol):
         ...
 
 
-class Link:
+class TierLink:
     """One direction between two tiers: its queued bytes, and its latest rate."""
 
     round_trip_s = 0.0  # 0 until the first question is answered
@@ -107,7 +107,7 @@ class Link:
         self._bytes_per_s += LEARNING * (bytes_per_s - self._bytes_per_s)
 
 
-class SharedLink(Link):
+class SharedLink(TierLink):
     """A link with parallel copies. Its rate is the bytes of all copies, divided by the time in
     which the link is busy.
 

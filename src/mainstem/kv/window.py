@@ -10,12 +10,16 @@ from the mean length of a chain; here the pages are counted.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import Generic, TypeVar
+
+from mainstem.kv.places import StoredPage
 
 K = TypeVar("K", bound=Hashable)
 
-MAX_DEPTH = 1 << 24  # pages in one chain; a `when` is place * MAX_DEPTH + depth
+# pages in one chain: 64 million tokens. A `when` is place * MAX_DEPTH + depth
+MAX_DEPTH = 1 << 22
 
 
 class QueueWindow(Generic[K]):
@@ -37,17 +41,15 @@ class QueueWindow(Generic[K]):
         self.next_use: dict[K, int] = {}  # others may only read it
         self._later: dict[K, deque[int]] = {}
         self._num_near = 0  # leading requests that are near
-        self._near: dict[K, int] = {}  # key -> number of near requests that want it
-        self._news: dict[K, None] = {}  # near keys that `take_news` has not returned yet
+        self.near: dict[K, int] = {}  # key -> number of near requests that want it; read only
+        self._news: dict[K, None] = {}  # keys that became near since the last `want_news`
+        self._wanted: list[tuple[int, K]] = []  # heap of (when, key), some of them outdated
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __contains__(self, ticket: Hashable) -> bool:
         return ticket in self._chains
-
-    def is_near(self, key: K) -> bool:
-        return key in self._near
 
     def enter(self, ticket: Hashable, keys: Sequence[K], place: int | None) -> list[K]:
         """Queue a request, at the tail if `place` is None; returns the keys whose next use
@@ -85,11 +87,35 @@ class QueueWindow(Generic[K]):
         self._advance()
         return keys
 
-    def take_news(self) -> list[K]:
-        """Return the keys that became near since the last call and are still near, in this
-        order."""
+    def want(self, key: K) -> None:
+        """Note that a near page should be read into the host."""
+        heappush(self._wanted, (self.next_use[key], key))
+
+    def want_news(self, pages: Mapping[K, StoredPage[K]]) -> None:
+        """Want the stored `pages` that became near since the last call and are below the host."""
         news, self._news = self._news, {}
-        return list(news)
+        for key in news:
+            if (page := pages.get(key)) is not None and page.top:
+                self.want(key)
+
+    def soonest(self, pages: Mapping[K, StoredPage[K]]) -> tuple[int, StoredPage[K]] | None:
+        """When a request needs the first wanted page, and this page; only stored `pages` that are
+        still near and below the host."""
+        wanted = self._wanted
+        while wanted:
+            when, key = wanted[0]
+            page = pages.get(key)
+            is_due = page is not None and page.top and key in self.near
+            if page is not None and is_due and self.next_use[key] == when:
+                return when, page
+            heappop(wanted)
+            if is_due:
+                self.want(key)
+        return None
+
+    def drop_soonest(self) -> None:
+        """Do not want the page that `soonest` returned any more."""
+        heappop(self._wanted)
 
     def _add(self, key: K, when: int) -> bool:
         """Add one use of a page; returns whether it is the page's next use."""
@@ -129,7 +155,7 @@ class QueueWindow(Generic[K]):
     def _advance(self) -> None:
         """Add requests to the near ones while the host has room for another page. The last request
         may need more pages than fit."""
-        while self._num_near < len(self._places) and len(self._near) < self._near_pages:
+        while self._num_near < len(self._places) and len(self.near) < self._near_pages:
             self._approach(self._chains[self._tickets[self._num_near]][1])
             self._num_near += 1
 
@@ -137,13 +163,13 @@ class QueueWindow(Generic[K]):
         """Remove requests from the near ones after a request entered the queue before them."""
         while self._num_near > 1:
             keys = self._chains[self._tickets[self._num_near - 1]][1]
-            if len(self._near) - len(keys) < self._near_pages:
+            if len(self.near) - len(keys) < self._near_pages:
                 return
             self._num_near -= 1
             self._part(keys)
 
     def _approach(self, keys: Sequence[K]) -> None:
-        near = self._near
+        near = self.near
         for key in keys:
             count = near.get(key, 0)
             near[key] = count + 1
@@ -151,7 +177,7 @@ class QueueWindow(Generic[K]):
                 self._news[key] = None
 
     def _part(self, keys: Sequence[K]) -> None:
-        near = self._near
+        near = self.near
         for key in keys:
             if near[key] == 1:
                 del near[key]
@@ -175,5 +201,5 @@ class QueueWindow(Generic[K]):
         filed = {key: [when, *self._later.get(key, ())] for key, when in self.next_use.items()}
         assert whens == filed, "uses differ"
         assert self._later.keys() <= filed.keys(), "a page is wanted later and not next"
-        assert near == self._near, "near pages differ"
+        assert near == self.near, "near pages differ"
         assert self._news.keys() <= near.keys(), "news of pages that are not near any more"

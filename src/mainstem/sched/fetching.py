@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from mainstem.core.config import Fetch, StoreConfig
 from mainstem.core.ids import PageKey
-from mainstem.kv.policy import HOST
-from mainstem.kv.stored import Stored
-from mainstem.kv.tiers import READ_LIMIT_S, LowerTiers
-from mainstem.kv.transfer import Link
+from mainstem.kv.loading import PageLoader
+from mainstem.kv.places import HOST, StoredCounts
+from mainstem.kv.stack import READ_LIMIT_S
+from mainstem.kv.transfer import TierLink
 
 BUSY_S = 0.03  # a link is busy if its queued work outlasts the next step by this much
 LEARNING = 0.3  # weight of the latest step in the running means
@@ -83,11 +83,11 @@ class Fetching:
     """
 
     config: StoreConfig
-    tiers: LowerTiers
+    loader: PageLoader
     page_size: int
     steps: StepTimes
 
-    def is_worth_it(self, stored: Stored, tokens_ahead: int, num_waiting: int) -> bool:
+    def is_worth_it(self, stored: StoredCounts, tokens_ahead: int, num_waiting: int) -> bool:
         """Whether loading would end before computing. The device has `tokens_ahead` other tokens to
         compute first. The delay of the `num_waiting` sequences counts as well."""
         if not stored.num_pages:
@@ -112,7 +112,7 @@ class Fetching:
             return ALWAYS_PATIENCE_S
         return ANSWER_SHARE * num_tokens * self.steps.token_s
 
-    def limit_s(self, stored: Stored) -> float:
+    def limit_s(self, stored: StoredCounts) -> float:
         """Return the seconds after which a load is cancelled, if the tier can do that: the time
         that computing the pages would take, but at least MIN_LIMIT_S."""
         if self.config.fetch is Fetch.ALWAYS:
@@ -124,20 +124,20 @@ class Fetching:
         """Whether anything would be loaded at all."""
         return self.config.fetch is not Fetch.NEVER
 
-    def is_open(self, stored: Stored) -> bool:
+    def is_open(self, stored: StoredCounts) -> bool:
         """Whether a load that is not worth it now may be worth it later, when a link is free."""
         return stored.num_pages > 0 and self.may_ask
 
-    def is_busy(self, stored: Stored) -> bool:
+    def is_busy(self, stored: StoredCounts) -> bool:
         """Whether a link has enough work until the next step, or slots are short. If so, no load is
         started now: a later load can serve a more urgent sequence, and does not delay the step
         being made."""
-        if stored.num_below and self.tiers.is_crowded(stored.num_below):
+        if stored.num_below and self.loader.is_crowded(stored.num_below):
             return True
         enough_s = BUSY_S + self.steps.interval_s
         return any(link.expect_s(0) > enough_s for link, _ in self._passes(stored))
 
-    def start_layers(self, stored: Stored, new_tokens: int) -> int:
+    def start_layers(self, stored: StoredCounts, new_tokens: int) -> int:
         """Return how many layers must be loaded before a prompt of `new_tokens` starts on a
         history.
 
@@ -145,12 +145,12 @@ class Fetching:
         the prompt are computed; the last layer decides. This is AttentionStore's read buffer, S_buf
         = B (T_load L_hist - T_pref L_new) (3.2.1), in layers.
         """
-        num_layers = self.tiers.num_layers
+        num_layers = self.loader.num_layers
         if self.config.preload == "all":
             return num_layers
         if self.config.preload != "auto":
             return min(int(self.config.preload), num_layers)
-        load_s = self.tiers.links[HOST].pass_s(stored.num_pages * self.tiers.page_bytes)
+        load_s = self.loader.links[HOST].pass_s(stored.num_pages * self.loader.page_bytes)
         prompt_s = self.steps.expect_s(new_tokens)
         if load_s <= prompt_s:
             return 1
@@ -164,10 +164,10 @@ class Fetching:
             return 0.0
         return max(0.0, CAUTION * self.steps.expect_s(prompt_tokens) - ran_s)
 
-    def _passes(self, stored: Stored) -> Iterator[tuple[Link, float]]:
+    def _passes(self, stored: StoredCounts) -> Iterator[tuple[TierLink, float]]:
         """Return the links that stored pages must pass, and the seconds on each link."""
-        host, *below = self.tiers.links
-        yield host, host.pass_s(stored.num_pages * self.tiers.page_bytes)
+        host, *below = self.loader.links
+        yield host, host.pass_s(stored.num_pages * self.loader.page_bytes)
         for link, num_pages in zip(below, stored.below, strict=False):
             if num_pages:
-                yield link, link.pass_s(num_pages * self.tiers.page_bytes)
+                yield link, link.pass_s(num_pages * self.loader.page_bytes)

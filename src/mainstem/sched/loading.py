@@ -11,7 +11,8 @@ import numpy as np
 from mainstem.core.errors import OutOfPages
 from mainstem.core.ids import PageKey
 from mainstem.core.step import Step, StepId
-from mainstem.kv.store import KVStore, StoredRun
+from mainstem.kv.loading import StoredRun
+from mainstem.kv.store import KVStore
 from mainstem.sched.fetching import Fetching, StoredHistory
 from mainstem.sched.queue import Candidate, WaitingQueue
 
@@ -36,9 +37,9 @@ class Loader:
             asked: PageKey | None = None
             if chain is not None and self.fetching is not None and self.fetching.may_ask:
                 wanted = found.pages_to_find(store.page_size)
-                asked = store.ask(chain.keys[wanted.start : wanted.stop])
+                asked = store.loader.ask(chain.keys[wanted.start : wanted.stop])
             history = found.sequence.history = StoredHistory(asked)
-        if history.asked is not None and not store.is_asked(history.asked):
+        if history.asked is not None and not store.loader.questions.is_open(history.asked):
             history.asked = None
         return history
 
@@ -55,7 +56,8 @@ class Loader:
             return None
         num_there = len(found.match.pages) + found.match.stored.num_pages
         num_tokens = found.num_known - num_there * self._store.page_size
-        return asked if self._store.awaits(asked, self.fetching.patience_s(num_tokens)) else None
+        patience_s = self.fetching.patience_s(num_tokens)
+        return asked if self._store.loader.questions.awaits(asked, patience_s) else None
 
     def must_wait(self, found: Candidate, tokens_ahead: int) -> bool:
         """Whether a sequence should wait: loading is faster, but the link is busy."""
@@ -80,7 +82,7 @@ class Loader:
             wanted = found.pages_to_find(page_size)
             runs, sources = sequence.truncated.origins.find_stored(self._store, chain, wanted)
             kept = np.union1d(kept, sources).astype(np.int32)
-        stored = self._store.stored([key for run in runs for key in run.keys])
+        stored = self._store.loader.stored([key for run in runs for key in run.keys])
         if not stored.num_pages:
             return None
         if not fetching.is_worth_it(stored, tokens_ahead, len(self._queue)):

@@ -14,7 +14,8 @@ from mainstem.core.ids import PageKey
 from mainstem.core.request import Request
 from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
-from mainstem.kv.store import KVStore, Lookup, StoredRun
+from mainstem.kv.loading import StoredRun
+from mainstem.kv.store import KVStore, Lookup
 from mainstem.sched.cut import WHOLE, PromptCut
 from mainstem.sched.important import Weighing
 from mainstem.sched.truncation import Truncation
@@ -75,7 +76,7 @@ class Origins:
                     break
             else:
                 break
-        match = store.find(keys)
+        match = store.match(keys)
         if match.outcome is Lookup.LOADING:
             return replace(NOTHING_MOVABLE, awaited=match.awaited)
         is_late = np.isin(match.pages, filled_pages)
@@ -102,12 +103,14 @@ class Origins:
                 on_device.append(there[0])
                 continue
             stored = [
-                source for source in sources if store.stored([source[0].keys[source[1]]]).num_pages
+                source
+                for key, source in zip(keys, sources, strict=True)
+                if store.loader.stored([key]).num_pages
             ]
             if not stored:
                 break
             _add_page(runs, *stored[0])
-        return runs, store.find(on_device).pages
+        return runs, store.match(on_device).pages
 
     def _sources(self, number: int) -> Iterator[tuple[PageChain, int]]:
         """Yield chains and page numbers under which the kept page `number` may be found.

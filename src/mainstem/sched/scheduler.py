@@ -11,7 +11,7 @@ A sequence that ends while it is part of a step in flight keeps slot and pages u
 commits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from time import perf_counter, sleep
@@ -25,7 +25,7 @@ from mainstem.core.events import (
     StepFinished,
     StepsResized,
 )
-from mainstem.core.ids import PageKey, RequestId, SeqSlot
+from mainstem.core.ids import RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, Step, StepId, StepResult
@@ -67,7 +67,7 @@ class Scheduler:
         what is loaded from tiers below the device; None: nothing is loaded."""
         self._config = config
         self._size = StepSize(config.chunk_tokens, max_step_tokens)
-        self._store = store
+        self._store = self.store = store
         self._page_size = store.page_size
         self._bus = bus
         # a sequence must fit into all pages together
@@ -164,12 +164,12 @@ class Scheduler:
             return None
         work = StepWork(decodes, self._size.prompt_tokens(len(decodes)))
         self._starter.fill(work)
-        self._store.prefetch()
+        self._store.loader.prefetch()
         if work.num_seqs == 0:
             return None
         step_id, tree = StepId(next(self._step_ids)), self._running.tree
         step = build_step(step_id, work, self._table, tree, self._spans)
-        self._store.launched(step_id)
+        self._store.saver.launched(step_id)
         self._running.launch(step, work.sources())
         self._loader.note_start(step_id)
         self._host_s += perf_counter() - begin
@@ -184,7 +184,7 @@ class Scheduler:
         table = self._table
         if self._running.in_flight is step:
             self._running.in_flight = None
-        self._store.settle(step.step_id)
+        self._store.saver.settle(step.step_id)
         self._loader.note_end(step, device_s)
         slots, token_ids = step.sample_slots, result.token_ids
         is_alive = table.is_alive[slots]
@@ -256,44 +256,18 @@ class Scheduler:
             num_held_pages=store.num_held(),
             num_cached_pages=store.num_cached_pages,
             stems=self._running.tree.view(store.page_size),
-            num_host_pages=0 if store.tiers is None else store.tiers.num_pages("host"),
-            stored_page_bytes=0 if store.tiers is None else store.tiers.page_bytes,
-            num_disk_pages=0 if store.tiers is None else store.tiers.num_pages("disk"),
-            num_copies=0 if store.tiers is None else store.tiers.num_copies,
+            num_host_pages=store.stack.num_pages("host"),
+            stored_page_bytes=store.stack.page_bytes,
+            num_disk_pages=store.stack.num_pages("disk"),
+            num_copies=store.num_copies,
             prompts=self._running.prompts(),
-            num_unsaved_pages=store.num_unsaved,
+            num_unsaved_pages=store.saver.num_unsaved,
         )
 
     def change_store(self, config: StoreConfig) -> None:
-        """Change the settings of the store: which pages are loaded, when a prompt may start on
-        them, and when pages are saved."""
-        self._store.save_as(config.save)
+        """Change which pages are loaded, and when a prompt may start on them."""
         if self._loader.fetching is not None:
             self._loader.fetching = replace(self._loader.fetching, config=config)
-
-    def pin(self, token_ids: Int32s, salt: bytes, public_tokens: int = 0) -> list[PageKey]:
-        """Pin the cached pages of a prefix: they are evicted only if nothing could run
-        otherwise."""
-        if self._config.share is Share.NONE:
-            return []
-        return self._store.pin(self._store.chain(token_ids, salt, public_tokens))
-
-    def unpin(self, keys: Iterable[PageKey]) -> None:
-        """Undo a `pin`; takes the value that it returned."""
-        self._store.unpin(list(keys))
-
-    def clear_cache(self) -> int:
-        """Forget every cached page, in every tier, that no sequence holds; returns how many were on
-        the device."""
-        return self._store.clear()
-
-    def clear_device(self) -> int:
-        """Forget every page on the device that no sequence holds, without saving it; returns how
-        many."""
-        before = self._store.num_cached_pages
-        with self._store.distrust():
-            pass
-        return before - self._store.num_cached_pages
 
     def check(self) -> None:
         """Raise if anything is out of order; when idle, also if a page is still held."""
@@ -347,14 +321,10 @@ class Scheduler:
 
     # --- tiers below the device -----------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Return when every page that is to be saved is saved."""
-        self._store.flush()
-
     def _look_at_reads(self, has_ended: Callable[[], bool]) -> None:
         """Delay the next step while the device is busy anyway. Pages that arrive from disk in this
         time are copied to the device at once, and the step can still use them."""
-        while self._store.is_reading:
+        while self._store.loader.is_reading:
             left_s = self._loader.lead_s(self._running.in_flight) - MAKE_S
             if left_s <= 0 or has_ended():
                 return

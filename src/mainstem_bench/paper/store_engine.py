@@ -21,12 +21,11 @@ from mainstem.core.config import (
     ModelConfig,
     Saving,
     StoreConfig,
-    StorePolicy,
 )
 from mainstem.engine.build import with_chunk
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import sharegpt_turns
-from mainstem_bench.policies import Room, Turns, made_up, measure, with_room
+from mainstem_bench.policies import ENGINE_POLICIES, Room, Turns, made_up, measure, with_room
 from mainstem_bench.session_engine import ReturningSessions, SessionEngine
 from mainstem_bench.shapes import SHAPES
 
@@ -218,9 +217,9 @@ def run_policies(settings: Settings) -> Iterator[Line]:
     arrivals = made_up(work, spec.vocab_size)
     config = with_chunk(EngineConfig(model=ModelConfig(model=shape)), spec)
     config = with_room(config, spec, arrivals, room)
-    for policy in StorePolicy:
+    for policy in ENGINE_POLICIES:
         found = measure(config, None, policy, arrivals)
-        yield {"policy": policy.value, **asdict(work), "room": room._asdict(), **found}
+        yield {"policy": policy, **asdict(work), "room": room._asdict(), **found}
 
 
 def _load_by(bench: SessionEngine, layers: str) -> None:

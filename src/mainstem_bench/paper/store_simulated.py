@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from mainstem.kv.ranking import PolicyKind
 from mainstem.plan.cost import DATASHEETS
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import shipped
@@ -28,7 +27,7 @@ DEVICE_GB, HOST_GB, DISK_GB = 10.0, 128.0, 10_000.0
 MEDIA = {"HBM": (0.0, 0.0), "HBM+DRAM": (HOST_GB, 0.0), "HBM+DRAM+SSD": (HOST_GB, DISK_GB)}
 WARM_SHARE = 10 / 52  # share of the turns that warm the store up, as in the paper
 SMALL = ((16.0, 48.0), (32.0, 128.0), (64.0, 256.0), (128.0, 2000.0), (128.0, 10_000.0))
-POLICIES = (PolicyKind.LOOKAHEAD, PolicyKind.LRU, PolicyKind.FIFO)
+POLICIES = ("lookahead", "lru", "fifo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def simulated(
     trace: Trace,
     host_gb: float,
     disk_gb: float,
-    policy: PolicyKind = PolicyKind.LOOKAHEAD,
+    policy: str = "lookahead",
     device_gb: float = 0.0,
 ) -> SimulationReport:
     """Run one simulation with the paper's prices and speeds."""
@@ -160,7 +159,7 @@ def run_capacity(settings: Settings) -> Iterator[Line]:
     trace = sharegpt_trace(served.context_tokens, settings.is_quick)
     question = CapacityQuestion(
         0.5 if settings.is_quick else 0.85,
-        PolicyKind.LOOKAHEAD,
+        "lookahead",
         served.kv_mb_per_token * 1e6,
         ttl_s=3600.0,
         context_tokens=served.context_tokens,

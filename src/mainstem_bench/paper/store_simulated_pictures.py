@@ -100,12 +100,9 @@ def plot_policies(lines: Sequence[Line], figure: "Figure") -> None:
     names = [f"{host:g}/\n{disk:g}" for host, disk in sizes]
     for axes, name, factor in ((hits, "hit_rate", 100.0), (times, "device_s", 1 / 3600)):
         series = {
-            policy.value: (
-                [
-                    factor * one(lines, policy=policy.value, host_gb=h, disk_gb=d)[name]
-                    for h, d in sizes
-                ],
-                POLICY_LOOKS[policy.value],
+            policy: (
+                [factor * one(lines, policy=policy, host_gb=h, disk_gb=d)[name] for h, d in sizes],
+                POLICY_LOOKS[policy],
             )
             for policy in POLICIES
         }
@@ -121,7 +118,7 @@ def judge_policies(lines: Sequence[Line]) -> Verdict:
     def of(policy: str, host_gb: float) -> Line:
         return one(only(lines, policy=policy), host_gb=host_gb)
 
-    ahead, lru, fifo = (of(policy.value, 32.0) for policy in POLICIES)
+    ahead, lru, fifo = (of(policy, 32.0) for policy in POLICIES)
     wide = [line for line in lines if line["disk_gb"] == 10_000.0]
     from_dram = min(
         line["hit_rate_dram"] / line["hit_rate"] for line in only(lines, policy="lookahead")

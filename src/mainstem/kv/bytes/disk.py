@@ -34,7 +34,7 @@ from mainstem.kv.bytes.folder import StoreFolder
 from mainstem.kv.bytes.ledger import Ledger
 from mainstem.kv.bytes.page_index import FILE, MODEL, PageIndex, PageRow, remove_index
 from mainstem.kv.bytes.segments import SegmentFiles
-from mainstem.kv.tier import Read, ReadJob, StoredPage, WriteJob, Written
+from mainstem.kv.tier import FoundPage, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import SharedLink
 
 FIRST_RATE = 3e9  # bytes a second, until a read has been measured
@@ -163,16 +163,16 @@ class DiskTier:
         evicted page keeps its record until no copy uses the page."""
         return max(1, self.num_records - 1 - self.num_records // 64)
 
-    def recover(self) -> Sequence[StoredPage]:
+    def recover(self) -> Sequence[FoundPage]:
         """The pages of the index, least recently used first; called once."""
         rows, self._rows = self._rows, []
-        return [StoredPage(row.key, row.token_ids, row.used_at) for row in rows]
+        return [FoundPage(row.key, row.token_ids, row.used_at) for row in rows]
 
     def opened(self, num_pages: int) -> StoreOpened:
         """The event that the store was opened with `num_pages`."""
         return StoreOpened(str(self.folder), num_pages, self.found, dict(+self.lost))
 
-    def take(self, key: PageKey) -> bool:
+    def take_place(self, key: PageKey) -> bool:
         """Take a record for a page; False: there is no room."""
         if self._free:
             self._records[key] = heappop(self._free)

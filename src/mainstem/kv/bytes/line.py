@@ -27,7 +27,7 @@ TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 CLIENTS = ("redis", "valkey")
 
 Command = tuple[bytes | str | int | memoryview, ...]
-Reply = object  # bytes, int, str, None, or Refusal
+Reply = object  # bytes, int, str, None, or RemoteRefusal
 
 
 class LineError(Exception):
@@ -43,7 +43,7 @@ class BadCredentials(LineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RemoteRefusal:
     """The server answered a command with an error."""
 
     kind: str  # the client's name for the error
@@ -158,7 +158,7 @@ class _Opening(Thread):
             raise self._error
 
 
-class Line:
+class RemoteLine:
     """One connection, used by one thread; opened on first use and again after it broke."""
 
     def __init__(self, address: Address) -> None:
@@ -238,7 +238,7 @@ class Line:
         try:
             return self._connection.read_response()
         except self._errors.ResponseError as error:
-            return Refusal(type(error).__name__, str(error))
+            return RemoteRefusal(type(error).__name__, str(error))
 
 
 def _client() -> _Client:

@@ -35,13 +35,13 @@ from mainstem.kv.bytes.line import (
     Address,
     BadCredentials,
     Command,
-    Line,
     LineError,
     Overdue,
-    Refusal,
+    RemoteLine,
+    RemoteRefusal,
     Reply,
 )
-from mainstem.kv.tier import Answer, Emptied, Read, ReadJob, StoredPage, WriteJob, Written
+from mainstem.kv.tier import Answer, Emptied, FoundPage, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import DistantLink
 
 FORMAT = b"mainstem remote page 1"
@@ -80,11 +80,6 @@ class RemoteSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    keys: Sequence[PageKey]
-
-
-@dataclass(frozen=True, slots=True)
 class _Reads:
     jobs: deque[ReadJob]  # whose outcome is not reported yet
     due_s: float
@@ -116,8 +111,8 @@ class _Worker(Generic[T]):
     def __init__(
         self,
         name: str,
-        line: Line,
-        work: Callable[[Line, T], None],
+        line: RemoteLine,
+        work: Callable[[RemoteLine, T], None],
         give_up: Callable[[T], None],
         tell_down: Callable[[str], None],
         *,
@@ -198,17 +193,25 @@ class RemoteTier:
         self._has_told_refusal = False
         self._check_s = 0.0  # when the writing thread next checks the server's memory
         self._done: SimpleQueue[Written | Read | Answer | _Down | _RoundTrip] = SimpleQueue()
-        self._greet(Line(address))
-        self._asker: _Worker[_Question] = _Worker(
-            "kv-remote-ask", Line(address), self._ask, self._give_up_question, self._report_down
+        self._greet(RemoteLine(address))
+        self._asker: _Worker[Sequence[PageKey]] = _Worker(
+            "kv-remote-ask",
+            RemoteLine(address),
+            self._ask,
+            self._give_up_question,
+            self._report_down,
         )
         self._writer: _Worker[_Writes | dict[PageKey, float]] = _Worker(
-            "kv-remote-write", Line(address), self._write, self._give_up_writes, self._report_down
+            "kv-remote-write",
+            RemoteLine(address),
+            self._write,
+            self._give_up_writes,
+            self._report_down,
         )
         self._readers: list[_Worker[_Reads]] = [
             _Worker(
                 "kv-remote-read",
-                Line(address),
+                RemoteLine(address),
                 self._read,
                 self._give_up_reads,
                 self._report_down,
@@ -234,14 +237,14 @@ class RemoteTier:
     def num_writes_pending(self) -> int:
         return self._num_pending
 
-    def recover(self) -> Sequence[StoredPage]:
+    def recover(self) -> Sequence[FoundPage]:
         """Return nothing: the server does not list its pages; `ask` finds them."""
         return []
 
     def opened(self, num_pages: int) -> None:
         """Return no event: the log reports about the server."""
 
-    def take(self, key: PageKey) -> bool:
+    def take_place(self, key: PageKey) -> bool:
         return self.can_write
 
     def delete(self, key: PageKey) -> None:
@@ -250,7 +253,7 @@ class RemoteTier:
     def ask(self, keys: Sequence[PageKey]) -> None:
         """Ask which leading pages of a chain the server has. If it is down, the answer is: none."""
         if self.is_open:
-            self._asker.put(_Question(keys))
+            self._asker.put(keys)
         else:
             self._done.put(Answer(keys[-1], ()))
 
@@ -335,7 +338,7 @@ class RemoteTier:
         elif since_s >= self._pause_s:  # otherwise another thread reports the same failure
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
-    def _greet(self, line: Line) -> None:
+    def _greet(self, line: RemoteLine) -> None:
         """Check that the server is up and accepts the credentials, and measure the round trip."""
         try:
             for _ in range(2):  # the first call connects, the second measures
@@ -347,7 +350,7 @@ class RemoteTier:
         except LineError as error:
             self._report_down(str(error))
         else:
-            if isinstance(reply, Refusal):
+            if isinstance(reply, RemoteRefusal):
                 raise StoreError(f"{self._shown} refuses us: {reply.words}")
             self.link.note_round_trip(seconds)
         finally:
@@ -364,19 +367,19 @@ class RemoteTier:
         if not self.is_open:
             raise _NotOpen
 
-    def _ask(self, line: Line, question: _Question) -> None:
+    def _ask(self, line: RemoteLine, keys: Sequence[PageKey]) -> None:
         self._check_open()
-        commands: list[Command] = [("EXISTS", self._name(key)) for key in question.keys]
+        commands: list[Command] = [("EXISTS", self._name(key)) for key in keys]
         began_s = perf_counter()
         replies = list(line.call(commands, ASK_LIMIT_S))
         self._done.put(_RoundTrip(perf_counter() - began_s))
         num_found = next((i for i, reply in enumerate(replies) if reply != 1), len(replies))
-        self._done.put(Answer(question.keys[-1], question.keys[:num_found]))
+        self._done.put(Answer(keys[-1], keys[:num_found]))
 
-    def _give_up_question(self, question: _Question) -> None:
-        self._done.put(Answer(question.keys[-1], ()))
+    def _give_up_question(self, keys: Sequence[PageKey]) -> None:
+        self._done.put(Answer(keys[-1], ()))
 
-    def _write(self, line: Line, order: _Writes | dict[PageKey, float]) -> None:
+    def _write(self, line: RemoteLine, order: _Writes | dict[PageKey, float]) -> None:
         self._check_open()
         if isinstance(order, dict):
             self._refresh(line, list(order))
@@ -391,7 +394,7 @@ class RemoteTier:
         if touched:
             self._refresh(line, touched)
 
-    def _send(self, line: Line, jobs: deque[WriteJob]) -> None:
+    def _send(self, line: RemoteLine, jobs: deque[WriteJob]) -> None:
         ttl_ms = int(1000 * self._settings.ttl_s)
         if self._is_too_large(line):
             self._tell_unwritten(jobs, FULL)
@@ -417,7 +420,7 @@ class RemoteTier:
             self._has_told_refusal = True
             log.warning("the remote store at %s refuses a page: %s", self._shown, reply)
 
-    def _is_too_large(self, line: Line) -> bool:
+    def _is_too_large(self, line: RemoteLine) -> bool:
         """Whether the server uses `max_bytes` or more and does not evict. If not, this
         is checked again only after CHECK_S."""
         if monotonic() < self._check_s:
@@ -431,7 +434,7 @@ class RemoteTier:
             self._check_s = monotonic() + CHECK_S
         return is_large
 
-    def _refresh(self, line: Line, keys: Sequence[PageKey]) -> None:
+    def _refresh(self, line: RemoteLine, keys: Sequence[PageKey]) -> None:
         ttl_ms = int(1000 * self._settings.ttl_s)
         for _ in line.call([("PEXPIRE", self._name(key), ttl_ms) for key in keys], WRITE_LIMIT_S):
             pass
@@ -445,7 +448,7 @@ class RemoteTier:
         while jobs:
             self._done.put(Written(jobs.popleft().key, problem))
 
-    def _read(self, line: Line, order: _Reads) -> None:
+    def _read(self, line: RemoteLine, order: _Reads) -> None:
         self._check_open()
         jobs = order.jobs
         began_s = perf_counter()
@@ -510,7 +513,7 @@ class RemoteTier:
 
 def _problem(reply: Reply) -> str | None:
     """Why the server refused a page, in a few fixed words; None: it did not."""
-    if not isinstance(reply, Refusal):
+    if not isinstance(reply, RemoteRefusal):
         return None
     if reply.kind in CLUSTER_KINDS:
         return CLUSTER

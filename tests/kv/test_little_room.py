@@ -9,7 +9,7 @@ from mainstem.core.events import EventBus, SavesSkipped
 from mainstem.core.ids import PageKey
 from mainstem.core.metrics import Counters
 from mainstem.core.step import Int32s
-from mainstem.kv.store import StoredRun
+from mainstem.kv.loading import StoredRun
 from tests.builders import VOCAB, a_request, run_all
 from tests.kv.faulty import FaultyFiles
 from tests.kv.tiered import Tiered, a_tiered_engine
@@ -62,7 +62,7 @@ def test_nothing_is_prefetched_while_a_load_waits_for_the_disk(
     prompts = [[first, *RNG.integers(0, VOCAB, 31).tolist()] for first in range(5)]
     store_on_disk(tmp_path, prompts)
     tiered, counters = again_from_disk(tmp_path, num_pages=12, num_slots=80)
-    monkeypatch.setattr(type(tiered.tiers), "is_reading", True)
+    monkeypatch.setattr(type(tiered.store.loader), "is_reading", True)
     run_all(tiered.engine, [a_request([*prompt, 1], 8) for prompt in prompts])
     assert counters.prefetched_pages == 0
     assert counters.loaded_pages["disk"] == 5 * 8
@@ -78,7 +78,7 @@ def test_closing_ends_when_host_memory_refuses_postponed_saves(
     skipped: list[SavesSkipped] = []
     bus.subscribe(SavesSkipped, skipped.append)
     tiered = a_tiered_engine(num_pages=16, num_slots=4, max_model_len=64, bus=bus)
-    engine, tiers = tiered.engine, tiered.tiers
+    engine, saver = tiered.engine, tiered.store.saver
     wanted = list(range(1, 13))  # 3 pages, all that host memory holds
     run_all(engine, [a_request(wanted, 1)])
     engine.flush()
@@ -86,8 +86,8 @@ def test_closing_ends_when_host_memory_refuses_postponed_saves(
     engine.submit(a_request(long, 1, name="first", priority=0))
     engine.submit(a_request([*wanted, *long[:30]], 2, name="wants the stored pages", priority=5))
     engine.step()
-    assert not tiers.num_pages_saving
-    flush, num_rounds = tiers.flush, 0
+    assert not saver.num_saving
+    flush, num_rounds = saver.flush, 0
 
     def count_rounds() -> None:
         nonlocal num_rounds
@@ -95,7 +95,7 @@ def test_closing_ends_when_host_memory_refuses_postponed_saves(
         assert num_rounds < 10, "flush does not end"
         flush()
 
-    monkeypatch.setattr(tiers, "flush", count_rounds)
+    monkeypatch.setattr(saver, "flush", count_rounds)
     tiered.store.flush()
     assert skipped[-1] == SavesSkipped(3, "host", "no room in host memory")
     engine.close()
@@ -105,10 +105,9 @@ def test_only_as_many_postponed_pages_are_examined_as_can_be_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiered = a_tiered_engine(num_pages=64, num_slots=64, chunk_tokens=128)
-    traffic = tiered.store._traffic
-    assert traffic is not None
-    monkeypatch.setattr(traffic, "_save_room", lambda count: min(count, 2))
-    index, looked_at = traffic._index, list[int]()
+    saver = tiered.store.saver
+    monkeypatch.setattr(saver, "_save_room", lambda count: min(count, 2))
+    index, looked_at = saver._index, list[int]()
     named = index.named
 
     def count_pages(pages: Int32s) -> dict[PageKey, int]:
@@ -117,14 +116,14 @@ def test_only_as_many_postponed_pages_are_examined_as_can_be_saved(
 
     tiered.engine.submit(a_request(RNG.integers(0, VOCAB, 80).tolist(), 4))
     tiered.engine.step()
-    assert len(traffic._postponed) == 18
+    assert len(saver._postponed) == 18
     monkeypatch.setattr(index, "named", count_pages)
-    traffic._save_postponed()
-    assert len(traffic._postponed) == 16
+    saver._save_postponed()
+    assert len(saver._postponed) == 16
     assert set(looked_at) == {2}
     run_all(tiered.engine, [])
     tiered.engine.flush()
-    assert tiered.tiers.num_pages("host") == 20
+    assert tiered.stack.num_pages("host") == 20
     tiered.engine.close()
 
 
@@ -136,13 +135,13 @@ def test_a_load_is_startable_when_it_will_end_before_the_next_step_begins() -> N
     tiered.engine.flush()
     tiered.engine.clear_device()
     tiered.copier.patience = 1000  # copies make no progress
-    store, tiers = tiered.store, tiered.tiers
+    store, loader = tiered.store, tiered.store.loader
     nothing = np.empty(0, np.int32)
     for prompt in prompts:
         chain = store.chain(np.array(prompt, np.int32), b"")
-        assert store.load(StoredRun(chain, 0, 4), nothing, start_layers=tiers.num_layers)
-    load_s = tiers.links[0].pass_s(4 * tiers.page_bytes)
-    assert [len(tiers.poll(part * load_s).startable) for part in (0.0, 0.9, 1.1, 1.9, 2.1)] == [
+        assert store.load(StoredRun(chain, 0, 4), nothing, start_layers=loader.num_layers)
+    load_s = loader.links[0].pass_s(4 * loader.page_bytes)
+    assert [len(store.poll(part * load_s)) // 4 for part in (0.0, 0.9, 1.1, 1.9, 2.1)] == [
         0,
         0,
         1,

@@ -1,0 +1,295 @@
+"""The order in which pages are evicted, on the device and in the tiers below it.
+
+    first   retired: a planned job will not need them again
+            by rank, the smallest first: the policy computes a page's rank at each use
+            awaited: those of the last waiting request first, if the policy sees the queue
+    last    pinned (on the device)
+
+On a tie the deepest page of a chain is evicted first, because a prefix without its tail is still
+useful. A page's worth is one number with this order. The device compares arrays of 64 bits
+(`DeviceOrder`), the tiers keep heaps (`TierOrder`).
+
+A new policy is a subclass of `Ranking`: simulations and benchmarks find it by its name. An entry in
+the choices of `StoreConfig.policy` (core/config.py) makes it a setting for users.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mainstem.core.errors import ConfigError
+from mainstem.core.step import Int32s, Int64s
+from mainstem.kv.places import NOWHERE, Moves, PageTable, StoredPage, fastest
+from mainstem.kv.window import MAX_DEPTH, QueueWindow
+
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R", int, Int64s)
+
+# tiers: a page that requests wait for is worth this minus its `when` (window.py)
+AWAITED = 1 << 100
+UNAWAITED = 1 << 90  # tiers: above every rank, below pages that requests wait for
+DEVICE_AWAITED = 1 << 61  # above the worth of pages that no request waits for, for 5 x 10^11 uses
+DEVICE_PINNED = 1 << 62  # above the worth of every page that is not pinned
+SPARE_ITEMS = 4096  # heaps with fewer outdated items are not rebuilt
+
+
+POLICIES: dict[str, "Ranking"] = {}  # by name; every Ranking adds itself
+
+
+class Ranking:
+    """How pages are ordered while no queued request waits for them. The smallest rank is evicted
+    first."""
+
+    sees_queue = False  # whether pages of queued requests are evicted after all others
+    has_headroom = True  # whether part of host memory is kept free for new pages
+
+    def __init_subclass__(cls, name: str) -> None:
+        POLICIES[name] = cls()
+
+    def used(self, rank: R, clock: int) -> R:
+        """The rank after a use at `clock`, which grows with every use; 0 is a page's first rank.
+        The device passes an array of ranks."""
+        raise NotImplementedError
+
+
+class Lru(Ranking, name="lru"):
+    """The least recently used page goes first."""
+
+    def used(self, rank: R, clock: int) -> R:
+        return clock  # type: ignore[return-value]  # one number serves for a whole array
+
+
+class Lookahead(Lru, name="lookahead"):
+    """First to leave are pages without a queued request, the least recently used first; then pages
+    of queued requests, beginning with the last request (AttentionStore 3.3)."""
+
+    sees_queue = True
+
+
+class Fifo(Ranking, name="fifo"):
+    """The page that came first goes first. A baseline: it may evict a prefix before its tail."""
+
+    def used(self, rank: R, clock: int) -> R:
+        return np.where(rank == 0, clock, rank) if isinstance(rank, np.ndarray) else rank or clock
+
+
+class Belady(Lookahead, name="belady"):
+    """Like lookahead, without headroom: the best possible hit rate with this knowledge of the
+    queue. For simulations."""
+
+    has_headroom = False
+
+
+def policy_named(name: str) -> Ranking:
+    """Raises ConfigError if there is no such policy."""
+    if name not in POLICIES:
+        raise ConfigError(f"no store policy {name!r}; known: {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+class DeviceOrder:
+    """The order of the device pages. The index decides which of them are idle."""
+
+    def __init__(self, num_pages: int, ranking: Ranking) -> None:
+        self.sees_queue = ranking.sees_queue
+        self._used = ranking.used
+        self._clock = 0
+        self._rank = np.zeros(num_pages, np.int64)
+        self._depth = np.zeros(num_pages, np.int32)  # pages before it in its chain
+        self._pins: dict[int, int] = {}  # how often a page is pinned; few pages are
+
+    @property
+    def pinned(self) -> list[int]:
+        return list(self._pins)
+
+    def enter(self, pages: Int32s, depths: NDArray[np.int64]) -> None:
+        """Note how deep in their chains pages are that have just got names."""
+        self._depth[pages] = depths
+
+    def forget(self, pages: Int32s) -> None:
+        """Forget the uses and pins of pages that lose their names."""
+        self._rank[pages] = 0
+        for page in self._pins.keys() & set(pages.tolist()) if self._pins else ():
+            del self._pins[page]
+
+    def touch(self, pages: Int32s) -> None:
+        """Note that pages are used."""
+        self._clock += 1
+        self._rank[pages] = self._used(self._rank[pages], self._clock)
+
+    def retire(self, pages: Int32s) -> None:
+        """Note that no request will ask for these pages."""
+        self._rank[pages] = 0
+
+    def pin(self, page: int) -> None:
+        self._pins[page] = self._pins.get(page, 0) + 1
+
+    def unpin(self, page: int) -> None:
+        """End one pin of a page, if it has any."""
+        if page in self._pins:
+            self._pins[page] -= 1
+            if not self._pins[page]:
+                del self._pins[page]
+
+    def first(
+        self, idle: NDArray[np.int64], count: int, awaited: Sequence[Int32s]
+    ) -> NDArray[np.int64]:
+        """The `count` pages of `idle`, which has more, that are evicted first. `awaited` are the
+        pages of waiting requests, the next request first."""
+        worth = self._rank * MAX_DEPTH - self._depth
+        for place in range(len(awaited) - 1, -1, -1):  # the next request is last and decides
+            pages = awaited[place]
+            worth[pages] = np.int64(DEVICE_AWAITED - place * MAX_DEPTH) - self._depth[pages]
+        worth[self.pinned] += DEVICE_PINNED
+        return idle[np.argpartition(worth[idle], count)[:count]]
+
+
+class TierOrder(Generic[K]):
+    """The order of the pages in the tiers, and how room is made by it.
+
+    A tier orders the pages for which it is the fastest that has them. The others are copies: they
+    are evicted before all of them. Ranks include the depth: a chain is ranked page by page, from
+    its tail to its head.
+
+    Invariant: the heap of the fastest tier that has a page has an item of the page's present worth.
+    Outdated items are skipped.
+    """
+
+    def __init__(
+        self, table: PageTable[K], window: QueueWindow[K], tier_pages: Sequence[int]
+    ) -> None:
+        self._table = table
+        self._pages, self._counts, self._copies = table.stored, table.counts, table.copies
+        self._window = window
+        self._next_use, self._near = window.next_use, window.near
+        self._tier_pages = tier_pages
+        self.heaps: list[list[tuple[int, K]]] = [[] for _ in tier_pages]  # of (worth, key)
+
+    def worth(self, page: StoredPage[K]) -> int:
+        """The page with the smallest worth is evicted first."""
+        when = self._next_use.get(page.key)
+        return page.rank if when is None else AWAITED - when
+
+    def file(self, page: StoredPage[K]) -> None:
+        """Put the page, with its present worth, into the heap of the tier that may evict it."""
+        if page.wanted and not page.is_exempt:
+            when = self._next_use.get(page.key)
+            worth = page.rank if when is None else AWAITED - when
+            heappush(self.heaps[page.top], (worth, page.key))
+
+    def file_all(self, keys: Iterable[K]) -> None:
+        """File the pages of these keys that are stored."""
+        pages, file = self._pages, self.file
+        for key in keys:
+            page = pages.get(key)
+            if page is not None:
+                file(page)
+
+    def clean(self) -> None:
+        """Rebuild heaps whose items are mostly outdated."""
+        for tier, heap in enumerate(self.heaps):
+            if len(heap) > 4 * self._counts[tier] + SPARE_ITEMS:
+                pages = self._pages.values()
+                here = (page for page in pages if page.top == tier and not page.is_exempt)
+                self.heaps[tier] = [(self.worth(page), page.key) for page in here]
+                heapify(self.heaps[tier])
+
+    def make_room(self, tier: int, worth: int, moves: Moves[K], spared: int = 0) -> bool:
+        """Make room for a page of `worth` without using the last `spared` places. False: no page
+        is worth less."""
+        if self._counts[tier] + spared < self._tier_pages[tier]:
+            return True
+        evict = self.evict if self._copies[tier] else self.push_out
+        return evict(tier, worth, moves)
+
+    def evict(self, tier: int, worth: int | None, moves: Moves[K]) -> bool:
+        """Evict a copy, or else the page of least worth. False: none is worth less than `worth`."""
+        copies = self._copies[tier]
+        if not copies:
+            return self.push_out(tier, worth, moves)
+        key = next(iter(copies))
+        self.leave(tier, self._pages[key])
+        moves.forgotten.add((tier, key))
+        moves.free.append(key)
+        return True
+
+    def push_out(self, tier: int, worth: int | None, moves: Moves[K]) -> bool:
+        """Evict the page of least worth, and write it to a lower tier if it is worth a place there.
+        False: no page is worth less than `worth`."""
+        page = self._pop(tier, worth)
+        if page is None:
+            return False
+        self.leave(tier, page)
+        if page.wanted:
+            moves.free.append(page.key)
+        else:
+            self.write_or_drop(tier + 1, page, moves)
+        return True
+
+    def _pop(self, tier: int, below: int | None) -> StoredPage[K] | None:
+        """The page of least worth, taken off a heap; None if none is worth less than `below`."""
+        pages, next_use, heap = self._pages, self._next_use, self.heaps[tier]
+        while heap:
+            worth, key = heap[0]
+            page = pages.get(key)
+            if page is not None and page.top == tier and not page.is_exempt:
+                when = next_use.get(key)
+                if worth == (page.rank if when is None else AWAITED - when):
+                    if below is not None and worth >= below:
+                        return None
+                    heappop(heap)
+                    return page
+            heappop(heap)
+        return None
+
+    def write_or_drop(self, first: int, page: StoredPage[K], moves: Moves[K]) -> None:
+        """A page goes to the fastest tier, from number `first` on, that has room for it."""
+        for tier in range(first, len(self._tier_pages)):
+            if self.make_room(tier, self.worth(page), moves):
+                self.enter(tier, page)
+                is_there = (tier, page.key) in moves.forgotten
+                (moves.free if is_there else moves.write).append(page.key)
+                return
+        self._table.remove(page)
+        moves.drop.append(page.key)
+
+    def enter(self, tier: int, page: StoredPage[K]) -> None:
+        """Put a page into a tier that has room."""
+        page.wanted |= 1 << tier
+        self._counts[tier] += 1
+        before = page.top
+        if tier > before:
+            self._copies[tier][page.key] = None
+            return
+        if before != NOWHERE:
+            self._copies[before][page.key] = None
+        page.top = tier
+        self._settle_at_top(page)
+
+    def leave(self, tier: int, page: StoredPage[K]) -> None:
+        """Take a page out of a tier."""
+        page.wanted = wanted = page.wanted & ~(1 << tier)
+        self._counts[tier] -= 1
+        if tier != page.top:
+            del self._copies[tier][page.key]
+        elif wanted:
+            page.top = fastest(wanted)
+            self._copies[page.top].pop(page.key, None)  # absent if about to be read
+            self._settle_at_top(page)
+        else:
+            page.top = NOWHERE
+
+    def _settle_at_top(self, page: StoredPage[K]) -> None:
+        """From now on, the page may be evicted from its fastest tier or prefetched from it."""
+        self.file(page)
+        if page.top and page.key in self._near:
+            self._window.want(page.key)
+
+    def check(self) -> None:
+        """Raise if the invariant is broken."""
+        items = [set(heap) for heap in self.heaps]
+        for page in self._pages.values():
+            assert (self.worth(page), page.key) in items[page.top], "a page is missing in its heap"

@@ -1,0 +1,441 @@
+"""What comes up: stored pages to the device, what is prefetched, and what other processes have.
+
+    load: pages taken, named, LOADING ---> read into slots ---> copied: READY    or failed: no names
+
+A copy holds its pages, so they are neither lent nor evicted until it ends.
+
+A shared tier does not list its pages, so it is asked which it has. An answer may take long: a
+request that would wait too long for it starts without it, and the answer serves the next request.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from math import ceil
+from time import monotonic, perf_counter
+
+import numpy as np
+
+from mainstem.core.events import EventBus, PagesLoaded, PagesLost
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s
+from mainstem.kv.index import PrefixIndex
+from mainstem.kv.keys import PageChain
+from mainstem.kv.places import HOST, IN_HOST, StoredCounts, fastest
+from mainstem.kv.pool import PagePool
+from mainstem.kv.stack import READ_LIMIT_S, Page, TierStack
+from mainstem.kv.tier import Answer, LowerTier
+from mainstem.kv.transfer import LoadId, TierLink, Transfer
+
+READ_PIECE = 32  # pages read from a lower tier, then copied to the device, at a time
+READ_AHEAD_S = 0.02  # no more work than this is queued in a tier by prefetches: loads come first
+MAX_ASKED = 4096  # maximum pages in one question
+SURE = 1.5  # a request waits for an answer only if it has time for this many round trips
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Pages of a chain, from number `first` on, that lower tiers have."""
+
+    chain: PageChain
+    first: int
+    num_pages: int
+    limit_s: float = READ_LIMIT_S  # if loading takes longer, computing is faster
+
+    @property
+    def keys(self) -> tuple[PageKey, ...]:
+        return self.chain.keys[self.first : self.first + self.num_pages]
+
+
+@dataclass(slots=True, eq=False)
+class PageLoad:
+    """Pages being loaded to the device."""
+
+    load_id: LoadId
+    keys: Sequence[PageKey]
+    device_pages: Int32s
+    pages: list[Page]
+    start_layers: int  # a prompt may start when this many layers are loaded
+    began_s: float
+    num_below: dict[str, int]  # number of pages that are read from each tier
+    transfer: Transfer | None = None  # None: still being read
+    is_startable: bool = False
+    has_failed: bool = False
+
+
+class PageLoader:
+    """Loads pages to the device. Without tiers it finds none."""
+
+    def __init__(self, pool: PagePool, index: PrefixIndex, stack: TierStack, bus: EventBus) -> None:
+        self._pool = pool
+        self._index = index
+        self._stack = stack
+        self._bus = bus
+        self._load_ids = map(LoadId, count())
+        self._loads: list[PageLoad] = []
+        self._load_of: dict[int, PageLoad] = {}  # by device page
+        self._news: list[PageKey] = []  # keys that `take_news` has not returned yet
+        self.links = stack.links  # by which pages come up, from host memory first
+        self.page_bytes, self.num_layers = stack.page_bytes, stack.num_layers
+        self.questions = OpenQuestions([tier for _, tier in stack.below if tier.is_shared])
+        stack.on_answer = self._note_answer
+
+    @property
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a load waits for a lower tier."""
+        return any(load.transfer is None for load in self._loads)
+
+    def is_crowded(self, num_pages: int) -> bool:
+        """Whether loads in progress use the slots that `num_pages` pages would need."""
+        return self.is_reading and self._stack.host.num_free < num_pages
+
+    def stored(self, keys: Iterable[PageKey]) -> StoredCounts:
+        """How many leading pages of `keys` could be loaded."""
+        num_pages, below = 0, list[int]()
+        find = self._stack.pages.get
+        for key in keys:
+            page = find(key)
+            if page is None or not (full := page.full):
+                break
+            num_pages += 1
+            if not full & IN_HOST:
+                below.append(full)
+        if not below:
+            return StoredCounts(num_pages)
+        counts = [0] * len(self._stack.tiers)
+        for full, number in Counter(below).items():
+            counts[fastest(full)] += number
+        return StoredCounts(num_pages, tuple(counts[HOST + 1 :]))
+
+    # --- what other processes have --------------------------------------------------------------
+
+    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
+        """Ask shared tiers for the pages of a chain after those that `stored` counts; returns the
+        key of the answer. None: there is no tier to ask, or no such page."""
+        if not self.questions.tiers:
+            return None
+        return self.questions.ask(keys[self.stored(keys).num_pages :])
+
+    def _note_answer(self, number: int, answer: Answer) -> None:
+        """Add pages that a shared tier has: written by other processes, or by this one before it
+        lost the connection."""
+        if self.questions.note_answer(answer.asked):
+            self._news.append(answer.asked)
+        stack, bit = self._stack, 1 << number
+        known = [(key, stack.pages.get(key)) for key in answer.keys]
+        new = [key for key, page in known if page is None or not page.taken & bit]
+        for key in new:
+            stack.pages.found(key, number, b"")
+        # least recently used first: the head of a chain is evicted last
+        stack.carry_out(stack.policy.recover(number, new[::-1], monotonic()))
+        for key in answer.keys:
+            if (page := stack.pages.get(key)) is not None:
+                stack.settle(page)
+
+    # --- loads ----------------------------------------------------------------------------------
+
+    def load(self, run: StoredRun, device_pages: Int32s, start_layers: int) -> PageKey | None:
+        """Fill `device_pages`, which were just taken, with a run of stored pages.
+
+        Returns the key to wait for, which is the deepest. None: nothing can be loaded now, and the
+        pages were given back.
+        """
+        place, keys = 0, run.keys
+        try:
+            while place < len(keys):
+                size = self.run_length(keys[place:], READ_PIECE)
+                piece = device_pages[place : place + size]
+                started = self._start(run, run.first + place, piece, start_layers)
+                place += started
+                if started < size:
+                    break
+        finally:
+            self._pool.give_back(device_pages[place:])
+        return keys[place - 1] if place else None
+
+    def _start(self, run: StoredRun, first: int, device_pages: Int32s, start_layers: int) -> int:
+        """Start to load the chain's pages from number `first` on; returns how many."""
+        chain, size = run.chain, run.chain.page_size
+        end = first + len(device_pages)
+        keys = chain.keys[first:end]
+        if not self._has_all(keys, chain.token_ids[first * size : end * size].tobytes()):
+            return 0  # some were evicted for the pages before them
+        load = self.copy_up(keys, device_pages, start_layers, run.limit_s)
+        if load is None:
+            return 0
+        self._index.reserve(chain, first, load.device_pages)
+        return len(load.device_pages)
+
+    def run_length(self, keys: Sequence[PageKey], most_read: int) -> int:
+        """How many leading pages to load together: all that are in host memory; if the first is
+        not, up to `most_read` that must be read first."""
+        pages = self._stack.pages
+        first = pages.get(keys[0])
+        in_host = 0 if first is None else first.full & IN_HOST
+        limit = len(keys) if in_host else min(len(keys), most_read)
+        for index in range(1, limit):
+            page = pages.get(keys[index])
+            if page is not None and page.full & IN_HOST != in_host:
+                return index
+        return limit
+
+    def _has_all(self, keys: Sequence[PageKey], token_ids: bytes) -> bool:
+        """Whether all pages could be loaded and hold the tokens that their names stand for. A page
+        with other tokens is dropped."""
+        width = len(token_ids) // len(keys)
+        for index, key in enumerate(keys):
+            page = self._stack.pages.get(key)
+            if page is None or not page.full:
+                return False
+            wanted = token_ids[index * width : (index + 1) * width]
+            if not page.token_ids:  # from a shared tier: the name alone guarantees the tokens
+                page.token_ids = wanted
+            if page.token_ids != wanted:
+                slowest = self._stack.tiers[page.full.bit_length() - 1]
+                self._bus.publish(PagesLost(1, slowest.name, "tokens"))
+                self._stack.drop([page])
+                return False
+        return True
+
+    def copy_up(
+        self,
+        keys: Sequence[PageKey],
+        device_pages: Int32s,
+        start_layers: int,
+        limit_s: float = READ_LIMIT_S,
+    ) -> PageLoad | None:
+        """Start loading stored pages to the device: as many leading ones as have slots to read
+        into. None: not even the first has one, the copy failed, or the last load that began with
+        this page failed. A tier may cancel reads that take longer than `limit_s`."""
+        stack, host = self._stack, self._stack.host
+        pages = [stack.pages[key] for key in keys]
+        if pages[0].skips_load:
+            pages[0].skips_load = False
+            return None
+        for page in pages:
+            page.holds += 1
+        short = sum(not page.taken & IN_HOST for page in pages) - host.num_free
+        if short > 0:
+            stack.carry_out(stack.policy.choose_victims(HOST, short))
+        size = self._num_with_slots(pages)
+        for page in pages[size:]:
+            stack.release(page)
+        if not size:
+            return None
+        keys, device_pages, pages = keys[:size], device_pages[:size], pages[:size]
+        below = [fastest(page.full) for page in pages if not page.full & IN_HOST]
+        num_below = {tier.name: below.count(number) for number, tier in stack.below}
+        stack.read([page for page in pages if not page.taken & IN_HOST], limit_s)
+        load = PageLoad(
+            next(self._load_ids), keys, device_pages, pages, start_layers, perf_counter(), num_below
+        )
+        host.link.start(size * self.page_bytes)
+        self._loads.append(load)
+        self._advance(load)
+        if load.has_failed:
+            self._end(load, None)
+            return None
+        self._load_of.update(dict.fromkeys(device_pages.tolist(), load))
+        self._pool.pass_to_copy(device_pages)
+        return load
+
+    def _num_with_slots(self, pages: Sequence[Page]) -> int:
+        """How many leading pages have a slot or can be given one."""
+        num_free = self._stack.host.num_free
+        for index, page in enumerate(pages):
+            num_free -= not page.taken & IN_HOST
+            if num_free < 0:
+                return index
+        return len(pages)
+
+    def startable(self, device_pages: Sequence[int]) -> Int32s | None:
+        """Return the loads that a step must wait for before it reads `device_pages`, which are all
+        LOADING. None: it is too early for such a step, or another sequence computes the pages."""
+        loads: dict[LoadId, None] = {}
+        for page in device_pages:
+            load = self._load_of.get(page)
+            if load is None or not load.is_startable:
+                return None
+            loads[load.load_id] = None
+        return np.array(list(loads), np.int32)
+
+    def prefetch(self) -> None:
+        """Read the pages that waiting requests need next into host memory, from tiers with little
+        queued work."""
+        stack = self._stack
+        if not stack.below or self.is_reading or not stack.policy.num_queued:
+            return
+        limits = [self._num_to_prefetch(tier.link) for _, tier in stack.below]
+        if any(limits):
+            stack.carry_out(stack.policy.choose_prefetch(*limits))
+
+    def _num_to_prefetch(self, link: TierLink) -> int:
+        idle_s, host = READ_AHEAD_S - link.expect_s(0), self._stack.host
+        if idle_s <= 0:
+            return 0
+        return min(ceil(idle_s / link.pass_s(self.page_bytes)), host.num_free)
+
+    # --- what came to an end --------------------------------------------------------------------
+
+    def poll(self, lead_s: float) -> None:
+        """Collect the loads that have ended, and start copies whose pages were read. A step that
+        is made now reads pages at the earliest in `lead_s` seconds."""
+        left_s = lead_s
+        for load in list(self._loads):
+            left_s = self._poll_load(load, left_s)
+        self._news += self.questions.take_late()
+
+    def take_news(self) -> list[PageKey]:
+        """The keys that requests need not wait for any longer; each is returned once."""
+        news, self._news = self._news, []
+        return news
+
+    def _poll_load(self, load: PageLoad, left_s: float) -> float:
+        """Check a load. `left_s` is the time until a step reads its pages. Loads are copied one
+        after the other, so this returns the time that is left for the next load."""
+        self._advance(load)
+        host, num_done = self._stack.host, 0
+        if load.transfer is not None:
+            num_layers = host.num_layers_done(load.transfer)
+            load.has_failed |= num_layers is None
+            num_done = num_layers or 0
+        if load.has_failed:
+            load.pages[0].skips_load = True
+        if load.has_failed or (load.transfer is None and any(p.is_lost for p in load.pages)):
+            self._index.abort(load.device_pages)
+            self._finish(load, None)
+            return left_s
+        if load.transfer is None:
+            return left_s
+        if num_done == self.num_layers:
+            self._index.commit(load.device_pages)
+            self._index.order.touch(load.device_pages)
+            self._finish(load, load.transfer.seconds())
+            self._publish_loaded(load)
+            return left_s
+        layer_s = host.link.pass_s(len(load.pages) * self.page_bytes) / self.num_layers
+        if not load.is_startable and num_done + left_s / layer_s >= load.start_layers:
+            load.is_startable = True
+            self._news += load.keys
+        return max(0.0, left_s - (self.num_layers - num_done) * layer_s)
+
+    def _advance(self, load: PageLoad) -> None:
+        """Start the copy to the device once all pages of the load are in host memory."""
+        if load.transfer is None and all(page.full & IN_HOST for page in load.pages):
+            load.transfer = self._stack.host.load(load.load_id, load.keys, load.device_pages)
+            load.has_failed = load.transfer is None
+
+    def _finish(self, load: PageLoad, seconds: float | None) -> None:
+        """End a load that took `seconds`, or failed (None)."""
+        self._end(load, seconds)
+        self._news += load.keys
+        for page in load.device_pages.tolist():
+            del self._load_of[page]
+        self._pool.end_copy(load.device_pages)
+
+    def _end(self, load: PageLoad, seconds: float | None) -> None:
+        stack, host = self._stack, self._stack.host
+        self._loads.remove(load)
+        host.forget(load.load_id)
+        num_bytes = len(load.pages) * self.page_bytes
+        if seconds is None:
+            host.link.give_up(num_bytes)
+        else:
+            host.link.finish(num_bytes, seconds)
+            stack.carry_out(stack.policy.keep(load.keys, monotonic()))
+        for page in load.pages:
+            stack.release(page)
+
+    def _publish_loaded(self, load: PageLoad) -> None:
+        seconds = perf_counter() - load.began_s
+        num_from_host = len(load.pages) - sum(load.num_below.values())
+        counts = {"host": num_from_host} | load.num_below
+        for tier, number in reversed(counts.items()):  # slowest first: the load waited for it
+            if number:
+                self._bus.publish(PagesLoaded(number, tier, seconds))
+                seconds = 0.0
+
+    def close(self) -> None:
+        """Return when copies to the device have ended."""
+        for load in self._loads:
+            if load.transfer is not None:
+                with suppress(Exception):  # no request needs the load any more
+                    load.transfer.wait()
+
+    def check(self) -> None:
+        """Raise if a load lost its pages."""
+        loading = [page for load in self._loads for page in load.pages]
+        assert not any(page.taken for page in loading if page.is_lost), "a lost page has a place"
+        named = {page for load in self._loads for page in load.device_pages.tolist()}
+        assert self._load_of.keys() == named, "a load lost its pages"
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """Pages that shared tiers were asked for."""
+
+    asked_s: float
+    num_open: int  # tiers that have not answered
+    give_up_s: float = float("inf")  # when requests stop waiting for the answer
+    is_late: bool = False
+
+
+class OpenQuestions:
+    """Questions to tiers that other processes fill. The key of a question is the last page that it
+    asks for."""
+
+    def __init__(self, tiers: Sequence[LowerTier]) -> None:
+        self.tiers = tiers
+        self._open: dict[PageKey, _Question] = {}
+
+    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
+        """Ask for pages, in chain order, that are not stored here; returns the key of the answer.
+        None if there is nothing to ask, or no tier that could be asked."""
+        tiers = [tier for tier in self.tiers if tier.is_open]
+        asked = keys[:MAX_ASKED]
+        if not tiers or not asked:
+            return None
+        if asked[-1] not in self._open:
+            self._open[asked[-1]] = _Question(monotonic(), len(tiers))
+            for tier in tiers:
+                tier.ask(asked)
+        return asked[-1]
+
+    def is_open(self, key: PageKey) -> bool:
+        """Whether an answer is still expected, late or not."""
+        return key in self._open
+
+    def awaits(self, key: PageKey, most_s: float) -> bool:
+        """Whether a request should wait for the answer, because it is expected within `most_s`. The
+        wait ends with the answer, or after `most_s`."""
+        question = self._open.get(key)
+        if question is None or question.is_late:
+            return False
+        if SURE * max(tier.link.round_trip_s for tier in self.tiers) > most_s:
+            return False
+        question.give_up_s = min(question.give_up_s, question.asked_s + most_s)
+        return True
+
+    def note_answer(self, key: PageKey) -> bool:
+        """Record the answer of a tier; returns whether all tiers have answered."""
+        question = self._open[key]
+        question.num_open -= 1
+        if not question.num_open:
+            del self._open[key]
+        return not question.num_open
+
+    def take_late(self) -> list[PageKey]:
+        """Return the questions whose wait is over; each is returned once."""
+        if not self._open:
+            return []
+        now_s = monotonic()
+        late = [k for k, q in self._open.items() if not q.is_late and now_s >= q.give_up_s]
+        for key in late:
+            self._open[key].is_late = True
+        return late
