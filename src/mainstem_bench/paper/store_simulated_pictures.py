@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PAPER_CAPACITY = {0.1: 0.51, 0.25: 0.98}  # share of CCpUT -> hit rate
 CAPACITY_TOLERANCE = 0.1  # as for the hit rates of Fig. 13
-POINTS = 10.0  # hit rates of Fig. 24 agree if they differ by at most so many points
+POINTS = 10.0  # hit rates of Fig. 24 agree if they differ by at most this
 POLICY_LOOKS = {"lookahead": style.OURS, "lru": style.STORED, "fifo": style.NOTHING}
 
 
