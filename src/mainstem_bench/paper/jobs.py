@@ -86,7 +86,7 @@ def run(
 ) -> Line:
     """Measure the speed of a job. `requests_per_s` is the median of all runs, `spread` the lowest
     and the highest; the other numbers are those of the last run."""
-    runs = []
+    runs, repeats = [], 1 if settings.is_quick else repeats
     for _ in range(repeats):
         with engine_of(settings, size, share) as engine:
             runs.append(run_job(engine, job.prompts, job.answers, is_planned))

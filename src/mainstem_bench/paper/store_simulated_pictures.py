@@ -63,8 +63,8 @@ def _waiting(lines: Sequence[Line]) -> str:
         again, stored = (one(lines, model=model, way=way) for way in ("RE", "AS"))
         told.append(f"{model} {again['first_token_s']:.2f} and {stored['first_token_s']:.2f} s")
     return (
-        ". Nearly all of this time is waiting in the queue: at one new session a second these "
-        "cards cannot keep up for long. From the start of a request to its first token it is, "
+        ". Nearly all of this time is waiting in the queue: at one new session a second most "
+        "of these machines are overloaded. From the start of a request to its first token it is, "
         f"computed again and with the store: {', '.join(told)}"
     )
 
