@@ -11,9 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 from PIL import Image
-from rows import headlines, table
+from rows import headlines, models_table, served_table, table
 
-from mainstem_bench.paper.command import draw, judged
+from mainstem_bench.paper.command import draw, judged, outcome_at
 from mainstem_bench.paper.item import Item, Line, Outcome
 from mainstem_bench.paper.registry import PAPERS
 from mainstem_bench.paper.results import read_lines
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES = ROOT / "benchmarks" / "results" / "paper"
 PLOTS = ROOT / "docs" / "img" / "paper"
 FILES = {"RelayAttention": "relay", "AttentionStore": "attentionstore", "BatchLLM": "batchllm"}
+ELSEWHERE = ", at another point"
 ABOUT = {
     "RelayAttention": "The keys of a system prompt that all requests share are read once per step.",
     "AttentionStore": "The KV of conversations is kept in host memory and on disk between turns.",
@@ -33,7 +34,12 @@ def blocks() -> dict[str, dict[str, str]]:
     """The text of each generated block, by file and by the block's name."""
     return {
         "README.md": {"results": headlines()},
-        "docs/results.md": {"results": table(), "papers": overview()},
+        "docs/results.md": {
+            "results": table(),
+            "models": models_table(),
+            "served": served_table(),
+            "papers": overview(),
+        },
         **{
             f"docs/results/{FILES[paper]}.md": {"items": paper_page(paper, items)}
             for paper, items in PAPERS.items()
@@ -52,7 +58,9 @@ def overview() -> str:
         out += ["", "| item | verdict | result |", "| --- | --- | --- |"]
         for item, verdict in zip(items, verdicts, strict=True):
             link = f"[{_short(item)}](results/{FILES[paper]}.md#{item.name})"
-            out.append(f"| {link} | {verdict.outcome.value} | {_capital(verdict.reason)}. |")
+            where = "" if item.is_papers_point or verdict.outcome is Outcome.CANNOT else ELSEWHERE
+            outcome = f"{verdict.outcome.value}{where}"
+            out.append(f"| {link} | {outcome} | {_capital(verdict.reason)}. |")
         out.append("")
     return "\n".join(out).rstrip()
 
@@ -68,7 +76,7 @@ def paper_page(paper: str, items: tuple[Item, ...]) -> str:
             out += [f"![{item.title}](../img/paper/{item.name}.png)", ""]
         out += [
             f"- **The paper:** {item.claim}.",
-            f"- **Here, {verdict.outcome.value}:** {verdict.reason}.",
+            f"- **Here, {outcome_at(item, verdict)}:** {verdict.reason}.",
             f"- **Different:** {item.differs}.",
         ]
         if item.run is not None:

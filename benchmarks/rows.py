@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mainstem_bench.paper.rivals import rival as known
 from mainstem_bench.paper.rivals import rivals
@@ -58,7 +59,8 @@ def _case(name: str, what: str, headline: str | None = None) -> Row:
 
 
 def _job(workload: str, what: str, headline: str | None = None) -> Row:
-    """A whole job; rivals ran the same one on the same kind of card."""
+    """A whole job; rivals ran the same one, with as many requests, on the same kind of card."""
+    job = OFFLINE_JOBS[workload]
     rival = max(known("offline", workload, order) for order in orders(workload))
     return Row(
         what=f"{what}, requests/s",
@@ -66,7 +68,8 @@ def _job(workload: str, what: str, headline: str | None = None) -> Row:
         ours=lambda line: (
             line["workload"] == workload
             and _form(line) == "16 bits"
-            and line["model_shape"] == OFFLINE_JOBS[workload].model_shape
+            and line["model_shape"] == job.model_shape
+            and line["requests"] == job.groups * job.degree
         ),
         value="{requests_per_s:.1f}",
         rival_text=f"{rival} (vLLM 0.24, its best setting)",
@@ -89,19 +92,6 @@ def _turn(number: int, headline: str | None = None) -> Row:
         hardware="H200",
         command="mainstem bench sessions",
         headline=headline,
-    )
-
-
-def _served(what: str, value: str, rival: float) -> Row:
-    """Streaming chats over HTTP, 30 a second, four system prompts of 1,500 words."""
-    return Row(
-        what=f"8B over HTTP, 30 chats/s over 4 long system prompts, {what}",
-        file="serve-h200.jsonl",
-        ours=_is(rate=30.0, groups=4),
-        value=value,
-        rival_text=f"{rival:g} ms (vLLM 0.24, a similar load)",
-        hardware="H200",
-        command="mainstem bench serve --rate 30 --groups 4 --prefix 1500 --own 70 --max-tokens 128",
     )
 
 
@@ -130,7 +120,7 @@ def _model_job(shape: str, form: str, what: str, options: str = "") -> Row:
             and line["model_shape"] == shape
             and _form(line) == form
         ),
-        value="{requests_per_s:.1f}",
+        value="{requests_per_s:.1f} ({requests:,} requests)",
         hardware="H200",
         command=f"{command} {options}".rstrip(),
     )
@@ -197,8 +187,6 @@ ROWS = [
             ("gpt-oss-20b", "mxfp4", "gpt-oss-20b, experts in MXFP4", ""),
         )
     ),
-    _served("between tokens", "{itl_ms_mean:.1f} ms", known("serving", "itl")),
-    _served("first token", "{ttft_ms_mean:.0f} ms", known("serving", "ttft")),
     Row(
         what="8B, 8 choices of 4 tokens scored after each context of 1,210 tokens, contexts/s",
         file="score-h200.jsonl",
@@ -297,6 +285,60 @@ def table() -> str:
         ours, rival = measured(row)
         lines.append(f"| {row.what} | **{ours}** | {rival} | {row.hardware} | `{row.command}` |")
     return "\n".join(lines)
+
+
+MODEL_NAMES = {
+    "qwen3-30b-a3b": "Qwen3-30B-A3B (experts)",
+    "llama31-8b": "8B",
+    "gpt-oss-20b": "gpt-oss-20b (experts)",
+}
+SERVED_UNITS = {
+    "ttft": "first token, ms",
+    "ttft_p99": "first token, p99, ms",
+    "itl": "between tokens, ms",
+    "requests_per_s": "requests/s",
+    "ready_s": "s",
+}
+
+
+def models_table() -> str:
+    """Expert, FP8 and 4-bit models beside vLLM, also where vLLM is faster."""
+    lines = ["| model | weights | load | mainstem | vLLM 0.24 |", "| --- | --- | --- | --- | --- |"]
+    for line in beside("models"):
+        ours, theirs = line["mainstem"], line.get("vllm", line.get("vllm_sorted"))
+        if "vllm_sorted" in line:
+            shown = f"{line['vllm_shuffled']:,} shuffled, {theirs:,} sorted"
+        else:
+            shown = f"{theirs:,}"
+        load = line["about"] if "seqs" not in line else f"{line['seqs']} at once, decoding"
+        ours, shown = _bold(f"{ours:,}", shown, is_ours=ours > theirs)
+        name = MODEL_NAMES[line["model_shape"]]
+        what = f"{load}, {line['unit']}"
+        lines.append(f"| {name} | {line['weights']} | {what} | {ours} | {shown} |")
+    return "\n".join(lines)
+
+
+def served_table() -> str:
+    """Served requests beside vLLM."""
+    lines = ["| load | what | mainstem | vLLM 0.24 |", "| --- | --- | --- | --- |"]
+    for line in beside("served"):
+        for name, ours in line["mainstem"].items():
+            theirs = line["vllm"][name]
+            is_ours = ours > theirs if name == "requests_per_s" else ours < theirs
+            values = " | ".join(_bold(f"{ours:g}", f"{theirs:g}", is_ours=is_ours))
+            lines.append(f"| {line['about']} | {SERVED_UNITS[name]} | {values} |")
+    return "\n".join(lines)
+
+
+def beside(bench: str) -> list[dict[str, Any]]:
+    """The stored lines of both engines."""
+    texts = (RESULTS / "beside-vllm-h200.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, texts) if line["bench"] == bench]
+
+
+def _bold(ours: str, theirs: str, *, is_ours: bool) -> tuple[str, str]:
+    """Mark the better value."""
+    return (f"**{ours}**", theirs) if is_ours else (ours, f"**{theirs}**")
 
 
 def headlines() -> str:

@@ -1,8 +1,12 @@
 """Computes times and prices in the simulator's virtual time.
 
-One device serves one request after another. It loads stored pages layer by layer and, at the same
-time, prefills the tokens that are not stored (AttentionStore 3.2.1); then it decodes. Decoding is
-counted at the throughput of a full batch: a request adds its share of the device's time.
+Without `Batching`, one device serves one request after another. It loads stored pages layer by
+layer and, at the same time, prefills the tokens that are not stored (AttentionStore 3.2.1); then it
+decodes. Decoding is counted at the throughput of a full batch: a request adds its share of the
+device's time.
+
+With `Batching`, a request loads its pages while the device runs the steps of others; when all have
+come, its prefill interrupts the decodes, and it joins them.
 """
 
 from dataclasses import dataclass
@@ -38,6 +42,18 @@ class ServiceRates:
 
     def disk_read_s(self, num_bytes: float) -> float:
         return num_bytes / GB / self.disk_gb_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """Requests that run at once. A decode step reads the weights, and the KV of all of them."""
+
+    max_running: int
+    weights_s: float  # to read the weights once
+    token_s: float  # to read the K and V of one token
+
+    def step_s(self, context_tokens: int) -> float:
+        return self.weights_s + self.token_s * context_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
     queue   which request is served next, and what the policy knows of the queue
               saturated: always full; the next N requests of the trace wait (N: the look-ahead)
               arrivals:  first turns come when the trace says, each later turn after the previous
-                         answer and the think time
+                         answer and the think time; with `batching`, several run at once
     serve   look up, load, prefill, decode; pages are admitted when the request is done
     device  a cache above host memory; each page is stored in both, and both evict by one policy
-    links   the disk reads one page after another; a prefetched page may not be there yet
+    links   the disk reads one page after another; a prefetched page may not be there yet. With
+            `batching` the link from host memory, too, serves one request after another
 
 Hits are prompt tokens that need no prefill. A hit counts for the device if its page was there when
 the request started, for the DRAM if its page was in host memory, otherwise for the disk.
@@ -19,12 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
+from math import ceil
 from time import perf_counter
 
 from mainstem.core.errors import ConfigError
 from mainstem.kv.places import HOST
 from mainstem.kv.policy import HEADROOM, PolicyConfig, TierPolicy
-from mainstem_simulate.service import GB, Prices, ServiceRates
+from mainstem_simulate.service import GB, Batching, Prices, ServiceRates
 from mainstem_simulate.trace_records import Trace, TraceRequest
 
 READ_AHEAD_S = 1.0  # pages are prefetched as long as the disk's queue is shorter than this
@@ -52,6 +54,7 @@ class SimulationConfig:
     prices: Prices = field(default_factory=Prices)
     # device memory for cached pages, without the memory that running requests need
     device_gb: float = 0.0
+    batching: Batching | None = None  # only for arrivals; None: one request after another
 
     def __post_init__(self) -> None:
         if not self.kv_bytes_per_token > 0:
@@ -63,6 +66,8 @@ class SimulationConfig:
             raise ConfigError(f"lookahead must not be negative, got {self.lookahead}")
         if self.warmup < 0:
             raise ConfigError(f"warmup must not be negative, got {self.warmup}")
+        if self.batching is not None and self.queue is not Queue.ARRIVALS:
+            raise ConfigError("batching needs requests that arrive: set queue to arrivals")
 
     def num_pages(self, size_gb: float, page_tokens: int) -> int:
         return int(size_gb / (page_tokens * self.kv_bytes_per_token / GB))
@@ -110,6 +115,9 @@ class SimulationReport:
     hit_rate_unbounded: float = 0.0
     mean_ttft_s: float = 0.0
     p95_ttft_s: float = 0.0
+    mean_wait_s: float = 0.0  # part of the time to the first token: until a request was started
+    prefill_s: float = 0.0  # prefill, and loads that it had to wait for
+    loaded_gb: float = 0.0  # from host memory to the device
     device_s: float = 0.0
     virtual_s: float = 0.0
     cost: float = 0.0
@@ -174,6 +182,19 @@ class _DiskLink:
         return num_pages * self._page_s
 
 
+@dataclass(slots=True)
+class _Running:
+    """A request that was started, in a batch."""
+
+    ticket: int
+    arrived_s: float
+    started_s: float
+    prefill_s: float
+    context_tokens: int
+    left: int  # tokens to decode
+    is_counted: bool
+
+
 class _Simulation:
     """One run: the policy, the clock, the queue, and the sums."""
 
@@ -196,6 +217,8 @@ class _Simulation:
         self._hits = [0, 0, 0]  # tokens on the device, from DRAM, from disk
         self._hits_unbounded = 0
         self._ttfts: list[float] = []
+        self._waits_s = 0.0
+        self._link_free_s = 0.0
         self._pages_read = 0
         self._pages_written = 0
         self._counted_from_s = 0.0
@@ -216,8 +239,10 @@ class _Simulation:
         started = perf_counter()
         if self._config.queue is Queue.SATURATED:
             self._run_saturated()
-        else:
+        elif self._config.batching is None:
             self._run_arrivals()
+        else:
+            self._run_batched(self._config.batching)
         self._policy.check()
         return self._finish(perf_counter() - started)
 
@@ -237,28 +262,132 @@ class _Simulation:
     def _run_arrivals(self) -> None:
         """Serve requests in the order they come. The policy knows those that wait, up to `window`
         requests."""
-        requests = self._trace.requests
-        followers = {request.previous: index for index, request in enumerate(requests)}
-        coming = [(r.arrival_s, i) for i, r in enumerate(requests) if r.previous is None]
-        heapify(coming)
+        requests, followers, coming = self._trace.requests, self._followers(), self._first_turns()
         queue: deque[tuple[float, int]] = deque()
         while coming or queue:
             if not queue:
                 self._now = max(self._now, coming[0][0])
-            while coming and coming[0][0] <= self._now:
-                arrived_s, index = heappop(coming)
-                queue.append((arrived_s, index))
-                if len(queue) <= self._window + 1:
-                    self._expect(index)
-                    self._prefetch(arrived_s)
-            arrived_s, index = queue.popleft()
-            if len(queue) > self._window:
-                ahead = queue[self._window][1]
-                self._expect(ahead)
+            self._take_arrivals(coming, queue)
+            arrived_s, index = self._next_of(queue)
             self._serve(index, requests[index], waited_s=self._now - arrived_s)
             follower = followers.get(index)
             if follower is not None:
                 heappush(coming, (self._now + requests[follower].think_s, follower))
+
+    def _followers(self) -> dict[int | None, int]:
+        """The index of each turn's next turn."""
+        return {request.previous: index for index, request in enumerate(self._trace.requests)}
+
+    def _first_turns(self) -> list[tuple[float, int]]:
+        """A heap of first turns: when they come, and their index."""
+        requests = enumerate(self._trace.requests)
+        coming = [(each.arrival_s, index) for index, each in requests if each.previous is None]
+        heapify(coming)
+        return coming
+
+    def _take_arrivals(
+        self, coming: list[tuple[float, int]], queue: deque[tuple[float, int]]
+    ) -> None:
+        """Move requests that have come to the queue."""
+        while coming and coming[0][0] <= self._now:
+            arrived_s, index = heappop(coming)
+            queue.append((arrived_s, index))
+            if len(queue) <= self._window + 1:
+                self._expect(index)
+                self._prefetch(arrived_s)
+
+    def _next_of(self, queue: deque[tuple[float, int]]) -> tuple[float, int]:
+        """Take the first request from the queue; the policy gets to know another one."""
+        first = queue.popleft()
+        if len(queue) > self._window:
+            self._expect(queue[self._window][1])
+        return first
+
+    def _run_batched(self, batching: Batching) -> None:
+        """Serve requests in the order they come, up to `max_running` at once."""
+        requests, followers, coming = self._trace.requests, self._followers(), self._first_turns()
+        queue: deque[tuple[float, int]] = deque()
+        loading: list[tuple[float, int, _Running]] = []  # a heap: when all pages are there
+        decoding: list[_Running] = []
+        while coming or queue or loading or decoding:
+            self._take_arrivals(coming, queue)
+            while queue and len(loading) + len(decoding) < batching.max_running:
+                arrived_s, index = self._next_of(queue)
+                ready_s, request = self._start(index, requests[index], arrived_s)
+                heappush(loading, (ready_s, index, request))
+            has_room = len(loading) + len(decoding) < batching.max_running
+            next_s = min(
+                coming[0][0] if coming and has_room else float("inf"),
+                loading[0][0] if loading else float("inf"),
+            )
+            if loading and loading[0][0] <= self._now:
+                _, _, request = heappop(loading)
+                self._prefill(request)
+                decoding.append(request)
+            elif decoding:
+                self._decode(decoding, batching, next_s)
+            else:
+                self._now = next_s
+            for request in [each for each in decoding if not each.left]:
+                decoding.remove(request)
+                self._keep(request.ticket, requests[request.ticket])
+                follower = followers.get(request.ticket)
+                if follower is not None:
+                    heappush(coming, (self._now + requests[follower].think_s, follower))
+
+    def _start(
+        self, ticket: int, request: TraceRequest, arrived_s: float
+    ) -> tuple[float, _Running]:
+        """Start to load a request's pages; returns when all of them are there."""
+        start, rates = self._now, self._config.rates
+        self._expire(start)
+        self._prefetch(start)
+        here = 0 if self._device is None else self._device.match(request.keys)
+        from_host, from_disk, wait_s = self._look_up(request.keys[here:], start)
+        is_counted = self._num_served >= self._config.warmup
+        if self._num_served == self._config.warmup:
+            self._counted_from_s = start
+        new_tokens = request.input_tokens - self._count_hits(request, here, from_host, from_disk)
+        loaded_bytes = (from_host + from_disk) * self._page_bytes
+        load_s, ready_s = rates.host_load_s(loaded_bytes), start
+        if loaded_bytes:
+            ready_s = max(self._link_free_s, start + wait_s) + load_s
+            self._link_free_s = ready_s
+        prefill_s = rates.prefill_s(new_tokens)
+        if is_counted:
+            report = self._report
+            report.prompt_tokens += request.input_tokens
+            report.prefill_tokens += new_tokens
+            report.prefill_s += prefill_s + load_s
+            report.loaded_gb += loaded_bytes / GB
+        self._num_served += 1
+        return ready_s, _Running(
+            ticket, arrived_s, start, prefill_s, request.input_tokens, request.output_tokens,
+            is_counted,
+        )  # fmt: skip
+
+    def _prefill(self, request: _Running) -> None:
+        self._spend(request.prefill_s)
+        if request.is_counted:
+            self._ttfts.append(self._now - request.arrived_s)
+            self._waits_s += request.started_s - request.arrived_s
+
+    def _decode(self, decoding: list[_Running], batching: Batching, until_s: float) -> None:
+        """Run steps until a request ends, or something else can start."""
+        step_s = batching.step_s(sum(each.context_tokens for each in decoding))
+        num_steps = min(each.left for each in decoding)
+        if until_s < self._now + num_steps * step_s:
+            num_steps = max(1, ceil((until_s - self._now) / step_s))
+        self._spend(num_steps * step_s)
+        for each in decoding:
+            each.left -= num_steps
+            each.context_tokens += num_steps
+
+    def _spend(self, seconds: float) -> None:
+        """The device works for `seconds`."""
+        self._now += seconds
+        if self._num_served > self._config.warmup:
+            self._report.device_s += seconds
 
     def _expect(self, index: int) -> None:
         """Announce a request to the policies."""
@@ -270,12 +399,8 @@ class _Simulation:
     # -- one request ---------------------------------------------------------------------------
 
     def _serve(self, ticket: int, request: TraceRequest, waited_s: float) -> None:
-        policy, rates = self._policy, self._config.rates
-        start = self._now
-        if self._config.ttl_s is not None:
-            policy.expire(start)
-            if self._device is not None:
-                self._device.expire(start)
+        start, rates = self._now, self._config.rates
+        self._expire(start)
         self._prefetch(start)
         here = 0 if self._device is None else self._device.match(request.keys)
         from_host, from_disk, wait_s = self._look_up(request.keys[here:], start)
@@ -286,20 +411,35 @@ class _Simulation:
         host_s = rates.host_load_s((from_host + from_disk) * self._page_bytes)
         first_token_s = max(rates.prefill_s(new_tokens), host_s, wait_s)
         self._now = start + first_token_s + rates.decode_s(request.output_tokens)
-        if self._device is not None:
-            self._device.finish(ticket, request.kept, self._now)
-        moves = policy.finish(ticket, request.kept, self._now)
-        spilled = policy.make_headroom()
+        self._keep(ticket, request)
         if self._num_served >= self._config.warmup:
             report = self._report
             self._ttfts.append(waited_s + first_token_s)
+            self._waits_s += waited_s
             report.prompt_tokens += request.input_tokens
             report.prefill_tokens += new_tokens
+            report.prefill_s += first_token_s
+            report.loaded_gb += (from_host + from_disk) * self._page_bytes / GB
             report.device_s += self._now - start
+        self._num_served += 1
+
+    def _expire(self, now: float) -> None:
+        if self._config.ttl_s is not None:
+            self._policy.expire(now)
+            if self._device is not None:
+                self._device.expire(now)
+
+    def _keep(self, ticket: int, request: TraceRequest) -> None:
+        """Store the pages of a request that has ended."""
+        if self._device is not None:
+            self._device.finish(ticket, request.kept, self._now)
+        moves = self._policy.finish(ticket, request.kept, self._now)
+        spilled = self._policy.make_headroom()
+        if self._num_served >= self._config.warmup:
+            report = self._report
             report.page_events += len(request.kept)
             report.pages_dropped += len(moves.drop) + len(spilled.drop)
             self._pages_written += len(moves.write) + len(spilled.write)
-        self._num_served += 1
 
     def _look_up(self, keys: Sequence[int], now: float) -> tuple[int, int, float]:
         """Return how many pages are in host memory, how many come from disk (prefetches that have
@@ -357,6 +497,7 @@ class _Simulation:
         report.hit_rate_unbounded = self._hits_unbounded / tokens
         if self._ttfts:
             report.mean_ttft_s = sum(self._ttfts) / len(self._ttfts)
+            report.mean_wait_s = self._waits_s / len(self._ttfts)
             report.p95_ttft_s = sorted(self._ttfts)[int(0.95 * (len(self._ttfts) - 1))]
         report.virtual_s = self._now - self._counted_from_s
         report.cost_storage = prices.storage_cost(

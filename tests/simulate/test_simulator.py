@@ -10,7 +10,7 @@ from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.kv.eviction import POLICIES
 from mainstem_simulate import command as cli
 from mainstem_simulate import plots
-from mainstem_simulate.service import Prices, ServiceRates
+from mainstem_simulate.service import Batching, Prices, ServiceRates
 from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
 from mainstem_simulate.trace_records import ReadOptions, Trace, TraceFormat, TraceRequest
 from mainstem_simulate.traces import read_trace
@@ -143,6 +143,72 @@ def test_a_turn_waits_for_the_previous_answer() -> None:
     report = run(trace, 10, rates=rates, queue=Queue.ARRIVALS)
     assert report.virtual_s == pytest.approx(1 + 2 + 1)
     assert report.hit_rate == pytest.approx(10 / 40)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+STEP = 1.0  # seconds of a decode step
+
+
+def batched(
+    trace: Trace, max_running: int, host_pages: int = 0, **more: object
+) -> SimulationReport:
+    rates = ServiceRates(prefill_tokens_per_s=15, host_gb_per_s=0.01)  # a second per page loaded
+    batching = Batching(max_running, weights_s=STEP, token_s=0.0)
+    queue = {"rates": rates, "queue": Queue.ARRIVALS, "batching": batching}
+    return run(trace, host_pages, **(queue | more))
+
+
+def test_requests_of_a_batch_share_decode_steps() -> None:
+    trace = a_trace([[0], [1]], gap_s=0.0, output=4)
+    one_by_one, together = (batched(trace, most) for most in (1, 2))
+    assert one_by_one.device_s == one_by_one.virtual_s == pytest.approx(2 * (1 + 4 * STEP))
+    assert together.device_s == together.virtual_s == pytest.approx(2 * 1 + 4 * STEP)
+    assert one_by_one.mean_wait_s == pytest.approx((0 + 5) / 2)
+    assert together.mean_wait_s == 0
+    assert together.mean_ttft_s == pytest.approx((1 + 2) / 2)  # prefills come one after another
+
+
+def test_a_decode_step_reads_the_kv_of_all_requests() -> None:
+    trace = a_trace([[0]], output=2)
+    batching = Batching(1, weights_s=0.0, token_s=0.1)
+    report = batched(trace, 1, batching=batching)
+    assert report.device_s == pytest.approx(1 + 2 * 15 * 0.1)
+
+
+def test_loads_of_a_batch_use_the_link_one_after_another_while_others_decode() -> None:
+    """Two requests come back at 100 s, while a third one decodes; each has a page to load."""
+    chains = [[0], [1], [2], [0], [1]]
+    starts = (0.0, 10.0, 100.0, 100.5, 100.5)
+    outputs = (0, 0, 50, 0, 0)
+    requests = [
+        TraceRequest(start, PAGE + 5, output, chain, chain, session=index)
+        for index, (start, output, chain) in enumerate(zip(starts, outputs, chains, strict=True))
+    ]
+    report = batched(Trace(TraceFormat.MOONCAKE, PAGE, requests), 3, host_pages=10, warmup=3)
+    # loads end at 102 and 103 s; a step that has begun ends before the prefill of a third of 1 s
+    first_s, second_s = (102 + 1 / 3 - 100.5, 103 + 1 / 3 + 1 / 3 - 100.5)
+    assert report.mean_ttft_s == pytest.approx((first_s + second_s) / 2, abs=2 * STEP)
+    assert report.loaded_gb == pytest.approx(2 * PAGE * KV_BYTES / 1e9)
+    assert report.prefill_s == pytest.approx(2 * (1 + 1 / 3))
+    assert report.device_s > 49 * STEP
+
+
+def test_a_turn_that_has_not_come_is_not_known() -> None:
+    """With room for one page, look-ahead that knew the second turn would keep the first page."""
+    requests = [
+        TraceRequest(0.0, PAGE + 5, 0, [0], [0], session=0),
+        TraceRequest(0.0, PAGE + 5, 0, [0], [0], session=0, previous=0, think_s=100.0),
+        TraceRequest(10.0, PAGE + 5, 0, [1], [1], session=1),
+    ]
+    trace = Trace(TraceFormat.SESSIONS, PAGE, requests)
+    assert batched(trace, 2, host_pages=1).hit_rate == 0
+    assert run(trace, 1, lookahead=3).hit_rate > 0
+
+
+def test_batches_need_arrivals() -> None:
+    with pytest.raises(ConfigError, match="arrivals"):
+        batched(a_trace([[0]]), 2, queue=Queue.SATURATED)
 
 
 def test_unused_pages_expire() -> None:

@@ -13,8 +13,9 @@ from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import build_tree
 from mainstem.plan.saving import LruCache, compare
 from mainstem_bench.paper import style
-from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
+from mainstem_bench.paper.item import Line, Number, Outcome, Settings, Verdict
 from mainstem_bench.paper.results import one, only
+from mainstem_bench.paper.rules import agreed
 from mainstem_bench.plan import shared_prompts
 
 if TYPE_CHECKING:
@@ -103,8 +104,10 @@ def judge_lengths(lines: Sequence[Line]) -> Verdict:
     shared, own = one(lines, part="shared prefix")["mean"], one(lines, part="own context")["mean"]
     degree = one(lines, part="degree")
     return Verdict(
-        Outcome.REPRODUCED if degree["documents_found"] > 0.999 else Outcome.NOT,
-        f"the random prompts have on average {shared:.0f} shared and {own:.0f} own tokens, with "
+        Outcome.CANNOT,
+        "the authors' data is not public. Lengths are drawn with the averages that they give, so "
+        "that the averages agree shows nothing: the drawn prompts have on average "
+        f"{shared:.0f} shared and {own:.0f} own tokens, with "
         f"{degree['mean']:.1f} prompts per prefix. For {degree['documents_found']:.1%} of the "
         "prompts whose document has several questions, the planner finds the whole prefix",
     )
@@ -154,12 +157,18 @@ def plot_saving(lines: Sequence[Line], figure: "Figure") -> None:
 def judge_saving(lines: Sequence[Line]) -> Verdict:
     near, far = one(lines, prefix=2000, degree=16), one(lines, prefix=16000, degree=16)
     is_best = all(abs(line["planned"] - line["upper_bound"]) < 1e-3 for line in lines)
+    numbers = (
+        Number(near["planned"], 0.852, 0.1), Number(near["lru"], 0.401, 0.1),
+        Number(far["planned"], 0.926, 0.1), Number(far["lru"], 0.063, 0.1),
+    )  # fmt: skip
     return Verdict(
-        Outcome.REPRODUCED if is_best else Outcome.NOT,
-        f"with 16 requests per prefix of 2,000 tokens, the plan saves {near['planned']:.1%} and an "
-        f"LRU cache {near['lru']:.1%}; with prefixes of 16,000, {far['planned']:.1%} and "
-        f"{far['lru']:.1%}. The plan {'always' if is_best else 'does not always'} "
-        f"reach{'es' if is_best else ''} the upper bound",
+        agreed(numbers),
+        f"with 16 requests per prefix of 2,000 tokens, the plan saves {near['planned']:.1%} (paper "
+        f"85.2 %), and an LRU cache would save {near['lru']:.1%} (40.1 %); with prefixes of "
+        f"16,000, {far['planned']:.1%} (92.6 %) and {far['lru']:.1%} (6.3 %). The plan "
+        f"{'always' if is_best else 'does not always'} reach{'es' if is_best else ''} the upper "
+        "bound",
+        numbers,
     )
 
 
@@ -193,13 +202,13 @@ def plot_levels(lines: Sequence[Line], figure: "Figure") -> None:
 
 def judge_levels(lines: Sequence[Line]) -> Verdict:
     line = lines[-1]
-    gap = line["multi_level"] - line["enlarged"]
+    gap = 100 * (line["multi_level"] - line["enlarged"])
     return Verdict(
-        Outcome.REPRODUCED if gap < 0.03 else Outcome.NOT,
+        Outcome.REPRODUCED if 0 <= gap <= 2 else Outcome.NOT,
         f"many levels save {line['multi_level']:.1%} of prompt tokens. One level saves "
-        f"{line['enlarged']:.1%} if its prefixes are made longer by Algorithm 1 (enlarged), and "
-        f"{line['first_level']:.1%} if each group is a child of the root. More levels cost nothing "
-        "here, so all are kept",
+        f"{line['enlarged']:.1%} if its prefixes are made longer by Algorithm 1 (enlarged): "
+        f"{gap:.1f} points less (paper 1). It saves {line['first_level']:.1%} if each group is a "
+        "child of the root. What more levels cost was not timed",
     )
 
 
@@ -243,7 +252,9 @@ def plot_overhead(lines: Sequence[Line], figure: "Figure") -> None:
 def judge_overhead(lines: Sequence[Line]) -> Verdict:
     line = one(lines, requests=8000)
     return Verdict(
-        Outcome.EXCEEDED if line["seconds"] < 1.51 else Outcome.NOT,
+        Outcome.PARTLY if line["seconds"] < 1.51 else Outcome.NOT,
         f"8,000 prompts ({line['prompt_tokens'] / 1e6:.1f}M tokens) are planned in "
-        f"{line['seconds']:.3f} s, {1.51 / line['seconds']:.0f} times as fast as in the paper",
+        f"{line['seconds']:.3f} s ({line['spread'][0]:.3f} to {line['spread'][1]:.3f} in {REPEATS} "
+        "runs; paper 1.51 s, on another processor). The 8,000 requests were not run, so the share "
+        "of planning in the whole job is not shown",
     )

@@ -16,10 +16,11 @@ from mainstem_bench.feed import run_job
 from mainstem_bench.paper import style
 from mainstem_bench.paper.batchllm_plans import industry
 from mainstem_bench.paper.engines import Size
-from mainstem_bench.paper.item import Line, Outcome, Settings, Verdict
+from mainstem_bench.paper.item import Gain, Line, Number, Outcome, Settings, Verdict
 from mainstem_bench.paper.jobs import VOCAB, Job, engine_of
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
+from mainstem_bench.paper.rules import LEAST_RUNS, runs_of, weighed
 from mainstem_bench.step_trace import StepTrace
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ PAPER = {  # requests/s on an A100: token batching off, on
 def a_job(settings: Settings) -> Job:
     """Make prompts of the industry mix. Answers are as long as ShareGPT's first answers, up to 256
     tokens."""
-    count = 24 if settings.is_quick else 600
+    count = 24 if settings.is_quick else 3000
     drawn = industry(count).prompts
     rows = [(drawn[at] % (VOCAB - 10) + 10).tolist() for at in range(count)]
     answers = sharegpt_requests(count, MOST_ANSWER).answers
@@ -54,15 +55,18 @@ def measure(settings: Settings) -> Iterator[Line]:
     for shared, share in SHARES.items():
         for batching in ("off", "on"):
             max_seqs = None if batching == "on" else 4 if settings.is_quick else VLLM_SEQS
-            with engine_of(settings, size, share, max_seqs) as engine:
-                found = run_job(
-                    engine,
-                    job.prompts,
-                    job.answers,
-                    # without sharing, grouping alone would only change the order
-                    is_planned=batching == "on" or share is not Share.NONE,
-                    plan=PlanConfig(reorders=batching == "on"),
-                )
+            rates = []
+            for _ in range(1 if settings.is_quick else LEAST_RUNS):
+                with engine_of(settings, size, share, max_seqs) as engine:
+                    found = run_job(
+                        engine,
+                        job.prompts,
+                        job.answers,
+                        # without sharing, grouping alone would only change the order
+                        is_planned=batching == "on" or share is not Share.NONE,
+                        plan=PlanConfig(reorders=batching == "on"),
+                    )
+                rates.append(round(len(job.prompts) / found.seconds, 3))
             steps = found.steps
             decodes = np.subtract(steps.num_tokens, steps.num_prompt_tokens).tolist()
             trace = StepTrace(steps.ends_s, steps.num_tokens, decodes)
@@ -72,7 +76,10 @@ def measure(settings: Settings) -> Iterator[Line]:
                 "max_seqs": max_seqs,
                 "model_shape": size.shape,
                 "requests": len(job.prompts),
-                "requests_per_s": round(len(job.prompts) / found.seconds, 3),
+                "prompts": job.digest,
+                "requests_per_s": float(np.median(rates)),
+                "spread": [min(rates), max(rates)],
+                "num_runs": len(rates),
                 "seconds": round(found.seconds, 3),
                 "saving_ratio": round(found.counters.saving_ratio, 4),
                 "preemptions": found.counters.preemptions,
@@ -130,18 +137,19 @@ def plot_both(lines: Sequence[Line], figure: "Figure") -> None:
 def judge_baseline(lines: Sequence[Line]) -> Verdict:
     off = one(lines, shared="nothing shared", batching="off")
     return Verdict(
-        Outcome.REPRODUCED if off["valley_share"] + off["tail_share"] > 0.02 else Outcome.NOT,
+        Outcome.PARTLY if off["valley_share"] > 0.02 else Outcome.NOT,
         f"at most {off['max_seqs']} sequences run at once, in input order. "
         f"{off['valley_share']:.1%} of the time goes to valleys: steps with less than a quarter of "
         f"the largest step's tokens, although prompts wait. {off['tail_share']:.1%} goes to the "
-        "tail: only answers are left",
+        "tail: only answers are left. This is our engine under vLLM's limit, not vLLM",
     )
 
 
 def judge_both(lines: Sequence[Line]) -> Verdict:
     off, on = (one(lines, shared="nothing shared", batching=each) for each in ("off", "on"))
+    is_less = on["valley_share"] < off["valley_share"] and on["extra_steps"] < off["extra_steps"]
     return Verdict(
-        Outcome.REPRODUCED if on["extra_steps"] < off["extra_steps"] else Outcome.NOT,
+        Outcome.REPRODUCED if is_less else Outcome.NOT,
         f"with token batching off and on: {off['extra_steps']} and {on['extra_steps']} steps more "
         f"than the fewest possible; {off['tokens_per_step']:.0f} and {on['tokens_per_step']:.0f} "
         f"tokens a step; valleys take {off['valley_share']:.1%} and {on['valley_share']:.1%} of "
@@ -170,16 +178,26 @@ def plot_table(lines: Sequence[Line], figure: "Figure") -> None:
 
 
 def judge_table(lines: Sequence[Line]) -> Verdict:
-    gains, told = [], []
+    gains, numbers, told = [], [], []
     for shared in SHARES:
         off, on = (one(lines, shared=shared, batching=each) for each in ("off", "on"))
-        gains.append(on["requests_per_s"] / off["requests_per_s"])
+        gains.append(Gain(on, off, runs_of(on), runs_of(off)))
+        more = on["requests_per_s"] / off["requests_per_s"] - 1
+        paper = PAPER[shared][1] / PAPER[shared][0] - 1
+        numbers.append(Number(more, paper, 0.5))
         told.append(
-            f"with {shared}, token batching gains {gains[-1] - 1:.1%} (paper "
-            f"{PAPER[shared][1] / PAPER[shared][0] - 1:.1%}): valleys fall from "
-            f"{off['valley_share']:.1%} to {on['valley_share']:.1%} of the time"
+            f"with {shared}, token batching gains {more:.1%} (paper {paper:.1%}): valleys fall "
+            f"from {off['valley_share']:.1%} to {on['valley_share']:.1%} of the time, and the tail "
+            f"goes from {off['tail_share']:.1%} to {on['tail_share']:.1%}"
         )
-    is_gain = min(gains) >= 1.02
+    is_gain = min(number.ours for number in numbers) >= 0.02
     if not is_gain:
-        told.append("the first gain is below 2 %, so this is not reproduced")
-    return Verdict(Outcome.REPRODUCED if is_gain else Outcome.NOT, "; ".join(told))
+        told.append("the first gain is below 2 %, which is less than runs differ")
+    if min(gain.our_runs.count for gain in gains) < LEAST_RUNS:
+        told.append("each number is from one run")
+    return Verdict(
+        weighed(numbers) if is_gain else Outcome.NOT,
+        "; ".join(told),
+        tuple(numbers),
+        tuple(gains),
+    )

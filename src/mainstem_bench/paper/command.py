@@ -26,6 +26,7 @@ from mainstem.core.tables import table
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
 from mainstem_bench.paper.registry import ITEMS, find_items
 from mainstem_bench.paper.results import read_lines, write_lines
+from mainstem_bench.paper.rules import held
 from mainstem_bench.report import fingerprint, load_average
 from mainstem_simulate.plots import new_figure
 
@@ -174,7 +175,7 @@ def _measure(item: Item, settings: Settings) -> list[Line]:
 
 
 def judged(item: Item, lines: list[Line]) -> Verdict:
-    """Return the item's verdict; OPEN if it was never measured in full."""
+    """Return the item's verdict, as the rules allow it; OPEN if it was never measured in full."""
     if item.run is None:
         return item.verdict(lines)
     if not lines:
@@ -182,7 +183,7 @@ def judged(item: Item, lines: list[Line]) -> Verdict:
         return Verdict(Outcome.OPEN, f"{needs}: `{item.command}`")
     if any("--quick" in line["command"] for line in lines):
         return Verdict(Outcome.OPEN, "a quick run checks the code; its numbers mean little")
-    return item.verdict(lines)
+    return held(item, lines, item.verdict(lines))
 
 
 def draw(item: Item, lines: list[Line], path: Path) -> None:
@@ -193,12 +194,20 @@ def draw(item: Item, lines: list[Line], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+def outcome_at(item: Item, verdict: Verdict) -> str:
+    """The outcome and the point at which the claim was judged."""
+    if verdict.outcome in (Outcome.OPEN, Outcome.CANNOT):
+        return verdict.outcome.value
+    where = "at the paper's point" if item.is_papers_point else "at another point"
+    return f"{verdict.outcome.value} {where} ({item.point})"
+
+
 def told(item: Item, verdict: Verdict) -> str:
     return "\n".join(
         [
             f"{item.name}: {item.title}",
             f"  the paper: {item.claim}",
-            f"  here: {verdict.outcome.value}: {verdict.reason}",
+            f"  here: {outcome_at(item, verdict)}: {verdict.reason}",
             f"  different: {item.differs}",
         ]
     )

@@ -20,19 +20,63 @@ them."""
 
 
 class Outcome(Enum):
-    REPRODUCED = "reproduced"
     EXCEEDED = "exceeded"
+    REPRODUCED = "reproduced"
+    PARTLY = "partly reproduced"
     NOT = "not reproduced"
     CANNOT = "not possible"
     OPEN = "not run yet"
 
 
 @dataclass(frozen=True, slots=True)
+class Number:
+    """A number of the paper, and ours. More is better."""
+
+    ours: float
+    paper: float
+    tolerance: float = 0.15  # share of the paper's number, either way, within which they agree
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The lowest and the highest value of several runs."""
+
+    count: int
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What is faster than a baseline: the lines of both, and the values that are compared."""
+
+    ours: Line
+    baseline: Line
+    our_runs: Runs
+    baseline_runs: Runs
+    is_rival: bool = False  # another engine, measured once
+
+
+@dataclass(frozen=True, slots=True)
+class Sustained:
+    """A rate that is said to be sustained. None: not stored."""
+
+    per_s: float
+    limit_per_s: float
+    sent_s: float | None  # how long requests arrived
+    latency_s: float | None  # mean time of a request
+    is_queue_growing: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the paper's claim holds here, and why."""
+    """Whether the paper's claim holds here, and why; the rest is what `rules` checks."""
 
     outcome: Outcome
     reason: str  # a sentence or two; our own numbers come from lines
+    numbers: tuple[Number, ...] = ()
+    gains: tuple[Gain, ...] = ()
+    sustained: tuple[Sustained, ...] = ()
 
 
 class Where(Enum):
@@ -75,6 +119,10 @@ class Item:
     quick_s: float  # seconds of a quick run on 2 slow cores, measured
     run: Callable[[Settings], Iterator[Line]] | None
     verdict: Callable[[Sequence[Line]], Verdict]
+    point: str  # where the claim is judged: the models, lengths and sizes that it depends on
+    is_papers_point: bool  # else it is judged at another point than the paper's
+    num_lines: int  # that a full run yields
+    is_simulated: bool = False
     plot: Callable[[Sequence[Line], "Figure"], None] | None = None
     model: str | None = None  # hub id of the weights; None: --model cannot name others
 

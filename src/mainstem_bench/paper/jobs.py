@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from random import Random
 
 import numpy as np
@@ -34,6 +35,14 @@ class Job:
 
     prompts: Prompts
     answers: Int64s
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal prompts and answers."""
+        found = blake2b(digest_size=8)
+        for values in (self.prompts.num_tokens, self.prompts.token_ids, self.answers):
+            found.update(np.ascontiguousarray(values, np.int64).tobytes())
+        return found.hexdigest()
 
     @classmethod
     def of(cls, prompts: list[list[int]], answers: Int64s) -> "Job":
@@ -77,7 +86,7 @@ def run(
 ) -> Line:
     """Measure the speed of a job. `requests_per_s` is the median of all runs, `spread` the lowest
     and the highest; the other numbers are those of the last run."""
-    runs = []
+    runs, repeats = [], 1 if settings.is_quick else repeats
     for _ in range(repeats):
         with engine_of(settings, size, share) as engine:
             runs.append(run_job(engine, job.prompts, job.answers, is_planned))
@@ -91,8 +100,10 @@ def run(
         "share": share.value,
         "planned": is_planned,
         "requests": len(job.prompts),
+        "prompts": job.digest,
         "requests_per_s": round(float(np.median(rates)), 3),
         "spread": [round(rates[0], 3), round(rates[-1], 3)] if repeats > 1 else None,
+        "num_runs": repeats,
         "seconds": round(last.seconds, 3),
         "tokens_per_s": round(num_tokens / last.seconds, 1),
         "answer_tokens_per_s": round(int(job.answers.sum()) / last.seconds, 1),

@@ -10,9 +10,11 @@ When a claim counts as reproduced:
                  must be equal. On a GPU 16-bit sums depend on the batch, so letters with almost
                  equal logprobs may change places. Reads must have been shared for some number of
                  examples.
-    perplexity   with moved KV at most 5 % above computing again; more than doubled with wrong
-                 positions
-    questions    moved KV minus computing again is within its 95 % interval, or within one point
+    perplexity   with moved KV within 0.5 % of computing again (0.02 of 5.47 in the paper), and more
+                 than doubled with wrong positions; partly, if it is within 5 %
+    questions    moved KV minus computing again is within its 95 % interval, or within one point;
+                 the interval is within 5 points; wrong positions answer fewer questions. Partly, if
+                 the interval is wider, or wrong positions were not measured
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +49,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CUT_WAYS = {"recompute": "TT", "kv": "AS", "important": "AS, by attention", "naive": "NKVT"}
-CLOSE = 1.05  # limit for perplexity with kv / perplexity with recompute
+CLOSE, NEAR = 0.005, 0.05  # by how much perplexity with kv may differ from that with recompute
+MOST_POINTS = 5.0  # of correct answers, by which kv and recompute may differ with any likelihood
 FAR = 2.0  # naive must be above this many times the perplexity with recompute
 
 
@@ -200,6 +203,9 @@ def judge_answers(lines: Sequence[Line]) -> Verdict:
             f"{_accuracies(lines, 'reads')} with shared reads, {_accuracies(lines, 'storage')} "
             f"with shared storage and {_accuracies(lines, 'none')} without sharing"
         )
+    by_shots = [one(lines, shots=shots, share="none")["accuracy"] for shots in SHOTS]
+    is_rising = by_shots == sorted(set(by_shots))
+    flat = "" if is_rising else ". In the paper accuracy rises with every example; here it does not"
     at_chance = [str(line["shots"]) for line in lines if line["is_at_chance"]]
     doubt = ""
     if at_chance:
@@ -210,12 +216,16 @@ def judge_answers(lines: Sequence[Line]) -> Verdict:
         )
     elif choices < 100 or tokens < 100:
         doubt = f". Logprobs of the letters differ by {worst:.1g} at most"
+    if not is_equal or not any(saved):
+        outcome = Outcome.NOT
+    else:
+        outcome = Outcome.PARTLY if at_chance else Outcome.REPRODUCED
     return Verdict(
-        Outcome.REPRODUCED if is_equal and any(saved) else Outcome.NOT,
+        outcome,
         f"accuracy with 1, 3 and 5 examples is {accuracy}. "
         f"{_percent(choices)} of questions get the same choice, and {_percent(tokens)} of "
         f"generated tokens are the same{doubt}. With shared reads, "
-        f"{', '.join(_percent(each) for each in saved)} of the keys were not read again",
+        f"{', '.join(_percent(each) for each in saved)} of the keys were not read again{flat}",
     )
 
 
@@ -270,11 +280,14 @@ def judge_perplexity(lines: Sequence[Line]) -> Verdict:
     recompute, kv, naive = (found[way]["perplexity"] for way in ("recompute", "kv", "naive"))
     told = ", ".join(f"{way} {line['perplexity']:.2f}" for way, line in found.items())
     same = ", ".join(f"{way} {found[way]['agreement']:.0%}" for way in CUT_WAYS)
-    is_close, has_failed = kv <= CLOSE * recompute, naive > FAR * recompute
-    fate = "naive fails, as in the paper" if has_failed else "naive does not fail"
+    apart, has_failed = abs(kv / recompute - 1), naive > FAR * recompute
+    fate = "naive fails" if has_failed else "naive does not fail"
+    near = Outcome.REPRODUCED if apart <= CLOSE else Outcome.PARTLY
     return Verdict(
-        Outcome.REPRODUCED if is_close and has_failed else Outcome.NOT,
-        f"perplexity: {told}; kv differs from recompute by {kv / recompute - 1:+.1%}, and {fate}. "
+        near if apart <= NEAR and has_failed else Outcome.NOT,
+        f"perplexity: {told}; kv differs from recompute by {kv - recompute:+.2f} "
+        f"({kv / recompute - 1:+.1%}; paper 0.02 at most, 0.4 %), and {fate} (paper: more than "
+        f"1,000). "
         f"How often the likeliest token is the same as with the whole text: {same}",
     )
 
@@ -285,7 +298,7 @@ def judge_perplexity(lines: Sequence[Line]) -> Verdict:
 def run_questions(model: RealModel, settings: Settings) -> Iterator[Line]:
     """Ask questions about documents after a cut that dropped older text, or the documents
     themselves."""
-    ways, places = ["recompute", "kv", "important"], ["last", "first"]
+    ways, places = ["recompute", "kv", "important", "naive"], ["last", "first"]
     with shipped("xquad_few.jsonl.gz") as path:
         documents = read_documents(path)
     if settings.is_quick:
@@ -338,12 +351,24 @@ def judge_questions(lines: Sequence[Line]) -> Verdict:
         shown = ", ".join(f"{way} {line['accuracy']:.1f} %" for way, line in found.items())
         told.append(f"documents {meant}: {shown}")
     kv = one(lines, way="kv", document="last")
-    is_equal = abs(kv["right_difference"]) <= max(kv["right_margin"], 1.0)
-    count = kv["questions"]
+    difference, margin = abs(kv["right_difference"]), kv["right_margin"]
+    naive = [line for line in lines if line["way"] == "naive" and line["document"] == "last"]
+    is_worse = all(line["right_difference"] < -line["right_margin"] for line in naive)
+    if difference > max(margin, 1.0) or not is_worse:
+        outcome = Outcome.NOT
+    else:
+        is_sure = bool(naive) and difference + margin <= MOST_POINTS
+        outcome = Outcome.REPRODUCED if is_sure else Outcome.PARTLY
+    wrong = (
+        f"KV with wrong positions answers {naive[-1]['accuracy']:.1f} %"
+        if naive
+        else "KV with wrong positions, the other half of the claim, was not asked"
+    )
     return Verdict(
-        Outcome.REPRODUCED if is_equal else Outcome.NOT,
-        f"correct answers with {'; '.join(told)} ({count} questions; kv minus recompute is "
-        f"{kv['right_difference']:+.1f} +- {kv['right_margin']:.1f} points)",
+        outcome,
+        f"correct answers with {'; '.join(told)} ({kv['questions']} questions; kv minus recompute "
+        f"is {kv['right_difference']:+.1f} +- {margin:.1f} points, so few questions cannot exclude "
+        f"a difference of some points). {wrong}",
     )
 
 

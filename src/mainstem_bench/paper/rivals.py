@@ -5,6 +5,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from mainstem_bench.workloads import OFFLINE_JOBS
+
 
 @cache
 def rivals() -> dict[str, Any]:
@@ -18,3 +20,19 @@ def rival(*names: str) -> float:
     for name in names:
         found = found[name]
     return float(found)
+
+
+def rival_job(name: str) -> dict[str, Any]:
+    """Return what rivals ran under this name, with the keys of our lines."""
+    job = OFFLINE_JOBS[name]
+    return {
+        "model_shape": job.model_shape,
+        "kv_tokens": job.kv_tokens,
+        "requests": job.groups * job.degree,
+        "prefix": job.prefix,
+        "own": job.distinct,
+        "degree": job.degree,
+        "system": job.prefix,
+        "user": job.distinct,
+        "answer": job.output,
+    }

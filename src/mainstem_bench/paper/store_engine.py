@@ -69,7 +69,7 @@ def bench_with_store(
 
 def _spread(times: Sequence[float]) -> dict[str, object]:
     ms = [round(1e3 * seconds, 3) for seconds in times]
-    return {"ms": round(median(ms), 3), "spread": [min(ms), max(ms)]}
+    return {"ms": round(median(ms), 3), "spread": [min(ms), max(ms)], "num_runs": len(ms)}
 
 
 def _first_token_s(bench: SessionEngine, prompts: Sequence[list[int]], history: int = 0) -> float:
@@ -217,9 +217,11 @@ def run_policies(settings: Settings) -> Iterator[Line]:
     arrivals = made_up(work, spec.vocab_size)
     config = with_chunk(EngineConfig(model=ModelConfig(model=shape)), spec)
     config = with_room(config, spec, arrivals, room)
-    for policy in ENGINE_POLICIES:
-        found = measure(config, None, policy, arrivals)
-        yield {"policy": policy, **asdict(work), "room": room._asdict(), **found}
+    for number in range(1 if settings.is_quick else REPEATS):
+        for policy in ENGINE_POLICIES:
+            found = measure(config, None, policy, arrivals)
+            about = {"policy": policy, "run": number, "room": room._asdict()}
+            yield about | asdict(work) | found
 
 
 def _load_by(bench: SessionEngine, layers: str) -> None:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from mainstem.core.tables import gigabytes
 from mainstem_bench.paper import style
-from mainstem_bench.paper.item import Line, Outcome, Verdict
+from mainstem_bench.paper.item import Gain, Line, Number, Outcome, Runs, Verdict
 from mainstem_bench.paper.results import one, only
+from mainstem_bench.paper.rules import runs_of, weighed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 WAYS = {"recompute": style.NOTHING, "load first": style.STORED, "by layers": style.OURS}
 POLICY_NAMES = {"lookahead": "look-ahead", "lru": "LRU", "fifo": "FIFO"}
 MOST = 0.95  # "nearly all"
+REPEATS = 3  # runs behind a spread, in lines that do not say it
 LLAMA_13B_BYTES = 2 * 40 * 5120 * 2  # a token's K and V in 40 layers, bf16
 BUFFERS = {"all": "none", "0": "0", "5": "5", "10": "10", "15": "15", "auto": "auto"}
 
@@ -61,11 +63,13 @@ def judge_turns(lines: Sequence[Line]) -> Verdict:
     last = lines[-1]
     share = last["history"] / (last["history"] + last["new"])
     saved = 1 - last["new_ms"] / last["all_ms"]
+    numbers = (Number(share, 0.99, 0.05), Number(saved, 0.99, 0.05))
     return Verdict(
-        Outcome.REPRODUCED if share > 0.97 else Outcome.NOT,
+        weighed(numbers),
         f"in turn {last['turn']}, {share:.1%} of the prompt is history, and computing it again is "
-        f"{saved:.0%} of {last['all_ms']:.0f} ms to the first token. This is less than the paper's "
-        f"99 % because a step takes {last['new_ms']:.0f} ms here, however few tokens it has",
+        f"{saved:.0%} of {last['all_ms']:.0f} ms to the first token (paper 99 %): the new tokens "
+        f"alone take {last['new_ms']:.0f} ms here",
+        numbers,
     )
 
 
@@ -91,6 +95,13 @@ def judge_loading(lines: Sequence[Line]) -> Verdict:
     ratios = [ms(size, "recompute") / ms(size, "by layers") for size in sizes]
     hidden = [ms(size, "load first") - ms(size, "by layers") for size in sizes]
     is_all = min(ratios) > 1
+    gains = tuple(
+        Gain(loaded, computed, *(runs_of(each, "ms", REPEATS) for each in (loaded, computed)))
+        for loaded, computed in (
+            [one(lines, history=size, way=way) for way in ("by layers", "recompute")]
+            for size in sizes
+        )
+    )
     return Verdict(
         Outcome.REPRODUCED if is_all else Outcome.NOT,
         "computing everything takes "
@@ -100,6 +111,7 @@ def judge_loading(lines: Sequence[Line]) -> Verdict:
         + " tokens. Loading all layers of a sequence before it starts takes "
         f"{min(hidden):.0f} to {max(hidden):.0f} ms longer than loading by layers"
         + ("" if is_all else ". Where it is below 1, this card computes faster than it loads"),
+        gains=gains,
     )
 
 
@@ -119,15 +131,16 @@ def plot_buffers(lines: Sequence[Line], figure: "Figure") -> None:
 
 def judge_buffers(lines: Sequence[Line]) -> Verdict:
     ms = {line["layers"]: line["ms"] for line in lines}
-    is_so = ms["15"] < 0.8 * ms["all"] and ms["15"] <= ms["0"]
+    numbers = (Number(1 - ms["0"] / ms["all"], 0.35), Number(1 - ms["15"] / ms["all"], 0.61))
     loaded = lines[0]["batch"] * lines[0]["history"] * LLAMA_13B_BYTES
     return Verdict(
-        Outcome.REPRODUCED if is_so else Outcome.NOT,
+        weighed(numbers),
         f"loading all layers first takes {ms['all']:.0f} ms; loading by layers {ms['0']:.0f} ms "
         f"without a buffer, {ms['15']:.0f} with 15 layers, {ms['auto']:.0f} with the engine's "
-        f"choice. Little is left to save: {gigabytes(loaded)} in {ms['auto']:.0f} ms are "
-        f"{loaded / ms['auto'] / 1e6:.0f} GB/s, the rate of PCIe 5. Loading all layers first is "
-        "nearly as good, because sequences that are loaded compute while others load",
+        f"choice. {gigabytes(loaded)} in {ms['auto']:.0f} ms are "
+        f"{loaded / ms['auto'] / 1e6:.0f} GB/s, nearly the rate of the link (55 GB/s, measured). "
+        "In this engine sequences that are loaded compute while others load, also without layers",
+        numbers,
     )
 
 
@@ -154,10 +167,20 @@ def judge_saving(lines: Sequence[Line]) -> Verdict:
         / one(lines, save="sync", prompt=size)["ms"]
         for size in sizes
     ]
-    least, most = min(less), max(less)
+    numbers = (Number(min(less), 0.13), Number(max(less), 0.15))
+    pairs = [
+        [one(lines, save=save, prompt=size) for save in ("decoding", "sync")] for size in sizes
+    ]
+    gains = tuple(
+        Gain(*pair, *(runs_of(line, "ms", REPEATS) for line in pair))  # type: ignore[misc]
+        for pair in pairs
+    )
     return Verdict(
-        Outcome.EXCEEDED if least > 0.15 else Outcome.REPRODUCED if least > 0.05 else Outcome.NOT,
-        f"saving while decoding takes {least:.1%} to {most:.1%} off the time of the job",
+        weighed(numbers),
+        f"saving while decoding takes {min(less):.1%} to {max(less):.1%} off the time of the job "
+        "(paper 13 to 15 %). Why it is more was not measured",
+        numbers,
+        gains,
     )
 
 
@@ -176,21 +199,38 @@ def plot_policies(lines: Sequence[Line], figure: "Figure") -> None:
 
 
 def judge_policies(lines: Sequence[Line]) -> Verdict:
-    ahead, *others = (one(lines, policy=policy) for policy in POLICY_NAMES)
-    is_first = ahead["dram_share"] > MOST and all(
-        ahead["hit_rate"] > other["hit_rate"] and ahead["ttft_ms_mean"] < other["ttft_ms_mean"]
-        for other in others
+    """Look-ahead counts as better if even its worst run finds more than every run of the others."""
+    runs = {policy: only(lines, policy=policy) for policy in POLICY_NAMES}
+    found = {policy: [line["hit_rate"] for line in each] for policy, each in runs.items()}
+    times = {policy: [line["ttft_ms_mean"] / 1e3 for line in each] for policy, each in runs.items()}
+    ahead = runs["lookahead"][0]
+    gains = tuple(
+        Gain(ahead, runs[other][0], _runs(found["lookahead"]), _runs(found[other]))
+        for other in ("lru", "fifo")
     )
+    is_first = min(found["lookahead"]) > max(found["lru"] + found["fifo"])
+    is_dram = min(line["dram_share"] for line in runs["lookahead"]) > MOST
     told = [
-        f"{name} {line['ttft_ms_mean'] / 1e3:.2f} s, {line['hit_rate']:.0%}, "
-        f"{line['dram_share']:.1%}"
-        for name, line in zip(POLICY_NAMES.values(), (ahead, *others), strict=True)
+        f"{name} {_range(times[policy], '.2f')} s, {_range(found[policy], '.0%')}, "
+        f"{_range([line['dram_share'] for line in runs[policy]], '.1%')}"
+        for policy, name in POLICY_NAMES.items()
     ]
     return Verdict(
-        Outcome.REPRODUCED if is_first else Outcome.NOT,
+        Outcome.REPRODUCED if is_first and is_dram else Outcome.NOT,
         "mean time to the first token, prompt tokens found, loaded pages that came from DRAM: "
-        + "; ".join(told),
+        + "; ".join(told)
+        + ". Times are not judged: they differ little between policies",
+        gains=gains,
     )
+
+
+def _runs(values: Sequence[float]) -> Runs:
+    return Runs(len(values), min(values), max(values))
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = (format(each, form) for each in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 def plot_ttft(lines: Sequence[Line], figure: "Figure") -> None:
@@ -219,12 +259,15 @@ def judge_ttft(lines: Sequence[Line]) -> Verdict:
     longest = max(line["document"] for line in lines)
     old, new = (one(lines, document=longest, way=way) for way in ("recompute", "store"))
     less = 1 - new["ttft_ms"] / old["ttft_ms"]
+    ratio = old["ttft_ms"] / new["ttft_ms"]
+    numbers = (Number(less, 0.95, 0.1), Number(ratio, 22.0))
     return Verdict(
-        Outcome.REPRODUCED if less > 0.8 else Outcome.NOT,
+        weighed(numbers),
         f"at {longest:,} tokens the first token takes {old['ttft_ms']:.0f} ms if the document is "
-        f"computed again, {new['ttft_ms']:.0f} ms if it is loaded: {less:.0%} less, "
-        f"{old['ttft_ms'] / new['ttft_ms']:.1f} times the prefill throughput. The paper has 95 % "
-        "and 22 times; this newer card speeds up computing more than loading",
+        f"computed again, {new['ttft_ms']:.0f} ms if it is loaded: {less:.0%} less (paper 95 %), "
+        f"{ratio:.1f} times the prefill throughput (paper 22)",
+        numbers,
+        (_document_gain(old, new, "ttft_ms"),),
     )
 
 
@@ -232,9 +275,18 @@ def judge_tasks(lines: Sequence[Line]) -> Verdict:
     longest = max(line["document"] for line in lines)
     old, new = (one(lines, document=longest, way=way) for way in ("recompute", "store"))
     more = new["answer_tokens_per_s"] / old["answer_tokens_per_s"] - 1
+    left = 1 - new["prefill_share"]  # of a task's time, not for prefill: more is better
+    numbers = (Number(more, 0.67), Number(left, 0.988))
     return Verdict(
-        Outcome.EXCEEDED if more > 0.67 else Outcome.REPRODUCED if more > 0.3 else Outcome.NOT,
+        weighed(numbers),
         f"at {longest:,} tokens prefill takes {old['prefill_share']:.0%} of a task's time if the "
-        f"document is computed again, and {new['prefill_share']:.0%} with the store, which gives "
-        f"{more:.0%} more answer tokens a second",
+        f"document is computed again (paper 41 %), and {new['prefill_share']:.0%} with the store "
+        f"(paper 1.2 %), which gives {more:.0%} more answer tokens a second (paper, at most 67 %). "
+        "The gain is larger than the paper's because prefill is a larger part of a task here",
+        numbers,
+        (_document_gain(old, new, "ttft_ms"),),
     )
+
+
+def _document_gain(old: Line, new: Line, name: str) -> Gain:
+    return Gain(new, old, *(runs_of(line, name, line["tasks"]) for line in (new, old)))

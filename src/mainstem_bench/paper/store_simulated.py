@@ -2,6 +2,11 @@
 
 Speeds of the paper's A100s follow from their data sheet: 60 % of the 16-bit rate for prompts (its
 360 ms for 2,000 tokens of LLaMA-65B on four cards agree), 80 % of the bandwidth for decoding.
+
+Requests arrive in virtual time, up to 24 run at once, and the policy knows only requests that have
+come. Loads take the link's and the disk's time, one after another; they overlap the steps of other
+requests, but not the request's own prefill. Saving is free: it has the other direction of the link.
+Whether the engine agrees with this simulation has not been measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,17 +17,13 @@ from mainstem.plan.cost import DATASHEETS
 from mainstem_bench.paper.item import Line, Settings
 from mainstem_bench.paper.lengths import shipped
 from mainstem_simulate.capacity import CapacityQuestion, curve, plan_capacity
-from mainstem_simulate.service import Prices, ServiceRates
-from mainstem_simulate.simulator import SimulationConfig, SimulationReport, simulate
+from mainstem_simulate.service import Batching, Prices, ServiceRates
+from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
 from mainstem_simulate.trace_records import Outgrown, ReadOptions, Trace
 from mainstem_simulate.traces import read_trace
 
 BATCH = 24
-MEAN_CONTEXT = 1500  # tokens that a decoding sequence reads
-PCIE_GB_PER_S, DISK_GB_PER_S = 26.0, 5.0  # as in the paper
-# copies from host memory run while earlier requests are answered; `link_busy` is their share of
-# time
-HIDDEN_GB_PER_S = 1e6
+PCIE_GB_PER_S, DISK_GB_PER_S = 26.0, 5.0  # as in the paper; one link, however many cards
 DEVICE_GB, HOST_GB, DISK_GB = 10.0, 128.0, 10_000.0
 MEDIA = {"HBM": (0.0, 0.0), "HBM+DRAM": (HOST_GB, 0.0), "HBM+DRAM+SSD": (HOST_GB, DISK_GB)}
 WARM_SHARE = 10 / 52  # share of the turns that warm the store up, as in the paper
@@ -41,11 +42,15 @@ class Served:
 
     @property
     def rates(self) -> ServiceRates:
-        bytes_per_s, flops_per_s, _ = DATASHEETS["A100"]
-        moved = 2 * self.params + BATCH * MEAN_CONTEXT * self.kv_mb_per_token * 1e6
-        step_s = moved / (0.8 * bytes_per_s * self.gpus)
+        _, flops_per_s, _ = DATASHEETS["A100"]
         prefill = 0.6 * flops_per_s * self.gpus / (2 * self.params)
-        return ServiceRates(prefill, BATCH / step_s, HIDDEN_GB_PER_S, DISK_GB_PER_S)
+        return ServiceRates(prefill, host_gb_per_s=PCIE_GB_PER_S, disk_gb_per_s=DISK_GB_PER_S)
+
+    @property
+    def batching(self) -> Batching:
+        bytes_per_s, _, _ = DATASHEETS["A100"]
+        rate = 0.8 * bytes_per_s * self.gpus
+        return Batching(BATCH, 2 * self.params / rate, self.kv_mb_per_token * 1e6 / rate)
 
 
 MODELS = {
@@ -90,6 +95,8 @@ def simulated(
         warmup=round(WARM_SHARE * len(trace.requests)),
         rates=served.rates,
         prices=Prices(num_gpus=served.gpus),
+        queue=Queue.ARRIVALS,
+        batching=served.batching,
     )
     return simulate(trace, config)
 
@@ -111,18 +118,19 @@ def _models(settings: Settings) -> Iterator[Line]:
         trace = sharegpt_trace(served.context_tokens, settings.is_quick)
         for way, (host_gb, disk_gb) in {"RE": (0.0, 0.0), "AS": (HOST_GB, DISK_GB)}.items():
             report = simulated(served, trace, host_gb, disk_gb)
-            prefill_s = report.device_s - served.rates.decode_s(
-                sum(each.output_tokens for each in trace.requests[report.warmup :])
-            )
-            hits = report.prompt_tokens - report.prefill_tokens
-            link_s = hits * served.kv_mb_per_token / 1e3 / PCIE_GB_PER_S
+            decode_s = report.device_s - report.prefill_tokens / served.rates.prefill_tokens_per_s
+            # storage is paid for as long as the cards work, not for the pauses of the last users
+            prices = Prices(num_gpus=served.gpus)
+            storage = prices.storage_cost(host_gb, disk_gb, report.device_s)
             yield {
                 "model": name,
                 "way": way,
                 **_line(report),
-                "prefill_s": round(prefill_s, 3),
-                "prefill_share": round(prefill_s / report.device_s, 4),
-                "link_busy": round(link_s / report.virtual_s, 4),
+                "cost": round(prices.device_cost(report.device_s) + storage, 6),
+                "cost_storage": round(storage, 6),
+                "prefill_share": round(1 - decode_s / report.device_s, 4),
+                "first_token_s": round(report.mean_ttft_s - report.mean_wait_s, 6),
+                "link_busy": round(report.loaded_gb / PCIE_GB_PER_S / report.virtual_s, 4),
             }
 
 

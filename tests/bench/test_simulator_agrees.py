@@ -1,0 +1,96 @@
+"""The simulator finds as many tokens and loads as many bytes as the engine, on a small CPU trace.
+
+Times are not compared: that needs a card. Requests come one at a time, and the device has room for
+hardly more than one conversation, so what is found was loaded from host memory.
+"""
+
+from dataclasses import replace
+
+import pytest
+from mainstem.kv.tiers import SLACK
+from mainstem.models.shapes import SHAPES
+
+from mainstem.core.config import (
+    Device,
+    EngineConfig,
+    Fetch,
+    ModelConfig,
+    StoreConfig,
+)
+from mainstem.core.events import EventBus
+from mainstem.core.metrics import Counters
+from mainstem.engine.build import build_random_engine, with_chunk
+from mainstem_bench.arrivals import Arrival, answer_arrivals
+from mainstem_bench.policies import Room, Turns, made_up, with_room
+from mainstem_simulate.service import Batching
+from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
+from mainstem_simulate.trace_records import Trace, TraceFormat, TraceRequest
+
+SPEC = SHAPES["tiny"]
+TURNS = Turns(sessions=12, turns=4, history=160, new=28, output=4, rate=1.0)
+KV_BYTES = 4.0 * SPEC.kv_elements_per_token  # of a token, in fp32
+POINTS, SHARE = 0.02, 0.05  # hit rates may differ by two points, bytes by a twentieth
+
+
+def a_config(arrivals: list[Arrival], conversations: float, policy: str) -> EngineConfig:
+    """Host memory for a number of conversations."""
+    config = with_chunk(EngineConfig(model=ModelConfig(model="tiny", device=Device.CPU)), SPEC)
+    config = with_room(config, SPEC, arrivals, Room(device=1.25, host=conversations, disk=1))
+    store = StoreConfig(host_gb=config.store.host_gb, policy=policy, fetch=Fetch.ALWAYS)
+    return replace(config, store=store)
+
+
+def in_the_engine(config: EngineConfig, arrivals: list[Arrival]) -> Counters:
+    bus = EventBus()
+    engine = build_random_engine(SPEC, config, bus)
+    counters = Counters().attach(bus)
+    try:
+        for arrival in arrivals:
+            answer_arrivals(engine, [replace(arrival, due_s=0.0)])
+            engine.flush()
+        engine.check()
+    finally:
+        engine.close()
+    return counters
+
+
+def in_the_simulator(config: EngineConfig, arrivals: list[Arrival]) -> SimulationReport:
+    page, numbers = config.cache.page_size, dict[tuple[int, ...], int]()
+    requests = []
+    for index, arrival in enumerate(arrivals):
+        ids = arrival.prompt_ids.tolist()
+        prefixes = (tuple(ids[:end]) for end in range(page, len(ids) + 1, page))
+        chain = [numbers.setdefault(prefix, len(numbers)) for prefix in prefixes]
+        requests.append(
+            TraceRequest(100.0 * index, len(ids), arrival.output, chain, chain, session=index)
+        )
+    return simulate(
+        Trace(TraceFormat.MOONCAKE, page, requests),
+        SimulationConfig(
+            KV_BYTES,
+            host_gb=config.store.host_gb * (1 - 1 / SLACK),  # the rest is for copies in flight
+            policy=config.store.policy,
+            queue=Queue.ARRIVALS,
+            batching=Batching(max_running=1, weights_s=1e-3, token_s=1e-6),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("conversations", "policy", "least", "most"),
+    [
+        (14, "lru", 0.6, 1.0),  # room for all
+        (6, "lru", 0.1, 0.4),
+        (6, "lookahead", 0.1, 0.4),
+    ],
+)
+def test_engine_and_simulator_find_and_load_the_same(
+    conversations: float, policy: str, least: float, most: float
+) -> None:
+    arrivals = made_up(TURNS, SPEC.vocab_size)
+    config = a_config(arrivals, conversations, policy)
+    counters, report = in_the_engine(config, arrivals), in_the_simulator(config, arrivals)
+    assert least < report.hit_rate < most, "the size should be as tight as the test says"
+    assert counters.saving_ratio == pytest.approx(report.hit_rate, abs=POINTS)
+    loaded_gb = counters.loaded_pages["host"] * config.cache.page_size * KV_BYTES / 1e9
+    assert loaded_gb == pytest.approx(report.loaded_gb, rel=SHARE)
