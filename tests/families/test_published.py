@@ -246,8 +246,8 @@ def test_other_decoders_under_the_name_of_mistral_small_are_refused() -> None:
     config = copy.deepcopy(PUBLISHED["mistralai/Mistral-Small-3.1-24B-Instruct-2503"])
     text = config["text_config"]
     assert isinstance(text, dict)
-    text["model_type"] = "ministral3"
-    with pytest.raises(UnsupportedModel, match="model_type='ministral3'"):
+    text["model_type"] = "mistral9"
+    with pytest.raises(UnsupportedModel, match="model_type='mistral9'"):
         spec_from_config(config)
 
 

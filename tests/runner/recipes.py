@@ -52,6 +52,17 @@ _CONFIGS: dict[str, Mapping[str, object]] = {
         "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3,
         "logits_scaling": 4.0,
     },
+    "CohereForCausalLM": {"layer_norm_eps": 1e-5, "rms_norm_eps": None},
+    "NemotronForCausalLM": {
+        "hidden_act": "relu2", "norm_eps": 1e-5, "rms_norm_eps": None, "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "OlmoForCausalLM": {"rms_norm_eps": None},
+    "GraniteMoeHybridForCausalLM": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32,
+        "shared_intermediate_size": 48, "position_embedding_type": "rope",
+        "layer_types": ["attention", "attention"], "attention_multiplier": 0.1,
+    },
     "Qwen2MoeForCausalLM": _EXPERTS | {
         "num_experts": 6, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1,
         "mlp_only_layers": [0],

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mainstem.models.names import ExpertLayout, Names
 from mainstem.models.packed import PackedStack, PackedWeight, Weight, on_top
+from mainstem.models.rows import first_rows
 from mainstem.models.shard import Cut, length
-from mainstem.models.spec import ExpertsSpec
+from mainstem.models.spec import ExpertsSpec, MlpSpec
 from mainstem.models.weights import WeightSource, take_weight
 
 
@@ -83,6 +84,9 @@ class _Reader:
         if names.expert_layout is ExpertLayout.SEPARATE:
             gate_up, down = self._read_separate()
             self._fill_separate_biases(gate_up_bias, down_bias)
+        elif names.expert_layout is ExpertLayout.STACKED:
+            assert not spec.has_bias, "no family has stacked experts with biases"
+            gate_up, down = self._read_stacked()
         else:
             gate_up, down = self._read_interleaved()
             self._fill_interleaved_biases(gate_up_bias, down_bias)
@@ -166,6 +170,22 @@ class _Reader:
         else:
             target.copy_(self._take(name, *target.shape))
 
+    def _read_stacked(self) -> tuple[Weight, Weight]:
+        names, size, hidden = self._names, self._spec.size, self._hidden
+        experts = self._spec.num_experts
+        gate_up, down = self._stack(), self._stack()
+        up = slice(size + self._columns.start, size + self._columns.stop)
+        for expert in range(experts):
+            one = slice(expert, expert + 1)
+            both = (
+                self._take(names.expert_gate, experts, 2 * size, hidden, at=(one, part))[0]
+                for part in (self._columns, up)
+            )
+            gate_up.put(expert, torch.cat(tuple(both)))
+            at = (one, slice(0, hidden), self._columns)
+            down.put(expert, self._take(names.expert_down, experts, hidden, size, at=at)[0])
+        return gate_up.whole, down.whole
+
     def _read_interleaved(self) -> tuple[Weight, Weight]:
         """Read tensors with interleaved gate and up: packed ones are [experts, out, in], plain ones
         [experts, in, out]."""
@@ -221,8 +241,11 @@ class _Reader:
         size = self._spec.shared_size
         if size is None:
             return None
-        names, at = self._names.shared_gate_up, (self._cut.columns(size),)
-        return self._joined(*(self._weight(name, size, self._hidden, at=at) for name in names))
+        mlp = MlpSpec(size, self._spec.activation)
+        rows = first_rows(mlp, self._cut.columns(size), self._names.shared_gate_up)
+        return self._joined(
+            *(self._weight(row.name, row.whole, self._hidden, at=(row.part,)) for row in rows)
+        )
 
     def _shared_down(self) -> Weight | None:
         size = self._spec.shared_size

@@ -19,6 +19,7 @@ class ExpertLayout(Enum):
     """The layout of a layer's experts in the checkpoint."""
 
     SEPARATE = "separate"  # each expert has its own tensors for gate, up and down, [out, in]
+    STACKED = "stacked"  # two tensors [experts, out, in]; gate, then up (Granite)
     INTERLEAVED = "interleaved"  # two tensors [experts, in, out]; gate and up alternate (gpt-oss)
 
 
@@ -46,7 +47,7 @@ class Names:
     # experts
     router: str = "mlp.gate"
     expert_layout: ExpertLayout = ExpertLayout.SEPARATE
-    expert_gate: str = "mlp.experts.{}.gate_proj"  # INTERLEAVED: gate and up of all experts
+    expert_gate: str = "mlp.experts.{}.gate_proj"  # STACKED, INTERLEAVED: both, all experts
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
     shared_gate_up: tuple[str, ...] = (

@@ -12,7 +12,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
     """Return radians per position, [rotary_dim / 2] in fp32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     plain = 1.0 / (rope.theta**exponents)
-    if rope.scaling is RopeScaling.NONE:
+    if rope.scaling in (RopeScaling.NONE, RopeScaling.DYNAMIC):
         return plain
     if rope.scaling is RopeScaling.LINEAR:
         return plain / rope.factor
@@ -67,3 +67,24 @@ def adjacent_pairs(head_dim: int, rotary_dim: int) -> Tensor:
     half = rotary_dim // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half, rotary_dim)), dim=1).reshape(-1)
     return torch.cat((pairs, torch.arange(rotary_dim, head_dim)))
+
+
+def split_pairs(head_dim: int, rotary_dim: int) -> Tensor:
+    """The inverse of `adjacent_pairs`: an order of a head's dims in which the two dims of a pair
+    that are adjacent in the checkpoint become (i, i + half)."""
+    return torch.cat(
+        (
+            torch.arange(0, rotary_dim, 2),
+            torch.arange(1, rotary_dim, 2),
+            torch.arange(rotary_dim, head_dim),
+        )
+    )
+
+
+def reordered_heads(dims: Tensor, num_turned: int, num_values: int) -> Tensor:
+    """Return the row order of a fused QKV weight in which the first `num_turned` heads (queries and
+    keys) have their dims in the order `dims`; values stay as they are."""
+    dim = len(dims)
+    starts = torch.arange(num_turned)[:, None] * dim
+    values = torch.arange(num_turned * dim, (num_turned + num_values) * dim)
+    return torch.cat(((starts + dims).reshape(-1), values))

@@ -32,6 +32,7 @@ class NormSpec:
     kind: NormKind
     eps: float
     has_bias: bool = False
+    has_gain: bool = True
     gain_offset: float = 0.0  # added to the gains of the checkpoint (Gemma: 1)
     # in 16-bit models, multiply by the gain before rounding (OLMo 2, gpt-oss)
     is_rounded_once: bool = False
@@ -72,6 +73,9 @@ class Activation(Enum):
 class RopeScaling(Enum):
     NONE = "default"
     LINEAR = "linear"  # all frequencies divided by `factor`
+    # as transformers has it, this one stretches only contexts longer than the original. Keys are
+    # kept and shared here, so longer contexts are not supported (families/common.py).
+    DYNAMIC = "dynamic"
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, smooth in between
     YARN = "yarn"  # like llama3, but linear in the number of the dim; all scores are scaled
     LONGROPE = "longrope"  # each frequency is divided by its own number (`divisors`)
@@ -96,6 +100,9 @@ class RopeSpec:
     score_factor: float = 1.0  # yarn, longrope: both query and key are multiplied by it
     divisors: tuple[float, ...] = ()  # longrope: one for each pair of dims, for short contexts
     long_divisors: tuple[float, ...] = ()  # longrope: if contexts exceed original_positions
+    # the checkpoint has pairs of adjacent dims (GLM, Cohere), not (i, i + half). Rows of queries
+    # and keys are reordered when they are read (tensors.py): no kernel knows the difference.
+    has_adjacent_pairs: bool = False
 
     def at_context(self, num_tokens: int) -> "RopeSpec":
         """The frequencies of an engine whose contexts have up to `num_tokens`.
@@ -200,6 +207,11 @@ class ModelSpec:
             if rope.rotary_dim % 2 or rope.rotary_dim > self.head_dim:
                 raise UnsupportedModel(
                     f"{rope.rotary_dim} rotary dims do not fit a head of {self.head_dim}"
+                )
+            if rope.has_adjacent_pairs and self.qk_norm is not QkNorm.NONE:
+                raise UnsupportedModel(
+                    "rotary pairs of adjacent dims are not supported where queries and keys are "
+                    "normed"
                 )
             is_partial = rope.rotary_dim < self.head_dim
             if is_partial and rope.score_factor != 1.0 and self.qk_norm is not QkNorm.NONE:

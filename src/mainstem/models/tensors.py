@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.packed import PackedWeight, Weight, as_tensor, on_top
+from mainstem.models.rope import reordered_heads, split_pairs
 from mainstem.models.rows import Rows, first_rows, qkv_rows, times
 from mainstem.models.shard import WHOLE, Cut, Shard, part_of
 from mainstem.models.spec import (
@@ -214,6 +215,9 @@ class TensorReader:
 
     def _norm(self, name: str) -> NormTensors:
         norm, size = self._spec.norm, self._spec.hidden_size
+        if not norm.has_gain:
+            source = self._source
+            return NormTensors(torch.ones(size, dtype=source.dtype, device=source.device))
         gain = self._gain(f"{name}.weight", size)
         return NormTensors(gain, self._take(f"{name}.bias", size) if norm.has_bias else None)
 
@@ -271,6 +275,10 @@ class TensorReader:
         names = [prefix + name for name in self._names.qkv]
         rows = qkv_rows(spec, self._cut, names)
         product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
+        if rope is not None and rope.has_adjacent_pairs:
+            pairs, part = split_pairs(spec.head_dim, rope.rotary_dim), self.part
+            turned = part.num_heads + part.num_kv_heads
+            product = product.rows_at(reordered_heads(pairs, turned, part.num_kv_heads))
         if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == spec.head_dim:
             return product
         return _scaled(product, _unrotated_factors(self.part, rope).to(product.weight.device))

@@ -74,6 +74,9 @@ class WeightSource(Protocol):
         """The compute dtype."""
         ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """Return the tensor in the compute dtype, on the device.
 
@@ -154,6 +157,10 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """Return the tensor in the compute dtype. If it is missing, this is recorded for `finish`,
@@ -338,6 +345,10 @@ class RandomWeights:
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         size = part_shape(tuple(shape), at)

@@ -37,7 +37,7 @@ from mainstem.models.cpu.layers import (
     norm_scale,
 )
 from mainstem.models.expert_tensors import ExpertTensors
-from mainstem.models.rope import adjacent_pairs
+from mainstem.models.rope import adjacent_pairs, reordered_heads
 from mainstem.models.spec import ExpertsSpec, ModelSpec, NormKind, QkNorm, Residual
 from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Product, TensorReader
 from mainstem.models.vocabulary import VocabularyPart
@@ -216,7 +216,9 @@ def _linear(product: Product, dtype: torch.dtype) -> DenseLinear:
 def _compile(
     tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype, ranks: Collectives
 ) -> Layer:
-    qkv = tensors.qkv.unpacked(dtype).rows_at(_qkv_order(spec))
+    pairs = adjacent_pairs(spec.head_dim, spec.rotary_dim)
+    order = reordered_heads(pairs, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
+    qkv = tensors.qkv.unpacked(dtype).rows_at(order)
     attention_norm, qkv = _folded(tensors.attention_norm, qkv, spec)
     mlp_norm, mlp = _mlp(tensors, spec, index, dtype)
     tails = (
@@ -301,13 +303,3 @@ def _head_norm(
     k_norm = RmsNorm(norm_scale(k_gain), len(k_gain), eps)
     kind = HeadNorm if spec.qk_norm is QkNorm.HEADS else RowNorm
     return kind(q_norm, k_norm, spec.num_heads, spec.num_kv_heads, dim)
-
-
-def _qkv_order(spec: ModelSpec) -> Tensor:
-    """Return the row order of the fused QKV weight in which rotary pairs of query and key heads are
-    adjacent."""
-    pairs = adjacent_pairs(spec.head_dim, spec.rotary_dim)
-    turned = spec.num_heads + spec.num_kv_heads
-    starts = torch.arange(turned)[:, None] * spec.head_dim
-    values = torch.arange(turned * spec.head_dim, (turned + spec.num_kv_heads) * spec.head_dim)
-    return torch.cat(((starts + pairs).reshape(-1), values))

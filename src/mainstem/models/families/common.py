@@ -56,8 +56,11 @@ class Sizes:
     positions: int
 
 
-def read_sizes(config: Config, positions: str = "max_position_embeddings") -> Sizes:
-    """Read a model's sizes. `positions` is the name of the field with the number of positions."""
+def read_sizes(
+    config: Config, positions: str = "max_position_embeddings", head_dim: int | None = None
+) -> Sizes:
+    """Read a model's sizes. `positions` is the name of the field with the number of positions.
+    `head_dim` is the default; None: the hidden size divided by the number of heads."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     return Sizes(
         vocab=config.whole("vocab_size"),
@@ -65,7 +68,7 @@ def read_sizes(config: Config, positions: str = "max_position_embeddings") -> Si
         layers=config.whole("num_hidden_layers"),
         heads=heads,
         kv_heads=config.whole("num_key_value_heads", heads),
-        head_dim=config.whole("head_dim", hidden // heads),
+        head_dim=config.whole("head_dim", head_dim or hidden // heads),
         positions=config.whole(positions),
     )
 
@@ -128,7 +131,9 @@ def _lengthened(config: Config, positions: int, layers: Sequence[LayerSpec]) -> 
     tables = (config.table("rope_scaling"), config.table("rope_parameters"))
     has_original = any(table.has("original_max_position_embeddings") for table in tables)
     for rope in {layer.attention.rope for layer in layers}:
-        if rope is not None and rope.scaling is RopeScaling.YARN and has_original:
+        if rope is not None and rope.scaling is RopeScaling.DYNAMIC:
+            positions = min(positions, rope.original_positions)
+        elif rope is not None and rope.scaling is RopeScaling.YARN and has_original:
             positions = max(positions, int(rope.original_positions * rope.factor))
         elif rope is not None and rope.scaling is RopeScaling.LINEAR:
             positions = max(positions, config.whole("max_sequence_length", positions))
@@ -157,6 +162,14 @@ def gated_mlp(config: Config, *, has_bias: bool = False) -> MlpSpec:
     """A gated MLP of `intermediate_size`, with silu unless the file says otherwise."""
     size = config.whole("intermediate_size")
     return MlpSpec(size, read_activation(config), has_bias=has_bias)
+
+
+def plain_mlp(config: Config, activation: str, *, has_bias: bool) -> MlpSpec:
+    """An MLP without a gate, of `intermediate_size`; `activation` is the default."""
+    size = config.whole("intermediate_size")
+    return MlpSpec(
+        size, read_activation(config, default=activation), is_gated=False, has_bias=has_bias
+    )
 
 
 def full_attention(head_dim: int, rope: RopeSpec | None) -> AttentionSpec:
@@ -199,11 +212,27 @@ def read_layer_types(config: Config, count: int) -> list[str] | None:
     return [str(kind) for kind in types]
 
 
+def layer_types(
+    config: Config, count: int, pattern: int, first_full: int | None = None
+) -> list[str]:
+    """Like `read_layer_types`. If the file does not say, one of `pattern` layers is a
+    `full_attention` layer: the last one of each group, or number `first_full`."""
+    types = read_layer_types(config, count)
+    if types is not None:
+        return types
+    full = pattern - 1 if first_full is None else first_full
+    return [
+        "full_attention" if index % pattern == full else "sliding_attention"
+        for index in range(count)
+    ]
+
+
 # ---- rotary embeddings
 
 _ROPE_SETTINGS: dict[RopeScaling, frozenset[str]] = {
     RopeScaling.NONE: frozenset(),
     RopeScaling.LINEAR: frozenset({"factor"}),
+    RopeScaling.DYNAMIC: frozenset({"factor", "original_max_position_embeddings"}),
     RopeScaling.LLAMA3: frozenset(
         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
@@ -248,6 +277,27 @@ def read_rope(
     )
 
 
+def read_two_ropes(
+    config: Config, sizes: Sizes, *, theta: float, local_theta: float | None = None
+) -> dict[str, RopeSpec]:
+    """Read the ropes of a model with windows, by the kind of layer. In older files only layers
+    without a window have a scaled rope; newer files have a table for each kind of layer.
+    `local_theta` is the default for layers with a window; None: the same as for the others."""
+    tables = config.table("rope_parameters")
+    full, sliding = tables.table("full_attention"), tables.table("sliding_attention")
+    if unknown := tables.unread():
+        raise UnsupportedModel(
+            f"rope_parameters has {', '.join(unknown)}; known: full_attention, sliding_attention"
+        )
+    full = config.table("rope_scaling").merged(full)
+    theta = config.number("rope_theta", theta)
+    local_theta = config.number("rope_local_base_freq", local_theta or theta)
+    return {
+        "full_attention": make_rope(full, config, sizes, theta=theta),
+        "sliding_attention": make_rope(sliding, config, sizes, theta=local_theta),
+    }
+
+
 def make_rope(
     table: Config, config: Config, sizes: Sizes, *, theta: float, rotary_share: float | None = None
 ) -> RopeSpec:
@@ -271,6 +321,9 @@ def make_rope(
         raise UnsupportedModel(f"rope_type {kind!r} has unknown settings {sorted(unknown)}")
     if scaling is RopeScaling.NONE:
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)
+    if scaling is RopeScaling.DYNAMIC:
+        original = table.whole("original_max_position_embeddings", sizes.positions)
+        return RopeSpec(theta, rotary_dim, scaling, original_positions=original)
     if scaling is RopeScaling.LINEAR:
         return RopeSpec(theta, rotary_dim, scaling, factor=table.number("factor"))
     if scaling is RopeScaling.YARN:

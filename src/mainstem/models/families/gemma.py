@@ -1,24 +1,26 @@
-"""Gemma 2 and 3: norms before and after attention and MLP, gains stored as gain - 1, windows in
-half or most of the layers. Gemma 2 has softcaps; Gemma 3 has norms of queries and keys, and two
-ropes."""
+"""Gemma 1 to 3: gains stored as gain - 1. Gemma 2 and 3 have norms before and after attention and
+MLP, and windows in half or most of the layers. Gemma 2 has softcaps; Gemma 3 has norms of queries
+and keys, and two ropes."""
 
 import math
 from collections.abc import Mapping
 
-from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
     Sizes,
-    make_rope,
+    full_attention,
+    layer_types,
     make_spec,
     read_activation,
-    read_layer_types,
     read_rope,
+    read_sizes,
+    read_two_ropes,
     rms_norm,
 )
 from mainstem.models.names import Names
 from mainstem.models.spec import (
+    Activation,
     AttentionSpec,
     MlpSpec,
     ModelSpec,
@@ -26,22 +28,46 @@ from mainstem.models.spec import (
     QkNorm,
     RopeSpec,
     layers_of,
+    same_layers,
 )
 
 _NAMES = Names(mlp_norm="pre_feedforward_layernorm")
 
 
+def _read_gemma1(config: Config) -> ModelSpec:
+    sizes = read_sizes(config, head_dim=256)
+    attention = full_attention(sizes.head_dim, read_rope(config, sizes))
+    # the first files say "gelu" and mean its approximation; others have it in hidden_activation
+    config.only("hidden_act", "gelu", "gelu_pytorch_tanh")
+    config.only("hidden_activation", "gelu_pytorch_tanh")
+    config.only("use_bidirectional_attention", False)
+    mlp = MlpSpec(config.whole("intermediate_size"), Activation.GELU_TANH)
+    has_bias = config.flag("attention_bias")
+    return make_spec(
+        config,
+        sizes,
+        same_layers(attention, mlp, sizes.layers),
+        rms_norm(config, gain_offset=1.0),
+        is_tied=True,
+        embedding_scale=math.sqrt(sizes.hidden),
+        has_qkv_bias=has_bias,
+        has_out_bias=has_bias,
+    )
+
+
 def _read_gemma2(config: Config) -> ModelSpec:
     sizes = _read_sizes(config, vocab=256_000, positions=8192)
     rope = read_rope(config, sizes)
-    kinds = _attention(config, sizes.layers, {"full": rope, "sliding": rope}, pattern=2, cap=50.0)
+    ropes = {"full_attention": rope, "sliding_attention": rope}
+    kinds = _attention(config, sizes.layers, ropes, pattern=2, cap=50.0)
     return _spec(config, sizes, kinds, QkNorm.NONE, cap=30.0)
 
 
 def _read_gemma3(config: Config) -> ModelSpec:
     sizes = _read_sizes(config, vocab=262_208, positions=131_072)
     pattern = config.whole("sliding_window_pattern", 6)
-    kinds = _attention(config, sizes.layers, _read_two_ropes(config, sizes), pattern, cap=None)
+    ropes = read_two_ropes(config, sizes, theta=1e6, local_theta=1e4)
+    kinds = _attention(config, sizes.layers, ropes, pattern, cap=None)
     return _spec(config, sizes, kinds, QkNorm.HEADS, cap=None)
 
 
@@ -59,50 +85,22 @@ def _read_sizes(config: Config, vocab: int, positions: int) -> Sizes:
     )
 
 
-def _read_two_ropes(config: Config, sizes: Sizes) -> dict[str, RopeSpec]:
-    """Read both ropes. In older files only layers without a window have a scaled rope; newer files
-    have a table for each kind of layer."""
-    tables = config.table("rope_parameters")
-    full, sliding = tables.table("full_attention"), tables.table("sliding_attention")
-    if unknown := tables.unread():
-        raise UnsupportedModel(
-            f"rope_parameters has {', '.join(unknown)}; known: full_attention, sliding_attention"
-        )
-    full = config.table("rope_scaling").merged(full)
-    theta, local_theta = (
-        config.number("rope_theta", 1e6),
-        config.number("rope_local_base_freq", 1e4),
-    )
-    return {
-        "full": make_rope(full, config, sizes, theta=theta),
-        "sliding": make_rope(sliding, config, sizes, theta=local_theta),
-    }
-
-
 def _attention(
     config: Config, count: int, ropes: Mapping[str, RopeSpec], pattern: int, cap: float | None
 ) -> list[AttentionSpec]:
     """Return the attention of each layer. Unless the file lists the kinds, every `pattern`-th layer
     sees all tokens, and the others have windows."""
-    types = read_layer_types(config, count)
-    if types is None:
-        types = [
-            "full_attention" if (index + 1) % pattern == 0 else "sliding_attention"
-            for index in range(count)
-        ]
+    types = layer_types(config, count, pattern)
     scale = config.number("query_pre_attn_scalar", 256) ** -0.5
     softcap = _softcap(config, "attn_logit_softcapping", cap)
     window = None
     if not config.is_null("sliding_window"):
         window = config.whole("sliding_window", 4096)
         config.only("sliding_window_size", window)
+    windows = {"full_attention": None, "sliding_attention": window}
     kinds = {
-        "full_attention": AttentionSpec(
-            ropes["full"], scale * ropes["full"].score_factor ** 2, softcap=softcap
-        ),
-        "sliding_attention": AttentionSpec(
-            ropes["sliding"], scale * ropes["sliding"].score_factor ** 2, window, softcap
-        ),
+        kind: AttentionSpec(rope, scale * rope.score_factor**2, windows[kind], softcap)
+        for kind, rope in ropes.items()
     }
     return [kinds[kind] for kind in types]
 
@@ -136,6 +134,7 @@ def _spec(
     )
 
 
+GEMMA1 = Family("Gemma 1", ("GemmaForCausalLM",), _read_gemma1)
 GEMMA2 = Family(
     "Gemma 2", ("Gemma2ForCausalLM",), _read_gemma2, notes="softcaps, windows in every other layer"
 )

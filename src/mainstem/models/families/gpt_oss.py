@@ -7,8 +7,8 @@ from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
     full_attention,
+    layer_types,
     make_spec,
-    read_layer_types,
     read_rope,
     read_sizes,
     rms_norm,
@@ -34,9 +34,7 @@ def _read(config: Config) -> ModelSpec:
     sliding = full
     if not config.is_null("sliding_window"):
         sliding = replace(full, window=config.whole("sliding_window", 128))
-    types = read_layer_types(config, sizes.layers)
-    if types is None:
-        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.layers)]
+    types = layer_types(config, sizes.layers, pattern=2)
     has_bias = config.flag("attention_bias", True)
     return make_spec(
         config,

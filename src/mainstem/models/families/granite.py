@@ -1,28 +1,97 @@
-"""Granite 3: Llama's block with factors on embeddings, scores, residuals and logits."""
+"""Granite 3 and 4: Llama's block with factors on embeddings, scores, residuals and logits. Some
+have experts. Granite 4 also has an MLP that every token goes through, and in its small models
+nothing else; models with Mamba layers are refused."""
 
+from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
+    Sizes,
     gated_mlp,
     make_spec,
+    read_activation,
     read_rope,
     read_sizes,
     rms_norm,
 )
-from mainstem.models.spec import AttentionSpec, ModelSpec, same_layers
+from mainstem.models.names import ExpertLayout, Names
+from mainstem.models.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+    layers_of,
+)
+
+_SHARED = ("shared_mlp.input_linear",)
+_EXPERTS = Names(
+    router="block_sparse_moe.router.layer",
+    expert_layout=ExpertLayout.STACKED,
+    expert_gate="block_sparse_moe.input_linear.weight",
+    expert_down="block_sparse_moe.output_linear.weight",
+    shared_gate_up=_SHARED,
+    shared_down="shared_mlp.output_linear",
+)
+_ONE_MLP = Names(gate_up=_SHARED, down="shared_mlp.output_linear")
 
 
-def _read(config: Config) -> ModelSpec:
-    sizes = read_sizes(config)
-    rope = read_rope(config, sizes)
-    scale = config.number("attention_multiplier", 1.0) * rope.score_factor**2
+def _read_granite(config: Config) -> ModelSpec:
     mlp = gated_mlp(config, has_bias=config.flag("mlp_bias"))
+    return _read(config, read_sizes(config), mlp, Names())
+
+
+def _read_moe(config: Config) -> ModelSpec:
+    return _read(config, read_sizes(config), _experts(config, None), _EXPERTS)
+
+
+def _read_granite4(config: Config) -> ModelSpec:
+    """The fields for Mamba layers are in every file, also where there are none."""
+    sizes = read_sizes(config)
+    types = config.items("layer_types") or []
+    if len(types) != sizes.layers or set(types) - {"attention", "full_attention"}:
+        raise UnsupportedModel(
+            "this Granite 4 model has Mamba layers, which do not keep keys and values of every "
+            "token; Granite 4 is supported if layer_types has attention layers only"
+        )
+    for field in config.names():
+        if field.startswith("mamba_") or field == "time_step_limit":
+            config.get(field)
+    config.only("normalization_function", "rmsnorm")
+    size = config.whole("shared_intermediate_size", 1024)
+    if config.get("num_local_experts") == 0:
+        for field in ("intermediate_size", "num_experts_per_tok"):  # of the experts
+            config.get(field)
+        return _read(config, sizes, MlpSpec(size, read_activation(config)), _ONE_MLP)
+    return _read(config, sizes, _experts(config, size), _EXPERTS)
+
+
+def _experts(config: Config, shared_size: int | None) -> ExpertsSpec:
+    return ExpertsSpec(
+        num_experts=config.whole("num_local_experts", 8),
+        top_k=config.whole("num_experts_per_tok", 2),
+        size=config.whole("intermediate_size"),
+        activation=read_activation(config),
+        shared_size=shared_size,
+    )
+
+
+def _read(config: Config, sizes: Sizes, mlp: MlpSpec | ExpertsSpec, names: Names) -> ModelSpec:
+    rope: RopeSpec | None = read_rope(config, sizes)
+    kind = config.get("position_embedding_type")  # only Granite 4 uses it
+    if config.has("shared_intermediate_size") and kind != "rope":
+        config.only("position_embedding_type", "nope")
+        rope = None
+    scale = config.number("attention_multiplier", 1.0)
+    if rope is not None:
+        scale *= rope.score_factor**2
     has_bias = config.flag("attention_bias")
     return make_spec(
         config,
         sizes,
-        same_layers(AttentionSpec(rope, scale), mlp, sizes.layers),
+        layers_of([AttentionSpec(rope, scale)] * sizes.layers, mlp),
         rms_norm(config),
+        names=names,
         residual_scale=config.number("residual_multiplier", 1.0),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / config.number("logits_scaling", 1.0),
@@ -31,4 +100,11 @@ def _read(config: Config) -> ModelSpec:
     )
 
 
-FAMILY = Family("Granite 3", ("GraniteForCausalLM",), _read)
+GRANITE = Family("Granite 3", ("GraniteForCausalLM",), _read_granite)
+GRANITE_MOE = Family("Granite 3 MoE", ("GraniteMoeForCausalLM",), _read_moe, notes="experts")
+GRANITE4 = Family(
+    "Granite 4",
+    ("GraniteMoeHybridForCausalLM",),
+    _read_granite4,
+    notes="models without Mamba layers",
+)
