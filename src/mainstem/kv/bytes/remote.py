@@ -332,7 +332,7 @@ class RemoteTier:
                 "the remote store at %s failed: %s. Pages are computed instead; the store will be "
                 "tried again later",
                 self._shown,
-                words,
+                words.rstrip("."),
             )
             self._is_down = True
         elif since_s >= self._pause_s:  # otherwise another thread reports the same failure
