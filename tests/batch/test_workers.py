@@ -17,8 +17,8 @@ from mainstem.batch.bundles import Bundle, Bundles, Task
 from mainstem.cli.batch import main
 from mainstem.cli.batch_workers import join_ray_address
 from mainstem.core.errors import ConfigError
+from mainstem.core.events import StepFinished
 from mainstem.core.json import AnyJson
-from mainstem.core.step import Step
 from tests.batch.test_kill import SOME_FAILED, essences, run, write_input
 from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server.checked_serve import SLOW_STEP_S
@@ -282,7 +282,7 @@ def check_worker_kills(tmp_path: Path, lasting: Running, num_kills: int, num_row
         processes = [opened.enter_context(a_process(each, "slow")) for each in flags]
         all_killed = Event()
 
-        def answer_the_last_rows_after_the_kills(_: Step) -> None:
+        def answer_the_last_rows_after_the_kills(_: StepFinished) -> None:
             sleep(SLOW_STEP_S)
             if num_answered() > num_rows // 2:
                 all_killed.wait(300)
