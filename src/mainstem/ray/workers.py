@@ -42,8 +42,6 @@ WAIT_S = 0.2  # longest wait for finished rows
 RETRY_S = 0.5
 PATIENCE_S = 600.0  # limit for the restart of an actor, which includes loading its model
 
-Json = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class ActorSettings:
@@ -182,7 +180,7 @@ class RayWorker:
         elif not self._open:
             await asyncio.sleep(POLL_S)
 
-    def _settle(self, desk: Desk, row: Json) -> None:
+    def _settle(self, desk: Desk, row: Mapping[str, Any]) -> None:
         task = self._open.pop(row["custom_id"], None)
         if task is None:
             return  # the row was given back before its answer arrived
