@@ -104,6 +104,24 @@ def test_without_ray_the_message_names_the_extra(
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_ray_on_this_machine_listens_on_loopback_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether Ray does that, it decides when it is imported."""
+
+    class NoRay:
+        def init(self, **_: object) -> None:
+            raise ConnectionError(os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"))
+
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    monkeypatch.setitem(sys.modules, "ray", NoRay())
+    source = write(tmp_path / "in.jsonl", rows(3))
+    with pytest.raises(ConfigError, match=r"cannot connect to auto \(None\)"):
+        answer(source, tmp_path / "out.jsonl", "--ray", "auto")
+    with pytest.raises(ConfigError, match=r"cannot connect to local \(0\)"):
+        answer(source, tmp_path / "out.jsonl", "--ray")
+
+
 @needs_ray
 def test_two_actors_answer_as_one_engine_does(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [*rows(), {"prompt": "x" * 900}])
@@ -191,11 +209,12 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-class _Echo:
-    """Stands for Generate in tests of how rows are distributed: returns the size of its batch."""
+class _Sized(Generate):
+    """Adds the size of its batch to each row."""
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return batch | {"size": [len(batch["prompt"])] * len(batch["prompt"])}
+        size = len(batch["prompt"])
+        return super().__call__(batch) | {"size": np.full(size, size)}
 
 
 PROMPTS = [f"document {n % 4}: " + "words " * 20 + f"question {n}?" for n in range(24)]
@@ -243,16 +262,16 @@ def test_generate_and_plan_with_parquet_in_and_json_out(
     pq.write_table(pa.table({"prompt": PROMPTS, "n": range(24)}), tmp_path / "in.parquet")
     found = plan(ray.data.read_parquet(str(tmp_path / "in.parquet")), tiny_model, num_workers=2)
     pool = ray.data.ActorPoolStrategy(size=2)
-    sizes = found.map_batches(_Echo, batch_size=None, compute=pool).take_all()
-    assert sorted(row["n"] for row in sizes) == list(range(24))
-    assert {row["size"] for row in sizes} != {24}, "there must be several bundles"
     settings: dict[str, Any] = {"model": tiny_model, "sampling": SAMPLING, "kv_tokens": 8192}
     answered = found.map_batches(
-        Generate, fn_constructor_kwargs=settings, batch_size=None, compute=pool
+        _Sized, fn_constructor_kwargs=settings, batch_size=None, compute=pool
     )
     answered.write_json(str(tmp_path / "out"))
     lines = [line for path in (tmp_path / "out").glob("*.json") for line in path.open()]
-    got = {row["n"]: row["answer"] for row in map(json.loads, lines)}
+    written = [json.loads(line) for line in lines]
+    assert sorted(row["n"] for row in written) == list(range(24))
+    assert {row["size"] for row in written} != {24}, "there must be several bundles"
+    got = {row["n"]: row["answer"] for row in written}
     columns = Generate(**settings)({"prompt": PROMPTS})
     assert got == dict(enumerate(columns["answer"]))
     assert list(columns["error"]) == [None] * 24
