@@ -55,6 +55,7 @@ def in_the_engine(config: EngineConfig, arrivals: list[Arrival]) -> Counters:
 
 
 def in_the_simulator(config: EngineConfig, arrivals: list[Arrival]) -> SimulationReport:
+    assert config.store.host_gb is not None
     page, numbers = config.cache.page_size, dict[tuple[int, ...], int]()
     requests = []
     for index, arrival in enumerate(arrivals):

@@ -156,7 +156,7 @@ def batched(
     rates = ServiceRates(prefill_tokens_per_s=15, host_gb_per_s=0.01)  # a second per page loaded
     batching = Batching(max_running, weights_s=STEP, token_s=0.0)
     queue = {"rates": rates, "queue": Queue.ARRIVALS, "batching": batching}
-    return run(trace, host_pages, **(queue | more))
+    return run(trace, host_pages, 0, **(queue | more))
 
 
 def test_requests_of_a_batch_share_decode_steps() -> None:

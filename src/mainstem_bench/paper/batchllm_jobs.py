@@ -10,11 +10,11 @@ from mainstem.core.config import Share
 from mainstem_bench.paper import style
 from mainstem_bench.paper.batchllm_plans import industry
 from mainstem_bench.paper.engines import Size
-from mainstem_bench.paper.item import Gain, Line, Number, Settings, Verdict
+from mainstem_bench.paper.item import Line, Number, Settings, Verdict
 from mainstem_bench.paper.jobs import VOCAB, Job, limit_per_s, run
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival, rival_job
-from mainstem_bench.paper.rules import LEAST_RUNS, differing, runs_of, weighed
+from mainstem_bench.paper.rules import LEAST_RUNS, differing, gain_of, weighed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,7 +141,7 @@ def judge_mixes(lines: Sequence[Line]) -> Verdict:
             one(ours, way=way, prefix=prefix, own=own, degree=degree)
             for way in ("planned", "LRU, as given")
         )
-        gains.append(Gain(planned, lru, runs_of(planned), runs_of(lru)))
+        gains.append(gain_of(planned, lru))
     ratios = [gain.ours["requests_per_s"] / gain.baseline["requests_per_s"] for gain in gains]
     shares = [
         line["requests_per_s"] / line["limit_requests_per_s"] for line in only(lines, way="planned")
@@ -246,7 +246,7 @@ def judge_grid(lines: Sequence[Line]) -> Verdict:
         "card's limit"
         + ("" if has_misses else ". With so few requests the LRU cache never misses"),
         numbers,
-        tuple(Gain(ours, lru, runs_of(ours), runs_of(lru)) for ours, lru in pairs.values()),
+        tuple(gain_of(ours, lru) for ours, lru in pairs.values()),
     )
 
 
@@ -301,5 +301,5 @@ def judge_industry(lines: Sequence[Line]) -> Verdict:
         f"1.58). It saves {saved['planned']:.1%} of prompt tokens (paper 58.1 %), the LRU cache "
         f"{saved['LRU, as given']:.1%} (paper 35.8 %)",
         numbers,
-        (Gain(planned, lru, runs_of(planned), runs_of(lru)),),
+        (gain_of(planned, lru),),
     )

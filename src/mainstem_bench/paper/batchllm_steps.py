@@ -16,11 +16,11 @@ from mainstem_bench.feed import run_job
 from mainstem_bench.paper import style
 from mainstem_bench.paper.batchllm_plans import industry
 from mainstem_bench.paper.engines import Size
-from mainstem_bench.paper.item import Gain, Line, Number, Outcome, Settings, Verdict
+from mainstem_bench.paper.item import Line, Number, Outcome, Settings, Verdict
 from mainstem_bench.paper.jobs import VOCAB, Job, engine_of
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
-from mainstem_bench.paper.rules import LEAST_RUNS, runs_of, weighed
+from mainstem_bench.paper.rules import LEAST_RUNS, gain_of, weighed
 from mainstem_bench.step_trace import StepTrace
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def judge_table(lines: Sequence[Line]) -> Verdict:
     gains, numbers, told = [], [], []
     for shared in SHARES:
         off, on = (one(lines, shared=shared, batching=each) for each in ("off", "on"))
-        gains.append(Gain(on, off, runs_of(on), runs_of(off)))
+        gains.append(gain_of(on, off))
         more = on["requests_per_s"] / off["requests_per_s"] - 1
         paper = PAPER[shared][1] / PAPER[shared][0] - 1
         numbers.append(Number(more, paper, 0.5))

@@ -197,7 +197,7 @@ def draw(item: Item, lines: list[Line], path: Path) -> None:
 def outcome_at(item: Item, verdict: Verdict) -> str:
     """The outcome and the point at which the claim was judged."""
     if verdict.outcome in (Outcome.OPEN, Outcome.CANNOT):
-        return verdict.outcome.value
+        return str(verdict.outcome.value)
     where = "at the paper's point" if item.is_papers_point else "at another point"
     return f"{verdict.outcome.value} {where} ({item.point})"
 

@@ -14,7 +14,7 @@ from mainstem_bench.paper.jobs import SYSTEMS, Job, limit_per_s, run
 from mainstem_bench.paper.lengths import sharegpt_requests
 from mainstem_bench.paper.results import one, only
 from mainstem_bench.paper.rivals import rival, rival_job
-from mainstem_bench.paper.rules import LEAST_RUNS, differing, runs_of, weighed
+from mainstem_bench.paper.rules import LEAST_RUNS, differing, gain_of, weighed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +90,7 @@ def plot_sharegpt(lines: Sequence[Line], figure: "Figure") -> None:
 def judge_sharegpt(lines: Sequence[Line]) -> Verdict:
     def gain(share: str, system: int) -> Gain:
         ours, none = (one(lines, share=each, system=system) for each in (share, "none"))
-        return Gain(ours, none, runs_of(ours), runs_of(none))
+        return gain_of(ours, none)
 
     gains = {
         (share, system): gain(share, system)
@@ -201,5 +201,5 @@ def judge_synthetic(lines: Sequence[Line]) -> Verdict:
         f"answer tokens (paper 2.2), {ratio(128):.2f} times for 128+256 and {ratio(64):.2f} times "
         f"for 64+128. {rivals}",
         numbers,
-        (Gain(reads, stored, runs_of(reads), runs_of(stored)),),
+        (gain_of(reads, stored),),
     )

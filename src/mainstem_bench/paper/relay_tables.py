@@ -9,12 +9,12 @@ import numpy as np
 from mainstem.core.config import Share
 from mainstem_bench.paper import style
 from mainstem_bench.paper.engines import Size
-from mainstem_bench.paper.item import Gain, Line, Number, Settings, Verdict
+from mainstem_bench.paper.item import Line, Number, Settings, Verdict
 from mainstem_bench.paper.jobs import SYSTEMS, Job, run
 from mainstem_bench.paper.lengths import SHOTS, mmlu_subjects
 from mainstem_bench.paper.relay_jobs import LLAMA_7B, LOOKS, SHORT, sharegpt_line
 from mainstem_bench.paper.results import one
-from mainstem_bench.paper.rules import LEAST_RUNS, runs_of, weighed
+from mainstem_bench.paper.rules import LEAST_RUNS, gain_of, weighed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,9 +72,7 @@ def judge_models(lines: Sequence[Line]) -> Verdict:
             here = line["reads"]["requests_per_s"] / line[share]["requests_per_s"]
             theirs = paper["reads"] / paper[share]
             numbers.append(Number(here, theirs))
-            gains.append(
-                Gain(line["reads"], line[share], runs_of(line["reads"]), runs_of(line[share]))
-            )
+            gains.append(gain_of(line["reads"], line[share]))
             parts.append(f"{name} {here:.2f} (paper {theirs:.2f})")
     return Verdict(
         weighed(numbers),
@@ -134,7 +132,7 @@ def judge_mmlu(lines: Sequence[Line]) -> Verdict:
     for shots, (none_s, _, reads_s) in PAPER_MMLU.items():
         reads, none = (one(lines, shots=shots, share=share) for share in ("reads", "none"))
         numbers.append(Number(_less(lines, shots, "reads"), 1 - reads_s / none_s))
-        gains.append(Gain(reads, none, runs_of(reads), runs_of(none)))
+        gains.append(gain_of(reads, none))
     told = {
         share: ", ".join(f"{_less(lines, shots, share):.0%}" for shots in SHOTS)
         for share in ("reads", "storage")

@@ -14,7 +14,7 @@ spread      a gain is larger than the spread of at least three runs
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from mainstem_bench.paper.item import Item, Line, Number, Outcome, Runs, Sustained, Verdict
+from mainstem_bench.paper.item import Gain, Item, Line, Number, Outcome, Runs, Sustained, Verdict
 
 LEAST_RUNS = 3
 LEAST_S, LEAST_LATENCIES = 30.0, 4.0
@@ -64,6 +64,13 @@ def runs_of(line: Line, name: str = "requests_per_s", count: int | None = None) 
     if spread is None:
         return Runs(1, line[name], line[name])
     return Runs(line.get("num_runs") or count or 2, *spread)
+
+
+def gain_of(
+    ours: Line, baseline: Line, name: str = "requests_per_s", count: int | None = None
+) -> Gain:
+    """Compare two lines; see `runs_of`."""
+    return Gain(ours, baseline, runs_of(ours, name, count), runs_of(baseline, name, count))
 
 
 def differing(ours: Line, baseline: Line) -> list[str]:
@@ -121,7 +128,8 @@ def is_below_limit(_: Item, lines: Sequence[Line], verdict: Verdict) -> str | No
             pairs.append((line["requests_per_s"], limit))
         least_us = line.get("floor_us")
         if least_us is not None:
-            pairs.append((1e6 / line.get("us", line.get("reads_us")), 1e6 / least_us))
+            us = line["us"] if "us" in line else line["reads_us"]
+            pairs.append((1e6 / us, 1e6 / least_us))
     for rate, limit in pairs:
         if rate > (1 + LIMIT_SLACK) * limit:
             return f"a rate of {rate:.4g} a second is above the limit of {limit:.4g}"

@@ -7,7 +7,7 @@ from mainstem.core.tables import gigabytes
 from mainstem_bench.paper import style
 from mainstem_bench.paper.item import Gain, Line, Number, Outcome, Runs, Verdict
 from mainstem_bench.paper.results import one, only
-from mainstem_bench.paper.rules import runs_of, weighed
+from mainstem_bench.paper.rules import gain_of, weighed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def judge_loading(lines: Sequence[Line]) -> Verdict:
     hidden = [ms(size, "load first") - ms(size, "by layers") for size in sizes]
     is_all = min(ratios) > 1
     gains = tuple(
-        Gain(loaded, computed, *(runs_of(each, "ms", REPEATS) for each in (loaded, computed)))
+        gain_of(loaded, computed, "ms", REPEATS)
         for loaded, computed in (
             [one(lines, history=size, way=way) for way in ("by layers", "recompute")]
             for size in sizes
@@ -171,10 +171,7 @@ def judge_saving(lines: Sequence[Line]) -> Verdict:
     pairs = [
         [one(lines, save=save, prompt=size) for save in ("decoding", "sync")] for size in sizes
     ]
-    gains = tuple(
-        Gain(*pair, *(runs_of(line, "ms", REPEATS) for line in pair))  # type: ignore[misc]
-        for pair in pairs
-    )
+    gains = tuple(gain_of(decoding, sync, "ms", REPEATS) for decoding, sync in pairs)
     return Verdict(
         weighed(numbers),
         f"saving while decoding takes {min(less):.1%} to {max(less):.1%} off the time of the job "
@@ -289,4 +286,4 @@ def judge_tasks(lines: Sequence[Line]) -> Verdict:
 
 
 def _document_gain(old: Line, new: Line, name: str) -> Gain:
-    return Gain(new, old, *(runs_of(line, name, line["tasks"]) for line in (new, old)))
+    return gain_of(new, old, name, new["tasks"])
