@@ -30,7 +30,6 @@ from mainstem.batch.summary import Summary
 from mainstem.batch.windows import RowReader, WindowReader
 from mainstem.core.config import Device, EngineConfig
 from mainstem.core.errors import ConfigError
-from mainstem.core.json import AnyJson
 from mainstem.plan.planner import PlanConfig
 from mainstem.text.encoding import App
 from mainstem.text.parsers.formats import find_formats
@@ -182,7 +181,7 @@ class RayWorker:
         elif not self._open:
             await asyncio.sleep(POLL_S)
 
-    def _settle(self, desk: Desk, row: AnyJson) -> None:
+    def _settle(self, desk: Desk, row: Mapping[str, Any]) -> None:
         task = self._open.pop(row["custom_id"], None)
         if task is None:
             return  # the row was given back before its answer arrived
