@@ -7,8 +7,6 @@ hardly more than one conversation, so what is found was loaded from host memory.
 from dataclasses import replace
 
 import pytest
-from mainstem.kv.tiers import SLACK
-from mainstem.models.shapes import SHAPES
 
 from mainstem.core.config import (
     Device,
@@ -20,8 +18,10 @@ from mainstem.core.config import (
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
 from mainstem.engine.build import build_random_engine, with_chunk
+from mainstem.kv.stack import SLACK
 from mainstem_bench.arrivals import Arrival, answer_arrivals
 from mainstem_bench.policies import Room, Turns, made_up, with_room
+from mainstem_bench.shapes import SHAPES
 from mainstem_simulate.service import Batching
 from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
 from mainstem_simulate.trace_records import Trace, TraceFormat, TraceRequest
