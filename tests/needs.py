@@ -1,8 +1,8 @@
 """What some tests need that `make setup` does not bring: programs, and packages of other projects.
 
 A test without what it needs is skipped. `python -m tests.needs` says in one line what is missing
-here and how to get it; it prints nothing if all is here. `python -m tests.needs debian` prints the
-names of Debian's packages, for `.ci/run`, which installs everything.
+here and how to get it; it prints nothing if all is here. `.ci/run`, which installs everything, asks
+for names alone: `python -m tests.needs debian` for Debian's packages, `packages` for Python's.
 """
 
 import shutil
@@ -65,7 +65,10 @@ def how_to_get() -> str:
 
 def main() -> None:
     """Print what is missing; nothing if all is here."""
-    said = " ".join(missing_debian()) if sys.argv[1:] == ["debian"] else how_to_get()
+    said = {
+        "debian": lambda: " ".join(missing_debian()),
+        "packages": lambda: " ".join(name for name in PACKAGES if not is_here(name)),
+    }.get(" ".join(sys.argv[1:]), how_to_get)()
     if said:
         print(said)
 

@@ -40,7 +40,7 @@ LISTED = (
     ),
     Skip(("tests/kernels/test_int4.py",), "not supported in fp16", "there is no such format"),
     Skip(
-        ("tests/server/test_kv_events.py::test_the_pages_of_a_store_are_rebuilt",),
+        ("tests/server/link/test_kv_events.py::test_the_pages_of_a_store_are_rebuilt",),
         "could not import 'vllm",
         "vLLM needs another torch; the test also runs with a reader of our own",
     ),

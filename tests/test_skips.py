@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import needs, skips
+from tests.kernels import test_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPING = """
@@ -52,6 +53,18 @@ def test_an_entry_that_nothing_needs_is_reported() -> None:
     assert not list(skips.complaints([(gpu, "Skipped: no CUDA device")], ["tests/test_a.py::b"]))
     (said,) = skips.complaints([], [f"{vllm}[apply_vllm]"])
     assert "could not import 'vllm" in said
+
+
+def test_every_place_in_the_list_exists() -> None:
+    for skip in skips.LISTED:
+        for place in skip.places:
+            assert list(ROOT.glob(f"{place.split('::')[0]}*")), place
+
+
+def test_tests_that_need_the_interpreter_are_run_by_it() -> None:
+    files = (ROOT / "tests" / "kernels").glob("test_*.py")
+    wanted = {path.name for path in files if "\nrequire_interpreter()" in path.read_text()}
+    assert wanted == set(test_interpreter.MODULES)
 
 
 def test_one_line_says_how_to_get_what_is_missing(

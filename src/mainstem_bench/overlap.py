@@ -178,7 +178,7 @@ def _return_behind(
 
 
 def measure_saving(bench: SessionEngine) -> Iterator[dict[str, object]]:
-    """Measure jobs of a batch, one after the other, for each value of --store-save (the paper's
+    """Measure jobs of a batch, one after the other, for each way of saving (the paper's
     Fig. 20)."""
     bench.warm_up()
     work, rng = bench.work, Random(5)

@@ -13,7 +13,7 @@ import pytest
 
 from mainstem.batch.bundles import Task
 from mainstem.batch.driver import Desk
-from mainstem.batch.suspects import MOST_DEATHS_ALONE, Suspects, is_at_fault
+from mainstem.batch.suspects import MOST_DEATHS_ALONE, OTHERS_FIRST_S, Suspects, is_at_fault
 from mainstem.cli import batch as cli
 from tests.batch.test_workers import answer, write
 
@@ -124,3 +124,15 @@ def test_a_row_that_a_worker_died_of_is_tried_by_another_worker() -> None:
     suspects.add_untried([task])
     assert suspects.take(0, is_only=True) == [task], "no other worker is left"
     assert not suspects
+
+
+def test_a_row_does_not_wait_for_another_worker_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker may exist and never ask: a server that is down, an actor that never starts."""
+    suspects, task, now_s = Suspects(), a_task(1), [100.0]
+    monkeypatch.setattr("mainstem.batch.suspects.monotonic", lambda: now_s[0])
+    assert not is_at_fault(task, 0)
+    suspects.add([task])
+    now_s[0] += OTHERS_FIRST_S - 0.1
+    assert not suspects.take(0, is_only=False)
+    now_s[0] += 0.2
+    assert suspects.take(0, is_only=False) == [task]

@@ -55,3 +55,11 @@ def test_granite_4_with_mamba_layers_is_refused_for_this_reason() -> None:
     table = granite4("linear_attention").to_dict()
     with pytest.raises(UnsupportedModel, match="has Mamba layers"):
         spec_from_config(table | {"architectures": ["GraniteMoeHybridForCausalLM"]})
+
+
+def test_quantized_experts_in_stacked_tensors_are_refused() -> None:
+    table = GraniteMoeConfig(**SMALL | EXPERTS).to_dict()
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}
+    fields = {"architectures": ["GraniteMoeForCausalLM"], "quantization_config": quantization}
+    with pytest.raises(UnsupportedModel, match="stacked"):
+        spec_from_config(table | fields)

@@ -110,7 +110,7 @@ def test_a_stretched_rope_lengthens_the_context(config: dict[str, object], posit
         ({"residual_multiplier": 0.5}, "residual_multiplier"),
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "dynamic", "alpha": 1000.0}}, "alpha"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta": 1}}, "beta"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1.5}}, "truncate"),

@@ -16,6 +16,7 @@ from mainstem.core.ids import RequestId
 from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.request import FinishReason
 from mainstem.engine.engine import Engine
+from mainstem.sched.outputs import OutputMaker
 from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB, Collector, a_request, an_engine, run_all
 from tests.fakes import fake_answer
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 PACKAGES = tuple(f"mainstem/{name}/" for name in ("sched", "kv", "engine"))
 NUM_PLACES = 60  # number of lines tested, spread evenly over those that run
-TAKE_OUTPUTS = Scheduler.take_outputs.__code__
+TAKE_OUTPUTS = (Scheduler.take_outputs.__code__, OutputMaker.take.__code__)
 PROMPTS = [[7, 7, 7, 7, 9], [7, 7, 7, 7, 8, 5], [7, 7, 7, 7, 8, 5, 1]]
 NUM_TOKENS = [1, 7, 5]
 ANSWERS = {
@@ -56,7 +57,7 @@ class Interrupt:
     def _on_call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
         # not in take_outputs: the engine cannot deliver again what it has returned
         is_ours = any(name in frame.f_code.co_filename for name in PACKAGES)
-        return self._on_line if is_ours and frame.f_code is not TAKE_OUTPUTS else None
+        return self._on_line if is_ours and frame.f_code not in TAKE_OUTPUTS else None
 
     def _on_line(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
         self.num_lines += event == "line"

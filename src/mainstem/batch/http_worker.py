@@ -235,7 +235,7 @@ def _client(url: str, key: str | None) -> httpx.AsyncClient:
         headers["Authorization"] = f"Bearer {key}"
     transport = httpx.AsyncHTTPTransport(
         # reading the certificates takes time, also where they are not used
-        verify=ssl.create_default_context() if url.startswith("https:") else False,
+        verify=ssl.create_default_context() if httpx.URL(url).scheme == "https" else False,
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         socket_options=KEEP_ALIVE,
         trust_env=False,

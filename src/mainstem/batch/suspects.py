@@ -7,14 +7,16 @@
 
 Workers also die by chance, so that one death says little about a row. A row is at fault only if
 workers died MOST_DEATHS_ALONE times while they had no other row. These are different workers if
-possible, because one of them may be broken.
+another one asks in time, because one of them may be broken.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from time import monotonic
 
 from mainstem.batch.bundles import Task
 
+OTHERS_FIRST_S = 5.0  # how long a row waits for another worker than the one that died of it
 MOST_DEATHS_ALONE = 3  # of workers that had one row only; then that row is at fault
 
 
@@ -22,7 +24,7 @@ class Suspects:
     """Rows whose worker died, in groups that are to be tried alone. Used by one thread."""
 
     def __init__(self) -> None:
-        self._groups: deque[Sequence[Task]] = deque()
+        self._groups: deque[tuple[Sequence[Task], float]] = deque()  # and since when
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -32,18 +34,21 @@ class Suspects:
         for task in tasks:
             task.is_suspect = True
         middle = (len(tasks) + 1) // 2
-        self._groups += [half for half in (tasks[:middle], tasks[middle:]) if half]
+        halves, now_s = (tasks[:middle], tasks[middle:]), monotonic()
+        self._groups += [(half, now_s) for half in halves if half]
 
     def add_untried(self, tasks: Sequence[Task]) -> None:
         """Put back a group that was taken and not tried."""
         if tasks:
-            self._groups.append(tasks)
+            self._groups.append((tasks, monotonic()))
 
     def take(self, worker: int, is_only: bool) -> Sequence[Task]:
         """Return a group for a worker that has no rows, and gets no others meanwhile. A row that
-        this worker was the last to die of is for others, unless this is the only worker."""
-        for place, group in enumerate(self._groups):
-            if is_only or len(group) > 1 or worker not in group[0].deaths_alone[-1:]:
+        this worker was the last to die of is for others, if there are any and one asks in time."""
+        now_s = monotonic()
+        for place, (group, since_s) in enumerate(self._groups):
+            is_last_victim = len(group) == 1 and worker in group[0].deaths_alone[-1:]
+            if is_only or not is_last_victim or now_s - since_s >= OTHERS_FIRST_S:
                 del self._groups[place]
                 return group
         return ()

@@ -9,6 +9,7 @@ from mainstem.kv.bytes.disk import DiskTier
 from mainstem.kv.bytes.ledger import ledger_of
 from mainstem.kv.bytes.line import Address
 from mainstem.kv.bytes.remote import RemoteSettings, RemoteTier
+from mainstem.kv.eviction import policy_named
 from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
@@ -27,6 +28,7 @@ def make_tiers(
     no host memory for pages. `name` is the name of the model with this identity."""
     if config.host_bytes == 0:
         return TierStack(bus)
+    policy_named(config.policy)  # an unknown name is refused before anything is opened
     copier = connect(runner, config.host_bytes)
     below: list[LowerTier] = []
     if config.disk_dir is not None:

@@ -1,6 +1,7 @@
 """The order in which pages are evicted, on the device and in the tiers below it.
 
-    first   retired: a planned job will not need them again
+    first   on the device, retired pages: a planned job will not need them again;
+            in the tiers, copies of pages that a faster tier has
             by rank, the smallest first: the policy computes a page's rank at each use
             awaited: those of the last waiting request first, if the policy sees the queue
     last    pinned (on the device)

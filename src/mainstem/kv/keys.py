@@ -103,11 +103,15 @@ class PageChain:
 
     def names(self) -> list[PageName]:
         """The names of all full pages."""
-        previous = [None, *self.keys]
-        return [
-            PageName(key, self.parent(depth), previous[depth], depth)
-            for depth, key in enumerate(self.keys)
-        ]
+        return [self._name(depth) for depth in range(len(self.keys))]
+
+    def last_name(self) -> PageName:
+        """The name of the last full page."""
+        return self._name(len(self.keys) - 1)
+
+    def _name(self, depth: int) -> PageName:
+        previous = self.keys[depth - 1] if depth else None
+        return PageName(self.keys[depth], self.parent(depth), previous, depth)
 
     def next_names(self, last: PageName | None, token_ids: Int32s) -> list[PageName]:
         """The names of pages that hold `token_ids` and follow `last`; None: they follow the chain's

@@ -332,12 +332,13 @@ class PageLoader:
             load.has_failed = load.transfer is None
 
     def _finish(self, load: PageLoad, seconds: float | None) -> None:
-        """End a load that took `seconds`, or failed (None)."""
-        self._end(load, seconds)
+        """End a load that took `seconds`, or failed (None). First what the device's pages need: an
+        error while tiers are told must not leave them held."""
         self._news += load.keys
         for page in load.device_pages.tolist():
             del self._load_of[page]
         self._pool.end_copy(load.device_pages)
+        self._end(load, seconds)
 
     def _end(self, load: PageLoad, seconds: float | None) -> None:
         stack, host = self._stack, self._stack.host

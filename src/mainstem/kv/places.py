@@ -75,8 +75,8 @@ class Moves(Generic[K]):
 class PageTable(Generic[K]):
     """Which tiers should have which pages, and how many each has.
 
-    Invariant: a page is in `stored` if the policy wants it in a tier. It is in `unwanted` if the
-    policy does not, but it has a place all the same, because a copy uses it.
+    Invariant between two calls of the stack: a page is in `stored` if the policy wants it in a
+    tier. It is in `unwanted` if the policy does not, but a copy still uses its place.
     """
 
     def __init__(self, tier_pages: Sequence[int]) -> None:

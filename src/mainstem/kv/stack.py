@@ -90,9 +90,10 @@ class TierStack:
         """Whether a page is stored or being saved. Pages that only shared tiers have do not
         count."""
         page = self.pages.get(key)
-        if page is None or not self._in_shared:
-            return page is not None
-        return page.holds > 0 or bool(page.full & ~self._in_shared)
+        if page is None:
+            return False
+        places = page.full & ~self._in_shared if self._in_shared else page.taken
+        return page.holds > 0 or places != 0
 
     def stored_keys(self) -> dict[str, set[PageKey]]:
         """The pages that could be loaded, by tier, without shared tiers."""
@@ -197,7 +198,9 @@ class TierStack:
         pages = [self.pages.found(page.key, number, page.token_ids) for page in found]
         self.publish_stored(number, pages)
         moves = self.policy.recover(number, [page.key for page in fresh], monotonic())
-        for count, reason in ((len(found) - len(fresh), "ttl"), (len(moves.drop), "room")):
+        self.policy.drop(moves.write)  # it has no room; they are not copied to a slower tier
+        num_dropped = len(moves.drop) + len(moves.write)
+        for count, reason in ((len(found) - len(fresh), "ttl"), (num_dropped, "room")):
             if count:
                 self._bus.publish(PagesEvicted(count, reason, tier.name))
         for page in pages:

@@ -16,7 +16,7 @@ from enum import Enum
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
-from mainstem.models.names import Names
+from mainstem.models.names import ExpertLayout, Names
 from mainstem.models.quantized.packing import QuantizedSpec
 
 
@@ -203,6 +203,11 @@ class ModelSpec:
                 "norms of the outputs of attention and MLP are not supported where both run in "
                 "parallel"
             )
+        names, quantized = self.names, self.quantized
+        if quantized is not None and names.expert_layout is ExpertLayout.STACKED:
+            expert = f"{names.layer.format(0)}.{names.expert_gate}".removesuffix(".weight")
+            if quantized.packing_of(expert) is not None:
+                raise UnsupportedModel("quantized experts in stacked tensors are not supported")
         for rope in self.ropes:
             if rope.rotary_dim % 2 or rope.rotary_dim > self.head_dim:
                 raise UnsupportedModel(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, Queue
+from secrets import token_hex
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -233,7 +234,8 @@ def ray_workers(
     if address == LOCAL:
         # listen on 127.0.0.1 only; must be set before Ray is imported, on Linux, too
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, without a warning
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))  # else it is written to ~/.ray
     try:
         import ray  # noqa: PLC0415  # an extra
     except ImportError:

@@ -29,7 +29,7 @@ HELD_UP = 4.0
 
 @dataclass(slots=True, eq=False)
 class StoredHistory:
-    """A part of a waiting Sequence: what lower tiers do for it. Made when they are asked."""
+    """A part of a Sequence: what lower tiers do for it. Made when it is first looked up."""
 
     asked: PageKey | None  # the key of a shared tier's answer while it is awaited
     is_loaded: bool = False  # pages were loaded for it

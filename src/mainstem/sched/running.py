@@ -5,7 +5,7 @@ import numpy as np
 from mainstem.core.ids import SeqSlot
 from mainstem.core.snapshot import PromptView
 from mainstem.core.step import Int32s, Step, StepId
-from mainstem.kv.keys import PageName
+from mainstem.kv.keys import PageChain, PageName
 from mainstem.kv.store import KVStore
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.sequence import SeqState, Sequence, urgency
@@ -126,6 +126,11 @@ class RunningSet:
         self._leaving.clear()
         self._last_names.clear()
         self._sources.clear()
+
+    def note_named(self, slot: SeqSlot, chain: PageChain) -> None:
+        """The pages of this chain, which has tokens of the answer, too, are named already."""
+        if chain.keys:
+            self._last_names[slot] = chain.last_name()
 
     def name_filled(self, slots: Int32s) -> None:
         """Tokens of these slots were read back: name the pages that answers have filled by now, so

@@ -143,8 +143,8 @@ class Starter:
         self._num_parked_pages = 0  # pages looked up for sequences that were then parked
 
     def fill(self, work: StepWork) -> None:
-        """Add prompt chunks within the budget, by priority; at the same priority, sequences that
-        have started come before new ones."""
+        """Start loads for the next sequences, and add prompt chunks within the budget, by priority.
+        At the same priority, sequences that have started come before new ones."""
         self._outlook, self._num_parked_pages = None, 0
         self._queue.unpark(self._collectors.remove_done())
         self._load_ahead()
@@ -273,6 +273,8 @@ class Starter:
             if found.logprobs:
                 wanted.found, wanted.first = list(found.logprobs), len(found.logprobs)
             self._collectors.add(wanted, found.chain)
+        if found.chain is not None and found.chain is not sequence.chain:
+            self._running.note_named(slot, found.chain)  # it had an answer before it was preempted
         return slot
 
     def _lease_similar(self, match: Match, num_new: int) -> bool:

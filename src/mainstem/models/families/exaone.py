@@ -20,12 +20,8 @@ def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
     rotated = full_attention(sizes.head_dim, read_rope(config, sizes))
     windowed = with_window(config, rotated, default=4096)
-    pattern = config.get("sliding_window_pattern")
-    if isinstance(pattern, str):  # "LLLG": local, local, local, global
-        pattern = len(pattern)
-    types = layer_types(
-        config, sizes.layers, pattern=pattern if isinstance(pattern, int) and pattern else 4
-    )
+    config.only("sliding_window_pattern", 0, 4, "LLLG")  # local, local, local, global
+    types = layer_types(config, sizes.layers, pattern=4)
     if windowed.window is None:
         kinds = [rotated] * sizes.layers
     else:

@@ -38,11 +38,13 @@ _ONE_MLP = Names(gate_up=_SHARED, down="shared_mlp.output_linear")
 
 def _read_granite(config: Config) -> ModelSpec:
     mlp = gated_mlp(config, has_bias=config.flag("mlp_bias"))
-    return _read(config, read_sizes(config), mlp, Names())
+    sizes = read_sizes(config)
+    return _read(config, sizes, mlp, Names(), read_rope(config, sizes))
 
 
 def _read_moe(config: Config) -> ModelSpec:
-    return _read(config, read_sizes(config), _experts(config, None), _EXPERTS)
+    sizes = read_sizes(config)
+    return _read(config, sizes, _experts(config, None), _EXPERTS, read_rope(config, sizes))
 
 
 def _read_granite4(config: Config) -> ModelSpec:
@@ -58,12 +60,16 @@ def _read_granite4(config: Config) -> ModelSpec:
         if field.startswith("mamba_") or field == "time_step_limit":
             config.get(field)
     config.only("normalization_function", "rmsnorm")
+    rope: RopeSpec | None = read_rope(config, sizes)
+    config.only("position_embedding_type", "rope", "nope")
+    if config.get("position_embedding_type") != "rope":
+        rope = None
     size = config.whole("shared_intermediate_size", 1024)
     if config.get("num_local_experts") == 0:
         for field in ("intermediate_size", "num_experts_per_tok"):  # of the experts
             config.get(field)
-        return _read(config, sizes, MlpSpec(size, read_activation(config)), _ONE_MLP)
-    return _read(config, sizes, _experts(config, size), _EXPERTS)
+        return _read(config, sizes, MlpSpec(size, read_activation(config)), _ONE_MLP, rope)
+    return _read(config, sizes, _experts(config, size), _EXPERTS, rope)
 
 
 def _experts(config: Config, shared_size: int | None) -> ExpertsSpec:
@@ -76,12 +82,13 @@ def _experts(config: Config, shared_size: int | None) -> ExpertsSpec:
     )
 
 
-def _read(config: Config, sizes: Sizes, mlp: MlpSpec | ExpertsSpec, names: Names) -> ModelSpec:
-    rope: RopeSpec | None = read_rope(config, sizes)
-    kind = config.get("position_embedding_type")  # only Granite 4 uses it
-    if config.has("shared_intermediate_size") and kind != "rope":
-        config.only("position_embedding_type", "nope")
-        rope = None
+def _read(
+    config: Config,
+    sizes: Sizes,
+    mlp: MlpSpec | ExpertsSpec,
+    names: Names,
+    rope: RopeSpec | None,
+) -> ModelSpec:
     scale = config.number("attention_multiplier", 1.0)
     if rope is not None:
         scale *= rope.score_factor**2

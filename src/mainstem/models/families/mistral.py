@@ -3,6 +3,7 @@ Ministral 3 has YaRN, and beyond its original context it scales queries by their
 
 from dataclasses import replace
 
+from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
     Family,
@@ -17,7 +18,7 @@ from mainstem.models.families.common import (
     rms_norm,
     with_window,
 )
-from mainstem.models.spec import ModelSpec, RopeSpec, layers_of, same_layers
+from mainstem.models.spec import ModelSpec, RopeScaling, RopeSpec, layers_of, same_layers
 
 
 def _read(config: Config) -> ModelSpec:
@@ -55,7 +56,10 @@ def _read_yarn(config: Config, sizes: Sizes) -> RopeSpec:
     table = config.table("rope_scaling").merged(config.table("rope_parameters"))
     table.number("llama_4_scaling_beta", 0.1)
     table.only("max_position_embeddings", sizes.positions)
-    return make_rope(table, config, sizes, theta=config.number("rope_theta", 1e6))
+    rope = make_rope(table, config, sizes, theta=config.number("rope_theta", 1e6))
+    if rope.scaling is not RopeScaling.YARN:
+        raise UnsupportedModel(f"Ministral 3 is supported with YaRN, not {rope.scaling.value!r}")
+    return rope
 
 
 def _read_part(config: Config) -> ModelSpec:

@@ -50,4 +50,5 @@ def text_part(config: Config) -> Config:
 def without_vision(spec: ModelSpec) -> ModelSpec:
     """The recipe of the decoder alone: tensors of the vision tower are ignored."""
     names = replace(spec.names, renamed_beginnings=_RENAMED, ignored_beginnings=_VISION)
-    return replace(spec, names=names, dropped=("its vision tower and projector: it reads text",))
+    vision = "its vision tower and projector: it reads text"
+    return replace(spec, names=names, dropped=(*spec.dropped, vision))
