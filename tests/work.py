@@ -21,6 +21,8 @@ def instructions(call: Callable[[], object]) -> int:
         number += event == "opcode"
         return trace
 
+    # Python 3.12 traces opcodes only if a frame asked for them before `settrace`
+    sys._getframe().f_trace_opcodes = True
     before = sys.gettrace()
     sys.settrace(trace)  # type: ignore[arg-type]
     try:

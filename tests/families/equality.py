@@ -22,7 +22,9 @@ from mainstem.runner.cpu import CpuRunner
 from tests.builders import a_request, run_all
 from tests.models.checkpoints import write_checkpoint
 
-TOLERANCE = 1e-4  # gelu and its approximation differ by more than this
+# Sums of fp32 in another order may differ by up to 1e-4 in these models (that is how far
+# transformers' fp32 is from its fp64 at most). Gelu and its approximation differ by more.
+TOLERANCE = 3e-4
 PAGE = 4
 PREFIX_TOKENS = 5 * PAGE + 1  # all prompts begin with them
 OWN_TOKENS = (3, 24, 9, 0)

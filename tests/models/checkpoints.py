@@ -44,6 +44,8 @@ SMALL: dict[str, Any] = {  # fields that most configs of transformers have
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+# these store gain - 1
+GAINS_FROM_ZERO = {"gemma", "gemma2", "gemma3_text", "nemotron"}
 # Falcon has other names for some of them
 SMALL_FALCON = {
     name: value
@@ -111,7 +113,8 @@ def write_checkpoint(
             # the default weights are so small that a wrong layer would hardly show, and default
             # gains and biases do nothing
             parameter.normal_(std=0.3)
-            if any(part in parameter_name for part in ("norm", "ln_")):
+            is_gain = any(part in parameter_name for part in ("norm", "ln_"))
+            if is_gain and config.model_type not in GAINS_FROM_ZERO:
                 parameter.add_(1.0)
     model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard)
