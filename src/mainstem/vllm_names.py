@@ -113,7 +113,7 @@ def own_arguments(given: Mapping[str, object], others: Mapping[str, object]) -> 
     return settings
 
 
-class AnswerForm(Protocol):
+class WrittenForm(Protocol):
     """A form of answers as a caller describes it."""
 
     @property
@@ -129,7 +129,7 @@ class SamplingParams(request.SamplingParams):
     The constructor raises InvalidRequest, which names the field and the allowed range.
     """
 
-    structured_outputs: AnswerForm | None = None  # the form in vLLM's words; sets `grammar`
+    structured_outputs: WrittenForm | None = None  # the form in vLLM's words; sets `grammar`
     best_of: InitVar[object] = None
     use_beam_search: InitVar[object] = False
     guided_decoding: InitVar[object] = None

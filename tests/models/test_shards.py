@@ -39,7 +39,7 @@ from mainstem.core.request import Output
 from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.cpu.decoder import make_decoder
 from mainstem.models.families import read_spec, spec_from_config
-from mainstem.models.shard import Cut, Shard, part_of, shards_that_divide
+from mainstem.models.shard import RankCut, Shard, part_of, shards_that_divide
 from mainstem.models.spec import ModelSpec
 from mainstem.models.tensors import TensorReader
 from mainstem.models.weights import RandomWeights, part_shape
@@ -172,7 +172,7 @@ def test_part_of_gives_the_sizes_of_a_rank() -> None:
 def test_unequal_parts_cover_the_whole() -> None:
     for size in (82, 90, 2880, 1000, 17 * 16):
         for of in (2, 3, 5):
-            parts = [Cut(Shard(rank, of)).columns(size) for rank in range(of)]
+            parts = [RankCut(Shard(rank, of)).columns(size) for rank in range(of)]
             assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
             assert (parts[0].start, parts[-1].stop) == (0, size)
             assert all(part.start % 8 == 0 and part.stop > part.start for part in parts)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mainstem.models.names import ExpertLayout, Names
 from mainstem.models.packed import PackedStack, PackedWeight, Weight, on_top
 from mainstem.models.rows import first_rows
-from mainstem.models.shard import Cut, length
+from mainstem.models.shard import RankCut, length
 from mainstem.models.spec import ExpertsSpec, MlpSpec
 from mainstem.models.weights import WeightSource, take_weight
 
@@ -37,7 +37,7 @@ class ExpertTensors:
     is_unpacked: bool = False
 
 
-_WHOLE = Cut()
+_WHOLE = RankCut()
 
 
 def read_experts(
@@ -46,7 +46,7 @@ def read_experts(
     hidden_size: int,
     prefix: str,
     names: Names,
-    cut: Cut = _WHOLE,
+    cut: RankCut = _WHOLE,
 ) -> ExpertTensors:
     """Take a layer's experts from `source`. `prefix` is the layer's prefix, with its dot; `spec`
     describes the whole model; `cut` says which part of it to read."""
@@ -61,7 +61,7 @@ class _Reader:
         hidden_size: int,
         prefix: str,
         names: Names,
-        cut: Cut,
+        cut: RankCut,
     ) -> None:
         self._source = source
         self._spec = spec

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mainstem.models.names import QkvOrder
-from mainstem.models.shard import Cut
+from mainstem.models.shard import RankCut
 from mainstem.models.spec import MlpSpec, ModelSpec
 
 
@@ -16,7 +16,7 @@ class Rows(NamedTuple):
     part: slice
 
 
-def qkv_rows(spec: ModelSpec, cut: Cut, names: Sequence[str]) -> list[Rows]:
+def qkv_rows(spec: ModelSpec, cut: RankCut, names: Sequence[str]) -> list[Rows]:
     """Return the rows of queries, keys and values, in this order, from three tensors or one."""
     dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
     queries, keys = cut.heads(heads), cut.heads(kv_heads)

@@ -39,14 +39,14 @@ WHOLE = Shard()
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class RankCut:
     """Which parts of the model's tensors a rank has."""
 
     shard: Shard = WHOLE
     group: int = 1  # columns of a quantized weight that share a scale; not split if possible
 
     @classmethod
-    def of(cls, spec: ModelSpec, shard: Shard) -> "Cut":
+    def of(cls, spec: ModelSpec, shard: Shard) -> "RankCut":
         packings = () if spec.quantized is None else spec.quantized.packings
         return cls(shard, max((packing.group or 1 for packing in packings), default=1))
 
@@ -97,7 +97,7 @@ def part_of(spec: ModelSpec, shard: Shard) -> ModelSpec:
             f"{spec.architecture} cannot be split over {shard.of} ranks: {reason}; possible "
             f"numbers of ranks: {possible}"
         )
-    cut = Cut.of(spec, shard)
+    cut = RankCut.of(spec, shard)
     layers = {layer: _part_of_layer(layer, cut) for layer in set(spec.layers)}
     return replace(
         spec,
@@ -113,7 +113,7 @@ def shards_that_divide(spec: ModelSpec, most: int = MOST_RANKS) -> tuple[int, ..
     return tuple(of for of in range(1, most + 1) if of == 1 or _obstacle(spec, of) is None)
 
 
-def _part_of_layer(layer: LayerSpec, cut: Cut) -> LayerSpec:
+def _part_of_layer(layer: LayerSpec, cut: RankCut) -> LayerSpec:
     mlp = layer.mlp
     if isinstance(mlp, ExpertsSpec) and mlp.shared_size is not None:
         mlp = replace(mlp, shared_size=length(cut.columns(mlp.shared_size)))
@@ -134,7 +134,7 @@ def _obstacle(spec: ModelSpec, of: int) -> str | None:
             f"num_key_value_heads={spec.num_kv_heads} is neither a multiple nor a divisor of this "
             "number"
         )
-    cut = Cut.of(spec, Shard(0, of))
+    cut = RankCut.of(spec, Shard(0, of))
     for mlp in {layer.mlp for layer in spec.layers}:
         for size in _sizes(mlp):
             if not cut.can_cut(size):

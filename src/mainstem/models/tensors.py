@@ -17,7 +17,7 @@ from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.packed import PackedWeight, Weight, as_tensor, on_top
 from mainstem.models.rope import reordered_heads, split_pairs
 from mainstem.models.rows import Rows, first_rows, qkv_rows, times
-from mainstem.models.shard import WHOLE, Cut, Shard, part_of
+from mainstem.models.shard import WHOLE, RankCut, Shard, part_of
 from mainstem.models.spec import (
     ExpertsSpec,
     MlpSpec,
@@ -105,7 +105,7 @@ class TensorReader:
     def __init__(self, source: WeightSource, spec: ModelSpec, shard: Shard = WHOLE) -> None:
         self._source = source
         self._spec = spec
-        self._cut = Cut.of(spec, shard)
+        self._cut = RankCut.of(spec, shard)
         self._names = spec.names
         self._unpacked: list[str] = []  # products that could not stay packed
         self.part = part_of(spec, shard)

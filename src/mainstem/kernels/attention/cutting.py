@@ -69,7 +69,7 @@ class Work(NamedTuple):
         return max(rounds, self.longest_us)
 
 
-class Cut(NamedTuple):
+class SpanCut(NamedTuple):
     of: Sorted
     stretches: Floats  # [spans] keys of a unit
     parts: Floats  # [spans] number of stretches
@@ -86,11 +86,11 @@ class Way(NamedTuple):
     us: float  # estimated
     rows: float  # rows x heads to be merged, at most
 
-    def cut(self) -> Cut:
+    def cut(self) -> SpanCut:
         return _cut(self.of, np.concatenate((self.large, self.small)), int(self.sms))
 
 
-def cut_spans(spans: Spans, shape: Shape) -> Cut:
+def cut_spans(spans: Spans, shape: Shape) -> SpanCut:
     """The fastest way that leaves few enough Partials; if none does, one that leaves the fewest."""
     if shape.fixed_stretch is not None or not shape.can_cut or not len(spans.query_rows):
         return _cut_at_once(spans, shape)
@@ -103,7 +103,7 @@ def cut_spans(spans: Spans, shape: Shape) -> Cut:
     return next(way for way in ways if way.of is best.of and way.us <= EQUAL * best.us).cut()
 
 
-def _cut_at_once(spans: Spans, shape: Shape) -> Cut:
+def _cut_at_once(spans: Spans, shape: Shape) -> SpanCut:
     """The cut if there is no choice: stretches are fixed and all units large, or no span is cut."""
     columns, slots = _columns(spans, shape.group), shape.large.slots
     if shape.fixed_stretch is None:
@@ -113,8 +113,8 @@ def _cut_at_once(spans: Spans, shape: Shape) -> Cut:
     return _cut(of, np.full(len(spans), float(shape.fixed_stretch)), slots)
 
 
-def _cut(of: Sorted, stretches: Floats, sms: int) -> Cut:
-    return Cut(of, stretches, np.ceil(of.keys / stretches), sms)
+def _cut(of: Sorted, stretches: Floats, sms: int) -> SpanCut:
+    return SpanCut(of, stretches, np.ceil(of.keys / stretches), sms)
 
 
 def ways_to_cut(spans: Spans, shape: Shape) -> list[Way]:

@@ -16,7 +16,7 @@ import numpy as np
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.attention import layout
 from mainstem.kernels.attention.assign import Shares, assign_units
-from mainstem.kernels.attention.cutting import Cut, Int64s, cut_spans
+from mainstem.kernels.attention.cutting import Int64s, SpanCut, cut_spans
 from mainstem.kernels.attention.shape import Floats, Shape
 
 NO_LIMIT = 1 << 30  # PIECE_FIRST_LIMIT of a plain span
@@ -170,7 +170,7 @@ def make_plan(spans: Spans, shape: Shape) -> KernelPlan:
     return plan_cut(spans, cut_spans(spans, shape), shape)
 
 
-def plan_cut(spans: Spans, cut: Cut, shape: Shape) -> KernelPlan:
+def plan_cut(spans: Spans, cut: SpanCut, shape: Shape) -> KernelPlan:
     """The plan for spans that are cut in this way."""
     pieces = _pieces(spans, cut, shape)
     large_us = shape.large.unit_us(pieces.keys[: pieces.num_large])
@@ -199,7 +199,7 @@ def plan_cut(spans: Spans, cut: Cut, shape: Shape) -> KernelPlan:
     return plan.of_step(spans)
 
 
-def _pieces(spans: Spans, cut: Cut, shape: Shape) -> Pieces:
+def _pieces(spans: Spans, cut: SpanCut, shape: Shape) -> Pieces:
     (span, num_large, keys, _, rows, row_tiles), stretches, parts, _ = cut
     counts = (parts * row_tiles).astype(np.int64)
     if not np.count_nonzero(counts != 1):
@@ -261,7 +261,7 @@ def _share_table(
     return table, StoredUnits(pieces, np.concatenate(heads), of_large, of_small)
 
 
-def _place_partials(spans: Spans, cut: Cut, shape: Shape) -> tuple[Int32s, Int32s]:
+def _place_partials(spans: Spans, cut: SpanCut, shape: Shape) -> tuple[Int32s, Int32s]:
     """Entries and merges. The Partials of a token have neighbouring slots, in the order of the
     spans.
 
@@ -299,7 +299,7 @@ def _starts(counts: Floats) -> Floats:
     return counts.cumsum() - counts
 
 
-def _kept_keys(spans: Spans, cut: Cut, shape: Shape) -> tuple[Int32s, Int32s | Int64s]:
+def _kept_keys(spans: Spans, cut: SpanCut, shape: Shape) -> tuple[Int32s, Int32s | Int64s]:
     """Fewest and most keys of each span for which a plan holds. With windows, plain spans may lose
     a page as long as their last stretch keeps a key.
     """
