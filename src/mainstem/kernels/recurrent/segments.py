@@ -1,0 +1,108 @@
+"""Which tokens of a step belong to which recurrent states. A sequence's tokens in a step are cut
+into segments, and after each segment its state is written to a slot:
+
+    packed tokens    | a | b | c c c c c c c c | d d d d |
+    segments         | 0 | 1 |   2   |    3    |    4    |    starts = 0 1 2 5 10 14
+    sequences        | 0 | 1 |        2        |    3    |    seq_segments = 0 1 2 4 5
+                      decodes
+
+A sequence starts from the state in its slot `reads`, or from zeros. Several sequences may read one
+slot. A sequence may write the slot it reads; no other sequence of the step may read or write a slot
+that it writes. (Padding of a CUDA graph does: it reads and writes a slot that nobody else uses, and
+what is in it does not matter.)
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+TILE = 64  # tokens; one size, so that a sequence's bits do not depend on other sequences
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileList:
+    """The tokens of the sequences that are not decodes, in tiles of at most TILE tokens. A tile
+    ends where its segment ends. Tensors are int32."""
+
+    starts: Tensor  # [tiles] first packed token
+    ends: Tensor  # [tiles] packed token after the last one
+    writes: Tensor  # [tiles] slot to which the state after the tile is written; -1: not written
+    seq_tiles: Tensor  # [sequences + 1] the tiles of each sequence, neighbours
+    num_tiles: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """The sequences of a step and the slots of their states. Tensors are int32, on the device."""
+
+    starts: Tensor  # [segments + 1] first packed token of each segment; prefix sums
+    writes: Tensor  # [segments] slot to which the state after the segment is written
+    seq_segments: Tensor  # [sequences + 1] the segments of each sequence, neighbours
+    reads: Tensor  # [sequences] slot of the state to start from; -1: starts with zeros
+    num_decodes: int  # the leading sequences that have one segment of one token
+    num_seqs: int
+    max_tokens: int  # of the longest sequence in this step, or more
+    tiles: TileList | None = None  # for GPUs; None only if all sequences are decodes
+
+
+def make_segments(
+    starts: Ints,
+    writes: Ints,
+    seq_segments: Ints,
+    reads: Ints,
+    num_decodes: int,
+    device: torch.device | str = "cpu",
+) -> Segments:
+    """Copy a step's segments to a device, in one piece, and cut them into tiles. No segment is
+    empty; the arrays have the meaning that they have in Segments."""
+    num_seqs = len(reads)
+    seq_starts = starts[seq_segments]
+    lengths = np.diff(starts)
+    assert len(writes) == len(lengths) == seq_segments[-1], "writes: one slot a segment"
+    assert len(seq_segments) == num_seqs + 1, "seq_segments: one more than reads"
+    assert (lengths > 0).all(), "a segment is empty"
+    assert seq_starts[num_decodes] == num_decodes, "a decode has more than one token"
+    arrays = [starts, writes, seq_segments, reads]
+    if num_decodes < num_seqs:
+        arrays += _cut(starts, writes, seq_segments, num_decodes)
+    parts = _to_device(arrays, torch.device(device))
+    tiles = None
+    if num_decodes < num_seqs:
+        tiles = TileList(parts[4], parts[5], parts[6], parts[7], len(arrays[4]))
+    return Segments(
+        parts[0],
+        parts[1],
+        parts[2],
+        parts[3],
+        num_decodes=num_decodes,
+        num_seqs=num_seqs,
+        max_tokens=int(np.diff(seq_starts).max(initial=0)),
+        tiles=tiles,
+    )
+
+
+def _cut(starts: Ints, writes: Ints, seq_segments: Ints, num_decodes: int) -> list[Ints]:
+    """Return starts, ends, writes and seq_tiles of a TileList."""
+    first = seq_segments[num_decodes]
+    begins, ends = starts[first:-1], starts[first + 1 :]
+    counts = -(-(ends - begins) // TILE)
+    firsts = np.concatenate(([0], np.cumsum(counts)))  # first tile of each segment
+    tile_segments = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(firsts[-1]) - firsts[tile_segments]
+    tile_starts = begins[tile_segments] + TILE * within
+    tile_ends = np.minimum(tile_starts + TILE, ends[tile_segments])
+    is_last = tile_ends == ends[tile_segments]
+    tile_writes = np.where(is_last, writes[first:][tile_segments], -1)
+    return [tile_starts, tile_ends, tile_writes, firsts[seq_segments[num_decodes:] - first]]
+
+
+def _to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
+    whole = torch.from_numpy(np.concatenate(arrays).astype(np.int32, copy=False))
+    if device.type != "cpu":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    return list(torch.split(whole, [len(array) for array in arrays]))

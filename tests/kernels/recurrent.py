@@ -1,0 +1,251 @@
+"""Steps of recurrent layers for tests, and how close answers must be."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mainstem.kernels.recurrent import reference
+from mainstem.kernels.recurrent.segments import Segments, make_segments
+
+SLOTS = 24
+# Relative to the largest value of the answer. fp32: sums of some hundred products in another order.
+# 16 bits: the answer is rounded, by 2^-9 or 2^-12 of a value.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+# Kernels for GPUs also round the state, the scores and the solution of the triangular system before
+# they multiply them, and the interpreter truncates bf16.
+TRITON_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sequence of a step: the lengths of its segments, the slot it reads, those it writes."""
+
+    lengths: tuple[int, ...]
+    read: int
+    writes: tuple[int, ...]
+
+
+def a_step(*parts: Part, num_decodes: int = 0) -> Segments:
+    lengths = [n for part in parts for n in part.lengths]
+    return make_segments(
+        np.cumsum([0, *lengths], dtype=np.int32),
+        np.array([slot for part in parts for slot in part.writes], dtype=np.int32),
+        np.cumsum([0, *(len(part.lengths) for part in parts)], dtype=np.int32),
+        np.array([part.read for part in parts], dtype=np.int32),
+        num_decodes,
+    )
+
+
+# Decodes come first. Slots 0 to 7 are read only; 8 and more are written by one sequence.
+STEPS: dict[str, tuple[tuple[Part, ...], int]] = {
+    "decodes": (
+        (Part((1,), 8, (8,)), Part((1,), 3, (9,)), Part((1,), 3, (10,)), Part((1,), -1, (11,))),
+        4,
+    ),
+    "one token, not a decode": ((Part((1,), 8, (8,)), Part((1,), -1, (9,))), 0),
+    "one token a segment": ((Part((1, 1, 1, 1, 1), 8, (9, 10, 11, 12, 8)),), 0),
+    "in place": ((Part((3, 70), 8, (9, 8)), Part((2,), 10, (10,))), 0),
+    "first segment in place": ((Part((1, 5), 8, (8, 9)), Part((2, 1, 1), 10, (11, 10, 12))), 0),
+    "from zeros": ((Part((1,), -1, (8,)), Part((2, 66), -1, (9, 10)), Part((64,), -1, (11,))), 1),
+    "mixed": (
+        (Part((1,), 8, (8,)), Part((1,), 0, (9,)), Part((5, 2, 20), 0, (10, 11, 12)),
+         Part((65,), -1, (13,)), Part((1, 30), 14, (15, 14)), Part((2,), 1, (16,))),
+        2,
+    ),
+}  # fmt: skip
+LONG_STEP = (Part((1,), 0, (8,)), Part((700, 129), -1, (9, 10)), Part((513,), 1, (1,))), 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads and dims of a recurrent layer; of a Mamba-2 layer keys are states, values heads."""
+
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 16
+    value_dim: int = 32
+
+
+@dataclass
+class Case:
+    """Arguments of an operation on one step. `run` calls it, on copies of the states."""
+
+    name: str
+    args: dict[str, object]
+    states: Tensor | None
+    dtype: torch.dtype
+    out_shape: tuple[int, ...]
+
+    def run(self, operations: object) -> tuple[Tensor, Tensor]:
+        """Return the output and the states after the step; inputs must not change."""
+        before = {k: v.clone() for k, v in self.args.items() if isinstance(v, Tensor)}
+        out = torch.full(self.out_shape, float("nan"), dtype=self.dtype)
+        args = dict(self.args)
+        states = torch.empty(0)
+        if self.states is not None:
+            states = self.states.clone()
+            args["conv" if self.name == "convolve" else "matrix"] = states
+        getattr(operations, self.name)(**args, out=out)
+        for key, value in before.items():
+            assert torch.equal(value, self.args[key]), f"{key} was changed"  # type: ignore[arg-type]
+        return out, states
+
+
+class Random:
+    """Seeded tensors, as column slices of wider matrices whose other columns are NaN."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._dtype = dtype
+
+    def rows(self, tokens: int, *shape: int, scale: float = 1.0) -> Tensor:
+        width = int(np.prod(shape))
+        wide = torch.full((tokens, width + 24), float("nan"), dtype=self._dtype)
+        wide[:, 8 : 8 + width] = torch.randn(tokens, width, generator=self._generator) * scale
+        return wide[:, 8 : 8 + width].view(tokens, *shape)
+
+    def constant(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        return torch.randn(*shape, generator=self._generator) * scale + shift
+
+    def states(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """States of SLOTS slots; those that no step reads or writes are NaN."""
+        found = torch.randn(SLOTS, *shape, generator=self._generator).to(dtype)
+        found[17:] = float("nan")
+        return found
+
+
+def tokens_of(segments: Segments) -> int:
+    return int(segments.starts[-1])
+
+
+def a_convolution(
+    segments: Segments,
+    dtype: torch.dtype = torch.float32,
+    channels: int = 40,
+    kernel: int = 4,
+    has_bias: bool = True,
+    activation: bool = True,
+) -> Case:
+    some = Random(dtype)
+    tokens = tokens_of(segments)
+    args: dict[str, object] = {
+        "x": some.rows(tokens, channels),
+        "weight": some.constant(channels, kernel).to(dtype),
+        "bias": some.constant(channels).to(dtype) if has_bias else None,
+        "segments": segments,
+        "activation": activation,
+    }
+    states = some.states(kernel - 1, channels, dtype=dtype)
+    return Case("convolve", args, states, dtype, (tokens, channels))
+
+
+def a_delta_rule(
+    segments: Segments,
+    dtype: torch.dtype = torch.float32,
+    shape: Shape = Shape(),  # noqa: B008
+    strength: float = 0.0,
+) -> Case:
+    """`strength`: the mean of a_log; from about 4 on, decays underflow."""
+    some = Random(dtype)
+    tokens = tokens_of(segments)
+    heads = shape.value_heads
+    args: dict[str, object] = {
+        "q": some.rows(tokens, shape.key_heads, shape.key_dim),
+        "k": some.rows(tokens, shape.key_heads, shape.key_dim),
+        "v": some.rows(tokens, heads, shape.value_dim),
+        "a": some.rows(tokens, heads, scale=2.0),
+        "b": some.rows(tokens, heads, scale=2.0),
+        "a_log": some.constant(heads, shift=strength),
+        "dt_bias": some.constant(heads, shift=-2.0),
+        "segments": segments,
+    }
+    states = some.states(heads, shape.key_dim, shape.value_dim, dtype=torch.float32)
+    return Case("delta_rule", args, states, dtype, (tokens, heads, shape.value_dim))
+
+
+def a_mamba_scan(
+    segments: Segments,
+    dtype: torch.dtype = torch.float32,
+    shape: Shape = Shape(),  # noqa: B008
+    strength: float = 0.0,
+    limits: tuple[float, float] = (0.0, float("inf")),
+) -> Case:
+    some = Random(dtype)
+    tokens = tokens_of(segments)
+    heads = shape.value_heads
+    args: dict[str, object] = {
+        "x": some.rows(tokens, heads, shape.value_dim),
+        "b": some.rows(tokens, shape.key_heads, shape.key_dim, scale=0.5),
+        "c": some.rows(tokens, shape.key_heads, shape.key_dim, scale=0.5),
+        "dt": some.rows(tokens, heads, scale=2.0),
+        "a_log": some.constant(heads, shift=strength),
+        "dt_bias": some.constant(heads, shift=-2.0),
+        "d": some.constant(heads),
+        "limits": limits,
+        "segments": segments,
+    }
+    states = some.states(heads, shape.key_dim, shape.value_dim, dtype=torch.float32)
+    return Case("mamba_scan", args, states, dtype, (tokens, heads, shape.value_dim))
+
+
+def a_gated_norm(
+    dtype: torch.dtype = torch.float32,
+    width: int = 96,
+    group: int = 24,
+    gains: int = 24,
+    gate_first: bool = False,
+) -> Case:
+    some = Random(dtype)
+    args: dict[str, object] = {
+        "x": some.rows(5, width),
+        "gate": some.rows(5, width),
+        "gain": some.constant(gains).to(dtype),
+        "eps": 1e-5,
+        "group": group,
+        "gate_first": gate_first,
+    }
+    return Case("gated_norm", args, None, dtype, (5, width))
+
+
+CASES: Mapping[str, Callable[..., Case]] = {
+    "convolve": a_convolution,
+    "delta_rule": a_delta_rule,
+    "mamba_scan": a_mamba_scan,
+}
+
+
+def assert_as_reference(
+    case: Case, operations: object, tolerance: Mapping[torch.dtype, float] = TOLERANCE
+) -> None:
+    """Output and written states agree with the reference; other slots keep their bits."""
+    right_out, right_states = case.run(reference)
+    out, states = case.run(operations)
+    assert_near(out, right_out, tolerance[case.dtype])
+    if case.states is None:
+        return
+    segments = case.args["segments"]
+    assert isinstance(segments, Segments)
+    written = sorted(set(segments.writes.tolist()))
+    assert_near(states[written], right_states[written], tolerance[case.dtype])
+    others = [slot for slot in range(SLOTS) if slot not in written]
+    assert_same(states[others], case.states[others])
+
+
+def assert_near(found: Tensor, right: Tensor, tolerance: float) -> None:
+    assert found.dtype == right.dtype
+    assert found.isfinite().all()
+    worst = float((found.double() - right.double()).abs().max())
+    assert worst <= tolerance * max(float(right.double().abs().max()), 1e-3), worst
+
+
+def assert_same(found: Tensor, right: Tensor) -> None:
+    """The same bits, NaN included."""
+    torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+
+
+def steps() -> Iterator[tuple[str, Segments]]:
+    for name, (parts, num_decodes) in STEPS.items():
+        yield name, a_step(*parts, num_decodes=num_decodes)
