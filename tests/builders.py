@@ -57,12 +57,13 @@ def an_engine(
     max_model_len: int = 10_000,
     bus: EventBus | None = None,
     runner: FakeRunner | None = None,
+    num_states: int = 0,
 ) -> Engine:
     """An engine over FakeRunner."""
     bus = bus or EventBus()
-    store = KVStore(num_pages, page_size, b"fake", bus)
+    store = KVStore(num_pages, page_size, b"fake", bus, num_states=num_states)
     scheduler = Scheduler(config or SchedConfig(), store, VOCAB, max_model_len, bus)
-    runner = runner or FakeRunner(num_pages, page_size, VOCAB, can_overlap)
+    runner = runner or FakeRunner(num_pages, page_size, VOCAB, can_overlap, num_states)
     return Engine(scheduler, runner, bus)
 
 

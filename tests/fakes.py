@@ -1,5 +1,6 @@
 """Stand-ins that make the engine's answers predictable without tensors."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -66,7 +67,12 @@ class FakeRunner:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, vocab_size: int = 97, can_overlap: bool = False
+        self,
+        num_pages: int,
+        page_size: int,
+        vocab_size: int = 97,
+        can_overlap: bool = False,
+        num_states: int = 0,
     ) -> None:
         self._can_overlap = can_overlap
         self._page_size = page_size
@@ -74,6 +80,7 @@ class FakeRunner:
         self._token_at = np.full(num_pages * page_size, -1, np.int64)
         self._position_at = np.full(num_pages * page_size, -1, np.int64)
         self._previous: Int32s = np.empty(0, np.int32)
+        self._tokens_in: list[list[int] | None] = [None] * num_states  # of each state
         self.steps: list[Step] = []
         self.at_launch: Callable[[Step], None] | None = None  # may raise
 
@@ -106,6 +113,8 @@ class FakeRunner:
         self._token_at[step.copy_to] = self._token_at[step.copy_from]
         self._position_at[step.copy_to] = self._position_at[step.copy_from]
         contexts = self._contexts(step)
+        if self._tokens_in:
+            self._run_states(step, token_ids, contexts)
         samples = []
         masks = _allowed_by_row(step, self._vocab_size)
         for index, row in enumerate(step.sample_rows.tolist()):
@@ -131,6 +140,30 @@ class FakeRunner:
 
     def close(self) -> None:
         self.steps.clear()
+
+    def _run_states(self, step: Step, token_ids: Int32s, contexts: dict[int, list[int]]) -> None:
+        """A state is the list of all tokens before: it must be read at exactly its position."""
+        use = step.states
+        assert use is not None, "a step says nothing of states"
+        assert len(np.unique(use.writes)) == len(use.writes), "two writes to one state"
+        before = list(self._tokens_in)  # what a step reads was written by earlier steps
+        for seq, (first, end) in enumerate(itertools.pairwise(use.seq_segments.tolist())):
+            read = int(use.reads[seq])
+            others = np.delete(use.reads, seq)
+            state = [] if read < 0 else before[read]
+            assert state is not None, "a state is read that was never written"
+            row = int(use.segment_starts[first])
+            assert row == step.seq_starts[seq], "segments do not begin with the sequence"
+            assert len(state) == step.positions[row], "a state is used at another position"
+            for segment in range(first, end):
+                start, stop = use.segment_starts[segment : segment + 2].tolist()
+                assert start < stop, "a segment is empty"
+                for row in range(start, stop):
+                    state = [*state, int(token_ids[row])]
+                    assert contexts.get(row, state) == state, "a state holds other tokens"
+                assert use.writes[segment] not in others, "a state is written while another reads"
+                self._tokens_in[use.writes[segment]] = state
+            assert use.segment_starts[end] == step.seq_starts[seq + 1], "a token is in no segment"
 
     def _move(self, step: Step) -> None:
         """Move the pages that a truncation keeps: the same tokens get other positions."""

@@ -389,8 +389,7 @@ def test_unknown_features_of_gpt_oss_are_refused(changes: dict[str, object], sai
 @pytest.mark.parametrize(
     ("architecture", "why"),
     [
-        ("Qwen3NextForCausalLM", "layers of linear attention"),
-        ("Qwen3_5ForConditionalGeneration", "layers of linear attention"),
+        ("KimiLinearForCausalLM", "layers of linear attention"),
         ("JambaForCausalLM", "Mamba layers"),
     ],
 )

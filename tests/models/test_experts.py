@@ -199,6 +199,9 @@ class Copies:
     def take_packed(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> None:
         return None
 
+    def has(self, name: str) -> bool:
+        return self._inner.has(name)
+
 
 @pytest.mark.parametrize("names", [MIXTRAL, GPT_OSS], ids=["separate", "interleaved"])
 def test_loading_takes_little_more_memory_than_the_layer(tmp_path: Path, names: Names) -> None:

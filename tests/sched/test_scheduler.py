@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         span_levels=st.sampled_from([None, 1, 2]),
         max_model_len=st.sampled_from([10_000, 24, 12]),
         truncation_ratio=st.sampled_from([0.2, 0.5, 0.8]),
+        num_states=st.sampled_from([0, 0, 1, 2, 4, 16]),
     )
     def start(
         self,
@@ -44,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         span_levels: int | None,
         max_model_len: int,
         truncation_ratio: float,
+        num_states: int,
     ) -> None:
         config = SchedConfig(
             chunk_tokens=chunk_tokens,
@@ -51,7 +53,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             span_levels=span_levels,
             truncation_ratio=truncation_ratio,
         )
-        self.engine = an_engine(num_pages, page_size, config, can_overlap, max_model_len)
+        self.engine = an_engine(
+            num_pages, page_size, config, can_overlap, max_model_len, num_states=num_states
+        )
+        self.has_states = num_states > 0
         self.truncator = Truncator(config, self.engine.max_model_len, page_size)
         self.said: dict[str, list[int]] = {}
         self.prompts: dict[str, list[int]] = {}
@@ -119,6 +124,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             kept, _ = self.truncator.fit(request)
         except InvalidRequest:
             return  # the window does not hold the sink and two pages
+        if self.has_states and overflow is Overflow.IMPORTANT:
+            with pytest.raises(InvalidRequest, match="recurrent layers"):
+                self.engine.submit(request)
+            return
         self.engine.submit(request)
         if overflow is Overflow.IMPORTANT:
             self.weighed[name] = request

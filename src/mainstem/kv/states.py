@@ -130,6 +130,13 @@ class StateStore:
                 return num_found, self._slot_of[place]
         return 0, NO_STATE
 
+    def adopt(self, slot: int) -> int:
+        """Give a kept state, which nobody else is about to read, to the sequence that holds it."""
+        assert self._readers[slot] == 1, "another sequence is about to read this state"
+        self._readers[slot] = 0
+        self._forget(self._place_of[slot])
+        return slot
+
     def hold(self, slot: int) -> None:
         """A sequence will read a kept state in its next step: it is not evicted before."""
         if slot != NO_STATE:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mainstem.core.config import SchedConfig, Share
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.request import Request
+from mainstem.core.request import Overflow, Request
 from mainstem.kv.keys import PageChain
 from mainstem.kv.store import KVStore
 from mainstem.sched.form import AnswerForm
@@ -48,6 +48,13 @@ class Intake:
         self._check_ids("logit_bias", given.sampling.logit_bias or ())
         if given.scoring is not None:
             self._check_ids("scoring", given.scoring.next_ids)
+        has_states = self._store.states is not None
+        if has_states and given.overflow_policy is Overflow.IMPORTANT:
+            raise InvalidRequest(
+                "overflow",
+                "important is not supported for a model with recurrent layers: tokens cannot be "
+                "taken out of their states; recompute is",
+            )
         request, truncation = self._truncator.fit(given)
         weighing = None if truncation is None else truncation.weighing
         reader = [] if weighing is None else [self._reader(weighing)]
@@ -123,7 +130,9 @@ class Intake:
         truncated = None if truncation is None else TruncatedPrompt(truncation.num_dropped)
         if not self._is_sharing:
             return None, truncated
-        if truncation is None or not truncation.policy.moves_kv:
+        # tokens cannot be taken out of a state, so a model with states computes the rest again
+        moves_kv = self._store.states is None
+        if truncation is None or not (truncation.policy.moves_kv and moves_kv):
             chain = self._store.chain(request.prompt_ids, request.salt, request.public_tokens)
             return chain, truncated
         whole = self._store.chain(given.prompt_ids, given.salt, given.public_tokens)

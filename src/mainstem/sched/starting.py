@@ -184,14 +184,29 @@ class Starter:
             return None
         # lease before counting, since leased pages cannot be evicted
         self._store.lease(found.match.pages)
+        if self._states is not None and not self._may_copy(found):
+            self._store.release(found.match.pages)
+            found = self._look_up(sequence, whole_pages=True)
+            self._store.lease(found.match.pages)
         try:
             return self._start_leased(found, work)
         except Exception:
             self._queue.push(sequence)  # it may have left the queue, and `fail` must find it there
             raise
 
-    def _look_up(self, sequence: Sequence) -> Candidate:
-        """The cached pages of a waiting sequence."""
+    def _may_copy(self, found: Candidate) -> bool:
+        """Whether the page that a sequence shares in part, if any, can stay while it takes its own
+        pages. A state after some tokens of a page needs all of them."""
+        if found.match.similar_page is None:
+            return True
+        num_new, _ = self._demand(found)
+        if can_lease := self._lease_similar(found.match, num_new):
+            self._store.release(np.array([found.match.similar_page], np.int32))
+        return can_lease
+
+    def _look_up(self, sequence: Sequence, *, whole_pages: bool = False) -> Candidate:
+        """The cached pages of a waiting sequence. With `whole_pages` it shares no page in part, if
+        the model has recurrent layers."""
         known, chain, truncated = sequence.known_ids(), sequence.chain, sequence.truncated
         if truncated is not None and truncated.weighing is not None and sequence.weighing is None:
             return Candidate(sequence, len(known), None, NO_MATCH, truncated.weighing)
@@ -202,16 +217,18 @@ class Starter:
         if (wanted := sequence.prompt_logprobs) is not None:
             match, logprobs, other = self._collectors.look_up(self._store, wanted, chain)
             awaited = other or match.awaited
-            return self._with_state(
-                Candidate(sequence, len(known), chain, match, awaited, logprobs)
-            )
+            found = Candidate(sequence, len(known), chain, match, awaited, logprobs)
+            return self._with_state(found, whole_pages)
         match = self._store.lookup(chain, sequence.num_reusable(len(known)))
-        return self._with_state(Candidate(sequence, len(known), chain, match, match.awaited))
+        found = Candidate(sequence, len(known), chain, match, match.awaited)
+        return self._with_state(found, whole_pages)
 
-    def _with_state(self, found: Candidate) -> Candidate:
+    def _with_state(self, found: Candidate, whole_pages: bool) -> Candidate:
         """The candidate, cut to a state that it can start from if the model has recurrent
         layers."""
-        return found if self._states is None else self._states.find(found)
+        if self._states is None:
+            return found
+        return self._states.find(found, whole_pages=whole_pages)
 
     def _start_leased(self, found: Candidate, work: StepWork) -> SeqSlot | None:
         """Do the rest of `_try_start`, after the cached pages are leased."""

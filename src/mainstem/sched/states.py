@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from mainstem.core.ids import PageKey, SeqSlot
-from mainstem.core.step import Int32s, StateUse
+from mainstem.core.step import StateUse
 from mainstem.kv.keys import PageChain
 from mainstem.kv.states import NO_STATE, StatePlace, StateStore
 from mainstem.kv.store import KVStore, Lookup, Match
@@ -88,23 +88,23 @@ class SequenceStates:
     def _await_fork(self, found: Candidate, chain: PageChain, position: int) -> PageKey | None:
         """The state to wait for, because a prompt that is being computed will reach it and it is
         deeper than `position`."""
-        best, tokens = position, chain.token_ids
+        best = position
         num_reusable = found.sequence.num_reusable(found.num_known)
         for other in self._unfinished():
             assert other.slot is not None
-            shared = self._shared(other, chain, tokens, num_reusable)
+            shared = self._shared(other, chain, num_reusable)
             computed = int(self._table.computed[other.slot])
             if shared >= best + self._page_size and shared > computed:
                 self._cuts.setdefault(other, set()).add(shared)
                 best = shared
         return StatePlace.of(chain, best).name() if best > position else None
 
-    def _shared(self, other: Sequence, chain: PageChain, tokens: Int32s, most: int) -> int:
+    def _shared(self, other: Sequence, chain: PageChain, most: int) -> int:
         """How many leading tokens a prompt and a chain have in common, at most `most`. The page
         in which they part must be one that the prompt fills, or it cannot be found."""
         if other.chain is None or other.chain.root != chain.root:
             return 0
-        theirs = other.request.prompt_ids
+        theirs, tokens = other.chain.token_ids, chain.token_ids
         length = min(len(theirs), len(tokens), most)
         differs = theirs[:length] != tokens[:length]
         shared = int(differs.argmax()) if differs.any() else length
@@ -131,11 +131,10 @@ class SequenceStates:
     ) -> None:
         """A sequence starts from its state. It is cut where sequences that are `coming` part from
         it, and at `planned` positions."""
+        self._states.hold(found.state)  # so that it is not evicted for the slot of its own
         own = self._states.take()
-        assert own is not None, "a sequence starts and there is no slot for its state"
-        self._table.state_own[slot] = own
+        self._table.state_own[slot] = self._states.adopt(found.state) if own is None else own
         self._table.state_read[slot] = found.state
-        self._states.hold(found.state)
         sequence, chain = found.sequence, found.chain
         if chain is None:
             return
@@ -145,10 +144,9 @@ class SequenceStates:
         cuts = {self._findable(min(position, last), found.num_known) for position in wanted}
         cuts.add(last // self._page_size * self._page_size)
         for other in coming:
-            if other is not sequence and other.chain is not None:
-                theirs = other.known_ids()
-                most = other.num_reusable(len(theirs))
-                cuts.add(self._shared(sequence, other.chain, theirs, most))
+            if other is not sequence and (theirs := other.chain) is not None:
+                most = other.num_reusable(len(theirs.token_ids))
+                cuts.add(self._shared(sequence, theirs, most))
         self._cuts[sequence] = cuts
 
     def meet(self, arrived: Sequence) -> None:
@@ -156,10 +154,9 @@ class SequenceStates:
         them."""
         if (chain := arrived.chain) is None:
             return
-        known = arrived.known_ids()
-        most = arrived.num_reusable(len(known))
+        most = arrived.num_reusable(len(chain.token_ids))
         for other in self._unfinished():
-            self._cuts.setdefault(other, set()).add(self._shared(other, chain, known, most))
+            self._cuts.setdefault(other, set()).add(self._shared(other, chain, most))
 
     # --- steps ----------------------------------------------------------------------------------
 
