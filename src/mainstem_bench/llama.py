@@ -52,7 +52,7 @@ class Llama:
         )
         self._embedding = self._reader.embedding()
         self._pairs = adjacent_pairs(self.spec.head_dim, self.spec.rotary_dim).to(device)
-        rope = self.spec.layers[0].attention.rope
+        rope = self.spec.attentions[0].rope
         self._turns = None if rope is None else rotary_table(rope, length).to(device)[:, None]
 
     def layer(self, index: int) -> LlamaLayer:
@@ -101,7 +101,7 @@ class Llama:
         if self._turns is not None:
             q, k = (_turned(each[..., self._pairs], self._turns) for each in (q, k))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        scale = spec.layers[0].attention.scale
+        scale = spec.attentions[0].scale
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).flatten(2)
 
@@ -145,7 +145,7 @@ def _turned(pairs: Tensor, turns: Tensor) -> Tensor:
 
 
 def _check(spec: ModelSpec) -> None:
-    attention = spec.layers[0].attention
+    attention = spec.attentions[0]
     is_known = (
         spec.norm.kind is NormKind.RMS
         and spec.norm_place is NormPlace.BEFORE

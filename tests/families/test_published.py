@@ -120,7 +120,7 @@ def test_falcon_is_read(
 
 def test_smollm3_is_read() -> None:
     spec = read("HuggingFaceTB/SmolLM3-3B")
-    assert [layer.attention.rope is None for layer in spec.layers[:8]] == [
+    assert [kind.rope is None for kind in spec.attentions[:8]] == [
         False,
         False,
         False,
@@ -131,7 +131,7 @@ def test_smollm3_is_read() -> None:
     windowed = read(
         "HuggingFaceTB/SmolLM3-3B", use_sliding_window=True, sliding_window=8, layer_types=None
     )
-    assert [layer.attention.window for layer in windowed.layers[:4]] == [None, None, None, 8]
+    assert [attention.window for attention in windowed.attentions[:4]] == [None, None, None, 8]
 
 
 def test_olmo2_is_read() -> None:
@@ -143,7 +143,7 @@ def test_olmo2_is_read() -> None:
 def test_granite_is_read() -> None:
     spec = read("ibm-granite/granite-3.1-8b-instruct")
     assert (spec.embedding_scale, spec.residual_scale, spec.logit_scale) == (12.0, 0.22, 1 / 16)
-    assert spec.layers[0].attention.scale == 0.0078125
+    assert spec.attentions[0].scale == 0.0078125
 
 
 @pytest.mark.parametrize("name", ["huggyllama/llama-7b", "the first LLaMA conversions"])
@@ -175,13 +175,13 @@ def test_the_error_names_a_feature_that_a_family_does_not_have(
 
 
 def windows(spec: ModelSpec) -> Counter[int | None]:
-    return Counter(layer.attention.window for layer in spec.layers)
+    return Counter(attention.window for attention in spec.attentions)
 
 
 def test_gemma_2_2b_is_read() -> None:
     spec = read("google/gemma-2-2b")
     assert windows(spec) == {4096: 13, None: 13}
-    assert spec.layers[0].attention.window == 4096
+    assert spec.attentions[0].window == 4096
     assert {kind.softcap for kind in spec.attention_kinds} == {50.0}
     assert {kind.scale for kind in spec.attention_kinds} == {1 / 16}
     assert spec.logit_softcap == 30.0

@@ -90,7 +90,7 @@ def test_tokens_are_those_of_the_cpu(sampling: SamplingParams) -> None:
 @pytest.mark.slow
 def test_layers_of_several_kinds_give_the_tokens_of_the_cpu() -> None:
     """Layers with a window and sinks, a softcap and no rotation, a window and another rotation."""
-    plain = SHAPE.layers[0].attention
+    plain = SHAPE.attentions[0]
     assert plain.rope is not None
     kinds = (
         replace(plain, window=14, has_sinks=True),

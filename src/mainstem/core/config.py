@@ -209,6 +209,10 @@ class ModelConfig:
             raise ConfigError("ranks_on_one_gpu needs tensor_parallel above 1")
 
 
+EXPECTED_TOKENS = 2048  # of a sequence, to divide memory between pages and states
+MOST_STATES = 1024  # sequences that states are allocated for, unless max_seqs is more
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """KV memory."""
@@ -220,6 +224,15 @@ class CacheConfig:
     kv_tokens: int | None = field(
         default=None,
         metadata=about("tokens of KV on the device", unset="from free memory"),
+    )
+    states: int | None = field(
+        default=None,
+        metadata=about(
+            "states of recurrent layers on the device: one for each answer in progress, the others "
+            "are kept for later requests",
+            unset="from free memory, for sequences of 2,048 tokens",
+            range=at_least(2),
+        ),
     )
     memory_share: float | None = field(
         default=None,
@@ -238,6 +251,22 @@ class CacheConfig:
             raise ConfigError(
                 f"kv_tokens must be at least {self.page_size} (one page), got {self.kv_tokens}"
             )
+
+    def num_states(
+        self, free_bytes: int, token_bytes: int, state_bytes: int, max_seqs: int | None
+    ) -> int:
+        """States to allocate in `free_bytes`, in which pages must fit, too: the number that was
+        set, or two for each sequence of EXPECTED_TOKENS that fits. 0 if the model has no recurrent
+        layers."""
+        if state_bytes == 0:
+            return 0
+        if self.states is not None:
+            return self.states
+        if self.kv_tokens is not None:
+            most = -(-self.kv_tokens // EXPECTED_TOKENS)
+        else:
+            most = free_bytes // (2 * state_bytes + EXPECTED_TOKENS * token_bytes)
+        return 2 * max(1, min(most, max_seqs or MOST_STATES)) + 2
 
     def num_pages(self, free_bytes: int, page_bytes: int) -> int:
         """Pages to allocate: the number that was set, or what fits into `free_bytes`."""

@@ -275,6 +275,9 @@ class Request:
     overflow: Overflow | None = None  # None: KV in a session, ERROR without one
     keep_tokens: int = 0  # leading tokens (the system prompt) that no truncation may drop
     delivery: Delivery = Delivery.EACH_STEP
+    # numbers of leading tokens that later requests may have in common with it, such as the ends of
+    # messages: states of recurrent layers are kept there
+    boundaries: tuple[int, ...] = ()
     plan_place: int | None = None  # its place in the announced order of a known workload
     expected_tokens: int | None = None  # length of the answer, if the caller knows it
     rendering: Rendering = Rendering()

@@ -114,6 +114,20 @@ class PageWeighing:
 
 
 @dataclass(frozen=True, slots=True)
+class StateUse:
+    """The slots of recurrent layers' states that a step reads and writes.
+
+    A sequence reads its state before its first token of the step. Its tokens are one or more
+    segments; the state after each is written. No sequence writes a slot that another one uses.
+    """
+
+    reads: Int32s  # [seqs] -1: zeros, before the first token
+    segment_starts: Int32s  # [segments + 1] prefix sums over the packed tokens
+    writes: Int32s  # [segments]
+    seq_segments: Int32s  # [seqs + 1] prefix sums over the segments
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The work of one forward pass."""
 
@@ -149,6 +163,7 @@ class Step:
     move_to: Int32s = field(default_factory=_no_rows)
     move_by: Int32s = field(default_factory=_no_rows)
     weighings: tuple[PageWeighing, ...] = ()
+    states: StateUse | None = None  # None: the model has no recurrent layers
 
     @property
     def num_tokens(self) -> int:

@@ -109,7 +109,15 @@ def join(
     runner that `around` returns."""
     StoreLog(bus)
     stack = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
-    store = KVStore(facts.num_pages, facts.page_size, facts.identity, bus, stack, config.store)
+    store = KVStore(
+        facts.num_pages,
+        facts.page_size,
+        facts.identity,
+        bus,
+        stack,
+        config.store,
+        facts.num_states,
+    )
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
     card = card_for(facts.device_name)

@@ -158,6 +158,14 @@ class PrefixIndex:
         best = int(worth.argmax())
         return (int(pages[best]), int(lengths[best])) if lengths[best] else None
 
+    def loading_follower(self, parent: PageKey, token_ids: Int32s) -> PageKey | None:
+        """The key of a page after `parent` that begins with `token_ids` and is not READY yet."""
+        for page in islice(self._followers((parent, int(token_ids[0]))), MAX_FOLLOWERS_TRIED):
+            is_equal = np.array_equal(self._tokens[page, : len(token_ids)], token_ids)
+            if is_equal and not self._is_ready[page]:
+                return self._key_of[page]
+        return None
+
     def reserve(self, chain: PageChain, first: int, pages: Int32s) -> None:
         """Name pages that are about to be filled: the pages of the chain from number `first` on.
 

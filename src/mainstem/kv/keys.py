@@ -77,6 +77,11 @@ class PageChain:
         more = page_keys(self.parent(len(self.keys)), rest, self.page_size)
         return replace(self, token_ids=token_ids, keys=(*self.keys, *more))
 
+    def first(self, num_tokens: int) -> "PageChain":
+        """The chain of the first `num_tokens` tokens."""
+        keys = self.keys[: num_tokens // self.page_size]
+        return replace(self, token_ids=self.token_ids[:num_tokens], keys=keys)
+
     def branched(self, num_pages: int, mark: bytes) -> "PageChain":
         """The first `num_pages` pages; pages added later get names that depend on `mark`."""
         depth = min(num_pages, len(self.keys))

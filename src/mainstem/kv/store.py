@@ -23,6 +23,7 @@ from mainstem.kv.places import StoredCounts
 from mainstem.kv.pool import PagePool
 from mainstem.kv.saving import PageSaver
 from mainstem.kv.stack import TierStack
+from mainstem.kv.states import StateStore
 
 EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
 DEFAULT_CONFIG = StoreConfig()
@@ -66,9 +67,12 @@ class KVStore:
         bus: EventBus,
         stack: TierStack | None = None,
         config: StoreConfig = DEFAULT_CONFIG,
+        num_states: int = 0,
     ) -> None:
-        """`stack` has the tiers below the device; None: there are none."""
+        """`stack` has the tiers below the device; None: there are none. `num_states` is 0 for
+        models without recurrent layers."""
         self.page_size = page_size
+        self.states = StateStore(num_states) if num_states else None
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex(self._pool, page_size, bus, policy_named(config.policy))
         self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
@@ -245,6 +249,19 @@ class KVStore:
         """Mark the page of a `reserve_tail` as filled by the launched step."""
         self._index.commit(np.array([page], np.int32))
 
+    def name_tail(self, chain: PageChain, num_tokens: int, page: int) -> None:
+        """Name a page that holds the last of a chain's first `num_tokens` and will not grow: other
+        sequences find the tokens they share with it. Skipped unless the page before it is READY."""
+        kept = chain.first(num_tokens)
+        if kept.keys and not self._index.is_ready(kept.keys[-1]):
+            return
+        self._index.reserve_tail(kept, page)
+        self.commit_tail(page)
+
+    def loading_follower(self, parent: PageKey, tokens: Int32s) -> PageKey | None:
+        """The key of a page after `parent` that will begin with `tokens` and is being filled."""
+        return self._index.loading_follower(parent, tokens)
+
     def keep_logprobs(self, chain: PageChain, found: Sequence[TokenLogprobs | None]) -> None:
         """Keep a prompt's logprobs for as long as its pages."""
         self._index.keep_logprobs(chain, found)
@@ -353,6 +370,8 @@ class KVStore:
     def reclaim(self) -> None:
         """Make every page that no copy uses free or idle, whatever happened before. The caller
         makes sure that no sequence holds or fills a page."""
+        if self.states is not None:
+            self.states.clear()
         self._pool.recount(self._index.is_indexed.astype(np.int32))
         self._index.abort(np.flatnonzero(self._pool.copies == 0).astype(np.int32))
 
@@ -386,6 +405,8 @@ class KVStore:
         return {"device": set(self._index.ready_keys()), **self.stack.stored_keys()}
 
     def _forget_idle(self) -> int:
+        if self.states is not None:
+            self.states.forget_kept()
         count = self._index.evict(self.num_pages)
         if count:
             self._bus.publish(PagesEvicted(num_pages=count, reason="clear"))
@@ -395,6 +416,8 @@ class KVStore:
         """Raise if pages were lost or named twice."""
         self._pool.check()
         self._index.check()
+        if self.states is not None:
+            self.states.check()
         self.stack.check()
         self.loader.check()
         if not self.num_copies:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 
 class Attention(Protocol):
-    """A step's planned attention. It owns the K and V pages."""
+    """A step's planned attention. It owns the K and V pages, and the states of layers that have a
+    recurrence instead."""
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """Rotate, append K and V, attend. May overwrite qkv [tokens, heads + 2 kv_heads, dim]
-        (flattened); returns [tokens, heads * dim]."""
+        (flattened, then gates if there are some); returns [tokens, heads * dim]. Or run a
+        recurrence on the output of its first product."""
         ...
 
 

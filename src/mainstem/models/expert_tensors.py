@@ -81,12 +81,14 @@ class _Reader:
             gate_up_bias = router.new_empty(experts, 2 * length(self._columns))
             if self._cut.shard.rank == 0:
                 down_bias = router.new_empty(experts, hidden)
-        if names.expert_layout is ExpertLayout.SEPARATE:
+        if names.expert_layout is ExpertLayout.SEPARATE and self._has_stacked():
+            gate_up, down = self._read_stacked(*names.stacked_experts)
+        elif names.expert_layout is ExpertLayout.SEPARATE:
             gate_up, down = self._read_separate()
             self._fill_separate_biases(gate_up_bias, down_bias)
         elif names.expert_layout is ExpertLayout.STACKED:
             assert not spec.has_bias, "no family has stacked experts with biases"
-            gate_up, down = self._read_stacked()
+            gate_up, down = self._read_stacked(names.expert_gate, names.expert_down)
         else:
             gate_up, down = self._read_interleaved()
             self._fill_interleaved_biases(gate_up_bias, down_bias)
@@ -170,20 +172,24 @@ class _Reader:
         else:
             target.copy_(self._take(name, *target.shape))
 
-    def _read_stacked(self) -> tuple[Weight, Weight]:
-        names, size, hidden = self._names, self._spec.size, self._hidden
-        experts = self._spec.num_experts
+    def _has_stacked(self) -> bool:
+        """Whether the files have stacked experts although most files of the family have separate
+        ones, or the other way round: versions of transformers write both (Qwen 3.5)."""
+        return self._source.has(self._prefix + self._names.stacked_experts[0])
+
+    def _read_stacked(self, gate_up_name: str, down_name: str) -> tuple[Weight, Weight]:
+        size, hidden, experts = self._spec.size, self._hidden, self._spec.num_experts
         gate_up, down = self._stack(), self._stack()
         up = slice(size + self._columns.start, size + self._columns.stop)
         for expert in range(experts):
             one = slice(expert, expert + 1)
             both = (
-                self._take(names.expert_gate, experts, 2 * size, hidden, at=(one, part))[0]
+                self._take(gate_up_name, experts, 2 * size, hidden, at=(one, part))[0]
                 for part in (self._columns, up)
             )
             gate_up.put(expert, torch.cat(tuple(both)))
             at = (one, slice(0, hidden), self._columns)
-            down.put(expert, self._take(names.expert_down, experts, hidden, size, at=at)[0])
+            down.put(expert, self._take(down_name, experts, hidden, size, at=at)[0])
         return gate_up.whole, down.whole
 
     def _read_interleaved(self) -> tuple[Weight, Weight]:

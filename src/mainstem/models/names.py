@@ -15,6 +15,15 @@ class QkvOrder(Enum):
     GROUPS = "groups"  # for each KV head: its query heads, its key, its value (Falcon 40B)
 
 
+class RecurrentOrder(Enum):
+    """Rows of the product before a recurrence, in the checkpoint."""
+
+    PARTS = "parts"  # as recurrence.py has them: convolution, gate, numbers of the heads
+    GATE_FIRST = "gate first"  # gate, convolution, numbers of the heads (Mamba)
+    # for each key head: query, key, values, gates; then, for each key head, b and a (Qwen3-Next)
+    KEY_HEADS = "key heads"
+
+
 class ExpertLayout(Enum):
     """The layout of a layer's experts in the checkpoint."""
 
@@ -41,6 +50,20 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"
+    # recurrence: the tensors of its first product, one on top of the other
+    recurrent: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    )
+    recurrent_order: RecurrentOrder = RecurrentOrder.PARTS
+    conv: str = "linear_attn.conv1d"
+    decay: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+    skip: str = "linear_attn.D"
+    recurrent_norm: str = "linear_attn.norm"
+    recurrent_out: str = "linear_attn.out_proj"
     # MLP. One name in `gate_up` is a tensor with both parts, or with `up` if there is no gate.
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -50,6 +73,8 @@ class Names:
     expert_gate: str = "mlp.experts.{}.gate_proj"  # STACKED, INTERLEAVED: both, all experts
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
+    # SEPARATE: some files hold the same experts stacked, under these names
+    stacked_experts: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     shared_gate_up: tuple[str, ...] = (
         "mlp.shared_expert.gate_proj",
         "mlp.shared_expert.up_proj",

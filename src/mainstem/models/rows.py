@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from mainstem.models.names import QkvOrder
 from mainstem.models.shard import RankCut
 from mainstem.models.spec import MlpSpec, ModelSpec
@@ -16,10 +19,15 @@ class Rows(NamedTuple):
     part: slice
 
 
-def qkv_rows(spec: ModelSpec, cut: RankCut, names: Sequence[str]) -> list[Rows]:
-    """Return the rows of queries, keys and values, in this order, from three tensors or one."""
+def qkv_rows(
+    spec: ModelSpec, cut: RankCut, names: Sequence[str], *, has_gate: bool = False
+) -> list[Rows]:
+    """Return the rows of queries, keys and values, in this order, from three tensors or one. With
+    gates, the rows of each query are followed by those of its gate."""
     dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
     queries, keys = cut.heads(heads), cut.heads(kv_heads)
+    if has_gate:
+        heads, queries = 2 * heads, times(queries, 2)
     if len(names) == 3:
         parts = zip(names, (heads, kv_heads, kv_heads), (queries, keys, keys), strict=True)
         return [Rows(name, count * dim, times(part, dim)) for name, count, part in parts]
@@ -29,6 +37,15 @@ def qkv_rows(spec: ModelSpec, cut: RankCut, names: Sequence[str]) -> list[Rows]:
         places = _in_groups(queries, keys, heads // kv_heads)
     whole = (heads + 2 * kv_heads) * dim
     return _merged([Rows(names[0], whole, times(place, dim)) for place in places])
+
+
+def gates_last(spec: ModelSpec) -> Tensor:
+    """The order in which rows of queries, each followed by its gate, keys and values become
+    queries, keys, values and gates."""
+    dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
+    both = torch.arange(2 * heads * dim).view(heads, 2, dim)
+    others = torch.arange(2 * heads * dim, (2 * heads + 2 * kv_heads) * dim)
+    return torch.cat((both[:, 0].reshape(-1), others, both[:, 1].reshape(-1)))
 
 
 def first_rows(mlp: MlpSpec, columns: slice, names: Sequence[str]) -> list[Rows]:

@@ -127,6 +127,8 @@ def length(part: slice) -> int:
 
 def _obstacle(spec: ModelSpec, of: int) -> str | None:
     """Why this number of ranks is not possible."""
+    if spec.recurrences:
+        return "recurrent layers are not split over ranks yet"
     if spec.num_heads % of:
         return f"num_attention_heads={spec.num_heads} is not a multiple of this number"
     if spec.num_kv_heads % of and of % spec.num_kv_heads:

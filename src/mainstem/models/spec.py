@@ -13,11 +13,13 @@ run time depends on a model's family.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import count
 
 from mainstem.core.config import DType
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.names import ExpertLayout, Names
 from mainstem.models.quantized.packing import QuantizedSpec
+from mainstem.models.recurrence import RecurrentSpec, state_bytes
 
 
 class NormKind(Enum):
@@ -124,6 +126,7 @@ class AttentionSpec:
     window: int | None = None  # number of keys that a token sees, including its own; None: all
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # each head has a learned score in the softmax, with a value of 0
+    has_gate: bool = False  # the output is multiplied by sigmoid(gate(x)) (Qwen3-Next)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +155,15 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer. Its state is pages of keys and values. Families refuse layers with other kinds of
-    state (linear attention, Mamba): these would need another type of `attention`."""
+    """A layer: attention, which keeps pages of keys and values, or a recurrence, which keeps a
+    state; then an MLP."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | None
     mlp: MlpSpec | ExpertsSpec
+    recurrent: RecurrentSpec | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.attention is None) != (self.recurrent is None), "a layer has one of them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +239,33 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each layer that has one, in order. Pages hold these layers only."""
+        found = (layer.attention for layer in self.layers)
+        return tuple(attention for attention in found if attention is not None)
+
+    @property
+    def recurrences(self) -> tuple[RecurrentSpec, ...]:
+        """The recurrence of each layer that has one, in order. States hold these layers only."""
+        found = (layer.recurrent for layer in self.layers)
+        return tuple(recurrent for recurrent in found if recurrent is not None)
+
+    @property
+    def page_layers(self) -> tuple[int | None, ...]:
+        """For each layer its number among the layers with attention, which is its place in a page;
+        None: it has a recurrence."""
+        numbers = count()
+        return tuple(None if layer.attention is None else next(numbers) for layer in self.layers)
+
+    @property
     def attention_kinds(self) -> tuple[AttentionSpec, ...]:
         """The different kinds of attention, in the order of the first layer of each."""
-        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+        return tuple(dict.fromkeys(self.attentions))
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The different rotations of the layers that have one."""
-        ropes = (layer.attention.rope for layer in self.layers)
+        ropes = (attention.rope for attention in self.attentions)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
@@ -250,24 +276,37 @@ class ModelSpec:
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers of K and V that one token keeps over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * len(self.attentions) * self.num_kv_heads * self.head_dim
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """The states of all recurrent layers after one token; 0 if there are none."""
+        return sum(state_bytes(recurrent, element_bytes) for recurrent in self.recurrences)
 
     def unread_kv_elements(self, context: int) -> int:
         """How many of a token's K and V elements, on average, are no longer in their layer's window
         at the end of a context of `context` tokens. They stay in memory, since a page holds all
         layers."""
         per_layer = 2 * self.num_kv_heads * self.head_dim
-        windows = [layer.attention.window for layer in self.layers]
+        windows = [attention.window for attention in self.attentions]
         unread = sum(max(0, context - window) for window in windows if window is not None)
         return per_layer * unread // max(context, 1)
 
     @property
     def num_layer_params(self) -> int:
         """The number of weights in the products that one token goes through, in all layers."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return sum(
-            attention + _num_mlp_params(layer.mlp, self.hidden_size) for layer in self.layers
+            self._num_mixer_params(layer) + _num_mlp_params(layer.mlp, self.hidden_size)
+            for layer in self.layers
         )
+
+    def _num_mixer_params(self, layer: LayerSpec) -> int:
+        """The weights before and after a layer's attention or recurrence."""
+        if (recurrent := layer.recurrent) is not None:
+            return self.hidden_size * (recurrent.first_width + recurrent.out_width)
+        heads = 2 * (self.num_heads + self.num_kv_heads)
+        if layer.attention is not None and layer.attention.has_gate:
+            heads += self.num_heads
+        return self.hidden_size * self.head_dim * heads
 
     @property
     def num_head_params(self) -> int:
@@ -334,7 +373,10 @@ class ModelSpec:
             )
             for kind in self.attention_kinds
         }
-        layers = (replace(layer, attention=kinds[layer.attention]) for layer in self.layers)
+        layers = (
+            layer if layer.attention is None else replace(layer, attention=kinds[layer.attention])
+            for layer in self.layers
+        )
         return replace(self, layers=tuple(layers))
 
 

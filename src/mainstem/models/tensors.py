@@ -15,10 +15,19 @@ from torch.nn import functional as F
 
 from mainstem.models.expert_tensors import ExpertTensors, read_experts
 from mainstem.models.packed import PackedWeight, Weight, as_tensor, on_top
+from mainstem.models.recurrence import (
+    DeltaSpec,
+    GateOrder,
+    MambaSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+)
+from mainstem.models.recurrent_tensors import RecurrentTensors, recurrent_order
 from mainstem.models.rope import reordered_heads, split_pairs
-from mainstem.models.rows import Rows, first_rows, qkv_rows, times
+from mainstem.models.rows import Rows, first_rows, gates_last, qkv_rows, times
 from mainstem.models.shard import WHOLE, RankCut, Shard, part_of
 from mainstem.models.spec import (
+    AttentionSpec,
     ExpertsSpec,
     MlpSpec,
     ModelSpec,
@@ -76,7 +85,8 @@ class LayerTensors:
     """Norms before or after attention and MLP are None if the family has none there."""
 
     attention_norm: NormTensors | None
-    qkv: Product  # rows: query heads, key heads, value heads
+    # rows: query heads, key heads, value heads, gates; or those of a recurrence (recurrence.py)
+    qkv: Product
     q_norm: Tensor | None  # gains
     k_norm: Tensor | None
     out: Product
@@ -85,6 +95,7 @@ class LayerTensors:
     mlp_norm: NormTensors | None
     mlp: MlpTensors | ExpertTensors
     after_mlp_norm: NormTensors | None
+    recurrent: RecurrentTensors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +138,29 @@ class TensorReader:
         has_after = place is not NormPlace.BEFORE
         # in a parallel block, attention and MLP read the same norm
         has_mlp_norm = has_before and spec.residual is not Residual.PARALLEL
-        q_norm, k_norm = self._qk_norms(prefix)
-        sinks = None
-        if spec.layers[index].attention.has_sinks:
-            heads = self._cut.heads(spec.num_heads)
-            sinks = self._take(prefix + names.sinks, spec.num_heads, at=(heads,)).float()
-        return LayerTensors(
-            attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
-            qkv=self._qkv(prefix, spec.layers[index].attention.rope),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            out=self._summed(
+        attention, recurrent = spec.layers[index].attention, spec.layers[index].recurrent
+        sinks, q_norm, k_norm, kept = None, None, None, None
+        if recurrent is not None:
+            qkv, out, kept = self._recurrence(prefix, recurrent)
+        else:
+            assert attention is not None
+            q_norm, k_norm = self._qk_norms(prefix)
+            qkv = self._qkv(prefix, attention)
+            out = self._summed(
                 prefix + names.out,
                 spec.num_heads * spec.head_dim,
                 times(self._cut.heads(spec.num_heads), spec.head_dim),
                 spec.has_out_bias,
-            ),
+            )
+            if attention.has_sinks:
+                heads = self._cut.heads(spec.num_heads)
+                sinks = self._take(prefix + names.sinks, spec.num_heads, at=(heads,)).float()
+        return LayerTensors(
+            attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
+            qkv=qkv,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            out=out,
             sinks=sinks,
             after_attention_norm=self._norm(prefix + names.after_attention_norm)
             if has_after
@@ -150,6 +168,7 @@ class TensorReader:
             mlp_norm=self._norm(prefix + names.mlp_norm) if has_mlp_norm else None,
             mlp=self._mlp(prefix, mlp) if isinstance(mlp, MlpSpec) else self._experts(prefix, mlp),
             after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
+            recurrent=kept,
         )
 
     def ends(self, embedding: Tensor) -> EndTensors:
@@ -270,11 +289,57 @@ class TensorReader:
             self._source.drop(f"{name}.bias")
         return Product(weight, bias)
 
-    def _qkv(self, prefix: str, rope: RopeSpec | None) -> Product:
-        spec = self._spec
+    def _recurrence(
+        self, prefix: str, spec: RecurrentSpec
+    ) -> tuple[Product, Product, RecurrentTensors]:
+        """The products before and after a recurrence, and what it reads itself."""
+        names, hidden = self._names, self._spec.hidden_size
+        has_bias = not isinstance(spec, DeltaSpec) and spec.has_bias
+        order, counts = recurrent_order(spec, names.recurrent_order, len(names.recurrent))
+        rows = [
+            Rows(prefix + name, count, slice(0, count))
+            for name, count in zip(names.recurrent, counts, strict=True)
+        ]
+        first = self._product(rows, hidden, has_bias)
+        if order is not None:
+            first = first.rows_at(order)
+        width = spec.out_width
+        out = self._summed(prefix + names.recurrent_out, width, slice(0, width), has_bias)
+        return first, out, self._kept(prefix, spec)
+
+    def _kept(self, prefix: str, spec: RecurrentSpec) -> RecurrentTensors:
+        names, channels = self._names, spec.conv_channels
+        conv = self._take(f"{prefix}{names.conv}.weight", channels, 1, spec.kernel)[:, 0]
+        has_bias = isinstance(spec, MambaSpec) and spec.has_conv_bias
+        has_bias |= isinstance(spec, ShortConvSpec) and spec.has_bias
+        bias = self._take(f"{prefix}{names.conv}.bias", channels) if has_bias else None
+        if isinstance(spec, ShortConvSpec):
+            return RecurrentTensors(conv, bias)
+
+        def wide(name: str, size: int) -> Tensor:
+            return self._source.take_wide(prefix + name, (size,))
+
+        heads, gain = spec.matrix_shape[0], None
+        if isinstance(spec, DeltaSpec):
+            gain = wide(f"{names.recurrent_norm}.weight", spec.value_dim)
+        elif spec.gate_order is not GateOrder.NO_NORM:
+            gain = wide(f"{names.recurrent_norm}.weight", spec.out_width)
+        return RecurrentTensors(
+            conv,
+            bias,
+            decay=wide(names.decay, heads),
+            dt_bias=wide(names.dt_bias, heads),
+            skip=wide(names.skip, heads) if isinstance(spec, MambaSpec) else None,
+            gain=gain,
+        )
+
+    def _qkv(self, prefix: str, attention: AttentionSpec) -> Product:
+        spec, rope = self._spec, attention.rope
         names = [prefix + name for name in self._names.qkv]
-        rows = qkv_rows(spec, self._cut, names)
+        rows = qkv_rows(spec, self._cut, names, has_gate=attention.has_gate)
         product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
+        if attention.has_gate:
+            product = product.rows_at(gates_last(self.part))
         if rope is not None and rope.has_adjacent_pairs:
             pairs, part = split_pairs(spec.head_dim, rope.rotary_dim), self.part
             turned = part.num_heads + part.num_kv_heads

@@ -82,6 +82,10 @@ class WeightSource(Protocol):
         """
         ...
 
+    def take_wide(self, name: str, shape: Iterable[int]) -> Tensor:
+        """Like `take`, but in fp32: a few numbers that must not be rounded to 16 bits."""
+        ...
+
     def take_packed(
         self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()
     ) -> PackedWeight | None:
@@ -162,17 +166,24 @@ class Checkpoint:
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         """Return the tensor in the compute dtype. If it is missing, this is recorded for `finish`,
         and an uninitialised tensor is returned."""
-        wanted = tuple(shape)
+        return self._taken_as(self._dtype, name, tuple(shape), at)
+
+    def take_wide(self, name: str, shape: Iterable[int]) -> Tensor:
+        return self._taken_as(torch.float32, name, tuple(shape))
+
+    def _taken_as(
+        self, dtype: torch.dtype, name: str, wanted: tuple[int, ...], at: tuple[slice, ...] = ()
+    ) -> Tensor:
         if name not in self._open:
             self._missing.add(name)
-            return torch.empty(part_shape(wanted, at), dtype=self._dtype, device=self._device)
+            return torch.empty(part_shape(wanted, at), dtype=dtype, device=self._device)
         tensor = self.stored(name, wanted, at)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise UnsupportedModel(
                 f"tensor {name} has dtype {tensor.dtype}, but config.json has no "
                 "quantization_config that describes it"
             )
-        return tensor.to(self._dtype)
+        return tensor.to(dtype)
 
     def take_packed(
         self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()
@@ -348,6 +359,9 @@ class RandomWeights:
             return torch.ones(size, dtype=self._dtype, device=self._device)
         tensor = torch.empty(size, dtype=self._dtype, device=self._device)
         return tensor.normal_(0.0, 0.02, generator=self._generator)
+
+    def take_wide(self, name: str, shape: Iterable[int]) -> Tensor:
+        return self.take(name, shape).float()
 
     def take_packed(
         self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()

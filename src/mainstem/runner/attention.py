@@ -33,7 +33,7 @@ class CpuAttention:
         self.tables: Mapping[RopeSpec, Tensor] = {
             rope: rotary_table(rope, max_positions) for rope in spec.ropes
         }
-        self.kinds = [layer.attention for layer in spec.layers]
+        self.kinds = spec.attentions
         self.sinks = sinks
 
     def plan(self, inputs: Inputs, spans: Spans) -> "AttentionPlan":
@@ -61,6 +61,9 @@ class AttentionPlan:
         self._pairs = (tokens, num_turned, spec.rotary_dim // 2, 2)
         self._num_heads = spec.num_heads
         self._num_turned = num_turned
+        self._num_kept = num_turned + spec.num_kv_heads  # heads before the gates
+        # only the last layer may leave out rows
+        self._is_last = spec.layers[-1].attention is not None
         self._head_dim = spec.head_dim
         self._write_rows = pages.write_rows(inputs.write_slots)
         self._copies: tuple[Tensor, Tensor] | None = None
@@ -87,7 +90,9 @@ class AttentionPlan:
             self._spans[kind] = plans[scores]
         self._wanted = inputs.hidden_rows
         self._wanted_spans: cpu.SpanPlan | None = None
-        if inputs.hidden_rows is not None and len(inputs.hidden_rows):
+        if not self._is_last:
+            self._wanted = None
+        elif inputs.hidden_rows is not None and len(inputs.hidden_rows):
             last = layers.kinds[-1]
             wanted = narrow_spans(clipped[last.window], inputs.hidden_rows.numpy(), tokens)
             if wanted is None:
@@ -106,7 +111,7 @@ class AttentionPlan:
         if turns is not None:
             self._rotate(heads[:, : self._num_turned], turns.tokens)
         pages = self._layers.pages
-        pages.append(layer, self._write_rows, heads[:, self._num_heads :])
+        pages.append(layer, self._write_rows, heads[:, self._num_heads : self._num_kept])
         if self._moves is not None:
             source, target, _ = self._moves
             move_pages(pages.joint(layer), source, target, None if turns is None else turns.moves)
@@ -114,8 +119,12 @@ class AttentionPlan:
             pages.copy(layer, *self._copies)
         q, sinks = heads[:, : self._num_heads], self._layers.sinks[layer]
         if layer == len(self._layers.kinds) - 1 and self._wanted is not None:
-            return self._run_wanted(q, pages.slots(layer), sinks)
-        return self._spans[kind].run(q, pages.slots(layer), sinks).view(tokens, -1)
+            mixed = self._run_wanted(q, pages.slots(layer), sinks)
+        else:
+            mixed = self._spans[kind].run(q, pages.slots(layer), sinks).view(tokens, -1)
+        if kind.has_gate:
+            mixed *= torch.sigmoid(heads[:, self._num_kept :].reshape(tokens, -1))
+        return mixed
 
     def _run_wanted(self, q: Tensor, slots: Tensor, sinks: Tensor | None) -> Tensor:
         """Compute only the wanted rows. The result has all rows; the others are not used."""

@@ -6,14 +6,17 @@ from torch import Tensor
 
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepResult
+from mainstem.kernels.recurrent import cpu as kernels
 from mainstem.models.block import Gate, OpenGate
 from mainstem.models.cpu.decoder import Decoder
 from mainstem.runner.attention import CpuAttention
 from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
+from mainstem.runner.recurrence import HybridAttention, Recurrence, step_segments
 from mainstem.runner.sampler import Sampler, start_logprobs
 from mainstem.runner.single import SingleTokenPass
+from mainstem.runner.states import DeviceStates
 from mainstem.runner.weighing import WeighingAttention
 
 LAYOUT = b"cpu:1:adjacent-pairs"  # layout of K and V in a page; part of the model's identity
@@ -37,12 +40,21 @@ class CpuRunner:
     """Runs each step at once. Owns weights, pages and sampler."""
 
     def __init__(
-        self, decoder: Decoder, pages: DevicePages, max_positions: int, gate: Gate | None = None
+        self,
+        decoder: Decoder,
+        pages: DevicePages,
+        max_positions: int,
+        gate: Gate | None = None,
+        num_states: int = 0,
     ) -> None:
         self._decoder = decoder
         self._pages = pages
         self._gate = OpenGate() if gate is None else gate
         self._attention = CpuAttention(decoder.spec, pages, max_positions, decoder.sinks)
+        self._recurrence: Recurrence | None = None
+        if decoder.recurrent:
+            states = DeviceStates(decoder.spec, num_states, decoder.dtype, torch.device("cpu"))
+            self._recurrence = Recurrence(decoder.spec, decoder.recurrent, states, kernels)
         self._previous = torch.empty(0, dtype=torch.long)
         self._single = SingleTokenPass.make(decoder, pages, self._attention.tables)
         self._loads: Loads | None = None
@@ -101,6 +113,10 @@ class CpuRunner:
         inputs = make_inputs(step, self._previous)
         planned = self._attention.plan(inputs, step.spans)
         token_ids, rows, decoder = inputs.token_ids, inputs.hidden_rows, self._decoder
+        if self._recurrence is not None:
+            segments = step_segments(step, torch.device("cpu"))
+            hybrid = HybridAttention(decoder.spec, planned, self._recurrence, segments)
+            return decoder.forward(token_ids, rows, hybrid, gate), []
         if not step.weighings:
             return decoder.forward(token_ids, rows, planned, gate), []
         attention = WeighingAttention(

@@ -48,12 +48,17 @@ def load_cpu_runner(
     part = decoder.spec
     kv_bytes = part.kv_elements_per_token * dtype.itemsize
     budget = _page_budget(cache, available, kv_bytes, ranks.shard.of)
+    state_bytes = part.state_bytes(dtype.itemsize)
+    num_states = cache.num_states(budget, kv_bytes, state_bytes, config.sched.max_seqs)
+    budget -= num_states * state_bytes
     num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
     left = available_bytes()  # before any rank allocates pages
     num_pages = smallest(num_pages, ranks, torch.device("cpu"))
-    cache.check_fits(ranks.shard.of * num_pages * kv_bytes * cache.page_size, left)
-    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
-    return CpuRunner(decoder, DevicePages(part, num_pages, cache.page_size, dtype), context), facts
+    page_bytes = kv_bytes * cache.page_size
+    cache.check_fits(ranks.shard.of * (num_pages * page_bytes + num_states * state_bytes), left)
+    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT, num_states)
+    pages = DevicePages(part, num_pages, cache.page_size, dtype)
+    return CpuRunner(decoder, pages, context, num_states=num_states), facts
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:

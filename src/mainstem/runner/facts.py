@@ -19,6 +19,7 @@ class RunnerFacts:
     num_kv_heads: int
     head_dim: int
     dtype: DType  # the compute dtype
+    num_states: int = 0  # slots for states of recurrent layers; 0: the model has none
     num_idle_params: int = 0  # weights of experts that a token does not use
     bytes_per_param: float = 2.0  # mean over all these weights
     device_name: str = "cpu"

@@ -40,10 +40,7 @@ class LayerSpans:
     def __init__(self, spec: ModelSpec, settings: SpanSettings) -> None:
         self._page_size = settings.page_size
         self._align_tokens = settings.deterministic_keys
-        scores = [
-            (kind.window, kind.softcap, kind.scale)
-            for kind in (layer.attention for layer in spec.layers)
-        ]
+        scores = [(kind.window, kind.softcap, kind.scale) for kind in spec.attentions]
         heads, limits = spec.num_heads, settings.limits
         partials: Tensor | None = None
         if len(set(scores)) > 1:
@@ -68,7 +65,7 @@ class LayerSpans:
         }
         self._layers = [self._kinds[kind] for kind in scores]
         self._lse: Tensor | None = None  # log-sum-exps, which sinks need
-        if any(layer.attention.has_sinks for layer in spec.layers):
+        if any(kind.has_sinks for kind in spec.attentions):
             self._lse = torch.zeros((limits.max_tokens, heads), device=settings.device)
 
     @property
@@ -126,7 +123,7 @@ class GpuAttention:
         self._head_dim = spec.head_dim
         device = space.mixed.device
         tables = {rope: inverse_frequencies(rope).to(device) for rope in spec.ropes}
-        ropes = [layer.attention.rope for layer in spec.layers]
+        ropes = [kind.rope for kind in spec.attentions]
         self._frequencies = [None if rope is None else tables[rope] for rope in ropes]
         self._head_norms = head_norms
         self._sinks = sinks

@@ -22,7 +22,7 @@ class GpuPages:
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (spec.num_layers, 2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
+        shape = (len(spec.attentions), 2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
         self.all = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = list(self.all.unbind())
         self._halves = [layer.unbind() for layer in self._layers]

@@ -19,7 +19,7 @@ class DevicePages:
     def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (spec.num_layers, 2, spec.num_kv_heads, num_pages * page_size, spec.head_dim)
+        shape = (len(spec.attentions), 2, spec.num_kv_heads, num_pages * page_size, spec.head_dim)
         self.all_slots = torch.empty(shape, dtype=dtype)
         self._layers = self.all_slots.unbind()
         self._rows = [layer.view(-1, spec.head_dim) for layer in self._layers]

@@ -66,7 +66,7 @@ class SingleTokenPass:
         self._turns = turns
         # queries are rotated and scaled in one product, keys only rotated
         self._stretch = torch.ones(heads + kv_heads, 1)
-        self._stretch[:heads] = spec.layers[0].attention.scale
+        self._stretch[:heads] = spec.attentions[0].scale
         self._floor = spec.hidden_size * spec.norm.eps
         self._qkv = torch.empty((heads + 2 * kv_heads) * dim)
         turned = self._qkv[: (heads + kv_heads) * dim].view(heads + kv_heads, dim // 2, 2)
@@ -102,6 +102,8 @@ class SingleTokenPass:
         if not is_plain or len(set(spec.layers)) > 1 or any(layer is None for layer in layers):
             return None
         attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+        if attention is None or attention.has_gate:
+            return None
         if (attention.window, attention.softcap, attention.has_sinks) != (None, None, False):
             return None
         if not isinstance(mlp, MlpSpec) or not mlp.is_gated or mlp.activation != Activation.SILU:

@@ -38,7 +38,7 @@ class WeighingAttention:
         self._attention = attention
         self._pages = pages
         self._sinks = sinks
-        self._kinds = [layer.attention for layer in spec.layers]
+        self._kinds = spec.attentions
         self._shape = (-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         self._num_heads = spec.num_heads
         self._weighings = step.weighings

@@ -7,7 +7,7 @@ import numpy as np
 
 from mainstem.core.ids import SeqSlot
 from mainstem.core.ragged import ragged_arange, starts_of
-from mainstem.core.step import Int32s, Int64s, PageWeighing, StartedSequence, Step, StepId
+from mainstem.core.step import Int32s, Int64s, PageWeighing, StartedSequence, StateUse, Step, StepId
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.spans import SpanBuilder
 from mainstem.sched.table import SeqTable
@@ -77,7 +77,12 @@ class StepWork:
 
 
 def build_step(
-    step_id: StepId, batch: StepWork, table: SeqTable, tree: SharingTree, spans: SpanBuilder
+    step_id: StepId,
+    batch: StepWork,
+    table: SeqTable,
+    tree: SharingTree,
+    spans: SpanBuilder,
+    states: StateUse | None = None,
 ) -> Step:
     """Make the arrays of the step, and advance the table's counters."""
     decodes = batch.decodes
@@ -123,6 +128,7 @@ def build_step(
         move_by=moves[2],
         load_ids=np.unique(np.concatenate(batch.loads)) if batch.loads else NO_LOADS,
         weighings=tuple(_weighings(batch, table, seq_starts[len(decodes) :], spans.page_size)),
+        states=states,
     )
     table.move_on(step_id, slots, counts, sample_slots)
     return step

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import TokenLogprobs
 from mainstem.kv.keys import PageChain
+from mainstem.kv.states import NO_STATE
 from mainstem.kv.store import Match
 from mainstem.sched.important import Weighing
 from mainstem.sched.prompt_logprobs import PromptLogprobs
@@ -33,6 +34,8 @@ class Candidate:
     match: Match
     awaited: Awaited | None = None  # it cannot start before this is there
     logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, if wanted
+    state: int = NO_STATE  # slot of the recurrent layers' state after the cached tokens
+    num_matched: int = 0  # cached tokens, with or without a state after them
 
     def pages_to_find(self, page_size: int) -> range:
         """Page numbers after the cached ones that may be loaded from lower tiers."""
@@ -123,15 +126,18 @@ class WaitingQueue:
         """About the next `count` sequences, aborted ones included."""
         return [entry[-1] for entry in sorted(self._heap[: 2 * count])[:count]]
 
+    def coming(self) -> list[Sequence]:
+        """The next sequences, parked ones first."""
+        parked = [seq for waiting in self._parked.values() for seq in waiting]
+        parked = [seq for seq in parked if seq.state is not SeqState.DONE]
+        return sorted(parked, key=urgency)[:LOOK_AHEAD] + self.first(LOOK_AHEAD)
+
     def awaited(self, most_pages: int) -> list[tuple[PageKey, ...]]:
         """Return the page chains of waiting prompts, roughly in the order they start and up to
         about `most_pages`. Parked sequences come first, since their pages are being loaded or
         computed."""
-        parked = [seq for waiting in self._parked.values() for seq in waiting]
-        parked = [seq for seq in parked if seq.state is not SeqState.DONE]
-        coming = sorted(parked, key=urgency)[:LOOK_AHEAD] + self.first(LOOK_AHEAD)
         found: list[tuple[PageKey, ...]] = []
-        for seq in coming:
+        for seq in self.coming():
             if most_pages <= 0:
                 break
             if seq.chain is not None:

@@ -10,7 +10,10 @@ from mainstem.kv.store import KVStore
 from mainstem.sched.queue import WaitingQueue
 from mainstem.sched.sequence import SeqState, Sequence, urgency
 from mainstem.sched.sharing import SharingTree
+from mainstem.sched.states import SequenceStates
 from mainstem.sched.table import SeqTable
+
+FORKS_AHEAD = 4096  # later prompts of a plan whose forks are looked for
 
 
 class PlannedOrder:
@@ -47,6 +50,11 @@ class PlannedOrder:
         between = self._shared_with_next[plan_place : self._last_started + 1]
         return int(between.min()) if len(between) else None
 
+    def forks(self, plan_place: int) -> list[int]:
+        """The numbers of leading tokens that the prompt at `plan_place` shares with later ones."""
+        following = self._shared_with_next[plan_place : min(self._length, plan_place + FORKS_AHEAD)]
+        return np.unique(np.minimum.accumulate(following)).tolist() if len(following) else []
+
     def __len__(self) -> int:
         return self._length
 
@@ -69,6 +77,9 @@ class RunningSet:
         self.queue = queue
         self.order = PlannedOrder()
         self.in_flight: Step | None = None  # launched, and not committed yet
+        self.states: SequenceStates | None = None
+        if store.states is not None:
+            self.states = SequenceStates(store, store.states, self.table, self.unfinished)
         self._leaving: list[SeqSlot] = []  # ended, but used by the step in flight
         self._last_names: dict[SeqSlot, PageName] = {}  # of an answer's last named page
         # pages that a step copies or moves, leased until it commits
@@ -126,6 +137,8 @@ class RunningSet:
         self._leaving.clear()
         self._last_names.clear()
         self._sources.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def note_named(self, slot: SeqSlot, chain: PageChain) -> None:
         """The pages of this chain, which has tokens of the answer, too, are named already."""
@@ -216,9 +229,12 @@ class RunningSet:
         if (chain := sequence.chain) is not None:
             self.queue.unpark(store.abort(pages))
             num_known = len(chain.token_ids) + len(table.output_ids(slot))
-            num_full = min(int(table.computed[slot]), num_known - 1) // self.page_size
+            most = num_known - (self.states is None)
+            num_full = min(int(table.computed[slot]), most) // self.page_size
             if num_full >= len(chain.keys):  # some pages of the prompt may have no name yet
                 self._name([slot], [num_full])
+        if self.states is not None:
+            self.queue.unpark(self.states.leave(slot))
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
             num_tokens = self.order.tokens_wanted(sequence.request.plan_place)

@@ -103,6 +103,8 @@ class Scheduler:
         self._sequences[request_id] = sequences
         for sequence in sequences:
             self._endings.wait(sequence)
+        if self._running.states is not None:
+            self._running.states.meet(sequences[-1])
         num_prompt = len(sequences[-1].request.prompt_ids)
         self._bus.publish(RequestSubmitted(request_id, num_prompt))
         if cut is not None:
@@ -168,7 +170,12 @@ class Scheduler:
         if work.num_seqs == 0:
             return None
         step_id, tree = StepId(next(self._step_ids)), self._running.tree
-        step = build_step(step_id, work, self._table, tree, self._spans)
+        states = None
+        if self._running.states is not None:
+            states, reached = self._running.states.use(work)
+        step = build_step(step_id, work, self._table, tree, self._spans, states)
+        if states is not None:
+            self._queue.unpark(reached)
         self._store.saver.launched(step_id)
         self._running.launch(step, work.sources())
         self._loader.note_start(step_id)

@@ -135,6 +135,7 @@ class Starter:
         self._bus = bus
         self._store = running.store
         self._page_size = running.page_size
+        self._states = running.states
         self._collectors = Collectors()
         # sequences that were not loaded in the last step, because a link was busy
         self._put_off: dict[Sequence, Candidate] = {}
@@ -201,9 +202,16 @@ class Starter:
         if (wanted := sequence.prompt_logprobs) is not None:
             match, logprobs, other = self._collectors.look_up(self._store, wanted, chain)
             awaited = other or match.awaited
-            return Candidate(sequence, len(known), chain, match, awaited, logprobs)
+            return self._with_state(
+                Candidate(sequence, len(known), chain, match, awaited, logprobs)
+            )
         match = self._store.lookup(chain, sequence.num_reusable(len(known)))
-        return Candidate(sequence, len(known), chain, match, match.awaited)
+        return self._with_state(Candidate(sequence, len(known), chain, match, match.awaited))
+
+    def _with_state(self, found: Candidate) -> Candidate:
+        """The candidate, cut to a state that it can start from if the model has recurrent
+        layers."""
+        return found if self._states is None else self._states.find(found)
 
     def _start_leased(self, found: Candidate, work: StepWork) -> SeqSlot | None:
         """Do the rest of `_try_start`, after the cached pages are leased."""
@@ -212,6 +220,7 @@ class Starter:
         available = store.num_available() if len(self._running) else store.num_takeable()
         num_new, to_come = self._demand(found)
         may_start = self._forecast().may_start(num_new, to_come, available)
+        may_start &= self._states is None or self._states.may_start()
         if not may_start or self._loader.must_wait(found, tokens_ahead):
             store.release(found.match.pages)
             return None
@@ -269,6 +278,11 @@ class Starter:
         store.dismiss(sequence.queue_place)
         expected = self._lengths.expect(sequence)
         slot = self._running.enter(sequence, np.concatenate([cached, fresh]), num_cached, expected)
+        if self._states is not None:
+            place = sequence.request.plan_place
+            forks = () if place is None else self._running.order.forks(place)
+            coming = self._queue.coming() if place is None else ()
+            self._states.start(slot, found, coming, forks)
         if (wanted := sequence.prompt_logprobs) is not None and found.chain is not None:
             if found.logprobs:
                 wanted.found, wanted.first = list(found.logprobs), len(found.logprobs)

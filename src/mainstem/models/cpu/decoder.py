@@ -37,6 +37,7 @@ from mainstem.models.cpu.layers import (
     norm_scale,
 )
 from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.rope import adjacent_pairs, reordered_heads
 from mainstem.models.spec import ExpertsSpec, ModelSpec, NormKind, QkNorm, Residual
 from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Product, TensorReader
@@ -52,7 +53,7 @@ class Layer:
     """The parts of a block. `finish` runs the parts after attention."""
 
     attention_norm: Norm
-    qkv: Linear  # rows: query heads, key heads, value heads
+    qkv: Linear  # rows: query heads, key heads, value heads, gates; or those of a recurrence
     head_norm: HeadNorm | RowNorm | SplitRowNorm | None
     out: Linear
     mlp_norm: Norm
@@ -103,6 +104,7 @@ class Decoder:
         head: Linear,
         sinks: Sequence[Tensor | None] = (),
         ranks: Collectives = ALONE,
+        recurrent: Sequence[RecurrentTensors] = (),
     ) -> None:
         self.spec = spec
         self.ranks = ranks
@@ -112,7 +114,10 @@ class Decoder:
         self.layers = layers
         self.norm = norm
         self.head = head
-        self.sinks = tuple(sinks) or (None,) * len(layers)  # [heads] of each layer that has them
+        # of layers with attention: [heads] of each that has them
+        self.sinks = tuple(sinks) or (None,) * len(spec.attentions)
+        self.recurrent = tuple(recurrent)  # of layers with a recurrence
+        self._page_layers = spec.page_layers
         # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
 
@@ -137,7 +142,8 @@ class Decoder:
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             qkv = self._before_attention(layer, x)
-            gate.before(index)
+            if (number := self._page_layers[index]) is not None:
+                gate.before(number)
             mixed = attention.run(index, qkv)
             if index == last and rows is not None:
                 mixed, x = mixed[rows], x[rows]
@@ -152,12 +158,8 @@ class Decoder:
         if len(x) <= ROWS_AT_ONCE:
             qkv = layer.qkv(layer.attention_norm(x))
         else:
-            spec = self.spec
-            width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-            qkv = x.new_empty(len(x), width)
-            for start in range(0, len(x), ROWS_AT_ONCE):
-                rows = slice(start, start + ROWS_AT_ONCE)
-                qkv[rows] = layer.qkv(layer.attention_norm(x[rows]))
+            parts = [layer.qkv(layer.attention_norm(part)) for part in torch.split(x, ROWS_AT_ONCE)]
+            qkv = torch.cat(parts)
         if layer.head_norm is not None:
             layer.head_norm(qkv)
         return qkv
@@ -185,14 +187,18 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     reader = TensorReader(checkpoint, spec, ranks.shard)
     part = reader.part
     embedding = reader.embedding()
-    layers, sinks = [], []
+    layers, sinks, recurrent = [], [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         layers.append(_compile(tensors, part, index, checkpoint.dtype, ranks))
-        sinks.append(tensors.sinks)
+        if tensors.recurrent is None:
+            sinks.append(tensors.sinks)
+        else:
+            recurrent.append(tensors.recurrent)
     ends = reader.ends(embedding)
     head = _linear(ends.head, checkpoint.dtype)
-    return Decoder(part, embedding, layers, _norm(ends.norm, part), head, sinks, ranks)
+    norm = _norm(ends.norm, part)
+    return Decoder(part, embedding, layers, norm, head, sinks, ranks, recurrent)
 
 
 def pack(decoder: Decoder, max_bytes: int) -> None:
@@ -216,9 +222,11 @@ def _linear(product: Product, dtype: torch.dtype) -> DenseLinear:
 def _compile(
     tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype, ranks: Collectives
 ) -> Layer:
-    pairs = adjacent_pairs(spec.head_dim, spec.rotary_dim)
-    order = reordered_heads(pairs, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
-    qkv = tensors.qkv.unpacked(dtype).rows_at(order)
+    qkv = tensors.qkv.unpacked(dtype)
+    if (attention := spec.layers[index].attention) is not None:
+        pairs = adjacent_pairs(spec.head_dim, spec.rotary_dim)
+        others = spec.num_kv_heads + (spec.num_heads if attention.has_gate else 0)
+        qkv = qkv.rows_at(reordered_heads(pairs, spec.num_heads + spec.num_kv_heads, others))
     attention_norm, qkv = _folded(tensors.attention_norm, qkv, spec)
     mlp_norm, mlp = _mlp(tensors, spec, index, dtype)
     tails = (

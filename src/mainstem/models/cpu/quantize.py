@@ -103,6 +103,11 @@ def _require_engine() -> None:
 
 def check_quantizable(spec: ModelSpec) -> None:
     """Raise ConfigError for a model that has no int8 form, before its weights are loaded."""
+    if spec.recurrences:
+        raise ConfigError(
+            f"quantize=int8: {spec.architecture} has recurrent layers, whose products have no int8 "
+            "form on CPUs yet; load it without --quantize"
+        )
     if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
         raise ConfigError(
             f"quantize=int8: {spec.architecture} is a mixture of experts, whose products have no "
@@ -220,7 +225,7 @@ class _OneSequence:
         self._turns = {rope: rotary_table(rope, num_tokens)[:, None] for rope in spec.ropes}
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
-        spec, attention = self._spec, self._spec.layers[layer].attention
+        spec, attention = self._spec, self._spec.attentions[layer]
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         if attention.rope is not None:
             turned = heads[:, : spec.num_heads + spec.num_kv_heads, : spec.rotary_dim]

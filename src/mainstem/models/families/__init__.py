@@ -36,6 +36,7 @@ from mainstem.models.families import (
     phi,
     phi3,
     qwen,
+    qwen_hybrid,
     qwen_moe,
     seed_oss,
     smollm3,
@@ -59,6 +60,11 @@ FAMILIES: tuple[Family, ...] = (
     qwen.QWEN3,
     qwen_moe.QWEN2,
     qwen_moe.QWEN3,
+    qwen_hybrid.QWEN3_NEXT,
+    qwen_hybrid.QWEN35,
+    qwen_hybrid.QWEN35_WITH_VISION,
+    qwen_hybrid.QWEN35_MOE,
+    qwen_hybrid.QWEN35_MOE_WITH_VISION,
     gemma.GEMMA1,
     gemma.GEMMA2,
     gemma.GEMMA3,
@@ -92,11 +98,6 @@ FAMILIES: tuple[Family, ...] = (
 # listed so that the error says why they are not supported
 _LINEAR_ATTENTION, _MAMBA = "layers of linear attention", "Mamba layers"
 _HYBRIDS = {
-    "Qwen3NextForCausalLM": _LINEAR_ATTENTION,
-    "Qwen3_5ForCausalLM": _LINEAR_ATTENTION,
-    "Qwen3_5ForConditionalGeneration": _LINEAR_ATTENTION,
-    "Qwen3_5MoeForCausalLM": _LINEAR_ATTENTION,
-    "Qwen3_5MoeForConditionalGeneration": _LINEAR_ATTENTION,
     "KimiLinearForCausalLM": _LINEAR_ATTENTION,
     "MiniMaxText01ForCausalLM": _LINEAR_ATTENTION,
     "MiniMaxM1ForCausalLM": _LINEAR_ATTENTION,

@@ -130,7 +130,8 @@ def _lengthened(config: Config, positions: int, layers: Sequence[LayerSpec]) -> 
     """
     tables = (config.table("rope_scaling"), config.table("rope_parameters"))
     has_original = any(table.has("original_max_position_embeddings") for table in tables)
-    for rope in {layer.attention.rope for layer in layers}:
+    attentions = [layer.attention for layer in layers if layer.attention is not None]
+    for rope in {attention.rope for attention in attentions}:
         if rope is not None and rope.scaling is RopeScaling.DYNAMIC:
             positions = min(positions, rope.original_positions)
         elif rope is not None and rope.scaling is RopeScaling.YARN and has_original:

@@ -1,0 +1,179 @@
+"""States of recurrent layers that are kept on the device, by the position they are valid at.
+
+A page can be shared in part; a state is valid after exactly one token. So states are kept only
+where some sequence will probably continue: where queued prompts part, at boundaries between
+messages, at the end of prompts and of turns (sched/forks.py decides).
+
+    take -> a sequence's own slot --(its end: keep)--> kept --(least recently used: take)--> ...
+    take -> written once at a planned position, and kept -------^
+
+Steps run in the order in which they are made, so a slot may be given to another sequence as soon as
+the last step that reads it is made.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+
+from mainstem.core.ids import PageKey
+from mainstem.core.step import Int32s
+from mainstem.kv.keys import PageChain
+
+MARK = b"mainstem state 1"
+NO_STATE = -1  # a sequence that begins with its first token
+MAX_TRIED = 256  # states after the same page that are compared
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """A position in a chain: after `tail`, which follows the page with the key `parent`."""
+
+    parent: PageKey
+    tail: bytes  # token ids; less than a page
+
+    @classmethod
+    def of(cls, chain: PageChain, num_tokens: int) -> "StatePlace":
+        """The place after the first `num_tokens` tokens of a chain."""
+        depth = num_tokens // chain.page_size
+        tail = chain.token_ids[depth * chain.page_size : num_tokens]
+        return cls(chain.parent(depth), tail.tobytes())
+
+    def name(self) -> PageKey:
+        """What sequences wait for: no page has this key."""
+        return PageKey(sha256(MARK + self.parent + self.tail).digest())
+
+
+class StateStore:
+    """Lends slots to sequences, and keeps states while there is room.
+
+    Invariant: a slot is free, owned by one sequence, or kept; a kept one may be held by sequences
+    that will read it in their next step.
+    """
+
+    def __init__(self, num_states: int) -> None:
+        self.num_states = num_states
+        self._free = list(range(num_states - 1, -1, -1))
+        self._slot_of: OrderedDict[StatePlace, int] = OrderedDict()  # least recently used first
+        self._place_of: dict[int, StatePlace] = {}
+        self._tails: dict[PageKey, dict[bytes, None]] = {}  # after each page, latest last
+        self._readers = np.zeros(num_states, np.int32)
+        self.num_evicted = 0
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def num_owned(self) -> int:
+        """Slots of running sequences."""
+        return self.num_states - len(self._free) - len(self._slot_of)
+
+    def take(self) -> int | None:
+        """A slot for a new state; evicts the least recently used kept state that nobody is about
+        to read. None: there is no such state."""
+        if self._free:
+            return self._free.pop()
+        for place, slot in self._slot_of.items():
+            if not self._readers[slot]:
+                self._forget(place)
+                self.num_evicted += 1
+                return slot
+        return None
+
+    def has_room(self) -> bool:
+        """Whether `take` would return a slot."""
+        if self._free:
+            return True
+        return any(not self._readers[slot] for slot in self._slot_of.values())
+
+    def give_back(self, slot: int) -> None:
+        """A sequence does not need its own slot any more."""
+        self._free.append(slot)
+
+    def keep(self, place: StatePlace, slot: int) -> bool:
+        """Keep the state in `slot`, which was taken before, as the most recently used. False, and
+        the slot is free: this state is kept already."""
+        if place in self._slot_of:
+            self._slot_of.move_to_end(place)
+            self._free.append(slot)
+            return False
+        self._slot_of[place] = slot
+        self._place_of[slot] = place
+        self._tails.setdefault(place.parent, {})[place.tail] = None
+        return True
+
+    def has(self, place: StatePlace) -> bool:
+        return place in self._slot_of
+
+    def find(self, chain: PageChain, num_tokens: int) -> tuple[int, int]:
+        """The deepest kept state within the first `num_tokens` of a chain: its position and slot;
+        0 and NO_STATE if there is none."""
+        page_size = chain.page_size
+        for depth in range(num_tokens // page_size, -1, -1):
+            parent = chain.parent(depth)
+            tails = self._tails.get(parent)
+            if tails is None:
+                continue
+            first = depth * page_size
+            rest = chain.token_ids[first : min(num_tokens, first + page_size)].tobytes()
+            latest = list(tails)[-MAX_TRIED:]
+            fitting = [tail for tail in latest if rest.startswith(tail)]
+            if fitting:
+                tail = max(fitting, key=len)
+                place = StatePlace(parent, tail)
+                num_found = first + len(tail) // chain.token_ids.itemsize
+                if num_found == 0:
+                    continue
+                self._slot_of.move_to_end(place)
+                return num_found, self._slot_of[place]
+        return 0, NO_STATE
+
+    def hold(self, slot: int) -> None:
+        """A sequence will read a kept state in its next step: it is not evicted before."""
+        if slot != NO_STATE:
+            self._readers[slot] += 1
+
+    def release(self, slots: Int32s) -> None:
+        """The steps that read these states are made. Slots that are not kept are ignored."""
+        for slot in slots.tolist():
+            if slot in self._place_of:
+                self._readers[slot] -= 1
+
+    def is_kept(self, slot: int) -> bool:
+        return slot in self._place_of
+
+    def clear(self) -> None:
+        """Forget all states and free all slots; no sequence has any."""
+        self._slot_of.clear()
+        self._place_of.clear()
+        self._tails.clear()
+        self._readers[:] = 0
+        self._free = list(range(self.num_states - 1, -1, -1))
+
+    def forget_kept(self) -> None:
+        """Forget every kept state that nobody is about to read."""
+        for place, slot in list(self._slot_of.items()):
+            if not self._readers[slot]:
+                self._forget(place)
+                self._free.append(slot)
+
+    def _forget(self, place: StatePlace) -> None:
+        slot = self._slot_of.pop(place)
+        del self._place_of[slot]
+        tails = self._tails[place.parent]
+        del tails[place.tail]
+        if not tails:
+            del self._tails[place.parent]
+
+    def check(self) -> None:
+        """Raise if a slot was lost or is used twice."""
+        kept = set(self._slot_of.values())
+        assert len(kept) == len(self._slot_of) == len(self._place_of), "a slot is kept twice"
+        assert not kept & set(self._free), "a kept slot is free"
+        assert len(set(self._free)) == len(self._free), "a slot is free twice"
+        assert (self._readers >= 0).all(), "a state was released twice"
+        assert not self._readers[self._free].any(), "a free slot has readers"
+        count = sum(map(len, self._tails.values()))
+        assert count == len(self._slot_of), "a state is filed under no page"

@@ -1,0 +1,159 @@
+"""Recurrent layers of a step, on any device: the kernels of a backend over the slots of states."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from mainstem.core.step import Step
+from mainstem.kernels.recurrent.segments import Segments, make_segments
+from mainstem.models.block import Attention
+from mainstem.models.recurrence import DeltaSpec, GateOrder, MambaSpec, RecurrentSpec
+from mainstem.models.recurrent_tensors import RecurrentTensors
+from mainstem.models.spec import ModelSpec
+from mainstem.runner.states import DeviceStates, LayerState
+
+
+class Recurrence:
+    """The recurrent layers of a decoder. `kernels` is a backend of kernels/recurrent."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Sequence[RecurrentTensors],
+        states: DeviceStates,
+        kernels: ModuleType,
+    ) -> None:
+        self.states = states
+        self._kernels = kernels
+        self._layers = list(zip(spec.recurrences, tensors, states.layers, strict=True))
+        self._eps = spec.norm.eps
+
+    def run(self, number: int, first: Tensor, segments: Segments) -> Tensor:
+        """Run recurrent layer `number` on the output of its first product; returns the input of its
+        second product, [tokens, out_width]."""
+        spec, tensors, state = self._layers[number]
+        if isinstance(spec, DeltaSpec):
+            return self._delta(spec, tensors, state, first, segments)
+        if isinstance(spec, MambaSpec):
+            return self._mamba(spec, tensors, state, first, segments)
+        before, after, x = first.chunk(3, dim=1)
+        mixed = self._convolved(spec, tensors, state, before * x, segments, is_activated=False)
+        return mixed.mul_(after)
+
+    def _convolved(
+        self,
+        spec: RecurrentSpec,
+        tensors: RecurrentTensors,
+        state: LayerState,
+        x: Tensor,
+        segments: Segments,
+        *,
+        is_activated: bool = True,
+    ) -> Tensor:
+        out = x.new_empty(len(x), spec.conv_channels)
+        self._kernels.convolve(
+            x, tensors.conv, tensors.conv_bias, segments, state.conv, out, is_activated
+        )
+        return out
+
+    def _delta(
+        self,
+        spec: DeltaSpec,
+        tensors: RecurrentTensors,
+        state: LayerState,
+        first: Tensor,
+        segments: Segments,
+    ) -> Tensor:
+        tokens, keys, values = len(first), spec.key_heads * spec.key_dim, spec.out_width
+        inputs, gate, b, a = torch.split(
+            first, [spec.conv_channels, values, spec.value_heads, spec.value_heads], dim=1
+        )
+        mixed = self._convolved(spec, tensors, state, inputs, segments)
+        q, k, v = torch.split(mixed, [keys, keys, values], dim=1)
+        out = first.new_empty(tokens, spec.value_heads, spec.value_dim)
+        self._kernels.delta_rule(
+            q.view(tokens, -1, spec.key_dim),
+            k.view(tokens, -1, spec.key_dim),
+            v.view(tokens, -1, spec.value_dim),
+            a,
+            b,
+            tensors.decay,
+            tensors.dt_bias,
+            segments,
+            state.matrix,
+            out,
+        )
+        out = out.view(tokens, values)
+        self._gated_norm(out, gate, tensors.gain, spec.value_dim, GateOrder.NORM_FIRST)
+        return out
+
+    def _mamba(
+        self,
+        spec: MambaSpec,
+        tensors: RecurrentTensors,
+        state: LayerState,
+        first: Tensor,
+        segments: Segments,
+    ) -> Tensor:
+        tokens, width, shared = len(first), spec.out_width, spec.groups * spec.state_dim
+        inputs, gate, dt = torch.split(first, [spec.conv_channels, width, spec.heads], dim=1)
+        mixed = self._convolved(spec, tensors, state, inputs, segments)
+        x, b, c = torch.split(mixed, [width, shared, shared], dim=1)
+        out = first.new_empty(tokens, spec.heads, spec.head_dim)
+        self._kernels.mamba_scan(
+            x.view(tokens, -1, spec.head_dim),
+            b.view(tokens, -1, spec.state_dim),
+            c.view(tokens, -1, spec.state_dim),
+            dt,
+            tensors.decay,
+            tensors.dt_bias,
+            tensors.skip,
+            spec.dt_limits,
+            segments,
+            state.matrix,
+            out,
+        )
+        out = out.view(tokens, width)
+        self._gated_norm(out, gate, tensors.gain, width // spec.norm_groups, spec.gate_order)
+        return out
+
+    def _gated_norm(
+        self, x: Tensor, gate: Tensor, gain: Tensor | None, group: int, order: GateOrder
+    ) -> None:
+        """In place."""
+        if order is GateOrder.NO_NORM:
+            x.mul_(torch.nn.functional.silu(gate))
+            return
+        is_gate_first = order is GateOrder.GATE_FIRST
+        self._kernels.gated_norm(x, gate, gain, self._eps, x, group=group, gate_first=is_gate_first)
+
+
+def step_segments(step: Step, device: torch.device) -> Segments:
+    """The segments of a step of a model that has recurrent layers."""
+    use = step.states
+    assert use is not None, "a step says nothing of states"
+    return make_segments(
+        use.segment_starts, use.writes, use.seq_segments, use.reads, step.num_decodes, device
+    )
+
+
+class HybridAttention:
+    """Runs each layer of a model that has both: attention, or a recurrence."""
+
+    def __init__(
+        self, spec: ModelSpec, attention: Attention, recurrence: Recurrence, segments: Segments
+    ) -> None:
+        self._page_layers = spec.page_layers
+        self._attention = attention
+        self._recurrence = recurrence
+        self._segments = segments
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        """See Attention.run in models/block.py."""
+        number = self._page_layers[layer]
+        if number is not None:
+            return self._attention.run(number, qkv)
+        before = sum(found is not None for found in self._page_layers[:layer])
+        return self._recurrence.run(layer - before, qkv, self._segments)

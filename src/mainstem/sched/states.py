@@ -1,0 +1,264 @@
+"""States of recurrent layers: which slot each sequence reads and writes, and where states are kept.
+
+    prompt a   |---------- 1,500 shared ----------|----- own ------|
+    prompt b   |---------- 1,500 shared ----------|---- own ----|
+                                                  ^ a's chunk is cut here, and the state is kept:
+                                                    b waits for it, and starts here one step later
+
+A prompt is cut where a queued or running prompt parts from it, at boundaries that its request names
+(the ends of messages), where it parts from a cached prompt, and at its last page. Cuts cost no
+step: a chunk is run in several segments, and the state after each is written to a slot of its own.
+Another sequence can read such a state only in a later step.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from mainstem.core.ids import PageKey, SeqSlot
+from mainstem.core.step import Int32s, StateUse
+from mainstem.kv.keys import PageChain
+from mainstem.kv.states import NO_STATE, StatePlace, StateStore
+from mainstem.kv.store import KVStore, Lookup, Match
+from mainstem.sched.batching import StepWork
+from mainstem.sched.queue import Candidate
+from mainstem.sched.sequence import Sequence
+from mainstem.sched.table import SeqTable
+
+
+class SequenceStates:
+    """The states of running sequences, and the plan of which to keep."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        states: StateStore,
+        table: SeqTable,
+        unfinished: Callable[[], list[Sequence]],
+    ) -> None:
+        """`unfinished` returns the running sequences whose prompts are being computed."""
+        self._store = store
+        self._states = states
+        self._table = table
+        self._unfinished = unfinished
+        self._page_size = store.page_size
+        self._cuts: dict[Sequence, set[int]] = {}  # of prompts that are being computed
+
+    # --- where to start -------------------------------------------------------------------------
+
+    def find(self, found: Candidate, *, whole_pages: bool = False) -> Candidate:
+        """Cut the cached part of a sequence to the deepest state, or make the sequence wait for a
+        state that another one is about to write. With `whole_pages` it does not share a page in
+        part."""
+        chain, match = found.chain, found.match
+        if chain is None or found.awaited is not None:
+            return found
+        page_size = self._page_size
+        num_matched = len(match.pages) * page_size
+        if not whole_pages:
+            num_matched += match.similar_tokens
+        num_reusable = found.sequence.num_reusable(found.num_known)
+        num_wanted, _ = self._states.find(chain, num_reusable)
+        if num_wanted > num_matched and (key := self._page_in_progress(chain, num_wanted)):
+            return replace(found, awaited=key)
+        position, slot = self._states.find(chain, num_matched)
+        while whole_pages and position % page_size:
+            position, slot = self._states.find(chain, position // page_size * page_size)
+        if (name := self._await_fork(found, chain, max(position, num_wanted))) is not None:
+            return replace(found, awaited=name)
+        num_pages, num_more = divmod(position, page_size)
+        similar: int | None = None
+        if num_more:
+            inside = num_pages < len(match.pages)
+            similar = int(match.pages[num_pages]) if inside else match.similar_page
+        cut = Match(match.pages[:num_pages], Lookup.MISS, None, similar, num_more)
+        return replace(found, match=cut, state=slot, num_matched=num_matched)
+
+    def _page_in_progress(self, chain: PageChain, num_tokens: int) -> PageKey | None:
+        """The key of the page that ends the first `num_tokens`, if a step is about to fill it."""
+        depth, num_more = divmod(num_tokens, self._page_size)
+        if not num_more:
+            return None
+        first = depth * self._page_size
+        return self._store.loading_follower(
+            chain.parent(depth), chain.token_ids[first : first + num_more]
+        )
+
+    def _await_fork(self, found: Candidate, chain: PageChain, position: int) -> PageKey | None:
+        """The state to wait for, because a prompt that is being computed will reach it and it is
+        deeper than `position`."""
+        best, tokens = position, chain.token_ids
+        num_reusable = found.sequence.num_reusable(found.num_known)
+        for other in self._unfinished():
+            assert other.slot is not None
+            shared = self._shared(other, chain, tokens, num_reusable)
+            computed = int(self._table.computed[other.slot])
+            if shared >= best + self._page_size and shared > computed:
+                self._cuts.setdefault(other, set()).add(shared)
+                best = shared
+        return StatePlace.of(chain, best).name() if best > position else None
+
+    def _shared(self, other: Sequence, chain: PageChain, tokens: Int32s, most: int) -> int:
+        """How many leading tokens a prompt and a chain have in common, at most `most`. The page
+        in which they part must be one that the prompt fills, or it cannot be found."""
+        if other.chain is None or other.chain.root != chain.root:
+            return 0
+        theirs = other.request.prompt_ids
+        length = min(len(theirs), len(tokens), most)
+        differs = theirs[:length] != tokens[:length]
+        shared = int(differs.argmax()) if differs.any() else length
+        shared = self._findable(shared, len(theirs))
+        if StatePlace.of(other.chain, shared) != StatePlace.of(chain, shared):
+            return 0  # their pages have different names
+        return shared
+
+    def _findable(self, position: int, num_tokens: int) -> int:
+        """The deepest position up to this one whose tokens are in pages that have names, in a
+        prompt of `num_tokens`: its last page is not full."""
+        return min(position, num_tokens // self._page_size * self._page_size)
+
+    def may_start(self) -> bool:
+        """Whether there is a slot for another sequence."""
+        return self._states.has_room()
+
+    def start(
+        self,
+        slot: SeqSlot,
+        found: Candidate,
+        coming: Iterable[Sequence],
+        planned: Iterable[int],
+    ) -> None:
+        """A sequence starts from its state. It is cut where sequences that are `coming` part from
+        it, and at `planned` positions."""
+        own = self._states.take()
+        assert own is not None, "a sequence starts and there is no slot for its state"
+        self._table.state_own[slot] = own
+        self._table.state_read[slot] = found.state
+        self._states.hold(found.state)
+        sequence, chain = found.sequence, found.chain
+        if chain is None:
+            return
+        last = found.num_known - 1  # it is always computed, for its logits
+        request = sequence.request
+        wanted = [last, found.num_matched, request.keep_tokens, *request.boundaries, *planned]
+        cuts = {self._findable(min(position, last), found.num_known) for position in wanted}
+        cuts.add(last // self._page_size * self._page_size)
+        for other in coming:
+            if other is not sequence and other.chain is not None:
+                theirs = other.known_ids()
+                most = other.num_reusable(len(theirs))
+                cuts.add(self._shared(sequence, other.chain, theirs, most))
+        self._cuts[sequence] = cuts
+
+    def meet(self, arrived: Sequence) -> None:
+        """A sequence was queued: cut the prompts that are being computed where it parts from
+        them."""
+        if (chain := arrived.chain) is None:
+            return
+        known = arrived.known_ids()
+        most = arrived.num_reusable(len(known))
+        for other in self._unfinished():
+            self._cuts.setdefault(other, set()).add(self._shared(other, chain, known, most))
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def use(self, work: StepWork) -> tuple[StateUse, list[PageKey]]:
+        """The slots of the step that is being made. Also returns the names of states that nobody
+        has to wait for any longer: they can be read from the next step on, or are not kept."""
+        table, decodes = self._table, work.decodes
+        slots = np.concatenate([decodes, np.array([c.slot for c in work.chunks], np.int32)])
+        own, reads = table.state_own[slots], table.state_read[slots]
+        table.state_read[slots] = own
+        starts, writes, counts = list[int](), own[: len(decodes)].tolist(), list[int]()
+        kept: dict[StatePlace, int] = {}
+        names: list[PageKey] = []
+        held_next: list[int] = []
+        first = len(decodes)
+        for chunk in work.chunks:
+            begin, end = chunk.num_before, chunk.num_before + len(chunk.token_ids)
+            num_segments = 1
+            last = int(table.state_own[chunk.slot])
+            for position in self._take_cuts(chunk.slot, end):
+                place = self._place(chunk.slot, position)
+                names.append(place.name())
+                if place in kept or self._states.has(place):
+                    continue
+                if (free := self._states.take()) is None:
+                    continue
+                kept[place] = free
+                if position == end:
+                    last = free
+                else:
+                    starts.append(first + position - begin)
+                    writes.append(free)
+                    num_segments += 1
+            if last != table.state_own[chunk.slot]:
+                table.state_read[chunk.slot] = last
+                held_next.append(last)
+            first += len(chunk.token_ids)
+            starts.append(first)
+            writes.append(last)
+            counts.append(num_segments)
+        for place, free in kept.items():
+            self._states.keep(place, free)
+        for state in held_next:
+            self._states.hold(state)
+        self._states.release(reads[(reads != own) & (reads != NO_STATE)])
+        ones = np.arange(len(decodes) + 1, dtype=np.int32)
+        segments = len(decodes) + np.cumsum(counts, dtype=np.int32)
+        return StateUse(
+            reads=reads,
+            segment_starts=np.concatenate([ones, np.array(starts, np.int32)]),
+            writes=np.array(writes, np.int32),
+            seq_segments=np.concatenate([ones, segments]),
+        ), names
+
+    def _take_cuts(self, slot: SeqSlot, end: int) -> list[int]:
+        """The planned positions up to `end`, in order; they are done with."""
+        sequence = self._table.sequence(slot)
+        if (planned := self._cuts.get(sequence)) is None:
+            return []
+        reached = {position for position in planned if position <= end}
+        planned -= reached
+        if end >= self._table.prefill_end[slot]:
+            del self._cuts[sequence]
+        begin = int(self._table.computed[slot])
+        return sorted(p for p in reached if p > max(begin, self._page_size - 1))
+
+    def _place(self, slot: SeqSlot, position: int) -> StatePlace:
+        sequence = self._table.sequence(slot)
+        assert sequence.chain is not None
+        chain = sequence.chain
+        if position > len(chain.token_ids):  # tokens of an answer, after a preemption
+            chain = chain.extended(self._table.tokens(slot, 0, position))
+        return StatePlace.of(chain, position)
+
+    def leave(self, slot: SeqSlot) -> list[PageKey]:
+        """A sequence leaves: keep its state, if it is known which tokens are in it. Returns the
+        names of states that it will not write any more."""
+        table, sequence = self._table, self._table.sequence(slot)
+        planned = self._cuts.pop(sequence, set())
+        names = [self._place(slot, position).name() for position in planned]
+        own, read = int(table.state_own[slot]), int(table.state_read[slot])
+        if read not in (own, NO_STATE):
+            self._states.release(np.array([read], np.int32))
+        num_tokens = int(table.computed[slot])
+        num_known = int(table.prompt_len[slot]) + table.num_read_back(slot)
+        is_useful = self._page_size <= num_tokens <= num_known
+        if sequence.chain is None or read != own or not is_useful:
+            self._states.give_back(own)
+            return names
+        chain = sequence.chain
+        if num_tokens > len(chain.token_ids):
+            chain = chain.extended(table.tokens(slot, 0, num_tokens))
+        depth, num_more = divmod(num_tokens, self._page_size)
+        if num_more:
+            self._store.name_tail(chain, num_tokens, int(table.page_table[slot, depth]))
+        self._states.keep(StatePlace.of(chain, num_tokens), own)
+        return names
+
+    def clear(self) -> None:
+        """After a failed step: no state can be trusted."""
+        self._cuts.clear()
+        self._states.clear()
