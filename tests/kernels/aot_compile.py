@@ -69,6 +69,17 @@ from mainstem.kernels.memory.copy import _copy_slots_kernel
 from mainstem.kernels.memory.rotate import _rerotate_kernel
 from mainstem.kernels.memory.transfer import _spread_kernel
 from mainstem.kernels.memory.upload import _move_kernel
+from mainstem.kernels.recurrent.blocks import lanes_of, tile_options
+from mainstem.kernels.recurrent.conv import _convolve_decode_kernel, _convolve_kernel
+from mainstem.kernels.recurrent.delta import (
+    _delta_decode_kernel,
+    _delta_pass_kernel,
+    _delta_solve_kernel,
+    pass_columns,
+)
+from mainstem.kernels.recurrent.gated_norm import _gated_norm_kernel
+from mainstem.kernels.recurrent.scan import _scan_decode_kernel, _scan_kernel, scan_columns
+from mainstem.kernels.recurrent.segments import TILE
 from mainstem.kernels.sampling.sample import (
     _argmax_kernel,
     _collect_kernel,
@@ -91,13 +102,15 @@ INT_POINTERS = (
     "plan_ptr", "positions_ptr", "source_ptr", "target_ptr", "shift_ptr", "tickets_ptr",
     "arrived_ptr", "top_k_ptr", "few_ids_ptr", "top_ids_ptr", "ids_ptr", "counts_ptr",
     "sorted_ptr", "sorted_experts_ptr", "ends_ptr", "tile_experts_ptr", "tile_starts_ptr",
-    "tile_ends_ptr", "tile_count_ptr", "experts_ptr", "factors_ptr",
+    "tile_ends_ptr", "tile_count_ptr", "experts_ptr", "factors_ptr", "starts_ptr", "writes_ptr",
+    "seq_segments_ptr", "reads_ptr", "tile_writes_ptr", "seq_tiles_ptr",
 )  # fmt: skip
 LONG_POINTERS = ("slots_ptr", "best_ptr", "survey_ptr", "keys_ptr")
 FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
     "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
-    "weights_ptr", "shared_weights_ptr", "sinks_ptr",
+    "weights_ptr", "shared_weights_ptr", "sinks_ptr", "a_log_ptr", "dt_bias_ptr", "d_ptr",
+    "matrix_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
 SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # on Hopper, and on consumer cards
@@ -118,7 +131,7 @@ class Job:
 def _type_of(name: str) -> str:
     if name in ("k_rows", "v_rows"):
         return "tensordesc<bf16[64, 128]>"
-    if name in ("scale", "eps"):
+    if name in ("scale", "eps", "least", "most"):
         return "fp32"
     if not name.endswith("_ptr"):
         return "i32"
@@ -416,6 +429,48 @@ def _packed_jobs(target: str) -> Iterator[Job]:
             )
 
 
+def _recurrent_jobs(target: str) -> Iterator[Job]:
+    overlaps = {"OVERLAPS": target == "sm_90"}
+    for kernel in (2, 4):
+        taps = {"KERNEL": kernel, "ACTIVATION": True, **overlaps}
+        no_bias = _nothing("bias_ptr") if kernel == 4 else {}
+        yield Job(_convolve_decode_kernel, {**taps, **no_bias, "BLOCK": 512})
+        yield Job(_convolve_kernel, {**taps, **no_bias, "TOKENS": 16, "BLOCK": 128})
+    for gate_first, group, groups in ((False, 128, 16), (True, 8192, 1)):
+        norm = {"WIDTH": 8192, "GROUP": group, "LANES": group, "GROUPS": groups,
+                "IS_ONE_GAIN": group == 128, "GATE_FIRST": gate_first, **overlaps}  # fmt: skip
+        yield Job(_gated_norm_kernel, norm, options={"num_warps": group * groups // 512})
+    dots = {"PRECISION": "tf32", "UPCAST": False, "TILE": TILE, **overlaps}
+    wide = {**dots, "PRECISION": "ieee"}
+    heads = ("q", "k", "v", "x", "b", "c", "a", "dt", "own", "of_state", "scores", "out")
+    floats = {f"{name}_ptr": "*fp32" for name in heads}
+    is_hopper = target == "sm_90"
+    for dim in (128, 256):
+        for job in _state_jobs(dim, 2, dots, is_hopper):
+            yield Job(*job, most_shared=SHARED_BYTES[is_hopper])
+    for kernel, constants, types, options in _state_jobs(64, 4, wide, is_hopper):
+        more = {name: kind for name, kind in floats.items() if name in kernel.arg_names}
+        yield Job(kernel, constants, {**types, **more}, options)
+
+
+def _state_jobs(
+    dim: int, size: int, dots: Mapping[str, object], is_hopper: bool
+) -> Iterator[tuple[triton.JITFunction, dict[str, object], dict[str, str], dict[str, int]]]:
+    """Delta rule and scan, with elements of `size` bytes: kernel, constants, types, options."""
+    overlaps, lanes, warps = {"OVERLAPS": dots["OVERLAPS"]}, lanes_of(dim), {"num_warps": 4}
+    tiles, factors = tile_options(dim, size, is_hopper), {"factors_ptr": "*fp32"}
+    delta = {"GROUP": 3, "K": dim, "V": dim}
+    yield _delta_decode_kernel, {**delta, **overlaps, "K_LANES": lanes, "BLOCK_V": 32}, {}, warps
+    solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
+    alone = {"num_warps": 4 if size == 2 else 8, "num_stages": 1}
+    yield _delta_solve_kernel, solve, factors, alone
+    columns: dict[str, object] = {"K_LANES": lanes, "BLOCK_V": pass_columns(dim, size)}
+    yield _delta_pass_kernel, {**delta, **dots, **columns}, factors, tiles
+    scan = {"GROUP": 16, "N": dim, "P": 64, "N_LANES": lanes}
+    yield _scan_decode_kernel, {**scan, **overlaps, "BLOCK_P": 32}, {}, warps
+    yield _scan_kernel, {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size)}, {}, tiles
+
+
 def _copy_jobs() -> Iterator[Job]:
     types = {"layers_ptr": "*i32", "pages_ptr": "*i32", "buffer_ptr": "*i32"}
     yield Job(_spread_kernel, {"TILE": 2048}, types)
@@ -433,6 +488,7 @@ def _jobs(target: str) -> Iterator[Job]:
     yield from _other_jobs(target)
     yield from _expert_jobs(target)
     yield from _packed_jobs(target)
+    yield from _recurrent_jobs(target)
 
 
 def _text(kernel: triton.JITFunction, seen: set[str]) -> Iterator[str]:

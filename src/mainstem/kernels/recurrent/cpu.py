@@ -93,7 +93,7 @@ def convolve(
     weight: [channels, kernel]; conv: [slots, kernel - 1, channels], the last inputs, oldest first.
     """
     kernel = weight.shape[1]
-    taps = weight.float().t()
+    taps = weight.float().t().contiguous()
 
     def finish(total: Tensor, tokens: slice) -> None:
         if bias is not None:

@@ -1,0 +1,219 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""Causal convolutions of single channels over up to 4 tokens, as Triton kernels. A sequence's first
+tokens need inputs of the last step, which are in a slot; after each segment the last inputs are
+written to a slot, perhaps to the same one. So the program that computes a sequence's first tokens
+reads the old inputs, and after that writes the slots of all its segments; the other programs of the
+sequence need only inputs of this step."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv, next_power_of_2
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+from mainstem.kernels.recurrent.blocks import DTYPES, read_state, write_state
+from mainstem.kernels.recurrent.segments import Segments
+
+TILE_TOKENS, TILE_CHANNELS = 16, 128  # of programs that are no decodes
+DECODE_CHANNELS = 512
+KERNELS = (2, 3, 4)
+
+
+@triton.jit
+def _bias_of(bias_ptr, channels, is_channel):
+    if bias_ptr is None:
+        bias = tl.zeros_like(channels).to(tl.float32)
+    else:
+        bias = tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def _old_rows(conv_ptr, slot, channels, is_channel, stride_slot, size, KERNEL: tl.constexpr):
+    """The inputs before the first token: rows 0, 1 and 2 of a slot, as far as there are any."""
+    first = read_state(conv_ptr, slot, channels, is_channel, stride_slot)
+    second = first
+    third = first
+    if KERNEL > 2:
+        second = read_state(conv_ptr, slot, size + channels, is_channel, stride_slot)
+    if KERNEL > 3:
+        third = read_state(conv_ptr, slot, 2 * size + channels, is_channel, stride_slot)
+    return first, second, third
+
+
+@triton.jit
+def _convolve_decode_kernel(
+    x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr, writes_ptr, reads_ptr,
+    size, stride_x, stride_slot, stride_out,
+    KERNEL: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per token and BLOCK channels. A thread has the same channels throughout, and
+    reads their old inputs before it writes."""
+    token = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_channel = channels < size
+    total = _bias_of(bias_ptr, channels, is_channel)
+    wait_for_ahead(OVERLAPS)
+    slot = tl.load(reads_ptr + token)
+    write = tl.load(writes_ptr + token)
+    row = token.to(tl.int64)
+    x = tl.load(x_ptr + row * stride_x + channels, mask=is_channel, other=0.0)
+    first, second, third = _old_rows(
+        conv_ptr, slot, channels, is_channel, stride_slot, size, KERNEL
+    )
+    for tap in tl.static_range(KERNEL):
+        weight = tl.load(weight_ptr + channels * KERNEL + tap, mask=is_channel, other=0.0)
+        if tap == KERNEL - 1:
+            value = x
+        elif tap == 0:
+            value = first
+        elif tap == 1:
+            value = second
+        else:
+            value = third
+        total += value.to(tl.float32) * weight.to(tl.float32)
+        if tap > 0:
+            cells = (tap - 1) * size + channels
+            write_state(conv_ptr, write, cells, is_channel, stride_slot, value)
+    if ACTIVATION:
+        total = total * tl.sigmoid(total)
+    out_ptrs = out_ptr + row * stride_out + channels
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_channel)
+
+
+@triton.jit
+def _write_inputs(
+    x_ptr, conv_ptr, starts_ptr, writes_ptr, segment, end_segment, begin, second, third,
+    channels, is_channel, stride_x, stride_slot, size, KERNEL: tl.constexpr,
+):  # fmt: skip
+    """Write the last inputs after each segment of a sequence, which begins at token `begin`."""
+    for index in range(segment, end_segment):
+        tokens = tl.load(starts_ptr + index + 1) - begin
+        write = tl.load(writes_ptr + index)
+        for row in tl.static_range(KERNEL - 1):
+            source = tokens + row  # counted from the oldest of the old inputs
+            is_new = tl.zeros_like(channels) + source >= KERNEL - 1
+            token = (begin + source - (KERNEL - 1)).to(tl.int64)
+            value = tl.load(
+                x_ptr + token * stride_x + channels, mask=is_channel & is_new, other=0.0
+            )
+            if KERNEL > 2:
+                value = tl.where(source == 1, second, value)
+            if KERNEL > 3:
+                value = tl.where(source == 2, third, value)
+            write_state(conv_ptr, write, row * size + channels, is_channel, stride_slot, value)
+
+
+@triton.jit(do_not_specialize=("first_seq",))
+def _convolve_kernel(
+    x_ptr, weight_ptr, bias_ptr, conv_ptr, out_ptr,
+    starts_ptr, writes_ptr, seq_segments_ptr, reads_ptr,
+    size, first_seq, stride_x, stride_slot, stride_out,
+    KERNEL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per TOKENS tokens of a sequence and BLOCK channels."""
+    tile = tl.program_id(0)
+    seq = first_seq + tl.program_id(1)
+    channels = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_channel = channels < size
+    bias = _bias_of(bias_ptr, channels, is_channel)
+    wait_for_ahead(OVERLAPS)
+    segment = tl.load(seq_segments_ptr + seq)
+    end_segment = tl.load(seq_segments_ptr + seq + 1)
+    begin = tl.load(starts_ptr + segment)
+    tokens = tl.load(starts_ptr + end_segment) - begin
+    if tile * TOKENS < tokens:
+        slot = tl.load(reads_ptr + seq)
+        rows = tile * TOKENS + tl.arange(0, TOKENS)
+        is_cell = (rows < tokens)[:, None] & is_channel[None, :]
+        total = tl.zeros([TOKENS, BLOCK], tl.float32) + bias[None, :]
+        for tap in tl.static_range(KERNEL):
+            weight = tl.load(weight_ptr + channels * KERNEL + tap, mask=is_channel, other=0.0)
+            source = rows - (KERNEL - 1) + tap  # the token, or before this step if negative
+            is_new = (source >= 0)[:, None]
+            new_ptrs = x_ptr + (begin + source).to(tl.int64)[:, None] * stride_x + channels[None, :]
+            value = tl.load(new_ptrs, mask=is_cell & is_new, other=0.0).to(tl.float32)
+            if tap < KERNEL - 1:
+                is_old = is_cell & (source < 0)[:, None]
+                cells = (source + (KERNEL - 1))[:, None] * size + channels[None, :]
+                old = read_state(conv_ptr, slot, cells, is_old, stride_slot)
+                value += old.to(tl.float32)
+            total += value * weight.to(tl.float32)[None, :]
+        if ACTIVATION:
+            total = total * tl.sigmoid(total)
+        out_ptrs = out_ptr + (begin + rows).to(tl.int64)[:, None] * stride_out + channels[None, :]
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_cell)
+        if tile == 0:
+            _, second, third = _old_rows(
+                conv_ptr, slot, channels, is_channel, stride_slot, size, KERNEL
+            )
+            tl.debug_barrier()  # all threads have read the old inputs
+            _write_inputs(
+                x_ptr, conv_ptr, starts_ptr, writes_ptr, segment, end_segment, begin, second, third,
+                channels, is_channel, stride_x, stride_slot, size, KERNEL,
+            )  # fmt: skip
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segments: Segments,
+    conv: Tensor,
+    out: Tensor,
+    activation: bool,
+) -> None:
+    """Write the causal convolution of each channel of x [tokens, channels] to `out`, followed by
+    SiLU if `activation`.
+
+    weight: [channels, kernel]; conv: [slots, kernel - 1, channels], the last inputs, oldest first.
+    """
+    size, kernel = weight.shape
+    _check(x, weight, bias, conv, out)
+    options = {"KERNEL": kernel, "ACTIVATION": activation, **overlap_options(x.device)}
+    if segments.num_decodes:
+        block = min(next_power_of_2(size), DECODE_CHANNELS)
+        _convolve_decode_kernel[(cdiv(size, block), segments.num_decodes)](
+            x, weight, bias, conv, out, segments.writes, segments.reads,
+            size, x.stride(0), conv.stride(0), out.stride(0), BLOCK=block, **options,
+        )  # fmt: skip
+    if segments.num_decodes < segments.num_seqs:
+        grid = (
+            cdiv(segments.max_tokens, TILE_TOKENS),
+            segments.num_seqs - segments.num_decodes,
+            cdiv(size, TILE_CHANNELS),
+        )
+        _convolve_kernel[grid](
+            x, weight, bias, conv, out,
+            segments.starts, segments.writes, segments.seq_segments, segments.reads,
+            size, segments.num_decodes, x.stride(0), conv.stride(0), out.stride(0),
+            TOKENS=TILE_TOKENS, BLOCK=TILE_CHANNELS, **options,
+        )  # fmt: skip
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, conv: Tensor, out: Tensor) -> None:
+    size, kernel = weight.shape
+    if kernel not in KERNELS:
+        raise LayoutError(f"convolutions must be over 2, 3 or 4 tokens, got {kernel}")
+    for name, rows in (("x", x), ("out", out)):
+        if tuple(rows.shape) != (len(x), size) or rows.stride(1) != 1:
+            raise LayoutError(
+                f"{name} must be [{len(x)}, {size}] with a contiguous last axis, "
+                f"got {tuple(rows.shape)}"
+            )
+    if x.dtype not in DTYPES or x.dtype != conv.dtype or x.dtype != out.dtype:
+        raise LayoutError(
+            f"x, conv and out must be bfloat16, float16 or float32, all the same, "
+            f"got {x.dtype}, {conv.dtype} and {out.dtype}"
+        )
+    if tuple(conv.shape[1:]) != (kernel - 1, size) or not conv[:1].is_contiguous():
+        raise LayoutError(
+            f"conv must be [slots, {kernel - 1}, {size}], contiguous in a slot, "
+            f"got {tuple(conv.shape)}"
+        )
+    is_whole = bias is None or (tuple(bias.shape) == (size,) and bias.is_contiguous())
+    if not weight.is_contiguous() or not is_whole:
+        raise LayoutError(f"weight [{size}, {kernel}] and bias [{size}] must be contiguous")

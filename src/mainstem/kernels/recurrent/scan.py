@@ -1,0 +1,193 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# ruff: noqa: PLR0917
+"""The recurrence of Mamba-2 as Triton kernels. A decode reads its state once and writes it once.
+Other sequences are computed in tiles of 64 tokens. With G_i the product of a tile's decays up to
+token i, and S the state before the tile:
+
+    y_i = G_i c_i^T S + sum_{j<=i} (G_i/G_j) (c_i . b_j) dt_j x_j + d x_i
+    S'  = G_n S + sum_j (G_n/G_j) b_j dt_j x_j^T
+
+A program goes from tile to tile with some columns of S in registers.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mainstem.kernels.errors import LayoutError
+from mainstem.kernels.host import cdiv
+from mainstem.kernels.overlap import overlap_options, wait_for_ahead
+from mainstem.kernels.recurrent.blocks import (
+    check_gates,
+    check_heads,
+    check_matrix,
+    check_per_head,
+    dot_options,
+    has_large_memory,
+    lanes_of,
+    log_decay,
+    product,
+    read_state,
+    rows_of,
+    softplus,
+    tile_options,
+    write_state,
+)
+from mainstem.kernels.recurrent.segments import TILE, Segments
+
+DECODE_COLUMNS = 32
+
+
+@triton.jit
+def _scan_decode_kernel(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
+    writes_ptr, reads_ptr,
+    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, least, most,
+    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, N_LANES: tl.constexpr,
+    BLOCK_P: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence, head and BLOCK_P columns of its state."""
+    blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+    dims = tl.arange(0, N_LANES)
+    columns = (tl.program_id(0) % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_dim, is_column = dims < N, columns < P
+    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+    skip = tl.load(d_ptr + head)
+    wait_for_ahead(OVERLAPS)
+    slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
+    cells = head * N * P + dims[:, None] * P + columns[None, :]
+    is_cell = is_dim[:, None] & is_column[None, :]
+    state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+    token = seq.to(tl.int64)
+    group_cells = (head // GROUP) * N + dims
+    b = tl.load(b_ptr + token * stride_b + group_cells, mask=is_dim, other=0.0).to(tl.float32)
+    c = tl.load(c_ptr + token * stride_c + group_cells, mask=is_dim, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * stride_x + head * P + columns, mask=is_column, other=0.0)
+    x = x.to(tl.float32)
+    dt = softplus(tl.load(dt_ptr + token * stride_dt + head).to(tl.float32) + dt_bias)
+    dt = tl.minimum(tl.maximum(dt, least), most)
+    state = state * tl.exp(log_decay(dt, a_log)) + (dt * b)[:, None] * x[None, :]
+    out = tl.sum(c[:, None] * state, 0) + skip * x
+    write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
+    out_ptrs = out_ptr + token * stride_out + head * P + columns
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit(do_not_specialize=("first_seq",))
+def _scan_kernel(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
+    tile_starts_ptr, tile_ends_ptr, tile_writes_ptr, seq_tiles_ptr, reads_ptr,
+    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, first_seq, least, most,
+    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, N_LANES: tl.constexpr,
+    BLOCK_P: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence, head and BLOCK_P columns of its state, tile by tile."""
+    blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+    skip = tl.load(d_ptr + head)
+    wait_for_ahead(OVERLAPS)
+    ids, dims = tl.arange(0, TILE), tl.arange(0, N_LANES)
+    columns = (tl.program_id(0) % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+    cells = head * N * P + dims[:, None] * P + columns[None, :]
+    is_cell = (dims < N)[:, None] & (columns < P)[None, :]
+    slot = tl.load(reads_ptr + first_seq + seq)
+    state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+
+    element = x_ptr.dtype.element_ty
+    x_ptr += head * P
+    b_ptr += (head // GROUP) * N
+    c_ptr += (head // GROUP) * N
+    for tile in range(tl.load(seq_tiles_ptr + seq), tl.load(seq_tiles_ptr + seq + 1)):
+        start = tl.load(tile_starts_ptr + tile)
+        is_row = ids < tl.load(tile_ends_ptr + tile) - start
+        write = tl.load(tile_writes_ptr + tile)
+        tokens = (start + ids).to(tl.int64)
+        dt = tl.load(dt_ptr + tokens * stride_dt + head, mask=is_row, other=0.0).to(tl.float32)
+        dt = tl.minimum(tl.maximum(softplus(dt + dt_bias), least), most)
+        dt = tl.where(is_row, dt, 0.0)
+        total = tl.cumsum(log_decay(dt, a_log), 0)
+        last = tl.min(total, 0)
+        b = rows_of(b_ptr, tokens, is_row, dims, stride_b, N)
+        c = rows_of(c_ptr, tokens, is_row, dims, stride_c, N)
+        x = rows_of(x_ptr, tokens, is_row, columns, stride_x, P)
+        between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * dt[None, :]
+        scores = product(c, tl.trans(b), element, PRECISION, UPCAST) * between
+        scores = tl.where(ids[:, None] >= ids[None, :], scores, 0.0)
+        out = product(c, state, element, PRECISION, UPCAST) * tl.exp(total)[:, None]
+        out += product(scores, x, element, PRECISION, UPCAST)
+        wide = x.to(tl.float32)
+        out += skip * wide
+        out_ptrs = out_ptr + tokens[:, None] * stride_out + head * P + columns[None, :]
+        is_out = is_row[:, None] & (columns < P)[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_out)
+        wide = wide * (dt * tl.exp(tl.minimum(last - total, 0.0)))[:, None]
+        state = state * tl.exp(last)
+        state += product(tl.trans(b), wide, element, PRECISION, UPCAST)
+        if write >= 0:
+            write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
+
+
+def mamba_scan(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    d: Tensor,
+    limits: tuple[float, float],
+    segments: Segments,
+    matrix: Tensor,
+    out: Tensor,
+) -> None:
+    """Write the output of Mamba-2's recurrence to `out` [tokens, heads, head_dim].
+
+    x: like out; b, c: [tokens, groups, state_dim]; dt: [tokens, heads], not activated; a_log,
+    dt_bias, d: [heads] fp32; limits: of dt; matrix: [slots, heads, state_dim, head_dim] fp32.
+    """
+    tokens, heads, head_dim = x.shape
+    groups, state_dim = b.shape[1:]
+    for name, rows in (("x", x), ("b", b), ("c", c), ("out", out)):
+        check_heads(name, rows, tokens, x.dtype)
+    if b.shape != c.shape or x.shape != out.shape or heads % groups:
+        raise LayoutError(
+            f"x and out must agree, b and c too, and have a divisor of x's {heads} heads, "
+            f"got {tuple(x.shape)}, {tuple(out.shape)}, {tuple(b.shape)} and {tuple(c.shape)}"
+        )
+    check_gates("dt", dt, tokens, heads)
+    for name, each in (("a_log", a_log), ("dt_bias", dt_bias), ("d", d)):
+        check_per_head(name, each, heads)
+    check_matrix(matrix, (heads, state_dim, head_dim))
+    decodes, lanes = segments.num_decodes, lanes_of(state_dim)
+    strides = (
+        x.stride(0), b.stride(0), c.stride(0), dt.stride(0), matrix.stride(0), out.stride(0),
+    )  # fmt: skip
+    common = {
+        "GROUP": heads // groups, "N": state_dim, "P": head_dim, "N_LANES": lanes,
+        **overlap_options(x.device),
+    }  # fmt: skip
+    if decodes:
+        block = min(lanes_of(head_dim), DECODE_COLUMNS)
+        _scan_decode_kernel[(heads * cdiv(head_dim, block), decodes)](
+            x, b, c, dt, a_log, dt_bias, d, matrix, out, segments.writes, segments.reads,
+            *strides, *limits, BLOCK_P=block, **common,
+        )  # fmt: skip
+    tiles = segments.tiles
+    if tiles is not None:
+        block = scan_columns(state_dim, head_dim, x.element_size())
+        grid = (heads * cdiv(head_dim, block), segments.num_seqs - decodes)
+        _scan_kernel[grid](
+            x, b, c, dt, a_log, dt_bias, d, matrix, out,
+            tiles.starts, tiles.ends, tiles.writes, tiles.seq_tiles, segments.reads,
+            *strides, decodes, *limits, BLOCK_P=block, TILE=TILE, **dot_options(x), **common,
+            **tile_options(state_dim, x.element_size(), has_large_memory(x.device)),
+        )  # fmt: skip
+
+
+def scan_columns(state_dim: int, head_dim: int, element_size: int) -> int:
+    """The columns of a state in one program: states stay in registers."""
+    most = 8192 // lanes_of(state_dim) if element_size == 2 else 16
+    return min(lanes_of(head_dim), max(most, 16), 64)
