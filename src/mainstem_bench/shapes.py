@@ -45,6 +45,11 @@ _GEMMA3 = {
     "rope_local_base_freq": 10_000.0, "hidden_activation": "gelu_pytorch_tanh",
     "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "tie_word_embeddings": True,
 }  # fmt: skip
+_QWEN36 = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
 _CONFIGS: dict[str, dict[str, object]] = {
     "llama31-8b": _llama(4096, 14336, 32, 32, 8, 128, 128_256, 500_000.0),
     "llama31-70b": _llama(8192, 28672, 80, 64, 8, 128, 128_256, 500_000.0),
@@ -70,6 +75,18 @@ _CONFIGS: dict[str, dict[str, object]] = {
         "Qwen3MoeForCausalLM",
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+    "qwen36-27b": _like(
+        _llama(5120, 17408, 64, 24, 4, 256, 248_320, 1e7),
+        "Qwen3_5ForCausalLM",
+        **_QWEN36 | {"linear_num_value_heads": 48},
+    ),
+    "qwen36-35b-a3b": _like(
+        _llama(2048, 512, 40, 16, 2, 256, 248_320, 1e7),
+        "Qwen3_5MoeForCausalLM",
+        **_QWEN36 | {"linear_num_value_heads": 32},
+        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
     ),
     "gemma3-12b": _like(
         _llama(3840, 15360, 48, 16, 8, 256, 262_208, 1e6), "Gemma3ForCausalLM", **_GEMMA3

@@ -67,6 +67,12 @@ _CONFIGS: dict[str, Mapping[str, object]] = {
         "num_experts": 6, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1,
         "mlp_only_layers": [0],
     },
+    "Qwen3_5MoeForCausalLM": _EXPERTS | {
+        "num_experts": 6, "shared_expert_intermediate_size": 48, "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25,
+    },
     "GptOssForCausalLM": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
         "sliding_window": 14, "attention_bias": True, "swiglu_limit": 7.0,

@@ -23,7 +23,8 @@ from tests.runner.test_gpu import answers
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-QUICK = ("PhiForCausalLM", "Qwen2MoeForCausalLM")  # LayerNorm with parallel blocks; experts
+# LayerNorm with parallel blocks; experts; recurrent layers
+QUICK = ("PhiForCausalLM", "Qwen2MoeForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 def prompts() -> list[list[int]]:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.torch
 
 Call = tuple[int, Launches, int]  # size, launches and which piece
 NUM_PIECES = 3
+LAYERS = range(NUM_PIECES * LAYERS_AT_ONCE)
 KINDS = (ALL_LAUNCHES, Launches(large=False, merge=True), Launches(large=False, merge=False))
 EVERY_KIND = [Launches(large, merge) for large in (False, True) for merge in (False, True)]
 
@@ -55,7 +56,7 @@ def order() -> Order:
 
 @pytest.fixture
 def graphs(order: Order, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    made = StepGraphs(GRAPH_SIZES, KINDS, Recorder(monkeypatch).wrap(order.pieces_of))
+    made = StepGraphs(GRAPH_SIZES, KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
     sizes = [call[0] for call in order.calls if isinstance(call, tuple)]
     assert sizes == sorted(sizes, reverse=True), "the largest is first: the others use its memory"
     order.calls.clear()
@@ -125,7 +126,7 @@ def test_steps_that_move_pages_or_copy_what_they_write_or_load_have_no_graph(
 
 
 def test_without_sizes_no_step_has_a_graph(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = StepGraphs((), KINDS, Recorder(monkeypatch).wrap(order.pieces_of))
+    graphs = StepGraphs((), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
     assert graphs.size_for(a_step_of(1)) is None
     assert order.calls == []
 
@@ -134,5 +135,5 @@ def test_every_piece_runs_once_before_it_is_captured(
     order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No kernel may be compiled, and no algorithm chosen, during a capture."""
-    StepGraphs((4,), KINDS, Recorder(monkeypatch).wrap(order.pieces_of))
+    StepGraphs((4,), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
     assert order.calls == [(4, kind, index) for kind in KINDS for index in range(NUM_PIECES)]

@@ -37,6 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(
         self,
+        *,
         num_pages: int,
         page_size: int,
         chunk_tokens: int,

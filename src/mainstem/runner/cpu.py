@@ -115,7 +115,9 @@ class CpuRunner:
         token_ids, rows, decoder = inputs.token_ids, inputs.hidden_rows, self._decoder
         if self._recurrence is not None:
             segments = step_segments(step, torch.device("cpu"))
-            hybrid = HybridAttention(decoder.spec, planned, self._recurrence, segments)
+            hybrid = HybridAttention(
+                decoder.spec, planned, self._recurrence, segments, step.num_tokens
+            )
             return decoder.forward(token_ids, rows, hybrid, gate), []
         if not step.weighings:
             return decoder.forward(token_ids, rows, planned, gate), []

@@ -24,8 +24,9 @@ from mainstem.kernels.attention.plan import Launches
 from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.upload import move_words
+from mainstem.kernels.recurrent.segments import Segments
 from mainstem.kernels.sampling.sample import argmax
-from mainstem.models.block import Gate, OpenGate
+from mainstem.models.block import Attention, Gate, OpenGate
 from mainstem.models.gpu.decoder import GpuDecoder
 from mainstem.models.gpu.linears import Rows
 from mainstem.runner.gates import LAYERS_AT_ONCE, Loads
@@ -33,6 +34,7 @@ from mainstem.runner.gpu_attention import GpuAttention
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import FEW_TOKENS, StepGraphs
+from mainstem.runner.recurrence import DecodeStates, HybridAttention, Recurrence, step_segments
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs, to_host
 from mainstem.runner.uploads import Uploads
 from mainstem.runner.weighing import WeighingAttention
@@ -72,7 +74,13 @@ class GpuRunner:
         max_tokens: int,
         device: torch.device,
         gate: Gate | None = None,
+        recurrence: Recurrence | None = None,
     ) -> None:
+        """`recurrence` runs the recurrent layers, if there are some."""
+        self._recurrence = recurrence
+        self._decode_states: DecodeStates | None = None
+        if recurrence is not None:
+            self._decode_states = DecodeStates(max_tokens, recurrence.states.num_states, device)
         self._decoder = decoder
         self._pages = pages
         self._attention = attention
@@ -122,7 +130,8 @@ class GpuRunner:
             attention.plan(_one_key_each(tokens), np.zeros(tokens, np.int32))
             for launches in attention.kinds_of_steps:
                 attention.bind(inputs, launches)
-                hidden = decoder.forward(inputs.token_ids, None, attention, self._gate)
+                mixer = self._decode_mixer(tokens)
+                hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
             rows = min(tokens, len(self._logits))
             argmax(decoder.logits(hidden[:rows], self._logits[:rows]))
         forget_constants()
@@ -130,7 +139,9 @@ class GpuRunner:
             decoder.touch(rows)
             if rows <= len(self._logits):
                 decoder.logits(hidden_rows[:rows], self._logits[:rows])
-        self._graphs = StepGraphs(graph_sizes, attention.kinds_of_steps, self._pieces)
+        self._graphs = StepGraphs(
+            graph_sizes, attention.kinds_of_steps, self._pieces, decoder.spec.page_layers
+        )
         torch.cuda.synchronize(self._device)
 
     def launch(self, step: Step) -> GpuStep:
@@ -216,7 +227,7 @@ class GpuRunner:
             self._attention.bind(inputs, launches)
             token_ids, rows = inputs.token_ids, inputs.hidden_rows
             if not step.weighings:
-                return decoder.forward(token_ids, rows, self._attention, gate), []
+                return decoder.forward(token_ids, rows, self._mixer(step), gate), []
             attention = WeighingAttention(
                 self._attention, decoder.spec, self._pages, decoder.sinks, step, self._device
             )
@@ -224,21 +235,41 @@ class GpuRunner:
             masses = attention.masses(decoder.ranks)
             return hidden, [to_host(mass[None])[0] for mass in masses]
         assert self._graphs is not None
+        if self._decode_states is not None:
+            self._decode_states.send(step, size)
         if inputs.copies is not None:
             copy_slots(self._pages.all.flatten(0, 1), *inputs.copies)
         self._graphs.replay(size, launches, gate)
         if size > FEW_TOKENS:
             self._attention.bind(replace(inputs, copies=None), launches)  # these are already copied
             normed, last = self._before_last[size], decoder.spec.num_layers - 1
-            rows = inputs.hidden_rows
-            return decoder.finish(normed, last, size, rows, self._attention, gate), []
+            rows, mixer = inputs.hidden_rows, self._decode_mixer(size)
+            return decoder.finish(normed, last, size, rows, mixer, gate), []
         hidden = decoder.hidden(self._padded(size))
         return hidden if inputs.hidden_rows is None else hidden[inputs.hidden_rows], []
+
+    def _mixer(self, step: Step) -> Attention:
+        """What runs attention and recurrent layers of a step."""
+        if self._recurrence is None:
+            return self._attention
+        segments = step_segments(step, self._device)
+        return self._hybrid(segments, step.num_tokens)
+
+    def _decode_mixer(self, size: int) -> Attention:
+        """Likewise for a step of `size` decodes, whose slots are in fixed buffers."""
+        if self._decode_states is None:
+            return self._attention
+        return self._hybrid(self._decode_states.segments(size), size)
+
+    def _hybrid(self, segments: Segments, num_tokens: int) -> Attention:
+        assert self._recurrence is not None
+        spec = self._decoder.spec
+        return HybridAttention(spec, self._attention, self._recurrence, segments, num_tokens)
 
     def _pieces(self, size: int, launches: Launches) -> list[Callable[[], None]]:
         """What graphs of `size` tokens hold: everything from the ids to the last norm. Large
         graphs leave out the last layer: it would compute all rows there, and few are needed."""
-        inputs, decoder = self._inputs.views(size), self._decoder
+        inputs, decoder, mixer = self._inputs.views(size), self._decoder, self._decode_mixer(size)
         end = decoder.spec.num_layers - (size > FEW_TOKENS)
         normed: list[Rows] = []  # passed from piece to piece, at a fixed address
 
@@ -247,9 +278,7 @@ class GpuRunner:
             if first == 0:
                 normed[:] = [decoder.begin(inputs.token_ids)]
             layers = (first, min(first + LAYERS_AT_ONCE, end))
-            normed.append(
-                decoder.run_layers(normed[-1], size, None, layers, self._attention, self._gate)
-            )
+            normed.append(decoder.run_layers(normed[-1], size, None, layers, mixer, self._gate))
             if size > FEW_TOKENS:
                 self._before_last[size] = normed[-1]
 

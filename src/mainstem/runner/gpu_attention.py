@@ -125,6 +125,7 @@ class GpuAttention:
         tables = {rope: inverse_frequencies(rope).to(device) for rope in spec.ropes}
         ropes = [kind.rope for kind in spec.attentions]
         self._frequencies = [None if rope is None else tables[rope] for rope in ropes]
+        self._has_gate = [kind.has_gate for kind in spec.attentions]
         self._head_norms = head_norms
         self._sinks = sinks
         self._inputs: GpuInputs | None = None
@@ -149,7 +150,11 @@ class GpuAttention:
         inputs, tokens, heads = self._inputs, len(qkv), self._num_heads
         parts = qkv.view(tokens, -1, self._head_dim)
         q = parts[:, :heads]
-        k, v = parts[:, heads : heads + self._num_kv_heads], parts[:, heads + self._num_kv_heads :]
+        gates = heads + 2 * self._num_kv_heads  # the first head of the gates, if there are some
+        k, v = (
+            parts[:, heads : heads + self._num_kv_heads],
+            parts[:, gates - self._num_kv_heads : gates],
+        )
         k_pages, v_pages = self._pages.keys(layer), self._pages.values(layer)
         frequencies = self._frequencies[layer]
         rope_append(
@@ -164,4 +169,6 @@ class GpuAttention:
         out = mixed.view(tokens, heads, self._head_dim)
         sinks, pages = self._sinks[layer], (k_pages, v_pages)
         self._spans.run(layer, q, pages, out, sinks, self._launches)
+        if self._has_gate[layer]:
+            out.mul_(torch.sigmoid(parts[:, gates:]))
         return mixed

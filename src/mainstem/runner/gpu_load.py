@@ -5,6 +5,7 @@ import torch
 from mainstem.core.config import DType, EngineConfig, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.kernels.attention.ops import PAGE_SIZES, AttentionLimits
+from mainstem.kernels.recurrent import gpu as recurrent_kernels
 from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
@@ -16,6 +17,8 @@ from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
 from mainstem.runner.origin import Origin, context_of, make_facts
+from mainstem.runner.recurrence import Recurrence
+from mainstem.runner.states import DeviceStates
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
 DEFAULT_TOKENS = 2048  # in a step, unless the config says otherwise
@@ -42,6 +45,8 @@ def load_gpu_runner(
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
     _check(config)
+    if model.deterministic and origin.spec.recurrences:
+        raise ConfigError("deterministic is not supported for recurrent layers yet")
     if model.threads is not None:
         torch.set_num_threads(model.threads)
     context = context_of(origin.spec, config.sched.max_model_len)
@@ -65,16 +70,24 @@ def load_gpu_runner(
     spans = LayerSpans(part, settings)
     page_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
+    state_bytes, token_bytes = part.state_bytes(dtype.itemsize), page_bytes // cache.page_size
+    num_states = cache.num_states(free_bytes, token_bytes, state_bytes, config.sched.max_seqs)
+    free_bytes -= num_states * state_bytes
     num_pages = smallest(cache.num_pages(free_bytes, page_bytes), ranks, device)
     if device.type == "cuda":
-        cache.check_fits(num_pages * page_bytes, torch.cuda.mem_get_info(device)[0])
+        needed = num_pages * page_bytes + num_states * state_bytes
+        cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
-    runner = GpuRunner(decoder, pages, attention, max_tokens, device)
+    recurrence = None
+    if num_states:
+        states = DeviceStates(part, num_states, dtype, device)
+        recurrence = Recurrence(part, decoder.recurrent, states, recurrent_kernels)
+    runner = GpuRunner(decoder, pages, attention, max_tokens, device, recurrence=recurrence)
     # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
-    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
+    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT, num_states)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,

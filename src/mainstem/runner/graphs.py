@@ -54,10 +54,18 @@ class StepGraphs:
         sizes: tuple[int, ...],
         kinds: tuple[Launches, ...],
         pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
+        page_layers: Sequence[int | None],
     ) -> None:
         """The first of the `kinds` works for any step. `pieces_of(size, launches)` returns the
-        pieces in order, of LAYERS_AT_ONCE layers each.
+        pieces in order, of LAYERS_AT_ONCE layers each. `page_layers` is that of the recipe.
         """
+        numbers = [
+            [number for number in page_layers[first : first + LAYERS_AT_ONCE] if number is not None]
+            for first in range(0, len(page_layers), LAYERS_AT_ONCE)
+        ]
+        # layers of pages arrive in groups: each piece waits for those that begin in it
+        self._awaited = [[n for n in piece if n % LAYERS_AT_ONCE == 0] for piece in numbers]
+        self._has_states = None in page_layers
         self._sizes = sizes
         self._all = kinds[0]
         self._graphs: dict[tuple[int, Launches], list[torch.cuda.CUDAGraph]] = {}
@@ -86,6 +94,8 @@ class StepGraphs:
         run before the pass, so they must not read what the step itself writes."""
         if len(step.move_to) or step.weighings:
             return None
+        if self._has_states and step.num_decodes < step.num_tokens:
+            return None  # graphs of recurrent layers hold decodes only
         if len(step.copy_to) and _reads_its_own(step):
             return None
         if not self._sizes or step.num_tokens > self._sizes[-1]:
@@ -98,7 +108,8 @@ class StepGraphs:
         """
         graphs = self._graphs.get((size, launches)) or self._graphs[size, self._all]
         for index, graph in enumerate(graphs):
-            gate.before(index * LAYERS_AT_ONCE)
+            for layer in self._awaited[index]:
+                gate.before(layer)
             graph.replay()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from mainstem.models.recurrence import DeltaSpec, GateOrder, MambaSpec, Recurren
 from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.states import DeviceStates, LayerState
+from mainstem.runner.uploads import Uploads
 
 
 class Recurrence:
@@ -30,9 +32,15 @@ class Recurrence:
         self._layers = list(zip(spec.recurrences, tensors, states.layers, strict=True))
         self._eps = spec.norm.eps
 
-    def run(self, number: int, first: Tensor, segments: Segments) -> Tensor:
+    def run(self, number: int, first: Tensor, segments: Segments, num_tokens: int) -> Tensor:
         """Run recurrent layer `number` on the output of its first product; returns the input of its
-        second product, [tokens, out_width]."""
+        second product, [rows, out_width]. Rows after `num_tokens` are padding: they give zeros."""
+        if len(first) == num_tokens:
+            return self._run(number, first, segments)
+        mixed = self._run(number, first[:num_tokens], segments)
+        return torch.nn.functional.pad(mixed, (0, 0, 0, len(first) - num_tokens))
+
+    def _run(self, number: int, first: Tensor, segments: Segments) -> Tensor:
         spec, tensors, state = self._layers[number]
         if isinstance(spec, DeltaSpec):
             return self._delta(spec, tensors, state, first, segments)
@@ -139,16 +147,48 @@ def step_segments(step: Step, device: torch.device) -> Segments:
     )
 
 
+class DecodeStates:
+    """The slots of steps that only decode, in buffers at fixed addresses for CUDA graphs. Padding
+    uses the slot after the last one."""
+
+    def __init__(self, max_tokens: int, num_states: int, device: torch.device) -> None:
+        self._trash = num_states
+        self._numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
+        self._slots = torch.full((2, max_tokens), num_states, dtype=torch.int32, device=device)
+        self._uploads = Uploads(device)
+
+    def send(self, step: Step, size: int) -> None:
+        """Set the slots of a step of up to `size` decodes."""
+        use = step.states
+        assert use is not None, "a step says nothing of states"
+        slots = np.full((2, size), self._trash, np.int64)
+        slots[0, : len(use.reads)] = use.reads
+        slots[1, : len(use.writes)] = use.writes
+        self._slots[:, :size].copy_(self._uploads.send(slots))
+
+    def segments(self, size: int) -> Segments:
+        """The segments of `size` decodes."""
+        ones = self._numbers[: size + 1]
+        reads, writes = self._slots[:, :size]
+        return Segments(ones, writes, ones, reads, size, size, 1)
+
+
 class HybridAttention:
     """Runs each layer of a model that has both: attention, or a recurrence."""
 
     def __init__(
-        self, spec: ModelSpec, attention: Attention, recurrence: Recurrence, segments: Segments
+        self,
+        spec: ModelSpec,
+        attention: Attention,
+        recurrence: Recurrence,
+        segments: Segments,
+        num_tokens: int,
     ) -> None:
         self._page_layers = spec.page_layers
         self._attention = attention
         self._recurrence = recurrence
         self._segments = segments
+        self._num_tokens = num_tokens
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """See Attention.run in models/block.py."""
@@ -156,4 +196,4 @@ class HybridAttention:
         if number is not None:
             return self._attention.run(number, qkv)
         before = sum(found is not None for found in self._page_layers[:layer])
-        return self._recurrence.run(layer - before, qkv, self._segments)
+        return self._recurrence.run(layer - before, qkv, self._segments, self._num_tokens)

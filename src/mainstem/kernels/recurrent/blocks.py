@@ -24,6 +24,7 @@ from mainstem.kernels.host import next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DIM = 256
+USUAL_DIMS = (64, 128)
 MIN_LOG_DECAY = tl.constexpr(-120.0)  # exp gives 0; less would only cost digits of sums
 
 
@@ -78,10 +79,13 @@ def lanes_of(dim: int) -> int:
     return max(next_power_of_2(dim), 16)
 
 
-def dot_options(x: Tensor) -> dict[str, object]:
-    """Constants of kernels that call `product`. TF32 is more precise than all 16-bit dtypes."""
+def dot_options(x: Tensor, *dims: int) -> dict[str, object]:
+    """Constants of kernels that call `product`, for heads of these dims. TF32 is more precise than
+    all 16-bit dtypes. On an H200, products of 16-bit blocks with other than the usual dims were
+    wrong (Triton 3.6), so these are widened."""
     is_wide = x.dtype == torch.float32
-    return {"PRECISION": "ieee" if is_wide else "tf32", "UPCAST": not x.is_cuda}
+    is_usual = x.is_cuda and all(dim in USUAL_DIMS for dim in dims)
+    return {"PRECISION": "ieee" if is_wide else "tf32", "UPCAST": not is_usual}
 
 
 @cache

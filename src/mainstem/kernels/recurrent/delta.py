@@ -311,7 +311,7 @@ def _run_tiles(
     factors = torch.empty(3, num_rows, heads, dtype=torch.float32, device=q.device)
     common = {
         "GROUP": heads // q.shape[1], "K": key_dim, "V": value_dim, "TILE": TILE,
-        **dot_options(q), **overlap_options(q.device),
+        **dot_options(q, key_dim, value_dim), **overlap_options(q.device),
     }  # fmt: skip
     _delta_solve_kernel[(tiles.num_tiles, heads)](
         q, k, v, a, b, *constants, tiles.starts, tiles.ends, own, of_state, scores, factors,

@@ -182,7 +182,8 @@ def mamba_scan(
         _scan_kernel[grid](
             x, b, c, dt, a_log, dt_bias, d, matrix, out,
             tiles.starts, tiles.ends, tiles.writes, tiles.seq_tiles, segments.reads,
-            *strides, decodes, *limits, BLOCK_P=block, TILE=TILE, **dot_options(x), **common,
+            *strides, decodes, *limits, BLOCK_P=block, TILE=TILE,
+            **common, **dot_options(x, state_dim, head_dim),
             **tile_options(state_dim, x.element_size(), has_large_memory(x.device)),
         )  # fmt: skip
 

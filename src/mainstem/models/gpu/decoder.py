@@ -30,6 +30,7 @@ from mainstem.models.gpu.joins import InputReader, Joins, make_joins, make_norm
 from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
 from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, GpuMlp
 from mainstem.models.gpu.workspace import Workspace
+from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
 from mainstem.models.tensors import LayerTensors, MlpTensors, Product, TensorReader
 from mainstem.models.vocabulary import VocabularyPart
@@ -41,9 +42,12 @@ JointNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
     qkv: Linear
+    qkv_width: int
     head_norms: HeadNorms | None
     joint_norm: JointNorm | None
     out: Linear
+    out_width: int  # columns of the input of `out`
+    recurrent: RecurrentTensors | None  # None: the layer has attention
     mlp: GpuMlp
     joins: Joins
 
@@ -66,8 +70,15 @@ class GpuDecoder:
         self.ranks = ranks
         self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
-        self.head_norms = tuple(layer.head_norms for layer in layers)  # attention applies them
-        self.sinks = tuple(sinks)  # [heads] of each layer that has them
+        # of layers with attention, which applies them
+        self.head_norms = tuple(
+            layer.head_norms
+            for layer, number in zip(layers, spec.page_layers, strict=True)
+            if number is not None
+        )
+        self.sinks = tuple(sinks)  # of layers with attention: [heads] of each that has them
+        self.recurrent = tuple(layer.recurrent for layer in layers if layer.recurrent is not None)
+        self._page_layers = spec.page_layers
         self._embedding = embedding
         self._first = first
         self._layers = layers
@@ -105,14 +116,15 @@ class GpuDecoder:
         """Run layers [first, end). `normed` is the input of layer `first`; returns the input of
         layer `end`."""
         space = self._space
-        x, qkv_room, room = space.residual[:tokens], space.qkv[:tokens], space.answer[:tokens]
+        x, room = space.residual[:tokens], space.answer[:tokens]
         last = len(self._layers) - 1
         for index in range(*layers):
             layer = self._layers[index]
-            qkv = layer.qkv(normed, qkv_room)
+            qkv = layer.qkv(normed, space.qkv_rows(tokens, layer.qkv_width))
             if layer.joint_norm is not None:
                 layer.joint_norm(qkv)
-            gate.before(index)
+            if (number := self._page_layers[index]) is not None:
+                gate.before(number)
             mixed = attention.run(index, qkv)
             if index == last and rows is not None:
                 mixed, x, room = mixed[rows], x[rows], room[: len(rows)]
@@ -157,10 +169,13 @@ class GpuDecoder:
         loads its kernel for a shape at the first call, during which the device would be idle."""
         space = self._space
         x = space.residual[:tokens]
-        different = {spec.mlp: index for index, spec in enumerate(self.spec.layers)}
+        different = {
+            (spec.mlp, spec.recurrent): index for index, spec in enumerate(self.spec.layers)
+        }
         for layer in (self._layers[index] for index in different.values()):
-            layer.qkv(self._first.read(x), space.qkv[:tokens])
-            answer = layer.out(space.mixed[:tokens], space.answer[:tokens])
+            layer.qkv(self._first.read(x), space.qkv_rows(tokens, layer.qkv_width))
+            mixed = x.new_zeros(tokens, layer.out_width)
+            answer = layer.out(mixed, space.answer[:tokens])
             layer.joins.after(layer.mlp(layer.joins.between(answer, x)), x)
 
 
@@ -186,7 +201,8 @@ def load_gpu_decoder(
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         pieces.append(compiler.pieces(tensors, index))
-        sinks.append(tensors.sinks)
+        if tensors.recurrent is None:
+            sinks.append(tensors.sinks)
     ends = reader.ends(embedding)
     last = InputReader(make_norm(ends.norm, spec), fp8_per=None, room=space.normed)
     following = [piece.attention for piece in pieces[1:]] + [last]
@@ -204,16 +220,29 @@ class _Pieces:
 
     attention: InputReader
     qkv: Linear
+    qkv_width: int
     head_norms: HeadNorms | None
     joint_norm: JointNorm | None
     out: Linear
+    out_width: int
+    recurrent: RecurrentTensors | None
     mlp_reads: InputReader
     mlp: GpuMlp
     tails: tuple[Norm | None, Norm | None]
 
     def join(self, spec: ModelSpec, following: InputReader, ranks: Collectives) -> GpuLayer:
         joins = make_joins(spec, self.mlp_reads, following, self.tails, ranks)
-        return GpuLayer(self.qkv, self.head_norms, self.joint_norm, self.out, self.mlp, joins)
+        return GpuLayer(
+            self.qkv,
+            self.qkv_width,
+            self.head_norms,
+            self.joint_norm,
+            self.out,
+            self.out_width,
+            self.recurrent,
+            self.mlp,
+            joins,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +263,12 @@ class _Compiler:
         return _Pieces(
             attention=InputReader(norm, qkv.fp8_per, room),
             qkv=qkv,
+            qkv_width=tensors.qkv.weight.shape[0],
             head_norms=head_norms,
             joint_norm=joint_norm,
             out=self.linears.layer(tensors.out),
+            out_width=tensors.out.weight.shape[1],
+            recurrent=tensors.recurrent,
             mlp_reads=InputReader(mlp_norm, mlp.fp8_per, room),
             mlp=mlp,
             tails=(

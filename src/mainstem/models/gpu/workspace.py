@@ -16,13 +16,19 @@ class Workspace:
 
     residual: Tensor
     normed: Tensor
-    qkv: Tensor
+    qkv: Tensor  # output of the first product of attention or of a recurrence
     mixed: Tensor
     answer: Tensor  # output of attention, to be added to the residual
     mlp_answer: Tensor
     first: Tensor  # output of the MLP's first product: gate and up, or up
     act: Tensor
     experts: ExpertSpace | None
+
+    def qkv_rows(self, tokens: int, width: int) -> Tensor:
+        """[tokens, width] of `qkv`, without gaps."""
+        if width == self.qkv.shape[1]:
+            return self.qkv[:tokens]
+        return self.qkv.view(-1)[: tokens * width].view(tokens, width)
 
     @classmethod
     def make(
@@ -32,11 +38,16 @@ class Workspace:
             return torch.zeros((max_tokens, width), dtype=dtype, device=device)
 
         heads = spec.num_heads * spec.head_dim
+        first = [recurrent.first_width for recurrent in spec.recurrences]
+        first += [
+            heads * (2 if kind.has_gate else 1) + 2 * spec.num_kv_heads * spec.head_dim
+            for kind in spec.attention_kinds
+        ]
         mlps = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)}
         return cls(
             residual=rows(spec.hidden_size),
             normed=rows(spec.hidden_size),
-            qkv=rows(heads + 2 * spec.num_kv_heads * spec.head_dim),
+            qkv=rows(max(first)),
             mixed=rows(heads),
             answer=rows(spec.hidden_size),
             mlp_answer=rows(spec.hidden_size),
