@@ -141,12 +141,20 @@ class FakeRunner:
     def close(self) -> None:
         self.steps.clear()
 
+    def state(self, slot: int) -> list[int] | None:
+        """The tokens in a state; None: it was never written as a whole."""
+        return self._tokens_in[slot]
+
+    def set_state(self, slot: int, tokens: list[int]) -> None:
+        self._tokens_in[slot] = tokens
+
     def _run_states(self, step: Step, token_ids: Int32s, contexts: dict[int, list[int]]) -> None:
         """A state is the list of all tokens before: it must be read at exactly its position."""
         use = step.states
         assert use is not None, "a step says nothing of states"
         assert len(np.unique(use.writes)) == len(use.writes), "two writes to one state"
-        before = list(self._tokens_in)  # what a step reads was written by earlier steps
+        # what a step reads was written by earlier steps
+        before = {read: self.state(read) for read in use.reads.tolist() if read >= 0}
         for seq, (first, end) in enumerate(itertools.pairwise(use.seq_segments.tolist())):
             read = int(use.reads[seq])
             others = np.delete(use.reads, seq)
@@ -162,7 +170,7 @@ class FakeRunner:
                     state = [*state, int(token_ids[row])]
                     assert contexts.get(row, state) == state, "a state holds other tokens"
                 assert use.writes[segment] not in others, "a state is written while another reads"
-                self._tokens_in[use.writes[segment]] = state
+                self.set_state(int(use.writes[segment]), state)
             assert use.segment_starts[end] == step.seq_starts[seq + 1], "a token is in no segment"
 
     def _move(self, step: Step) -> None:

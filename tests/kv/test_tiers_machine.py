@@ -33,6 +33,7 @@ class TieredMachine(RuleBasedStateMachine):
         preload=st.sampled_from(["auto", "all", "0", "1"]),
         has_disk=st.booleans(),
         chunk_tokens=st.sampled_from([5, 64]),
+        num_states=st.sampled_from([0, 0, 1, 2, 3, 8]),
     )
     def open(self, has_disk: bool, **kwargs: object) -> None:
         FaultyFiles.reset()

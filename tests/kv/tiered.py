@@ -26,6 +26,7 @@ from tests.builders import VOCAB
 from tests.fakes import FakeRunner
 
 REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=60.0, max_bytes=1 << 30)
+PIECES = 3  # of a state, each as large as a page
 NUM_LAYERS = 2  # token ids and positions, so that a half-copied page is noticed
 
 
@@ -143,13 +144,26 @@ class FakeCopier:
         pass
 
 
-class TieredRunner(FakeRunner):
-    """FakeRunner whose pages can be copied, and whose steps wait for loads."""
+STATES: dict[int, list[int]] = {}  # what is in all states so far, by number
 
-    def __init__(self, num_pages: int, page_size: int, can_overlap: bool) -> None:
-        super().__init__(num_pages, page_size, VOCAB, can_overlap)
+
+class TieredRunner(FakeRunner):
+    """FakeRunner whose pages and states can be copied, and whose steps wait for loads.
+
+    States lie behind the pages, in pieces of the size of a page. Each piece has the number of its
+    state, and its own, in both layers: so a state with a piece of another one is noticed.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, can_overlap: bool, num_states: int = 0
+    ) -> None:
+        super().__init__(num_pages, page_size, VOCAB, can_overlap, num_states)
         self.page_size = page_size
         self.copier: FakeCopier | None = None
+        size = (num_pages + num_states * PIECES) * page_size
+        self._token_at = np.full(size, -1, np.int64)
+        self._position_at = np.full(size, -1, np.int64)
+        self._first_piece = num_pages
 
     def memory(self) -> list[np.ndarray]:
         """Token ids and positions by page."""
@@ -157,6 +171,24 @@ class TieredRunner(FakeRunner):
             self._token_at.reshape(-1, self.page_size),
             self._position_at.reshape(-1, self.page_size),
         ]
+
+    def state(self, slot: int) -> list[int] | None:
+        pieces = self._pieces(slot)
+        found = {int(words[0]) for rows in pieces for words in rows}
+        number = int(pieces[0][0, 0]) // PIECES
+        is_whole = found == {number * PIECES + piece for piece in range(PIECES)}
+        return STATES.get(number) if is_whole else None
+
+    def set_state(self, slot: int, tokens: list[int]) -> None:
+        number = len(STATES)
+        STATES[number] = tokens
+        for rows in self._pieces(slot):
+            rows[:] = np.arange(number * PIECES, (number + 1) * PIECES)[:, None]
+
+    def _pieces(self, slot: int) -> list[np.ndarray]:
+        """A slot's rows in both layers."""
+        first = self._first_piece + slot * PIECES
+        return [layer[first : first + PIECES] for layer in self.memory()]
 
     def launch(self, step: Step) -> InFlight:
         assert self.copier is not None
@@ -193,9 +225,10 @@ def a_tiered_engine(  # noqa: PLR0917
     remote_settings: RemoteSettings = REMOTE,
     fetch: Fetch = Fetch.ALWAYS,
     save: Saving = Saving.DECODING,
+    num_states: int = 0,
 ) -> Tiered:
     bus = bus or EventBus()
-    runner = TieredRunner(num_pages, page_size, can_overlap)
+    runner = TieredRunner(num_pages, page_size, can_overlap, num_states)
     copier = FakeCopier(runner, num_slots)
     runner.copier = copier
     below = list[LowerTier]()
@@ -207,7 +240,7 @@ def a_tiered_engine(  # noqa: PLR0917
         below.append(RemoteTier(remote, copier.page_bytes, remote_settings))
     stack = TierStack(bus, copier, below, policy, ttl_s)
     config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload, policy=policy, save=save)
-    store = KVStore(num_pages, page_size, b"fake", bus, stack, config)
+    store = KVStore(num_pages, page_size, b"fake", bus, stack, config, num_states, PIECES)
     fetching = Fetching(config, store.loader, page_size, StepTimes(token_s=1e-3))
     sched = SchedConfig(chunk_tokens=chunk_tokens)
     scheduler = Scheduler(sched, store, VOCAB, max_model_len, bus, fetching=fetching)

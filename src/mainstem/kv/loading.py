@@ -73,7 +73,7 @@ class PageLoader:
         self._index = index
         self._stack = stack
         self._bus = bus
-        self._load_ids = map(LoadId, count())
+        self._load_ids = count()
         self._loads: list[PageLoad] = []
         self._load_of: dict[int, PageLoad] = {}  # by device page
         self._news: list[PageKey] = []  # keys that `take_news` has not returned yet
@@ -85,6 +85,9 @@ class PageLoader:
     @property
     def num_loads(self) -> int:
         return len(self._loads)
+
+    def next_load_id(self) -> LoadId:
+        return LoadId(next(self._load_ids))
 
     @property
     def is_reading(self) -> bool:
@@ -233,7 +236,7 @@ class PageLoader:
         num_below = {tier.name: below.count(number) for number, tier in stack.below}
         stack.read([page for page in pages if not page.taken & IN_HOST], limit_s)
         load = PageLoad(
-            next(self._load_ids), keys, device_pages, pages, start_layers, perf_counter(), num_below
+            self.next_load_id(), keys, device_pages, pages, start_layers, perf_counter(), num_below
         )
         host.link.start(size * self.page_bytes)
         self._loads.append(load)

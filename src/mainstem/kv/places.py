@@ -9,12 +9,13 @@ Three words of a page have one bit for each tier; tier 0 is host memory:
 The bytes follow the policy as soon as no copy uses them (kv/stack.py); then all three are equal.
 The simulator has no bytes: its pages have no places but those that the policy wants.
 
-A place belongs to one kind of memory, and today there is one kind: pages of K and V over all
-layers. A table, like a PagePool, serves one kind, so another kind would have a table of its own.
+All places have the size of a page: K and V of some tokens over all layers. States of recurrent
+layers are stored in pieces of this size (kv/stored_states.py).
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -22,6 +23,9 @@ K = TypeVar("K", bound=Hashable)
 HOST = 0  # the number of the fastest tier
 IN_HOST = 1 << HOST
 NOWHERE = 1 << 10  # the fastest tier of a page that the policy wants in none
+# what a piece of a state (kv/stored_states.py) has instead of token ids; no page has so few bytes
+# and an odd number of them
+PIECE = b"state"
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +46,11 @@ class StoredPage(Generic[K]):
     is_recovered: bool = False  # from an earlier or another process: `previous` is not known
     is_lost: bool = False
     skips_load: bool = False  # a load that began with it failed: the next request computes it
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether it holds a piece of a state: nobody is told of it."""
+        return self.token_ids == PIECE
 
 
 @dataclass(slots=True)
@@ -158,11 +167,23 @@ class StoredCounts:
 
     num_pages: int = 0
     below: tuple[int, ...] = ()  # how many of the pages must be read from each lower tier
+    # tokens that need not be computed with them; None: those of the pages. Pieces of a state count
+    # as pages that save no tokens, and a state may also make pages on the device useful
+    saved_tokens: int | None = None
 
     @property
     def num_below(self) -> int:
         """Pages that must be read into host memory first."""
         return sum(self.below)
+
+    def num_tokens(self, page_size: int) -> int:
+        """Tokens that need not be computed if these pages are loaded."""
+        return self.num_pages * page_size if self.saved_tokens is None else self.saved_tokens
+
+    def plus(self, other: "StoredCounts", saved_tokens: int) -> "StoredCounts":
+        """Both together."""
+        below = tuple(a + b for a, b in zip_longest(self.below, other.below, fillvalue=0))
+        return StoredCounts(self.num_pages + other.num_pages, below, saved_tokens)
 
 
 def fastest(places: int) -> int:

@@ -8,7 +8,7 @@ save: a failed save is reported as skipped and may be tried again.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
@@ -45,6 +45,7 @@ class PageSaver:
         self._is_filling = np.zeros(pool.num_pages, np.bool_)
         # pages to save when the write buffer has room, in the order in which they were postponed
         self._postponed: OrderedDict[int, PageKey] = OrderedDict()
+        self.end_pieces: Callable[[Int32s], None] = lambda _: None  # of states (stored_states.py)
         self._has_ended = False  # whether a copy has ended since the last `resume`
         self._max_saving = max(1, pool.num_pages // WRITE_BUFFER)
         # by tier: pages to be copied there as well. If a tier cannot keep up, the oldest keys are
@@ -182,8 +183,9 @@ class PageSaver:
         keys: Sequence[PageKey],
         previous: Sequence[PageKey | None],
         token_ids: Sequence[bytes],
-    ) -> None:
-        """Start copying device pages to host memory.
+    ) -> bool:
+        """Start copying device pages, or pieces of a state, to host memory; returns whether a copy
+        was started.
 
         `keys` of one chain are in chain order; `previous` names the page before each, None for the
         first. None of them is stored yet, except in a shared tier.
@@ -211,17 +213,22 @@ class PageSaver:
         if refused:
             self._bus.publish(SavesSkipped(refused, "host", "no room in host memory"))
         if not saved:
-            return
+            return False
         if not host.save([page.key for page in saved], pages[kept]):
             self._give_up(saved)
-            return
+            return False
         for page in saved:
             if page.wanted != IN_HOST:  # it goes on to a lower tier
                 stack.place(page)
         for number, _ in stack.below:
             self._to_back_up[number].extend(page.key for page in saved)
         self.back_up()
-        self._pool.begin_copy(pages[kept])
+        self._pool.begin_copy(self._only_pages(pages[kept]))
+        return True
+
+    def _only_pages(self, pages: Int32s) -> Int32s:
+        """Without pieces of states, whose slots are held by those who save them."""
+        return pages[pages < self._pool.num_pages]
 
     def _give_up(self, pages: Sequence[Page]) -> None:
         self._bus.publish(SavesSkipped(len(pages), "host", "copy failed"))
@@ -246,7 +253,8 @@ class PageSaver:
         num_saved = 0
         for save, is_good in self._stack.host.poll_saves():
             self._has_ended = True
-            self._pool.end_copy(save.pages)
+            self._pool.end_copy(self._only_pages(save.pages))
+            self.end_pieces(save.pages[save.pages >= self._pool.num_pages])
             pages = [self._stack.pages[key] for key in save.keys]
             if not is_good:
                 self._give_up(pages)

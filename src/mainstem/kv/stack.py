@@ -99,7 +99,7 @@ class TierStack:
         """The pages that could be loaded, by tier, without shared tiers."""
         pages = self.pages.all()
         return {
-            tier.name: {page.key for page in pages if page.full >> number & 1}
+            tier.name: {p.key for p in pages if p.full >> number & 1 and not p.is_piece}
             for number, tier in enumerate(self.tiers)
             if not self.is_shared(number)
         }
@@ -175,6 +175,7 @@ class TierStack:
             if places >> number & 1:
                 tier.delete(page.key)
                 is_told = page.full >> number & 1 and not self.is_shared(number)
+                is_told &= not page.is_piece
                 if is_told and self._bus.has_listeners(PagesRemoved):
                     self._bus.publish(PagesRemoved(tier.name, [page.key]))
         page.taken &= ~places
@@ -343,7 +344,10 @@ class TierStack:
     # --- events ---------------------------------------------------------------------------------
 
     def publish_stored(self, number: int, pages: Sequence[Page]) -> None:
-        if pages and not self.is_shared(number) and self._bus.has_listeners(PagesStored):
+        """Tell routers of pages; pieces of states are not among them."""
+        if self.is_shared(number) or not self._bus.has_listeners(PagesStored):
+            return
+        if pages := [page for page in pages if not page.is_piece]:
             keys = [page.key for page in pages]
             token_ids = [b"" if page.is_recovered else page.token_ids for page in pages]
             previous = [page.previous for page in pages]

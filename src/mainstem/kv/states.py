@@ -8,7 +8,8 @@ messages, at the end of prompts and of turns (sched/forks.py decides).
     take -> written once at a planned position, and kept -------^
 
 Steps run in the order in which they are made, so a slot may be given to another sequence as soon as
-the last step that reads it is made.
+the last step that reads it is made. Copies to and from the tiers below (kv/stored_states.py) run
+beside the steps, so they hold their slots until they end.
 """
 
 from collections import OrderedDict
@@ -48,8 +49,8 @@ class StatePlace:
 class StateStore:
     """Lends slots to sequences, and keeps states while there is room.
 
-    Invariant: a slot is free, owned by one sequence, or kept; a kept one may be held by sequences
-    that will read it in their next step.
+    Invariant: a slot is free, owned by one sequence, kept, or used by a copy only; a kept one may
+    be held by sequences that will read it in their next step, and by a copy.
     """
 
     def __init__(self, num_states: int) -> None:
@@ -59,6 +60,9 @@ class StateStore:
         self._place_of: dict[int, StatePlace] = {}
         self._tails: dict[PageKey, dict[bytes, None]] = {}  # after each page, latest last
         self._readers = np.zeros(num_states, np.int32)
+        self._copies = np.zeros(num_states, np.int32)
+        self._left: set[int] = set()  # neither kept nor owned, but used by a copy
+        self._times_kept = np.zeros(num_states, np.int64)
         self.num_evicted = 0
 
     @property
@@ -68,15 +72,15 @@ class StateStore:
     @property
     def num_owned(self) -> int:
         """Slots of running sequences."""
-        return self.num_states - len(self._free) - len(self._slot_of)
+        return self.num_states - len(self._free) - len(self._slot_of) - len(self._left)
 
     def take(self) -> int | None:
-        """A slot for a new state; evicts the least recently used kept state that nobody is about
-        to read. None: there is no such state."""
+        """A slot for a new state; evicts the least recently used kept state that nobody uses.
+        None: there is no such state."""
         if self._free:
             return self._free.pop()
         for place, slot in self._slot_of.items():
-            if not self._readers[slot]:
+            if not self._is_used(slot):
                 self._forget(place)
                 self.num_evicted += 1
                 return slot
@@ -86,7 +90,7 @@ class StateStore:
         """Whether `take` would return a slot."""
         if self._free:
             return True
-        return any(not self._readers[slot] for slot in self._slot_of.values())
+        return any(not self._is_used(slot) for slot in self._slot_of.values())
 
     def give_back(self, slot: int) -> None:
         """A sequence does not need its own slot any more."""
@@ -101,11 +105,18 @@ class StateStore:
             return False
         self._slot_of[place] = slot
         self._place_of[slot] = place
+        self._times_kept[slot] += 1
         self._tails.setdefault(place.parent, {})[place.tail] = None
         return True
 
     def has(self, place: StatePlace) -> bool:
         return place in self._slot_of
+
+    def version(self, place: StatePlace) -> tuple[int, int] | None:
+        """The slot of a kept state, and a number that is another one if the state was evicted in
+        the meantime and kept again."""
+        slot = self._slot_of.get(place)
+        return None if slot is None else (slot, int(self._times_kept[slot]))
 
     def find(self, chain: PageChain, num_tokens: int) -> tuple[int, int]:
         """The deepest kept state within the first `num_tokens` of a chain: its position and slot;
@@ -131,8 +142,9 @@ class StateStore:
         return 0, NO_STATE
 
     def adopt(self, slot: int) -> int:
-        """Give a kept state, which nobody else is about to read, to the sequence that holds it."""
+        """Give a kept state, which nobody else uses, to the sequence that holds it."""
         assert self._readers[slot] == 1, "another sequence is about to read this state"
+        assert not self._copies[slot], "a copy uses this state"
         self._readers[slot] = 0
         self._forget(self._place_of[slot])
         return slot
@@ -151,20 +163,37 @@ class StateStore:
     def is_kept(self, slot: int) -> bool:
         return slot in self._place_of
 
+    def begin_copy(self, slot: int) -> None:
+        """A copy uses the slot: it is not lent to others until the copy ends."""
+        self._copies[slot] += 1
+
+    def end_copy(self, slot: int) -> None:
+        self._copies[slot] -= 1
+        if not self._copies[slot] and slot in self._left:
+            self._left.remove(slot)
+            self._free.append(slot)
+
     def clear(self) -> None:
-        """Forget all states and free all slots; no sequence has any."""
+        """Forget all states, and free all slots that no copy uses; no sequence has any."""
         self._slot_of.clear()
         self._place_of.clear()
         self._tails.clear()
         self._readers[:] = 0
-        self._free = list(range(self.num_states - 1, -1, -1))
+        self._left = set(np.flatnonzero(self._copies).tolist())
+        self._free = [slot for slot in range(self.num_states - 1, -1, -1) if slot not in self._left]
 
     def forget_kept(self) -> None:
         """Forget every kept state that nobody is about to read."""
         for place, slot in list(self._slot_of.items()):
             if not self._readers[slot]:
                 self._forget(place)
-                self._free.append(slot)
+                if self._copies[slot]:
+                    self._left.add(slot)
+                else:
+                    self._free.append(slot)
+
+    def _is_used(self, slot: int) -> bool:
+        return bool(self._readers[slot] or self._copies[slot])
 
     def _forget(self, place: StatePlace) -> None:
         slot = self._slot_of.pop(place)
@@ -182,5 +211,9 @@ class StateStore:
         assert len(set(self._free)) == len(self._free), "a slot is free twice"
         assert (self._readers >= 0).all(), "a state was released twice"
         assert not self._readers[self._free].any(), "a free slot has readers"
+        assert not self._copies[self._free].any(), "a copy uses a free slot"
+        assert (self._copies >= 0).all(), "a copy ended twice"
+        assert not self._left & (kept | set(self._free)), "a slot is left over, and not"
+        assert all(self._copies[slot] for slot in self._left), "a slot was lost after a copy"
         count = sum(map(len, self._tails.values()))
         assert count == len(self._slot_of), "a state is filed under no page"

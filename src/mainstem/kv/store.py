@@ -24,6 +24,7 @@ from mainstem.kv.pool import PagePool
 from mainstem.kv.saving import PageSaver
 from mainstem.kv.stack import TierStack
 from mainstem.kv.states import StateStore
+from mainstem.kv.stored_states import StoredStates
 
 EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
 DEFAULT_CONFIG = StoreConfig()
@@ -68,11 +69,13 @@ class KVStore:
         stack: TierStack | None = None,
         config: StoreConfig = DEFAULT_CONFIG,
         num_states: int = 0,
+        pages_per_state: int = 1,
     ) -> None:
         """`stack` has the tiers below the device; None: there are none. `num_states` is 0 for
         models without recurrent layers."""
         self.page_size = page_size
         self.states = StateStore(num_states) if num_states else None
+        self.stored_states: StoredStates | None = None  # of a model with states and tiers
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex(self._pool, page_size, bus, policy_named(config.policy))
         self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
@@ -82,6 +85,10 @@ class KVStore:
         self.stack = stack = stack or TierStack(bus)
         self.saver = PageSaver(self._pool, self._index, stack, bus, config.save)
         self.loader = PageLoader(self._pool, self._index, stack, bus)
+        if self.states is not None and StoredStates.fits(stack, pages_per_state):
+            self.stored_states = StoredStates(
+                self.states, stack, self.saver, self.loader, bus, num_pages, pages_per_state
+            )
 
     @property
     def num_pages(self) -> int:
@@ -302,7 +309,9 @@ class KVStore:
     @property
     def num_copies(self) -> int:
         """Saves and loads in progress."""
-        return self.loader.num_loads + self.saver.num_saves
+        stored = self.stored_states
+        of_states = 0 if stored is None else stored.num_loads
+        return self.loader.num_loads + self.saver.num_saves + of_states
 
     @property
     def saves_while_decoding(self) -> bool:
@@ -327,7 +336,8 @@ class KVStore:
         """Check copies in progress; returns the keys that requests need not wait for any longer. A
         step that is made now starts at the earliest in `lead_s` seconds."""
         self._check_copies(lead_s)
-        return self.loader.take_news()
+        news = self.loader.take_news()
+        return news if self.stored_states is None else news + self.stored_states.take_news()
 
     def _check_copies(self, lead_s: float) -> None:
         """Collect copies that have ended, and start those that are ready."""
@@ -335,15 +345,22 @@ class KVStore:
             self.stack.poll()
             self.saver.poll()
             self.loader.poll(lead_s)
+            if self.stored_states is not None:
+                self.stored_states.poll()
             self.saver.back_up()
             self.stack.do_chores()
             self.saver.resume()
+            if self.stored_states is not None:
+                self.stored_states.resume()
 
     def expect(self, place: int, chain: PageChain) -> None:
         """Note that a request for the chain entered the queue, at a place that no other request
         has; a smaller place is served sooner. Lower tiers keep and prefetch the pages it needs."""
         if self.stack.tiers:
-            self.stack.policy.expect(place, chain.keys, place)
+            keys = chain.keys
+            if self.stored_states is not None:
+                keys = (*keys, *self.stored_states.wanted_by(chain))
+            self.stack.policy.expect(place, keys, place)
 
     def dismiss(self, place: int) -> None:
         """Note that the request at this place left the queue, or does not wait for stored pages."""
@@ -357,6 +374,8 @@ class KVStore:
             with held_interrupts():
                 self._check_copies(0.0)  # the next `poll` returns what ended
             if not self.saver.is_busy:
+                if self.stored_states is not None:
+                    self.stored_states.drop_postponed()
                 return
 
     def close(self) -> None:
@@ -364,6 +383,8 @@ class KVStore:
         self.stack.end_soon()
         self.flush()
         self.loader.close()
+        if self.stored_states is not None:
+            self.stored_states.close()
         self.saver.flush()
         self.stack.close()
 
@@ -371,9 +392,16 @@ class KVStore:
         """Make every page that no copy uses free or idle, whatever happened before. The caller
         makes sure that no sequence holds or fills a page."""
         if self.states is not None:
-            self.states.clear()
+            self.clear_states()
         self._pool.recount(self._index.is_indexed.astype(np.int32))
         self._index.abort(np.flatnonzero(self._pool.copies == 0).astype(np.int32))
+
+    def clear_states(self) -> None:
+        """After a failed step: no state on the device can be trusted, and no sequence has one."""
+        assert self.states is not None, "the model has no states"
+        self.states.clear()
+        if self.stored_states is not None:
+            self.stored_states.forget_unsaved()
 
     @contextmanager
     def distrust(self) -> Iterator[None]:
@@ -420,5 +448,7 @@ class KVStore:
             self.states.check()
         self.stack.check()
         self.loader.check()
+        if self.stored_states is not None:
+            self.stored_states.check()
         if not self.num_copies:
             assert not self._pool.copies.any(), "a page is held for a copy that is over"

@@ -95,7 +95,7 @@ class Fetching:
         if self.config.fetch is not Fetch.AUTO:
             return self.config.fetch is Fetch.ALWAYS
         token_s = self.steps.token_s
-        compute_s = stored.num_pages * self.page_size * token_s
+        compute_s = stored.num_tokens(self.page_size) * token_s
         passes = list(self._passes(stored))
         slowest_s = max(pass_s for _, pass_s in passes)
         num_held_up = min(num_waiting, HELD_UP, compute_s / slowest_s)
@@ -117,7 +117,7 @@ class Fetching:
         that computing the pages would take, but at least MIN_LIMIT_S."""
         if self.config.fetch is Fetch.ALWAYS:
             return READ_LIMIT_S
-        return max(MIN_LIMIT_S, stored.num_pages * self.page_size * self.steps.token_s)
+        return max(MIN_LIMIT_S, stored.num_tokens(self.page_size) * self.steps.token_s)
 
     @property
     def may_ask(self) -> bool:

@@ -13,8 +13,9 @@ from mainstem.core.ids import PageKey
 from mainstem.core.step import Step, StepId
 from mainstem.kv.loading import StoredRun
 from mainstem.kv.store import KVStore
+from mainstem.sched import stored_starts
 from mainstem.sched.fetching import Fetching, StoredHistory
-from mainstem.sched.queue import Candidate, WaitingQueue
+from mainstem.sched.queue import Candidate, StoredStart, WaitingQueue
 
 
 class Loader:
@@ -47,7 +48,7 @@ class Loader:
         """False if pages that were loaded for the sequence were evicted again. Then it computes
         them, so that sequences do not evict each other's pages for ever."""
         history = found.sequence.history
-        return history is None or len(found.match.pages) > history.num_pages_then
+        return history is None or stored_starts.progress(found) > history.num_pages_then
 
     def awaited_answer(self, found: Candidate) -> PageKey | None:
         """The answer that a sequence waits for before it starts, because it should come soon.
@@ -61,7 +62,7 @@ class Loader:
 
     def must_wait(self, found: Candidate, tokens_ahead: int) -> bool:
         """Whether a sequence should wait: loading is faster, but the link is busy."""
-        fetching, stored = self.fetching, found.match.stored
+        fetching, stored = self.fetching, found.to_load
         if fetching is None or not stored.num_pages or not self.may_load(found):
             return False
         if not fetching.is_busy(stored):
@@ -77,6 +78,8 @@ class Loader:
         if not self.may_load(found):
             history.is_loaded = False
             return None
+        if found.stored is not None:
+            return self._load_state(found, found.stored, tokens_ahead)
         runs, kept = [StoredRun(chain, len(match.pages), match.stored.num_pages)], match.pages
         if sequence.truncated is not None and sequence.truncated.origins is not None:
             wanted = found.pages_to_find(page_size)
@@ -101,6 +104,20 @@ class Loader:
             pass
         if awaited is not None:
             history.is_loaded, history.num_pages_then = True, len(match.pages)
+        return awaited
+
+    def _load_state(
+        self, found: Candidate, wanted: StoredStart, tokens_ahead: int
+    ) -> PageKey | None:
+        """Like `load`, for a model with recurrent layers: it starts where a state is."""
+        fetching, history = self.fetching, self.history(found)
+        assert fetching is not None, "nothing is loaded"
+        if not fetching.is_worth_it(wanted.counts, tokens_ahead, len(self._queue)):
+            self._store.dismiss(found.sequence.queue_place)
+            return None
+        awaited = stored_starts.load(self._store, wanted, fetching.limit_s(wanted.counts))
+        if awaited is not None:
+            history.is_loaded, history.num_pages_then = True, stored_starts.progress(found)
         return awaited
 
     # --- how long steps take --------------------------------------------------------------------

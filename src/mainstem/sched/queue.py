@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import TokenLogprobs
+from mainstem.core.step import Int32s
 from mainstem.kv.keys import PageChain
-from mainstem.kv.states import NO_STATE
+from mainstem.kv.loading import StoredRun
+from mainstem.kv.places import StoredCounts
+from mainstem.kv.states import NO_STATE, StatePlace
 from mainstem.kv.store import Match
 from mainstem.sched.important import Weighing
 from mainstem.sched.prompt_logprobs import PromptLogprobs
@@ -25,6 +28,18 @@ _Entry = tuple[int, int, int, int, Sequence]  # rank, priority, turn, arrival
 
 
 @dataclass(frozen=True, slots=True)
+class StoredStart:
+    """A state deeper in a chain than where a sequence could start now, and what must be loaded to
+    start there: the state, or pages before it, or both."""
+
+    place: StatePlace
+    is_on_device: bool
+    run: StoredRun  # pages to load; maybe none
+    there: Int32s  # pages before these, which are on the device
+    counts: StoredCounts  # pages and pieces to load, and the tokens that this saves
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A waiting sequence and its cached pages."""
 
@@ -36,6 +51,17 @@ class Candidate:
     logprobs: Collection[TokenLogprobs | None] = ()  # of its first tokens, if wanted
     state: int = NO_STATE  # slot of the recurrent layers' state after the cached tokens
     num_matched: int = 0  # cached tokens, with or without a state after them
+    stored: StoredStart | None = None  # a deeper start, if the model has recurrent layers
+
+    @property
+    def to_load(self) -> StoredCounts:
+        """What lower tiers have for the sequence."""
+        return self.match.stored if self.stored is None else self.stored.counts
+
+    @property
+    def num_pages_to_load(self) -> int:
+        """Device pages that loading it takes."""
+        return self.match.stored.num_pages if self.stored is None else self.stored.run.num_pages
 
     def pages_to_find(self, page_size: int) -> range:
         """Page numbers after the cached ones that may be loaded from lower tiers."""

@@ -120,6 +120,8 @@ class RunningSet:
 
     def settle(self, step_id: StepId) -> None:
         """Steps up to this one are done: free what only they used."""
+        if self.states is not None:
+            self.states.settle(step_id)
         for slot in list(self._leaving):
             if self.table.last_step[slot] <= step_id:
                 self._release(slot)

@@ -174,8 +174,9 @@ class Scheduler:
         if self._running.states is not None:
             states, reached = self._running.states.use(work)
         step = build_step(step_id, work, self._table, tree, self._spans, states)
-        if states is not None:
+        if self._running.states is not None:
             self._queue.unpark(reached)
+            self._running.states.launched(step_id)
         self._store.saver.launched(step_id)
         self._running.launch(step, work.sources())
         self._loader.note_start(step_id)

@@ -373,7 +373,7 @@ class Starter:
                     must_wait = loader.must_wait(found, tokens_ahead)
                 if found.awaited is not None:
                     continue
-                history, stored = loader.history(found), found.match.stored
+                history, stored = loader.history(found), found.to_load
                 num_new, to_come = self._demand(found)
                 pages_ahead += num_new
                 if not self._forecast().may_start(pages_ahead, to_come, available):
@@ -386,11 +386,11 @@ class Starter:
                         # the link from host memory is busy, and every load passes through it
                         return
                 elif loader.load(found, tokens_ahead) is not None:
-                    num_tokens -= stored.num_pages * page_size
-                    pages_ahead -= stored.num_pages
+                    num_tokens -= stored.num_tokens(page_size)
+                    pages_ahead -= found.num_pages_to_load
                     available = self._store.num_available()
                     history.num_to_compute = num_tokens
-                    history.num_loaded_pages = stored.num_pages
+                    history.num_loaded_pages = found.num_pages_to_load
                     self._queue.move_up(sequence)
                 elif history.asked is None and not is_open:
                     history.num_to_compute = num_tokens

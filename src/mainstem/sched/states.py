@@ -9,6 +9,15 @@ A prompt is cut where a queued or running prompt parts from it, at boundaries th
 (the ends of messages), where it parts from a cached prompt, and at its last page. Cuts cost no
 step: a chunk is run in several segments, and the state after each is written to a slot of its own.
 Another sequence can read such a state only in a later step.
+
+With tiers below the device (kv/stored_states.py), a prompt is also cut at the ends of the pages
+before these positions, since only states at the end of a page are stored. An answer passes such
+places while it runs, and the last one before its end is wanted. So a decode has two slots, and from
+the end of a page on it writes to the other one: the slot left behind has the state at that place.
+
+    slot 1   |--- writes ---|   state at 16   |--- writes ---|   state at 48
+    slot 2                  |--- writes ------|   state at 32   |--- writes --->
+                            16                32             48
 """
 
 from collections.abc import Callable, Iterable
@@ -17,13 +26,14 @@ from dataclasses import replace
 import numpy as np
 
 from mainstem.core.ids import PageKey, SeqSlot
-from mainstem.core.step import StateUse
+from mainstem.core.step import Int32s, StateUse, StepId
 from mainstem.kv.keys import PageChain
 from mainstem.kv.states import NO_STATE, StatePlace, StateStore
 from mainstem.kv.store import KVStore, Lookup, Match
 from mainstem.sched.batching import StepWork
 from mainstem.sched.queue import Candidate
 from mainstem.sched.sequence import Sequence
+from mainstem.sched.stored_starts import StoredStarts
 from mainstem.sched.table import SeqTable
 
 
@@ -43,6 +53,8 @@ class SequenceStates:
         self._table = table
         self._unfinished = unfinished
         self._page_size = store.page_size
+        self._stored = StoredStarts.of(store)
+        self._num_spares = 0  # second slots of decodes
         self._cuts: dict[Sequence, set[int]] = {}  # of prompts that are being computed
 
     # --- where to start -------------------------------------------------------------------------
@@ -72,8 +84,9 @@ class SequenceStates:
         if num_more:
             inside = num_pages < len(match.pages)
             similar = int(match.pages[num_pages]) if inside else match.similar_page
-        cut = Match(match.pages[:num_pages], Lookup.MISS, None, similar, num_more)
-        return replace(found, match=cut, state=slot, num_matched=num_matched)
+        cut = Match(match.pages[:num_pages], Lookup.MISS, None, similar, num_more, loads=match.loads)
+        start = replace(found, match=cut, state=slot, num_matched=num_matched)
+        return start if self._stored is None else self._stored.look_up(start, match, position)
 
     def _page_in_progress(self, chain: PageChain, num_tokens: int) -> PageKey | None:
         """The key of the page that ends the first `num_tokens`, if a step is about to fill it."""
@@ -95,7 +108,7 @@ class SequenceStates:
             shared = self._shared(other, chain, num_reusable)
             computed = int(self._table.computed[other.slot])
             if shared >= best + self._page_size and shared > computed:
-                self._cuts.setdefault(other, set()).add(shared)
+                self._plan(other, [shared])
                 best = shared
         return StatePlace.of(chain, best).name() if best > position else None
 
@@ -135,9 +148,12 @@ class SequenceStates:
         own = self._states.take()
         self._table.state_own[slot] = self._states.adopt(found.state) if own is None else own
         self._table.state_read[slot] = found.state
+        self._table.state_spare[slot] = NO_STATE
         sequence, chain = found.sequence, found.chain
         if chain is None:
             return
+        if self._stored is not None and found.state != NO_STATE:
+            self._stored.note_use(chain, int(self._table.computed[slot]))
         last = found.num_known - 1  # it is always computed, for its logits
         request = sequence.request
         wanted = [last, found.num_matched, request.keep_tokens, *request.boundaries, *planned]
@@ -147,7 +163,7 @@ class SequenceStates:
             if other is not sequence and (theirs := other.chain) is not None:
                 most = other.num_reusable(len(theirs.token_ids))
                 cuts.add(self._shared(sequence, theirs, most))
-        self._cuts[sequence] = cuts
+        self._plan(sequence, cuts)
 
     def meet(self, arrived: Sequence) -> None:
         """A sequence was queued: cut the prompts that are being computed where it parts from
@@ -156,7 +172,15 @@ class SequenceStates:
             return
         most = arrived.num_reusable(len(chain.token_ids))
         for other in self._unfinished():
-            self._cuts.setdefault(other, set()).add(self._shared(other, chain, most))
+            self._plan(other, [self._shared(other, chain, most)])
+
+    def _plan(self, sequence: Sequence, positions: Iterable[int]) -> None:
+        """Keep states at these positions of a prompt that is being computed."""
+        cuts, page_size = self._cuts.setdefault(sequence, set()), self._page_size
+        for position in positions:
+            cuts.add(position)
+            if self._stored is not None:
+                cuts.add(position // page_size * page_size)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -165,7 +189,9 @@ class SequenceStates:
         has to wait for any longer: they can be read from the next step on, or are not kept."""
         table, decodes = self._table, work.decodes
         slots = np.concatenate([decodes, np.array([c.slot for c in work.chunks], np.int32)])
-        own, reads = table.state_own[slots], table.state_read[slots]
+        reads = table.state_read[slots]
+        self._change_slots(decodes)
+        own = table.state_own[slots]
         table.state_read[slots] = own
         starts, writes, counts = list[int](), own[: len(decodes)].tolist(), list[int]()
         kept: dict[StatePlace, int] = {}
@@ -198,7 +224,7 @@ class SequenceStates:
             writes.append(last)
             counts.append(num_segments)
         for place, free in kept.items():
-            self._states.keep(place, free)
+            self._keep(place, free, is_written=False)
         for state in held_next:
             self._states.hold(state)
         self._states.release(reads[(reads != own) & (reads != NO_STATE)])
@@ -210,6 +236,43 @@ class SequenceStates:
             writes=np.array(writes, np.int32),
             seq_segments=np.concatenate([ones, segments]),
         ), names
+
+    def _change_slots(self, decodes: Int32s) -> None:
+        """At the end of a page a decode writes to its other slot from now on, if there are tiers
+        for the state that it leaves behind. A third of the slots may be such second ones."""
+        if self._stored is None:
+            return
+        table = self._table
+        # a decode that reads a kept state has just come to the end of its prompt
+        is_due = (table.computed[decodes] % self._page_size == 0) & (
+            table.state_read[decodes] == table.state_own[decodes]
+        )
+        due = decodes[is_due]
+        for slot in due[table.state_spare[due] == NO_STATE].tolist():
+            if 3 * (self._num_spares + 1) > self._states.num_states or not (
+                self._states.has_room()
+            ):
+                break
+            table.state_spare[slot] = self._states.take()
+            self._num_spares += 1
+        due = due[table.state_spare[due] != NO_STATE]
+        left = table.state_own[due]
+        table.state_own[due] = table.state_spare[due]
+        table.state_spare[due] = left
+
+    def _keep(self, place: StatePlace, slot: int, *, is_written: bool) -> None:
+        if self._states.keep(place, slot) and self._stored is not None:
+            self._stored.states.note_kept(place, is_written=is_written)
+
+    def launched(self, step_id: StepId) -> None:
+        """The step was made."""
+        if self._stored is not None:
+            self._stored.states.launched(step_id)
+
+    def settle(self, step_id: StepId) -> None:
+        """Steps up to this one have ended."""
+        if self._stored is not None:
+            self._stored.states.settle(step_id)
 
     def _take_cuts(self, slot: SeqSlot, end: int) -> list[int]:
         """The planned positions up to `end`, in order; they are done with."""
@@ -242,20 +305,37 @@ class SequenceStates:
             self._states.release(np.array([read], np.int32))
         num_tokens = int(table.computed[slot])
         num_known = int(table.prompt_len[slot]) + table.num_read_back(slot)
+        chain = sequence.chain
+        if chain is not None and num_known > len(chain.token_ids):
+            chain = chain.extended(table.tokens(slot, 0, num_known))
+        self._leave_spare(slot, chain, num_known)
         is_useful = self._page_size <= num_tokens <= num_known
-        if sequence.chain is None or read != own or not is_useful:
+        if chain is None or read != own or not is_useful:
             self._states.give_back(own)
             return names
-        chain = sequence.chain
-        if num_tokens > len(chain.token_ids):
-            chain = chain.extended(table.tokens(slot, 0, num_tokens))
         depth, num_more = divmod(num_tokens, self._page_size)
         if num_more:
             self._store.name_tail(chain, num_tokens, int(table.page_table[slot, depth]))
-        self._states.keep(StatePlace.of(chain, num_tokens), own)
+        self._keep(StatePlace.of(chain, num_tokens), own, is_written=True)
         return names
+
+    def _leave_spare(self, slot: SeqSlot, chain: PageChain | None, num_known: int) -> None:
+        """Keep what is in a decode's second slot: the state at the end of its last full page. It
+        has no token too many, even if the sequence's own state has."""
+        table = self._table
+        if (spare := int(table.state_spare[slot])) == NO_STATE:
+            return
+        table.state_spare[slot] = NO_STATE
+        self._num_spares -= 1
+        page_size = self._page_size
+        num_tokens = (int(table.computed[slot]) - 1) // page_size * page_size
+        if chain is None or num_tokens > num_known:
+            self._states.give_back(spare)
+        else:
+            self._keep(StatePlace.of(chain, num_tokens), spare, is_written=True)
 
     def clear(self) -> None:
         """After a failed step: no state can be trusted."""
         self._cuts.clear()
-        self._states.clear()
+        self._num_spares = 0
+        self._store.clear_states()

@@ -52,9 +52,11 @@ class SeqTable:
         self.is_sync: Bools = np.zeros(size, np.bool_)
         self.is_streaming: Bools = np.zeros(size, np.bool_)
         self.num_pages: Int32s = np.zeros(size, np.int32)
-        # recurrent layers: the slot with the sequence's state, and the slot it writes
+        # recurrent layers: the slot with the sequence's state, the slot it writes, and a second
+        # one, if any, with the state at the end of its last full page
         self.state_read: Int32s = np.zeros(size, np.int32)
         self.state_own: Int32s = np.zeros(size, np.int32)
+        self.state_spare: Int32s = np.zeros(size, np.int32)
         self.temperature: Float32s = np.zeros(size, np.float32)
         self.top_p: Float32s = np.zeros(size, np.float32)
         self.top_k: Int32s = np.zeros(size, np.int32)
