@@ -117,6 +117,7 @@ def join(
         stack,
         config.store,
         facts.num_states,
+        facts.pages_per_state,
     )
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)

@@ -1,6 +1,6 @@
 """States of recurrent layers in the tiers below the device.
 
-    kept by a step --the step ends--> pieces copied down, like pages ---> host memory, disk, a server
+    kept by a step --the step ends--> pieces copied down, like pages ---> host memory, disk, server
     wanted by a prompt --a slot is taken--> pieces read --> copied up --> kept
 
 A state at the end of a page is stored in pieces of the size of a page, so tiers, indexes, checksums

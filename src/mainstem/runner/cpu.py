@@ -52,9 +52,12 @@ class CpuRunner:
         self._gate = OpenGate() if gate is None else gate
         self._attention = CpuAttention(decoder.spec, pages, max_positions, decoder.sinks)
         self._recurrence: Recurrence | None = None
+        self.states: DeviceStates | None = None  # of a model with recurrent layers
         if decoder.recurrent:
-            states = DeviceStates(decoder.spec, num_states, decoder.dtype, torch.device("cpu"))
-            self._recurrence = Recurrence(decoder.spec, decoder.recurrent, states, kernels)
+            self.states = DeviceStates(
+                decoder.spec, num_states, decoder.dtype, torch.device("cpu"), pages.page_bytes
+            )
+            self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
         self._previous = torch.empty(0, dtype=torch.long)
         self._single = SingleTokenPass.make(decoder, pages, self._attention.tables)
         self._loads: Loads | None = None

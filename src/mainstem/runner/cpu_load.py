@@ -13,6 +13,7 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
+from mainstem.runner.states import pages_per_state
 
 _MAX_AUTO_TOKENS = 262_144
 _KV_SHARE = 0.4  # of the memory that the weights leave, at most
@@ -48,15 +49,17 @@ def load_cpu_runner(
     part = decoder.spec
     kv_bytes = part.kv_elements_per_token * dtype.itemsize
     budget = _page_budget(cache, available, kv_bytes, ranks.shard.of)
-    state_bytes = part.state_bytes(dtype.itemsize)
+    page_bytes = kv_bytes * cache.page_size
+    per_state = pages_per_state(part, dtype.itemsize, page_bytes)
+    state_bytes = per_state * page_bytes
     num_states = cache.num_states(budget, kv_bytes, state_bytes, config.sched.max_seqs)
     budget -= num_states * state_bytes
-    num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
+    num_pages = cache.num_pages(budget, page_bytes)
     left = available_bytes()  # before any rank allocates pages
     num_pages = smallest(num_pages, ranks, torch.device("cpu"))
-    page_bytes = kv_bytes * cache.page_size
     cache.check_fits(ranks.shard.of * (num_pages * page_bytes + num_states * state_bytes), left)
-    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT, num_states)
+    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
+    facts = facts.with_states(num_states, per_state)
     pages = DevicePages(part, num_pages, cache.page_size, dtype)
     return CpuRunner(decoder, pages, context, num_states=num_states), facts
 

@@ -20,12 +20,17 @@ class RunnerFacts:
     head_dim: int
     dtype: DType  # the compute dtype
     num_states: int = 0  # slots for states of recurrent layers; 0: the model has none
+    pages_per_state: int = 0  # the memory of a state, in pages
     num_idle_params: int = 0  # weights of experts that a token does not use
     bytes_per_param: float = 2.0  # mean over all these weights
     device_name: str = "cpu"
     max_step_tokens: int | None = None  # tokens that the buffers hold; None: no limit
     max_span_levels: int | None = None  # maximum shared spans of one sequence that fit the buffers
     span_align_tokens: int | None = None  # spans begin at multiples of this; None: at any page
+
+    def with_states(self, num_states: int, pages_per_state: int) -> "RunnerFacts":
+        """The same model with slots for states."""
+        return replace(self, num_states=num_states, pages_per_state=pages_per_state)
 
     def on_device(
         self, name: str, max_step_tokens: int, max_span_levels: int, span_align_tokens: int | None

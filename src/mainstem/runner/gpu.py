@@ -36,6 +36,7 @@ from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import FEW_TOKENS, StepGraphs
 from mainstem.runner.recurrence import DecodeStates, HybridAttention, Recurrence, step_segments
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs, to_host
+from mainstem.runner.states import DeviceStates
 from mainstem.runner.uploads import Uploads
 from mainstem.runner.weighing import WeighingAttention
 
@@ -110,6 +111,11 @@ class GpuRunner:
     @property
     def pages(self) -> GpuPages:
         return self._pages
+
+    @property
+    def states(self) -> DeviceStates | None:
+        """The states of a model with recurrent layers."""
+        return None if self._recurrence is None else self._recurrence.states
 
     def attach(self, loads: Loads) -> None:
         """Steps may name these loads from now on."""

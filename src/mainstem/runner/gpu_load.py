@@ -18,7 +18,7 @@ from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.recurrence import Recurrence
-from mainstem.runner.states import DeviceStates
+from mainstem.runner.states import DeviceStates, pages_per_state
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
 DEFAULT_TOKENS = 2048  # in a step, unless the config says otherwise
@@ -70,7 +70,8 @@ def load_gpu_runner(
     spans = LayerSpans(part, settings)
     page_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
-    state_bytes, token_bytes = part.state_bytes(dtype.itemsize), page_bytes // cache.page_size
+    per_state = pages_per_state(part, dtype.itemsize, page_bytes)
+    state_bytes, token_bytes = per_state * page_bytes, page_bytes // cache.page_size
     num_states = cache.num_states(free_bytes, token_bytes, state_bytes, config.sched.max_seqs)
     free_bytes -= num_states * state_bytes
     num_pages = smallest(cache.num_pages(free_bytes, page_bytes), ranks, device)
@@ -81,14 +82,14 @@ def load_gpu_runner(
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
     recurrence = None
     if num_states:
-        states = DeviceStates(part, num_states, dtype, device)
+        states = DeviceStates(part, num_states, dtype, device, pages.page_bytes)
         recurrence = Recurrence(part, decoder.recurrent, states, recurrent_kernels)
     runner = GpuRunner(decoder, pages, attention, max_tokens, device, recurrence=recurrence)
     # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
-    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT, num_states)
-    return runner, facts.on_device(
+    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
+    return runner, facts.with_states(num_states, per_state).on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,
         max_span_levels=_MAX_SPAN_LEVELS,

@@ -28,6 +28,7 @@ from mainstem.runner.copy_engine import MAX_PITCH, PitchedRows
 from mainstem.runner.gates import LAYERS_AT_ONCE
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.slab import WHOLE, HostSlab, SlabPart
+from mainstem.runner.states import DeviceStates, StatePieces
 
 STAGING_BYTES = 128 << 20  # size of each of the two buffers: 4,000 tokens of 8 layers of Llama 8B
 
@@ -97,12 +98,19 @@ class _Staging:
 class GpuCopier:
     """PageCopier over the page tensors of a GPU."""
 
-    def __init__(self, pages: GpuPages, host_bytes: int, part: SlabPart = WHOLE) -> None:
+    def __init__(
+        self,
+        pages: GpuPages,
+        host_bytes: int,
+        part: SlabPart = WHOLE,
+        states: DeviceStates | None = None,
+    ) -> None:
         num_layers, _, _, *half_shape = pages.all.shape
         shape = (num_layers, 2, *half_shape)
         self._half_bytes = pages.all[0, 0, 0].nbytes
         self._layer_bytes = 2 * self._half_bytes
         self._pages = pages
+        self._pieces = StatePieces(pages.num_pages, states)
         self._num_layers = num_layers
         self._slab = HostSlab(host_bytes, shape, pages.all.dtype, is_pinned=True, part=part)
         self._staging = _Staging(
@@ -143,6 +151,9 @@ class GpuCopier:
         stream = self._saves_stream
         transfer = GpuTransfer(self._num_layers)
         transfer.begin.record(stream)
+        pages, slots, pieces, piece_slots = self._pieces.split(pages, slots)
+        for device, host, count in self._piece_runs(pieces, piece_slots):
+            self._piece_rows().to_host(device, host, count, stream.cuda_stream)
         for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
             source = self._pages.all.data_ptr() + page * self._half_bytes
             target = self._address(slot, 0)
@@ -156,10 +167,13 @@ class GpuCopier:
 
     def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> GpuTransfer:
         staging = self._staging
+        pages, slots, pieces, piece_slots = self._pieces.split(pages, slots)
         slots, pages = _by_slot(slots, pages)
         transfer = GpuTransfer(self._num_layers)
         with torch.cuda.stream(staging.pages_stream):
             transfer.begin.record()
+            for device, host, count in self._piece_runs(pieces, piece_slots):
+                self._piece_rows().to_device(host, device, count, staging.pages_stream.cuda_stream)
             page_ids = self._upload(pages, transfer)
             for first, count in self._groups():
                 width = count * self._layer_bytes
@@ -203,6 +217,22 @@ class GpuCopier:
         on_device = torch.empty(len(pages), dtype=torch.int32, device=self._pages.all.device)
         move_words(on_device[None], pinned[None])
         return on_device
+
+    def _piece_rows(self) -> PitchedRows:
+        """Copies pieces of states, which lie side by side on the device."""
+        width = self._slab.page_bytes
+        return PitchedRows(width, host_pitch=self._slab.slot_bytes, device_pitch=width)
+
+    def _piece_runs(self, pieces: Int32s, slots: Int32s) -> Iterator[tuple[int, int, int]]:
+        """Runs of neighbouring pieces in neighbouring slots: addresses and length."""
+        if not len(pieces):
+            return
+        first, width = self._pieces.rows.data_ptr(), self._slab.page_bytes
+        ends = np.flatnonzero((np.diff(pieces) != 1) | (np.diff(slots) != 1)) + 1
+        begins = [0, *ends.tolist()]
+        for begin, end in zip(begins, [*begins[1:], len(pieces)], strict=True):
+            device = first + int(pieces[begin]) * width
+            yield device, self._address(int(slots[begin]), 0), end - begin
 
     def _num_groups(self) -> int:
         return -(-self._num_layers // LAYERS_AT_ONCE)

@@ -100,7 +100,6 @@ def make_facts(
     context: int,
     num_pages: int,
     layout: bytes,
-    num_states: int = 0,
 ) -> RunnerFacts:
     """Return the facts about a loaded model. Sizes are those of the rank's part: they decide what a
     step costs and what a page holds."""
@@ -109,7 +108,6 @@ def make_facts(
         layout += f":rank {shard.rank} of {shard.of}".encode()
     return RunnerFacts(
         num_pages=num_pages,
-        num_states=num_states,
         page_size=config.cache.page_size,
         vocab_size=spec.vocab_size,
         max_model_len=context,

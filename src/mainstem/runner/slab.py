@@ -65,8 +65,9 @@ class HostSlab:
         self._is_pinned = is_pinned
         if is_pinned:  # not by torch, which rounds pinned memory up to powers of two
             _check(torch.cuda.cudart().cudaHostRegister(self._start, len(words), 0), "pinned")  # type: ignore[no-untyped-call]
-        used = words.view(num_slots, -1).narrow(1, self._first, self.page_bytes).view(dtype)
-        self.pages: Tensor = used.view(num_slots, *page_shape)
+        # a row of bytes for each slot
+        self.rows: Tensor = words.view(num_slots, -1).narrow(1, self._first, self.page_bytes)
+        self.pages: Tensor = self.rows.view(dtype).view(num_slots, *page_shape)
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of a page in a slot."""

@@ -24,6 +24,7 @@ from mainstem.runner.pages import DevicePages
 from mainstem.runner.ranks.copier import RankedCopier
 from mainstem.runner.ranks.runner import RankedRunner
 from mainstem.runner.slab import WHOLE, HostSlab, SlabPart
+from mainstem.runner.states import DeviceStates, StatePieces
 
 
 class CpuTransfer:
@@ -84,8 +85,15 @@ class CpuGate:
 class CpuCopier:
     """PageCopier over the page tensors of a CPU."""
 
-    def __init__(self, pages: DevicePages, host_bytes: int, part: SlabPart = WHOLE) -> None:
+    def __init__(
+        self,
+        pages: DevicePages,
+        host_bytes: int,
+        part: SlabPart = WHOLE,
+        states: DeviceStates | None = None,
+    ) -> None:
         """Allocates a slab of `host_bytes`, but at least two slots."""
+        self._pieces = StatePieces(pages.num_pages, states)
         self._layers = [pages.joint(layer) for layer in range(pages.num_layers)]
         _, _, kv_heads, page_size, dim = self._layers[0].shape
         shape = (len(self._layers), 2, kv_heads, page_size, dim)
@@ -110,18 +118,26 @@ class CpuCopier:
         return self._slab.slot(slot)
 
     def save(self, pages: Int32s, slots: Int32s) -> CpuTransfer:
+        pages, slots, pieces, piece_slots = self._pieces.split(pages, slots)
         sources, targets = _index(pages), _index(slots)
 
         def copy_layer(layer: int) -> None:
+            if layer == 0 and len(pieces):
+                rows = self._pieces.rows.index_select(0, _index(pieces))
+                self._slab.rows.index_copy_(0, _index(piece_slots), rows)
             taken = take_pages(self._layers[layer], sources).transpose(0, 1)
             self._slab.layer(layer).index_copy_(0, targets, taken)
 
         return self._start(self._save_thread, copy_layer)
 
     def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> CpuTransfer:
+        pages, slots, pieces, piece_slots = self._pieces.split(pages, slots)
         sources, targets = _index(slots), _index(pages)
 
         def copy_layer(layer: int) -> None:
+            if layer == 0 and len(pieces):
+                rows = self._slab.rows.index_select(0, _index(piece_slots))
+                self._pieces.rows.index_copy_(0, _index(pieces), rows)
             taken = self._slab.layer(layer).index_select(0, sources).transpose(0, 1)
             self._layers[layer].index_copy_(1, targets, taken)
 
@@ -175,14 +191,14 @@ def pages_of(runner: Runner) -> DevicePages | GpuPages:
 def attach_copier(runner: Runner, host_bytes: int, part: SlabPart = WHOLE) -> PageCopier:
     """Make a copier between the pages that a runner has in this process and its part of a slab."""
     if isinstance(runner, CpuRunner):
-        copier = CpuCopier(runner.pages, host_bytes, part)
+        copier = CpuCopier(runner.pages, host_bytes, part, runner.states)
         runner.attach(copier)
         return copier
     from mainstem.runner.gpu import GpuRunner  # noqa: PLC0415  # brings Triton
     from mainstem.runner.gpu_transfer import GpuCopier  # noqa: PLC0415
 
     assert isinstance(runner, GpuRunner)
-    gpu_copier = GpuCopier(runner.pages, host_bytes, part)
+    gpu_copier = GpuCopier(runner.pages, host_bytes, part, runner.states)
     runner.attach(gpu_copier)
     return gpu_copier
 

@@ -84,7 +84,9 @@ class SequenceStates:
         if num_more:
             inside = num_pages < len(match.pages)
             similar = int(match.pages[num_pages]) if inside else match.similar_page
-        cut = Match(match.pages[:num_pages], Lookup.MISS, None, similar, num_more, loads=match.loads)
+        cut = Match(
+            match.pages[:num_pages], Lookup.MISS, None, similar, num_more, loads=match.loads
+        )
         start = replace(found, match=cut, state=slot, num_matched=num_matched)
         return start if self._stored is None else self._stored.look_up(start, match, position)
 

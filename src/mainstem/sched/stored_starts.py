@@ -1,4 +1,4 @@
-"""Where a sequence could start if states and pages of lower tiers were loaded (recurrent layers)."""
+"""Recurrent layers: where a sequence could start if states and pages of lower tiers were loaded."""
 
 from dataclasses import replace
 
@@ -80,5 +80,3 @@ def progress(found: Candidate) -> int:
     """A number that grows as what a sequence wants comes to the device."""
     stored = found.stored
     return len(found.match.pages) if stored is None else len(stored.there) + stored.is_on_device
-
-
