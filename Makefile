@@ -40,7 +40,7 @@ test-hard: setup  ## make test three times, with busy cores, on one core, as on 
 	ATEN_CPU_CAPABILITY=default MAINSTEM_TEST_ONEDNN=off $(MAKE) test
 
 test-gpu:    ## what needs a CUDA device; uses the python on PATH
-	PYTHONPATH=src:. $(PYTHON) -m pytest -q -m gpu tests/gpu
+	PYTHONPATH=src:. $(PYTHON) -m tests.gpu.many
 
 sanitize:    ## small attention cases under compute-sanitizer, on a CUDA device
 	PYTHONPATH=src:. PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
         seqs * (args.prefix + args.own + num_outputs(args, seqs) + 64) for seqs in args.seqs
     )
     config = random_config(args, args.model_shape, tokens)
+    if config.cache.states is None:
+        config = replace(config, cache=replace(config.cache, states=2 * max(args.seqs) + 2))
     load, machine = load_average(), Machine.of(config)
     begin = perf_counter()
     shape = shape_with(args.model_shape, args.weights)

@@ -4,7 +4,8 @@
     attention    prompts by arithmetic; decodes by bytes, or by arithmetic if that takes longer
     elementwise  norms, rope, activations, residuals
 
-A group's prefix is computed once and read once in each step that its members decode in.
+A group's prefix is computed once and read once in each step that its members decode in. What
+recurrent layers do between their two products is left out.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class ModelCost:
 
     size: ModelSize
     heads: Heads  # heads of one layer
-    num_layers: int
+    num_layers: int  # with attention
     gemm_flops_per_s: float | None = None  # None: the card's rate; fp8 weights have a higher one
     num_expert_params: int = 0  # weights of the experts that a token uses; part of size.num_params
     # rate of grouped products; None: the same as for other products
@@ -56,7 +57,7 @@ class ModelCost:
         size = ModelSize(
             num_params=shape.num_layer_params,
             num_head_params=shape.num_head_params,
-            kv_bytes_per_token=shape.num_layers * heads.key_bytes,
+            kv_bytes_per_token=len(shape.attentions) * heads.key_bytes,
             bytes_per_param=shape.bytes_per_param(element_bytes),
             num_idle_params=shape.num_idle_params,
             elementwise_bytes_per_token=ELEMENTWISE_MOVES
@@ -67,7 +68,7 @@ class ModelCost:
         return cls(
             size,
             heads,
-            shape.num_layers,
+            len(shape.attentions),
             gemm_flops_per_s,
             shape.num_expert_params,
             expert_flops_per_s,

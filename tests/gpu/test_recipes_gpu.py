@@ -54,13 +54,22 @@ def test_logprobs_are_those_of_the_cpu(name: str, dtype: DType) -> None:
     origin, config = RecipeOrigin(deeper(RECIPES[name])), a_config(dtype)
     runner, facts = load_gpu_runner(origin, config, torch.device("cuda"))
     found = logprobs(join(runner, facts, config, EventBus()))
-    exact = a_config()
-    cpu_runner, facts = load_cpu_runner(origin, exact)
-    wanted = logprobs(join(cpu_runner, facts, exact, EventBus()))
+    wanted = logprobs_of_cpu(origin, DType.FP32)
     apart = np.abs(found - wanted)
     mean, worst = LIMITS[dtype]
+    if dtype is not DType.FP32 and origin.spec.recurrences:
+        # a random recurrent layer may read almost nothing from its state, and its norm makes the
+        # rounding of that as large as any other output: a CPU is as far off
+        rounding = np.abs(logprobs_of_cpu(origin, dtype) - wanted)
+        mean, worst = max(mean, 1.5 * rounding.mean()), max(worst, 1.5 * rounding.max())
     assert apart.mean() < mean, apart.mean()
     assert apart.max() < worst, apart.max()
+
+
+def logprobs_of_cpu(origin: RecipeOrigin, dtype: DType) -> np.ndarray:
+    config = a_config(dtype)
+    runner, facts = load_cpu_runner(origin, config)
+    return logprobs(join(runner, facts, config, EventBus()))
 
 
 LARGE = tuple(range(10, 70))  # tokens of each prompt after the shared ones: a step of 2,400 tokens

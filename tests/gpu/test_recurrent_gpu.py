@@ -18,7 +18,10 @@ from tests.kernels.recurrent import (
     assert_as_reference,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 class OnCard:

@@ -1,5 +1,7 @@
 """Names of pages: equal prefixes have equal names, and branches have different names."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,3 +70,26 @@ def test_a_neighbour_of_another_root_or_with_a_branch_is_ignored() -> None:
     assert PageChain.of(other, 4, IDS, chain).keys[0] != chain.keys[0]
     branched = chain.branched(1, b"a").extended(IDS)
     assert PageChain.of(ROOT, 4, IDS, branched).keys == chain.keys
+
+
+@given(data=st.data(), page_size=st.sampled_from([1, 2, 4]))
+def test_common_tokens_are_those_before_the_first_difference(
+    data: st.DataObject, page_size: int
+) -> None:
+    lists = st.lists(st.integers(0, 1), max_size=14)
+    one, two = (np.array(data.draw(lists), np.int32) for _ in range(2))
+    length = min(len(one), len(two))
+    same = one[:length] == two[:length]
+    expected = length if same.all() else int(same.argmin())
+    chains = [PageChain.of(root_key(b"m", page_size, b""), page_size, ids) for ids in (one, two)]
+    assert chains[0].num_common(chains[1]) == chains[1].num_common(chains[0]) == expected
+
+
+def test_chains_of_two_tenants_have_no_common_tokens_after_the_public_ones() -> None:
+    ids = np.arange(10, dtype=np.int32)
+    public = PageChain.of(root_key(b"m", 2, b""), 2, ids[:4])
+    one, two = (public.branched(2, salt).extended(ids) for salt in (b"one", b"two"))
+    assert one.num_common(two) == 4
+    others = [PageChain.of(root_key(b"m", 2, salt), 2, ids) for salt in (b"one", b"two")]
+    assert others[0].num_common(others[1]) == 0
+    assert one.num_common(replace(one)) == 10

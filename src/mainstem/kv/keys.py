@@ -8,6 +8,7 @@ A chain may branch: a mark is mixed into the keys from some page on. Pages that 
 hold other values than their tokens and positions would give, so they get other names.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import NamedTuple
@@ -70,6 +71,19 @@ class PageChain:
         differs = self.token_ids[:length] != token_ids[:length]
         num_equal = int(differs.argmax()) if differs.any() else length
         return self.keys[: num_equal // self.page_size]
+
+    def num_common(self, other: "PageChain") -> int:
+        """How many leading tokens have the same names in both chains."""
+        num_keys = min(len(self.keys), len(other.keys))
+        # equal keys mean equal prefixes, so the first different page is found by bisection
+        depth = bisect_left(range(num_keys), True, key=lambda i: self.keys[i] != other.keys[i])
+        if self.parent(depth) != other.parent(depth):
+            return depth * self.page_size
+        ours, theirs = self.page_tokens(depth), other.page_tokens(depth)
+        length = min(len(ours), len(theirs))
+        differs = ours[:length] != theirs[:length]
+        num_more = int(differs.argmax()) if differs.any() else length
+        return depth * self.page_size + num_more
 
     def extended(self, token_ids: Int32s) -> "PageChain":
         """The chain of `token_ids`, which begin with the tokens of this chain."""

@@ -34,7 +34,13 @@ from mainstem.runner.gpu_attention import GpuAttention
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import FEW_TOKENS, StepGraphs
-from mainstem.runner.recurrence import DecodeStates, HybridAttention, Recurrence, step_segments
+from mainstem.runner.recurrence import (
+    DecodeStates,
+    HybridAttention,
+    Recurrence,
+    one_prompt,
+    step_segments,
+)
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs, to_host
 from mainstem.runner.states import DeviceStates
 from mainstem.runner.uploads import Uploads
@@ -137,6 +143,10 @@ class GpuRunner:
             for launches in attention.kinds_of_steps:
                 attention.bind(inputs, launches)
                 mixer = self._decode_mixer(tokens)
+                hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
+            if self._decode_states is not None:  # recurrent layers have other kernels for prompts
+                prompt = one_prompt(tokens, self._decode_states.trash, self._device)
+                mixer = self._hybrid(prompt, tokens)
                 hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
             rows = min(tokens, len(self._logits))
             argmax(decoder.logits(hidden[:rows], self._logits[:rows]))

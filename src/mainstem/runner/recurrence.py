@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mainstem.core.step import Step
 from mainstem.kernels.recurrent.segments import Segments, make_segments
+from mainstem.kv.states import NO_STATE
 from mainstem.models.block import Attention
 from mainstem.models.recurrence import DeltaSpec, GateOrder, MambaSpec, RecurrentSpec
 from mainstem.models.recurrent_tensors import RecurrentTensors
@@ -147,12 +148,20 @@ def step_segments(step: Step, device: torch.device) -> Segments:
     )
 
 
+def one_prompt(num_tokens: int, slot: int, device: torch.device) -> Segments:
+    """The segments of one sequence that begins with its first token and writes its state to
+    `slot`."""
+    starts = np.array([0, num_tokens], np.int32)
+    reads, writes = np.full(1, NO_STATE, np.int32), np.full(1, slot, np.int32)
+    return make_segments(starts, writes, np.array([0, 1], np.int32), reads, 0, device)
+
+
 class DecodeStates:
     """The slots of steps that only decode, in buffers at fixed addresses for CUDA graphs. Padding
     uses the slot after the last one."""
 
     def __init__(self, max_tokens: int, num_states: int, device: torch.device) -> None:
-        self._trash = num_states
+        self.trash = num_states
         self._numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self._slots = torch.full((2, max_tokens), num_states, dtype=torch.int32, device=device)
         self._uploads = Uploads(device)
@@ -161,7 +170,7 @@ class DecodeStates:
         """Set the slots of a step of up to `size` decodes."""
         use = step.states
         assert use is not None, "a step says nothing of states"
-        slots = np.full((2, size), self._trash, np.int64)
+        slots = np.full((2, size), self.trash, np.int32)
         slots[0, : len(use.reads)] = use.reads
         slots[1, : len(use.writes)] = use.writes
         self._slots[:, :size].copy_(self._uploads.send(slots))

@@ -117,16 +117,10 @@ class SequenceStates:
     def _shared(self, other: Sequence, chain: PageChain, most: int) -> int:
         """How many leading tokens a prompt and a chain have in common, at most `most`. The page
         in which they part must be one that the prompt fills, or it cannot be found."""
-        if other.chain is None or other.chain.root != chain.root:
+        if other.chain is None:
             return 0
-        theirs, tokens = other.chain.token_ids, chain.token_ids
-        length = min(len(theirs), len(tokens), most)
-        differs = theirs[:length] != tokens[:length]
-        shared = int(differs.argmax()) if differs.any() else length
-        shared = self._findable(shared, len(theirs))
-        if StatePlace.of(other.chain, shared) != StatePlace.of(chain, shared):
-            return 0  # their pages have different names
-        return shared
+        shared = min(other.chain.num_common(chain), most)
+        return self._findable(shared, len(other.chain.token_ids))
 
     def _findable(self, position: int, num_tokens: int) -> int:
         """The deepest position up to this one whose tokens are in pages that have names, in a

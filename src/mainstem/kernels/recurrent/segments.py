@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TILE = 64  # tokens; one size, so that a sequence's bits do not depend on other sequences
+ALIGNED = 4  # numbers of 4 bytes: 16 bytes
 
 Ints = NDArray[np.int32]
 
@@ -102,7 +103,13 @@ def _cut(starts: Ints, writes: Ints, seq_segments: Ints, num_decodes: int) -> li
 
 
 def _to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
-    whole = torch.from_numpy(np.concatenate(arrays).astype(np.int32, copy=False))
-    if device.type != "cpu":
-        whole = whole.pin_memory().to(device, non_blocking=True)
-    return list(torch.split(whole, [len(array) for array in arrays]))
+    """Copy the arrays in one piece. On a GPU each begins at a multiple of 16 bytes: Triton compiles
+    a kernel anew for every combination of aligned and other pointers."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array.astype(np.int32)) for array in arrays]
+    lengths = [len(array) for array in arrays]
+    padding = [-length % ALIGNED for length in lengths]
+    rooms = [np.pad(array, (0, more)) for array, more in zip(arrays, padding, strict=True)]
+    whole = torch.from_numpy(np.concatenate(rooms).astype(np.int32, copy=False)).pin_memory()
+    parts = torch.split(whole.to(device, non_blocking=True), [len(room) for room in rooms])
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
