@@ -107,6 +107,7 @@ def join(
 ) -> Engine:
     """An engine around a loaded runner, with the tiers below the device. Steps go through the
     runner that `around` returns."""
+    log.info("memory of each rank: %s", facts.budget)
     StoreLog(bus)
     stack = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
     store = KVStore(

@@ -52,7 +52,9 @@ def load_cpu_runner(
     page_bytes = kv_bytes * cache.page_size
     per_state = pages_per_state(part, dtype.itemsize, page_bytes)
     state_bytes = per_state * page_bytes
-    num_states = cache.num_states(budget, kv_bytes, state_bytes, config.sched.max_seqs)
+    num_states = cache.num_states(
+        budget, kv_bytes, state_bytes, config.sched.max_seqs, has_tiers=config.store.host_bytes > 0
+    )
     budget -= num_states * state_bytes
     num_pages = cache.num_pages(budget, page_bytes)
     left = available_bytes()  # before any rank allocates pages

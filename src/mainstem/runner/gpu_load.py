@@ -72,7 +72,13 @@ def load_gpu_runner(
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
     per_state = pages_per_state(part, dtype.itemsize, page_bytes)
     state_bytes, token_bytes = per_state * page_bytes, page_bytes // cache.page_size
-    num_states = cache.num_states(free_bytes, token_bytes, state_bytes, config.sched.max_seqs)
+    num_states = cache.num_states(
+        free_bytes,
+        token_bytes,
+        state_bytes,
+        config.sched.max_seqs,
+        has_tiers=config.store.host_bytes > 0,
+    )
     free_bytes -= num_states * state_bytes
     num_pages = smallest(cache.num_pages(free_bytes, page_bytes), ranks, device)
     if device.type == "cuda":

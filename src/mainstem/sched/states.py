@@ -135,7 +135,10 @@ class SequenceStates:
 
     def may_start(self) -> bool:
         """Whether there is a slot for another sequence."""
-        return self._states.has_room()
+        if self._states.has_room():
+            return True
+        self._states.note_refused()
+        return False
 
     def start(
         self,
@@ -268,6 +271,7 @@ class SequenceStates:
 
     def launched(self, step_id: StepId) -> None:
         """The step was made."""
+        self._store.report_states()
         if self._stored is not None:
             self._stored.states.launched(step_id)
 
