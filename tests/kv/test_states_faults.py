@@ -121,10 +121,9 @@ def test_prompt_logprobs_and_scores_start_where_a_state_is(make: Callable[[], En
         found = run_all(engine, [request])
         (output,) = [each for each in found.outputs if each.prompt_logprobs is not None]
         assert output.prompt_logprobs is not None
-        known = [*context, choice[0]]
         assert list(output.prompt_logprobs) == [
             fake_logprob(context, choice[0], 0),
-            fake_logprob(known, choice[1], 0),
+            fake_logprob([*context, choice[0]], choice[1], 0),
         ]
         assert output.num_cached_tokens >= 36
 

@@ -175,8 +175,7 @@ class TierStack:
             if places >> number & 1:
                 tier.delete(page.key)
                 is_told = page.full >> number & 1 and not self.is_shared(number)
-                is_told &= not page.is_piece
-                if is_told and self._bus.has_listeners(PagesRemoved):
+                if is_told and not page.is_piece and self._bus.has_listeners(PagesRemoved):
                     self._bus.publish(PagesRemoved(tier.name, [page.key]))
         page.taken &= ~places
         page.full &= ~places

@@ -254,16 +254,21 @@ class SequenceStates:
         )
         due = decodes[is_due]
         for slot in due[table.state_spare[due] == NO_STATE].tolist():
-            if 3 * (self._num_spares + 1) > self._states.num_states or not (
-                self._states.has_room()
-            ):
+            if (spare := self._take_spare()) is None:
                 break
-            table.state_spare[slot] = self._states.take()
-            self._num_spares += 1
+            table.state_spare[slot] = spare
         due = due[table.state_spare[due] != NO_STATE]
         left = table.state_own[due]
         table.state_own[due] = table.state_spare[due]
         table.state_spare[due] = left
+
+    def _take_spare(self) -> int | None:
+        """A second slot for a decode; it can do without."""
+        is_enough = 3 * (self._num_spares + 1) > self._states.num_states
+        if is_enough or not self._states.has_room():
+            return None
+        self._num_spares += 1
+        return self._states.take()
 
     def _keep(self, place: StatePlace, slot: int, *, is_written: bool) -> None:
         if self._states.keep(place, slot) and self._stored is not None:

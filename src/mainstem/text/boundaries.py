@@ -42,7 +42,8 @@ class MessageStarts:
         """The special token that begins messages; None: the template has none."""
         if not self._tokenizer.has_chat_template:
             return None
-        ask, tell = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+        ask: dict[str, object] = {"role": "user", "content": "a"}
+        tell: dict[str, object] = {"role": "assistant", "content": "a"}
         try:
             few = self._encode([ask])
             more = self._encode([ask, tell, ask])
