@@ -28,15 +28,19 @@ from mainstem.kv.stack import READ_LIMIT_S, Page, TierStack
 from mainstem.kv.states import StatePlace, StateStore
 from mainstem.kv.transfer import LoadId, Transfer
 
-MARK = b"stat"  # the rest of a piece's name: this, and the piece's number in four bytes
+MARK = b"stat"  # the rest of a piece's name: this, and the piece's number
+NUMBER_BYTES = 4
 LEAST_STATES = 2  # host memory with fewer places than these states have pieces stores none
 NO_STEP = StepId(-1)
 
 
 def piece_keys(place: StatePlace, count: int) -> list[PageKey]:
     """The names of the pieces of a state at the end of a page."""
-    stem = place.parent[: -len(MARK) - 4] + MARK
-    return [PageKey(stem + number.to_bytes(4, "big")) for number in range(count)]
+    return _numbered(place.parent[: -len(MARK) - NUMBER_BYTES] + MARK, count)
+
+
+def _numbered(stem: bytes, count: int) -> list[PageKey]:
+    return [PageKey(stem + number.to_bytes(NUMBER_BYTES, "big")) for number in range(count)]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +89,7 @@ class StoredStates:
         self._first_piece = first_piece
         self.num_pieces = num_pieces
         saver.end_pieces = self._end_save
+        loader.pieces_after = lambda first: _numbered(first[:-NUMBER_BYTES], num_pieces)
         self._committed: list[_Save] = []  # kept by the step that is being made
         self._filling: dict[StepId, list[_Save]] = {}
         self._postponed: dict[_Save, None] = {}  # until host memory has room, oldest first
@@ -129,6 +134,14 @@ class StoredStates:
             if self.has(place):
                 return piece_keys(place, self.num_pieces)
         return []
+
+    def to_ask(self, chain: PageChain, depths: range) -> dict[PageKey, PageKey]:
+        """The first piece of each state after these pages of a chain that is not stored here, and
+        the page before it."""
+        places = [StatePlace(chain.parent(depth + 1), b"") for depth in depths]
+        firsts = (piece_keys(place, 1)[0] for place in places)
+        named = zip(firsts, depths, places, strict=True)
+        return {first: chain.keys[d] for first, d, place in named if not self.has(place)}
 
     def note_use(self, place: StatePlace) -> None:
         """A sequence starts from this state."""
