@@ -112,6 +112,8 @@ class StoredStates:
 
     def has(self, place: StatePlace) -> bool:
         """Whether the state could be loaded. What is left of one that lost a piece is dropped."""
+        if place.tail:
+            return False
         find, keys = self._stack.pages.get, piece_keys(place, 1)
         if (first := find(keys[0])) is None or not first.full:
             return False
@@ -144,9 +146,12 @@ class StoredStates:
         return {first: chain.keys[d] for first, d, place in named if not self.has(place)}
 
     def note_use(self, place: StatePlace) -> None:
-        """A sequence starts from this state."""
-        if not place.tail:
+        """A sequence starts from this state, in the step that is being made. It is saved again if
+        the tiers have evicted it."""
+        if self.has(place):
             self._stack.note_use(piece_keys(place, self.num_pieces))
+        else:
+            self.note_kept(place, is_written=False)
 
     # --- down -----------------------------------------------------------------------------------
 
@@ -177,25 +182,25 @@ class StoredStates:
 
     def _save(self, save: _Save) -> None:
         """Copy a state down, unless it is stored. It is tried again later if there is no room."""
-        keys, stack = piece_keys(save.place, self.num_pieces), self._stack
+        keys, stack, count = piece_keys(save.place, self.num_pieces), self._stack, self.num_pieces
         if self._states.version(save.place) != save.version:
             self._skip("evicted before it was saved")
             return
-        wanted = [number for number, key in enumerate(keys) if not stack.has(key)]
-        if not wanted:
+        if all(map(stack.has, keys)):
             return
-        if self._saver.make_room(len(wanted)) < len(wanted):
+        there = [piece for key in keys if (piece := stack.pages.get(key)) is not None]
+        is_used = any(piece.holds for piece in there)
+        if is_used or self._saver.make_room(count) < count:
             self._postponed[save] = None
             return
-        chosen = [keys[number] for number in wanted]
-        numbers = self._numbers(save.version[0])[wanted]
-        self._states.begin_copy(save.version[0])
-        previous, marks = [save.place.parent] * len(chosen), [PIECE] * len(chosen)
-        if not self._saver.copy_down(numbers, chosen, previous, marks):
-            self._states.end_copy(save.version[0])
+        stack.drop(there)  # pieces of one save belong together
+        slot = save.version[0]
+        self._states.begin_copy(slot)
+        previous, marks = [save.place.parent] * count, [PIECE] * count
+        if not self._saver.copy_down(self._numbers(slot), keys, previous, marks):
+            self._states.end_copy(slot)
         if not all(map(stack.has, keys)):  # some were refused: the others are useless
-            pieces = [piece for key in keys if (piece := stack.pages.get(key)) is not None]
-            stack.drop(pieces)
+            stack.drop([piece for key in keys if (piece := stack.pages.get(key)) is not None])
 
     def _end_save(self, numbers: Int32s) -> None:
         """A copy of pieces has ended, well or not."""
@@ -247,12 +252,13 @@ class StoredStates:
 
     def load(self, place: StatePlace, limit_s: float = READ_LIMIT_S) -> PageKey | None:
         """Load a stored state to a slot of the device; returns the key to wait for. None: there is
-        no slot, or no room in host memory to read it into."""
+        no slot, or no room in host memory to read it into, or the state has just been evicted for
+        the pages before it."""
         stack, host = self._stack, self._stack.host
+        if not self.has(place) or (slot := self._states.take()) is None:
+            return None
         keys = piece_keys(place, self.num_pieces)
         pages = [stack.pages[key] for key in keys]
-        if (slot := self._states.take()) is None:
-            return None
         for page in pages:
             page.holds += 1
         missing = [page for page in pages if not page.taken & IN_HOST]

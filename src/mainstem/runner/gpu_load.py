@@ -79,10 +79,11 @@ def load_gpu_runner(
         config.sched.max_seqs,
         has_tiers=config.store.host_bytes > 0,
     )
-    free_bytes -= num_states * state_bytes
+    state_memory = (num_states + 1) * state_bytes  # one slot is for padding
+    free_bytes -= state_memory
     num_pages = smallest(cache.num_pages(free_bytes, page_bytes), ranks, device)
     if device.type == "cuda":
-        needed = num_pages * page_bytes + num_states * state_bytes
+        needed = num_pages * page_bytes + state_memory
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)

@@ -66,6 +66,10 @@ class SequenceStates:
         chain, match = found.chain, found.match
         if chain is None or found.awaited is not None:
             return found
+        if match.loads is not None:  # a part of a page may be copied: not before it is loaded
+            loading = reversed(chain.keys[: len(match.pages)])
+            awaited = next(key for key in loading if not self._store.is_ready(key))
+            return replace(found, awaited=awaited)
         page_size = self._page_size
         num_matched = len(match.pages) * page_size
         if not whole_pages:
@@ -84,9 +88,7 @@ class SequenceStates:
         if num_more:
             inside = num_pages < len(match.pages)
             similar = int(match.pages[num_pages]) if inside else match.similar_page
-        cut = Match(
-            match.pages[:num_pages], Lookup.MISS, None, similar, num_more, loads=match.loads
-        )
+        cut = Match(match.pages[:num_pages], Lookup.MISS, None, similar, num_more)
         start = replace(found, match=cut, state=slot, num_matched=num_matched)
         return start if self._stored is None else self._stored.look_up(start, match, position)
 
