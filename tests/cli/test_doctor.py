@@ -180,9 +180,25 @@ def test_ranks_that_fit_and_ranks_that_do_not_are_shown() -> None:
     """A card of 140 GiB: pages get 0.9 of it, minus 2 GiB of buffers, minus the weights."""
     gib = 1 << 30
     large, half = RankSize(1, 130 * gib, 1 << 20, 0), RankSize(2, 65 * gib, 1 << 19, 0)
-    assert doctor.fitting_tokens(large, GPU) == 0
-    assert doctor.fitting_tokens(half, GPU) == (126 - 2 - 65) * gib // (1 << 19)
-    assert doctor.fitting_tokens(half, CPU) is None
+    assert doctor.fitting(large, GPU) == {"kv_tokens": 0, "states": 0}
+    tokens = (126 - 2 - 65) * gib // (1 << 19)
+    assert doctor.fitting(half, GPU) == {"kv_tokens": tokens, "states": 0}
+    assert doctor.fitting(half, CPU) == {"kv_tokens": None, "states": None}
+
+
+def test_states_and_pages_divide_one_budget() -> None:
+    """Beside 100 GB of weights, pages and states of 63 MB fill what is left, but one or two
+    states."""
+    size = RankSize(1, 100 * 10**9, 20480, 0, bytes_per_state=63 * 10**6)
+    found = doctor.fitting(size, GPU)
+    tokens, states = found["kv_tokens"], found["states"]
+    assert tokens is not None
+    assert states is not None
+    room = int(GPU.memory_bytes * 0.9) - doctor.GPU_RESERVE - size.weight_bytes
+    taken = tokens * 20480 + states * 63 * 10**6
+    assert room - 20480 < taken <= room
+    # half of the states are for sequences of 2,048 tokens
+    assert tokens / 2048 == pytest.approx(states / 2, abs=5)
 
 
 def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,12 @@ import pytest
 
 from mainstem.core.events import EventBus, PagesLost, PagesRemoved, PagesStored
 from mainstem.core.request import SamplingParams
+from mainstem.kv.bytes.line import Address
 from tests.builders import VOCAB, a_request, run_all
 from tests.fakes import fake_answer
+from tests.kv.redis_server import RedisServer
 from tests.kv.tiered import PIECES, Tiered, a_tiered_engine
+from tests.needs import skip_without
 
 PAGE = 4
 ANSWER = 30
@@ -64,6 +67,21 @@ def test_turns_come_back_from_disk_after_a_restart(seed: int, tmp_path: Path) ->
 
     first = a_hybrid(disk_dir=tmp_path, can_overlap=True)
     converse(restart, first, np.random.default_rng(seed))
+
+
+def test_turns_come_back_from_a_server_that_another_process_filled(tmp_path: Path) -> None:
+    skip_without("redis-server")
+    server = RedisServer(tmp_path)
+
+    def move(tiered: Tiered) -> Tiered:
+        tiered.engine.close()
+        return a_hybrid(remote=Address(server.url), can_overlap=True)
+
+    try:
+        first = a_hybrid(remote=Address(server.url), can_overlap=True)
+        converse(move, first, np.random.default_rng(0))
+    finally:
+        server.stop()
 
 
 def test_prompts_that_part_in_a_page_start_at_the_page_before_it_after_a_restart(

@@ -95,12 +95,13 @@ def test_several_answers_start_from_the_last_page_of_the_prompt() -> None:
         assert found.tokens["r", index] == fake_answer(prompt, 4, VOCAB)
 
 
-def test_random_trees_compute_little_more_than_the_plan_allows() -> None:
+@pytest.mark.parametrize("num_trees", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_trees_compute_little_more_than_the_plan_allows(num_trees: int) -> None:
     """Of each prompt, what no earlier prompt has in common with it must be computed, and the
     prompt's last token."""
     rng = np.random.default_rng(4)
     computed, possible = 0, 0
-    for _tree in range(60):
+    for _tree in range(num_trees):
         stems = [rng.integers(0, VOCAB, rng.integers(20, 200)).tolist()]
         for _ in range(6):
             stem = stems[rng.integers(len(stems))]

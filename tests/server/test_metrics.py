@@ -90,6 +90,8 @@ EXPORTED = {
         mainstem:truncated_prompts_total
         mainstem:dropped_tokens_total mainstem:moved_pages_total mainstem:host_seconds_total
         mainstem:device_seconds_total mainstem:engine_restarts_total mainstem:step_tokens
+        mainstem:states mainstem:held_states mainstem:kept_states
+        mainstem:evicted_states_total mainstem:refused_states_total
         mainstem:step_seconds mainstem:unfinished_prompts mainstem:unfinished_prompt_tokens
     """,
     ("finished_reason",): "vllm:request_success_total",
@@ -265,7 +267,11 @@ def test_timings_become_histograms() -> None:
 def test_a_snapshot_sets_the_gauges() -> None:
     metrics = ServerMetrics(EventBus())
     stems = (StemView(1, None, 512, 8),)
-    metrics.observe_snapshot(EngineSnapshot(8, 3, 100, 16, 40, 75, stems))
+    metrics.observe_snapshot(
+        EngineSnapshot(
+            8, 3, 100, 16, 40, 75, stems, num_states=20, num_held_states=8, num_kept_states=11
+        )
+    )
     values = read(metrics)
     assert values["vllm:num_requests_running"] == 8
     assert values["vllm:num_requests_waiting"] == 3
@@ -274,6 +280,9 @@ def test_a_snapshot_sets_the_gauges() -> None:
     assert values["mainstem:pages"] == 100
     assert values["mainstem:held_pages"] == 40
     assert values["mainstem:cached_pages"] == 75
+    assert values["mainstem:states"] == 20
+    assert values["mainstem:held_states"] == 8
+    assert values["mainstem:kept_states"] == 11
     assert values["mainstem:page_size_tokens"] == 16
 
 

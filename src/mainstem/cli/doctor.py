@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mainstem.checkpoints.hub import ModelRecord, ModelState, config_folder, list_models
-from mainstem.core.config import Device, DType, StoreConfig, cache_dir
+from mainstem.core.config import CacheConfig, Device, DType, StoreConfig, cache_dir
 from mainstem.core.tables import gigabytes
 from mainstem.core.version import __version__
 from mainstem.runner.kv_size import kv_size
@@ -136,17 +136,20 @@ def describe_model(name: str, device: DeviceFacts) -> Section:
     with config_folder(name) as folder:
         size, ranks = kv_size(folder, dtype), rank_sizes(folder, dtype, keeps)
     found = {"name": name} | asdict(size) | {"dtype": size.dtype.value}
-    rows = [asdict(each) | {"kv_tokens": fitting_tokens(each, device)} for each in ranks]
+    rows = [asdict(each) | fitting(each, device) for each in ranks]
     return found | {"ranks": rows}
 
 
-def fitting_tokens(size: RankSize, device: DeviceFacts) -> int | None:
-    """About how many tokens of KV fit on a card beside a rank's weights; None on a CPU, where all
-    ranks share the memory."""
+def fitting(size: RankSize, device: DeviceFacts) -> dict[str, int | None]:
+    """About how many tokens of KV, and states of recurrent layers, fit on a card beside a rank's
+    weights; None on a CPU, where all ranks share the memory."""
     if device.kind == "cpu":
-        return None
+        return {"kv_tokens": None, "states": None}
     room = int(device.memory_bytes * GPU_SHARE) - GPU_RESERVE - size.weight_bytes
-    return max(0, room // size.kv_bytes_per_token)
+    per_token, per_state = size.kv_bytes_per_token, size.bytes_per_state
+    states = CacheConfig().num_states(max(0, room), per_token, per_state, None)
+    left = max(0, room - states * per_state) // per_token
+    return {"kv_tokens": left, "states": states if left else 0}
 
 
 def _model_lines(model: Section) -> list[tuple[str, str]]:
@@ -164,6 +167,9 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
             "but is kept, because a page holds all layers"
         )
         lines.append(("  windows", words))
+    if state := model["bytes_per_state"]:
+        words = f"{state:,} bytes each: one for each answer in progress, others for later requests"
+        lines.append(("  states", words))
     ranks = model["ranks"]
     assert isinstance(ranks, list)
     for words in ranks[0]["unpacked"]:
@@ -183,7 +189,11 @@ def _rank_words(row: Section) -> str:
     words += f"{kv:,} bytes of KV a token, each"
     if tokens is None:
         return words
-    return f"{words}; {f'{tokens:,} tokens fit' if tokens else 'does not fit'} on this GPU"
+    fit = f"{tokens:,} tokens fit" if tokens else "does not fit"
+    if tokens and (states := row["states"]):
+        per_state = row["bytes_per_state"]
+        fit = f"{tokens:,} tokens and {states:,} states of {per_state:,} bytes fit"
+    return f"{words}; {fit} on this GPU"
 
 
 def as_text(found: dict[str, object]) -> str:

@@ -253,20 +253,27 @@ class CacheConfig:
             )
 
     def num_states(
-        self, free_bytes: int, token_bytes: int, state_bytes: int, max_seqs: int | None
+        self,
+        free_bytes: int,
+        token_bytes: int,
+        state_bytes: int,
+        max_seqs: int | None,
+        *,
+        has_tiers: bool = False,
     ) -> int:
         """States to allocate in `free_bytes`, in which pages must fit, too: the number that was
-        set, or two for each sequence of EXPECTED_TOKENS that fits. 0 if the model has no recurrent
-        layers."""
+        set, or two for each sequence of EXPECTED_TOKENS that fits, and three with tiers below the
+        device (sched/states.py). 0 if the model has no recurrent layers."""
         if state_bytes == 0:
             return 0
         if self.states is not None:
             return self.states
+        per_seq = 3 if has_tiers else 2
         if self.kv_tokens is not None:
             most = -(-self.kv_tokens // EXPECTED_TOKENS)
         else:
-            most = free_bytes // (2 * state_bytes + EXPECTED_TOKENS * token_bytes)
-        return 2 * max(1, min(most, max_seqs or MOST_STATES)) + 2
+            most = free_bytes // (per_seq * state_bytes + EXPECTED_TOKENS * token_bytes)
+        return per_seq * max(1, min(most, max_seqs or MOST_STATES)) + 2
 
     def num_pages(self, free_bytes: int, page_bytes: int) -> int:
         """Pages to allocate: the number that was set, or what fits into `free_bytes`."""

@@ -189,6 +189,21 @@ class StepsResized:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class StatesEvicted:
+    """Kept states of recurrent layers left the device, because others needed their slots."""
+
+    num_states: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRefused:
+    """How often since the last step no slot was free: for a state that should have been kept, or
+    for a sequence that could have started otherwise."""
+
+    num_states: int
+
+
 Event = (
     RequestSubmitted
     | SequenceAdmitted
@@ -203,6 +218,8 @@ Event = (
     | PagesLoaded
     | PagesPrefetched
     | PagesLost
+    | StatesEvicted
+    | StatesRefused
     | StoreOpened
     | StepStarted
     | StepFinished

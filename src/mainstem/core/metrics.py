@@ -18,6 +18,8 @@ from mainstem.core.events import (
     SequenceFinished,
     SequencePreempted,
     SequenceResumed,
+    StatesEvicted,
+    StatesRefused,
     StepFailed,
     StepFinished,
     StoreOpened,
@@ -47,6 +49,8 @@ class Counters:
     dropped_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     unsaved_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     lost_pages: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    evicted_states: int = 0  # of recurrent layers, from the device
+    refused_states: int = 0  # times that no slot was free for one
     damaged_stores: int = 0  # disk stores in which something was wrong when they were opened
     prefetched_pages: int = 0
     truncated_prompts: int = 0
@@ -69,6 +73,8 @@ class Counters:
         bus.subscribe(PagesSaved, self._saved)
         bus.subscribe(SavesSkipped, self._skipped)
         bus.subscribe(PagesLost, self._lost)
+        bus.subscribe(StatesEvicted, self._states_evicted)
+        bus.subscribe(StatesRefused, self._states_refused)
         bus.subscribe(StoreOpened, self._opened)
         bus.subscribe(PagesPrefetched, self._prefetched)
         bus.subscribe(PromptTruncated, self._truncated)
@@ -121,6 +127,12 @@ class Counters:
 
     def _lost(self, event: PagesLost) -> None:
         self.lost_pages[event.reason] += event.num_pages
+
+    def _states_evicted(self, event: StatesEvicted) -> None:
+        self.evicted_states += event.num_states
+
+    def _states_refused(self, event: StatesRefused) -> None:
+        self.refused_states += event.num_states
 
     def _opened(self, event: StoreOpened) -> None:
         self.damaged_stores += event.found is not None

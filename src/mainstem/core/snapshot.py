@@ -38,3 +38,6 @@ class EngineSnapshot:
     num_copies: int = 0  # loads and saves in progress
     prompts: tuple[PromptView, ...] = ()
     num_unsaved_pages: int = 0  # to be written to the disk, or being written
+    num_states: int = 0  # slots for states of recurrent layers
+    num_held_states: int = 0  # slots of running sequences
+    num_kept_states: int = 0  # states that later requests can start from

@@ -107,6 +107,7 @@ def join(
 ) -> Engine:
     """An engine around a loaded runner, with the tiers below the device. Steps go through the
     runner that `around` returns."""
+    log.info("memory of each rank: %s", facts.budget)
     StoreLog(bus)
     stack = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
     store = KVStore(
@@ -119,6 +120,11 @@ def join(
         facts.num_states,
         facts.pages_per_state,
     )
+    if facts.num_states and stack.tiers and store.stored_states is None:
+        log.warning(
+            "states of recurrent layers stay on the device: host_gb=%g has no room for two of them",
+            config.store.host_bytes / 1e9,
+        )
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)
     card = card_for(facts.device_name)

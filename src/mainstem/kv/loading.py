@@ -9,10 +9,10 @@ request that would wait too long for it starts without it, and the answer serves
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from math import ceil
 from time import monotonic, perf_counter
 
@@ -23,7 +23,7 @@ from mainstem.core.ids import PageKey
 from mainstem.core.step import Int32s
 from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain
-from mainstem.kv.places import HOST, IN_HOST, StoredCounts, fastest
+from mainstem.kv.places import HOST, IN_HOST, PIECE, StoredCounts, fastest
 from mainstem.kv.pool import PagePool
 from mainstem.kv.stack import READ_LIMIT_S, Page, TierStack
 from mainstem.kv.tier import Answer, LowerTier
@@ -81,6 +81,8 @@ class PageLoader:
         self.page_bytes, self.num_layers = stack.page_bytes, stack.num_layers
         self.questions = OpenQuestions([tier for _, tier in stack.below if tier.is_shared])
         stack.on_answer = self._note_answer
+        # the names of a state's pieces, given that of the first (kv/stored_states.py)
+        self.pieces_after: Callable[[PageKey], list[PageKey]] = lambda first: [first]
 
     @property
     def num_loads(self) -> int:
@@ -118,26 +120,40 @@ class PageLoader:
 
     # --- what other processes have --------------------------------------------------------------
 
-    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask shared tiers for the pages of a chain after those that `stored` counts; returns the
+    def ask(
+        self, keys: Sequence[PageKey], states: Mapping[PageKey, PageKey] | None = None
+    ) -> PageKey | None:
+        """Ask shared tiers for the pages of a chain after those that `stored` counts, and for
+        states of recurrent layers: the first piece of each, and the page before it. Returns the
         key of the answer. None: there is no tier to ask, or no such page."""
         if not self.questions.tiers:
             return None
-        return self.questions.ask(keys[self.stored(keys).num_pages :])
+        return self.questions.ask(keys[self.stored(keys).num_pages :], states or {})
 
     def _note_answer(self, number: int, answer: Answer) -> None:
         """Add pages that a shared tier has: written by other processes, or by this one before it
         lost the connection."""
+        pages, states = self.questions.read(answer)
         if self.questions.note_answer(answer.asked):
             self._news.append(answer.asked)
+        self._note_found(number, pages, b"")
+        find = self._stack.pages.get
+        for first, before in reversed(states.items()):  # the deepest state that can be reached
+            page = find(before)
+            if before in self._index or (page is not None and page.full):
+                self._note_found(number, self.pieces_after(first), PIECE)
+                return
+
+    def _note_found(self, number: int, keys: Sequence[PageKey], token_ids: bytes) -> None:
+        """A shared tier has these pages, in chain order."""
         stack, bit = self._stack, 1 << number
-        known = [(key, stack.pages.get(key)) for key in answer.keys]
+        known = [(key, stack.pages.get(key)) for key in keys]
         new = [key for key, page in known if page is None or not page.taken & bit]
         for key in new:
-            stack.pages.found(key, number, b"")
+            stack.pages.found(key, number, token_ids)
         # least recently used first: the head of a chain is evicted last
         stack.carry_out(stack.policy.recover(number, new[::-1], monotonic()))
-        for key in answer.keys:
+        for key in keys:
             if (page := stack.pages.get(key)) is not None:
                 stack.settle(page)
 
@@ -384,6 +400,8 @@ class PageLoader:
 class _Question:
     """Pages that shared tiers were asked for."""
 
+    pages: Sequence[PageKey]  # in chain order
+    states: Mapping[PageKey, PageKey]  # first pieces, and the pages before them
     asked_s: float
     num_open: int  # tiers that have not answered
     give_up_s: float = float("inf")  # when requests stop waiting for the answer
@@ -391,22 +409,23 @@ class _Question:
 
 
 class OpenQuestions:
-    """Questions to tiers that other processes fill. The key of a question is the last page that it
+    """Questions to tiers that other processes fill. The key of a question is the last one that it
     asks for."""
 
     def __init__(self, tiers: Sequence[LowerTier]) -> None:
         self.tiers = tiers
         self._open: dict[PageKey, _Question] = {}
 
-    def ask(self, keys: Sequence[PageKey]) -> PageKey | None:
-        """Ask for pages, in chain order, that are not stored here; returns the key of the answer.
-        None if there is nothing to ask, or no tier that could be asked."""
+    def ask(self, keys: Sequence[PageKey], states: Mapping[PageKey, PageKey]) -> PageKey | None:
+        """Ask for pages, in chain order, and states that are not stored here; returns the key of
+        the answer. None if there is nothing to ask, or no tier that could be asked."""
         tiers = [tier for tier in self.tiers if tier.is_open]
-        asked = keys[:MAX_ASKED]
+        pages = keys[:MAX_ASKED]
+        asked = [*list(states)[-MAX_ASKED:], *pages]
         if not tiers or not asked:
             return None
         if asked[-1] not in self._open:
-            self._open[asked[-1]] = _Question(monotonic(), len(tiers))
+            self._open[asked[-1]] = _Question(pages, states, monotonic(), len(tiers))
             for tier in tiers:
                 tier.ask(asked)
         return asked[-1]
@@ -425,6 +444,12 @@ class OpenQuestions:
             return False
         question.give_up_s = min(question.give_up_s, question.asked_s + most_s)
         return True
+
+    def read(self, answer: Answer) -> tuple[list[PageKey], dict[PageKey, PageKey]]:
+        """What a tier has: leading pages, and states."""
+        question, there = self._open[answer.asked], set(answer.keys)
+        pages = list(takewhile(there.__contains__, question.pages))
+        return pages, {k: before for k, before in question.states.items() if k in there}
 
     def note_answer(self, key: PageKey) -> bool:
         """Record the answer of a tier; returns whether all tiers have answered."""

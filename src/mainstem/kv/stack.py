@@ -174,8 +174,8 @@ class TierStack:
         for number, tier in enumerate(self.tiers):
             if places >> number & 1:
                 tier.delete(page.key)
-                is_told = page.full >> number & 1 and not page.is_piece
-                if is_told and not self.is_shared(number) and self._bus.has_listeners(PagesRemoved):
+                is_told = page.full >> number & 1 and not self.is_shared(number)
+                if is_told and not page.is_piece and self._bus.has_listeners(PagesRemoved):
                     self._bus.publish(PagesRemoved(tier.name, [page.key]))
         page.taken &= ~places
         page.full &= ~places

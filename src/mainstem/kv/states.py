@@ -63,7 +63,7 @@ class StateStore:
         self._copies = np.zeros(num_states, np.int32)
         self._left: set[int] = set()  # neither kept nor owned, but used by a copy
         self._times_kept = np.zeros(num_states, np.int64)
-        self.num_evicted = 0
+        self._num_evicted = self._num_refused = 0  # since `take_counts`
 
     @property
     def num_kept(self) -> int:
@@ -82,9 +82,21 @@ class StateStore:
         for place, slot in self._slot_of.items():
             if not self._is_used(slot):
                 self._forget(place)
-                self.num_evicted += 1
+                self._num_evicted += 1
                 return slot
+        self._num_refused += 1
         return None
+
+    def take_counts(self) -> tuple[int, int]:
+        """How many states were evicted for others since the last call, and how often there was no
+        slot for one."""
+        counts = self._num_evicted, self._num_refused
+        self._num_evicted = self._num_refused = 0
+        return counts
+
+    def note_refused(self) -> None:
+        """A sequence could have started otherwise, but has no slot."""
+        self._num_refused += 1
 
     def has_room(self) -> bool:
         """Whether `take` would return a slot."""

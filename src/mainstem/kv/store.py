@@ -9,7 +9,13 @@ import numpy as np
 
 from mainstem.core.config import Saving, StoreConfig
 from mainstem.core.errors import OutOfPages
-from mainstem.core.events import EventBus, PagesCleared, PagesEvicted
+from mainstem.core.events import (
+    EventBus,
+    PagesCleared,
+    PagesEvicted,
+    StatesEvicted,
+    StatesRefused,
+)
 from mainstem.core.ids import PageKey
 from mainstem.core.interrupts import held_interrupts
 from mainstem.core.request import TokenLogprobs
@@ -395,6 +401,16 @@ class KVStore:
             self.clear_states()
         self._pool.recount(self._index.is_indexed.astype(np.int32))
         self._index.abort(np.flatnonzero(self._pool.copies == 0).astype(np.int32))
+
+    def report_states(self) -> None:
+        """Publish what became of states since the last step."""
+        if self.states is None:
+            return
+        num_evicted, num_refused = self.states.take_counts()
+        if num_evicted:
+            self._bus.publish(StatesEvicted(num_evicted))
+        if num_refused:
+            self._bus.publish(StatesRefused(num_refused))
 
     def clear_states(self) -> None:
         """After a failed step: no state on the device can be trusted, and no sequence has one."""

@@ -28,15 +28,19 @@ from mainstem.kv.stack import READ_LIMIT_S, Page, TierStack
 from mainstem.kv.states import StatePlace, StateStore
 from mainstem.kv.transfer import LoadId, Transfer
 
-MARK = b"stat"  # the rest of a piece's name: this, and the piece's number in four bytes
+MARK = b"stat"  # the rest of a piece's name: this, and the piece's number
+NUMBER_BYTES = 4
 LEAST_STATES = 2  # host memory with fewer places than these states have pieces stores none
 NO_STEP = StepId(-1)
 
 
 def piece_keys(place: StatePlace, count: int) -> list[PageKey]:
     """The names of the pieces of a state at the end of a page."""
-    stem = place.parent[: -len(MARK) - 4] + MARK
-    return [PageKey(stem + number.to_bytes(4, "big")) for number in range(count)]
+    return _numbered(place.parent[: -len(MARK) - NUMBER_BYTES] + MARK, count)
+
+
+def _numbered(stem: bytes, count: int) -> list[PageKey]:
+    return [PageKey(stem + number.to_bytes(NUMBER_BYTES, "big")) for number in range(count)]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +89,7 @@ class StoredStates:
         self._first_piece = first_piece
         self.num_pieces = num_pieces
         saver.end_pieces = self._end_save
+        loader.pieces_after = lambda first: _numbered(first[:-NUMBER_BYTES], num_pieces)
         self._committed: list[_Save] = []  # kept by the step that is being made
         self._filling: dict[StepId, list[_Save]] = {}
         self._postponed: dict[_Save, None] = {}  # until host memory has room, oldest first
@@ -107,6 +112,8 @@ class StoredStates:
 
     def has(self, place: StatePlace) -> bool:
         """Whether the state could be loaded. What is left of one that lost a piece is dropped."""
+        if place.tail:
+            return False
         find, keys = self._stack.pages.get, piece_keys(place, 1)
         if (first := find(keys[0])) is None or not first.full:
             return False
@@ -130,10 +137,21 @@ class StoredStates:
                 return piece_keys(place, self.num_pieces)
         return []
 
+    def to_ask(self, chain: PageChain, depths: range) -> dict[PageKey, PageKey]:
+        """The first piece of each state after these pages of a chain that is not stored here, and
+        the page before it."""
+        places = [StatePlace(chain.parent(depth + 1), b"") for depth in depths]
+        firsts = (piece_keys(place, 1)[0] for place in places)
+        named = zip(firsts, depths, places, strict=True)
+        return {first: chain.keys[d] for first, d, place in named if not self.has(place)}
+
     def note_use(self, place: StatePlace) -> None:
-        """A sequence starts from this state."""
-        if not place.tail:
+        """A sequence starts from this state, in the step that is being made. It is saved again if
+        the tiers have evicted it."""
+        if self.has(place):
             self._stack.note_use(piece_keys(place, self.num_pieces))
+        else:
+            self.note_kept(place, is_written=False)
 
     # --- down -----------------------------------------------------------------------------------
 
@@ -164,25 +182,25 @@ class StoredStates:
 
     def _save(self, save: _Save) -> None:
         """Copy a state down, unless it is stored. It is tried again later if there is no room."""
-        keys, stack = piece_keys(save.place, self.num_pieces), self._stack
+        keys, stack, count = piece_keys(save.place, self.num_pieces), self._stack, self.num_pieces
         if self._states.version(save.place) != save.version:
             self._skip("evicted before it was saved")
             return
-        wanted = [number for number, key in enumerate(keys) if not stack.has(key)]
-        if not wanted:
+        if all(map(stack.has, keys)):
             return
-        if self._saver.make_room(len(wanted)) < len(wanted):
+        there = [piece for key in keys if (piece := stack.pages.get(key)) is not None]
+        is_used = any(piece.holds for piece in there)
+        if is_used or self._saver.make_room(count) < count:
             self._postponed[save] = None
             return
-        chosen = [keys[number] for number in wanted]
-        numbers = self._numbers(save.version[0])[wanted]
-        self._states.begin_copy(save.version[0])
-        previous, marks = [save.place.parent] * len(chosen), [PIECE] * len(chosen)
-        if not self._saver.copy_down(numbers, chosen, previous, marks):
-            self._states.end_copy(save.version[0])
+        stack.drop(there)  # pieces of one save belong together
+        slot = save.version[0]
+        self._states.begin_copy(slot)
+        previous, marks = [save.place.parent] * count, [PIECE] * count
+        if not self._saver.copy_down(self._numbers(slot), keys, previous, marks):
+            self._states.end_copy(slot)
         if not all(map(stack.has, keys)):  # some were refused: the others are useless
-            pieces = [piece for key in keys if (piece := stack.pages.get(key)) is not None]
-            stack.drop(pieces)
+            stack.drop([piece for key in keys if (piece := stack.pages.get(key)) is not None])
 
     def _end_save(self, numbers: Int32s) -> None:
         """A copy of pieces has ended, well or not."""
@@ -234,12 +252,13 @@ class StoredStates:
 
     def load(self, place: StatePlace, limit_s: float = READ_LIMIT_S) -> PageKey | None:
         """Load a stored state to a slot of the device; returns the key to wait for. None: there is
-        no slot, or no room in host memory to read it into."""
+        no slot, or no room in host memory to read it into, or the state has just been evicted for
+        the pages before it."""
         stack, host = self._stack, self._stack.host
+        if not self.has(place) or (slot := self._states.take()) is None:
+            return None
         keys = piece_keys(place, self.num_pieces)
         pages = [stack.pages[key] for key in keys]
-        if (slot := self._states.take()) is None:
-            return None
         for page in pages:
             page.holds += 1
         missing = [page for page in pages if not page.taken & IN_HOST]

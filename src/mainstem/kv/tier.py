@@ -55,9 +55,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A shared tier's answer: `keys` are the leading pages of a question that it has."""
+    """A shared tier's answer: `keys` are those of a question that it has, in the same order."""
 
-    asked: PageKey  # the last page of the question
+    asked: PageKey  # the last key of the question
     keys: Sequence[PageKey]
 
 
@@ -155,8 +155,8 @@ class LowerTier(Tier, Protocol):
         ...
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask a shared tier which leading `keys` it has; `poll` returns an Answer, without keys if
-        the tier cannot be asked."""
+        """Ask a shared tier which of `keys` it has; `poll` returns an Answer, without keys if the
+        tier cannot be asked."""
         ...
 
     def end_soon(self) -> None:

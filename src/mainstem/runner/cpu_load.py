@@ -52,12 +52,15 @@ def load_cpu_runner(
     page_bytes = kv_bytes * cache.page_size
     per_state = pages_per_state(part, dtype.itemsize, page_bytes)
     state_bytes = per_state * page_bytes
-    num_states = cache.num_states(budget, kv_bytes, state_bytes, config.sched.max_seqs)
-    budget -= num_states * state_bytes
+    num_states = cache.num_states(
+        budget, kv_bytes, state_bytes, config.sched.max_seqs, has_tiers=config.store.host_bytes > 0
+    )
+    state_memory = (num_states + 1) * state_bytes  # one slot is for padding
+    budget -= state_memory
     num_pages = cache.num_pages(budget, page_bytes)
     left = available_bytes()  # before any rank allocates pages
     num_pages = smallest(num_pages, ranks, torch.device("cpu"))
-    cache.check_fits(ranks.shard.of * (num_pages * page_bytes + num_states * state_bytes), left)
+    cache.check_fits(ranks.shard.of * (num_pages * page_bytes + state_memory), left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
     facts = facts.with_states(num_states, per_state)
     pages = DevicePages(part, num_pages, cache.page_size, dtype)

@@ -21,12 +21,22 @@ class RunnerFacts:
     dtype: DType  # the compute dtype
     num_states: int = 0  # slots for states of recurrent layers; 0: the model has none
     pages_per_state: int = 0  # the memory of a state, in pages
+    page_bytes: int = 0  # of a rank's part
     num_idle_params: int = 0  # weights of experts that a token does not use
     bytes_per_param: float = 2.0  # mean over all these weights
     device_name: str = "cpu"
     max_step_tokens: int | None = None  # tokens that the buffers hold; None: no limit
     max_span_levels: int | None = None  # maximum shared spans of one sequence that fit the buffers
     span_align_tokens: int | None = None  # spans begin at multiples of this; None: at any page
+
+    @property
+    def budget(self) -> str:
+        """How the memory for keys, values and states is divided, in words."""
+        words = f"{self.num_pages:,} pages x {self.page_bytes:,} bytes"
+        if not self.num_states:
+            return words
+        state_bytes = self.pages_per_state * self.page_bytes
+        return f"{words}, {self.num_states:,} states x {state_bytes:,} bytes"
 
     def with_states(self, num_states: int, pages_per_state: int) -> "RunnerFacts":
         """The same model with slots for states."""

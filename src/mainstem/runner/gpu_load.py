@@ -72,11 +72,18 @@ def load_gpu_runner(
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
     per_state = pages_per_state(part, dtype.itemsize, page_bytes)
     state_bytes, token_bytes = per_state * page_bytes, page_bytes // cache.page_size
-    num_states = cache.num_states(free_bytes, token_bytes, state_bytes, config.sched.max_seqs)
-    free_bytes -= num_states * state_bytes
+    num_states = cache.num_states(
+        free_bytes,
+        token_bytes,
+        state_bytes,
+        config.sched.max_seqs,
+        has_tiers=config.store.host_bytes > 0,
+    )
+    state_memory = (num_states + 1) * state_bytes  # one slot is for padding
+    free_bytes -= state_memory
     num_pages = smallest(cache.num_pages(free_bytes, page_bytes), ranks, device)
     if device.type == "cuda":
-        needed = num_pages * page_bytes + num_states * state_bytes
+        needed = num_pages * page_bytes + state_memory
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)

@@ -13,6 +13,7 @@ class KvSize:
     """K and V of one token over all layers."""
 
     bytes_per_token: int
+    bytes_per_state: int  # of all recurrent layers after one token; 0 if there are none
     dtype: DType
     max_positions: int
     # how many of these bytes, in the mean, are no longer in their layer's window at the end of the
@@ -32,6 +33,7 @@ def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
     element_bytes = 4 if kept is DType.FP32 else 2
     return KvSize(
         bytes_per_token=spec.kv_elements_per_token * element_bytes,
+        bytes_per_state=spec.state_bytes(element_bytes),
         dtype=kept,
         max_positions=spec.max_positions,
         unread_bytes_per_token=spec.unread_kv_elements(spec.max_positions) * element_bytes,

@@ -109,6 +109,7 @@ def make_facts(
     return RunnerFacts(
         num_pages=num_pages,
         page_size=config.cache.page_size,
+        page_bytes=spec.kv_elements_per_token * dtype.itemsize * config.cache.page_size,
         vocab_size=spec.vocab_size,
         max_model_len=context,
         identity=_identity(origin, context, dtype, config.model, layout),

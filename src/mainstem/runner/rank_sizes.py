@@ -21,6 +21,7 @@ class RankSize:
     weight_bytes: int  # in the rank's memory
     kv_bytes_per_token: int
     stored_bytes: int  # of the same weights in the checkpoint
+    bytes_per_state: int = 0  # of recurrent layers
     unpacked: tuple[str, ...] = ()  # quantized weights that are dequantized when they are loaded
 
 
@@ -62,6 +63,7 @@ def rank_sizes(
                 num_ranks=of,
                 weight_bytes=max(part.held_bytes(element_bytes, keeps) for part in parts),
                 kv_bytes_per_token=parts[0].spec.kv_elements_per_token * element_bytes,
+                bytes_per_state=parts[0].spec.state_bytes(element_bytes),
                 stored_bytes=max(part.stored_bytes(stored_bytes) for part in parts),
                 unpacked=parts[0].unpacked(keeps),
             )

@@ -38,7 +38,9 @@ class Loader:
             asked: PageKey | None = None
             if chain is not None and self.fetching is not None and self.fetching.may_ask:
                 wanted = found.pages_to_find(store.page_size)
-                asked = store.loader.ask(chain.keys[wanted.start : wanted.stop])
+                stored = store.stored_states
+                states = None if stored is None else stored.to_ask(chain, wanted)
+                asked = store.loader.ask(chain.keys[wanted.start : wanted.stop], states)
             history = found.sequence.history = StoredHistory(asked)
         if history.asked is not None and not store.loader.questions.is_open(history.asked):
             history.asked = None

@@ -270,6 +270,9 @@ class Scheduler:
             num_copies=store.num_copies,
             prompts=self._running.prompts(),
             num_unsaved_pages=store.saver.num_unsaved,
+            num_states=0 if (states := store.states) is None else states.num_states,
+            num_held_states=0 if states is None else states.num_owned,
+            num_kept_states=0 if states is None else states.num_kept,
         )
 
     def change_store(self, config: StoreConfig) -> None:

@@ -237,7 +237,8 @@ class Starter:
         available = store.num_available() if len(self._running) else store.num_takeable()
         num_new, to_come = self._demand(found)
         may_start = self._forecast().may_start(num_new, to_come, available)
-        may_start &= self._states is None or self._states.may_start()
+        if may_start and self._states is not None:
+            may_start = self._states.may_start()
         if not may_start or self._loader.must_wait(found, tokens_ahead):
             store.release(found.match.pages)
             return None

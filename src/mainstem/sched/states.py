@@ -66,6 +66,10 @@ class SequenceStates:
         chain, match = found.chain, found.match
         if chain is None or found.awaited is not None:
             return found
+        if match.loads is not None:  # a part of a page may be copied: not before it is loaded
+            loading = reversed(chain.keys[: len(match.pages)])
+            awaited = next(key for key in loading if not self._store.is_ready(key))
+            return replace(found, awaited=awaited)
         page_size = self._page_size
         num_matched = len(match.pages) * page_size
         if not whole_pages:
@@ -84,9 +88,7 @@ class SequenceStates:
         if num_more:
             inside = num_pages < len(match.pages)
             similar = int(match.pages[num_pages]) if inside else match.similar_page
-        cut = Match(
-            match.pages[:num_pages], Lookup.MISS, None, similar, num_more, loads=match.loads
-        )
+        cut = Match(match.pages[:num_pages], Lookup.MISS, None, similar, num_more)
         start = replace(found, match=cut, state=slot, num_matched=num_matched)
         return start if self._stored is None else self._stored.look_up(start, match, position)
 
@@ -129,7 +131,10 @@ class SequenceStates:
 
     def may_start(self) -> bool:
         """Whether there is a slot for another sequence."""
-        return self._states.has_room()
+        if self._states.has_room():
+            return True
+        self._states.note_refused()
+        return False
 
     def start(
         self,
@@ -245,16 +250,21 @@ class SequenceStates:
         )
         due = decodes[is_due]
         for slot in due[table.state_spare[due] == NO_STATE].tolist():
-            if 3 * (self._num_spares + 1) > self._states.num_states or not (
-                self._states.has_room()
-            ):
+            if (spare := self._take_spare()) is None:
                 break
-            table.state_spare[slot] = self._states.take()
-            self._num_spares += 1
+            table.state_spare[slot] = spare
         due = due[table.state_spare[due] != NO_STATE]
         left = table.state_own[due]
         table.state_own[due] = table.state_spare[due]
         table.state_spare[due] = left
+
+    def _take_spare(self) -> int | None:
+        """A second slot for a decode; it can do without."""
+        is_enough = 3 * (self._num_spares + 1) > self._states.num_states
+        if is_enough or not self._states.has_room():
+            return None
+        self._num_spares += 1
+        return self._states.take()
 
     def _keep(self, place: StatePlace, slot: int, *, is_written: bool) -> None:
         if self._states.keep(place, slot) and self._stored is not None:
@@ -262,6 +272,7 @@ class SequenceStates:
 
     def launched(self, step_id: StepId) -> None:
         """The step was made."""
+        self._store.report_states()
         if self._stored is not None:
             self._stored.states.launched(step_id)
 

@@ -7,6 +7,7 @@ from mainstem.core.ids import RequestId
 from mainstem.core.request import Delivery, FinishReason, Output, Request
 from mainstem.engine.engine import Engine
 from mainstem.text.answer_stream import TextStream
+from mainstem.text.boundaries import MessageStarts
 from mainstem.text.grammar import Grammars
 from mainstem.text.tokenizer import Tokenizer
 
@@ -70,6 +71,7 @@ class TextEngine:
         self.tokenizer = tokenizer
         self.grammars = Grammars(tokenizer)
         self._eos_ids = tuple(sorted(tokenizer.eos_ids))
+        self._message_starts = MessageStarts(tokenizer)
         self._open: dict[RequestId, AnswerReader] = {}
 
     @property
@@ -87,7 +89,9 @@ class TextEngine:
             grammar = self.grammars.compile(sampling.grammar)
         if sampling.stop_strings:
             delivery = Delivery.EACH_STEP  # each token may complete a stop string
-        request = replace(request, eos_ids=self._eos_ids, grammar=grammar, delivery=delivery)
+        request = self._message_starts.mark(
+            replace(request, eos_ids=self._eos_ids, grammar=grammar, delivery=delivery)
+        )
         self.engine.submit(request)
         self._open[request.request_id] = AnswerReader(self.tokenizer, request)
 

@@ -251,7 +251,7 @@ class RemoteTier:
         """Do nothing: the page stays on the server, for other processes, until it expires."""
 
     def ask(self, keys: Sequence[PageKey]) -> None:
-        """Ask which leading pages of a chain the server has. If it is down, the answer is: none."""
+        """Ask which of these pages the server has. If it is down, the answer is: none."""
         if self.is_open:
             self._asker.put(keys)
         else:
@@ -373,8 +373,8 @@ class RemoteTier:
         began_s = perf_counter()
         replies = list(line.call(commands, ASK_LIMIT_S))
         self._done.put(_RoundTrip(perf_counter() - began_s))
-        num_found = next((i for i, reply in enumerate(replies) if reply != 1), len(replies))
-        self._done.put(Answer(keys[-1], keys[:num_found]))
+        found = [key for key, reply in zip(keys, replies, strict=True) if reply == 1]
+        self._done.put(Answer(keys[-1], found))
 
     def _give_up_question(self, keys: Sequence[PageKey]) -> None:
         self._done.put(Answer(keys[-1], ()))

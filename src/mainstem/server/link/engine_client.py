@@ -49,6 +49,7 @@ from mainstem.server.link.protocol import (
     unpack_event,
     unpack_output,
 )
+from mainstem.text.boundaries import MessageStarts
 from mainstem.text.tokenizer import Tokenizer
 
 FIRST_RETRY_S = 0.1  # pause before an engine that has ended is started again; doubles each time
@@ -97,6 +98,7 @@ class EngineClient:
         self.on_tokens: Callable[[int], None] | None = None  # called with the number of new tokens
         self.on_recovered: Callable[[], None] | None = None  # called when the cache was lost
         self._eos_ids = tuple(sorted(tokenizer.eos_ids))
+        self._message_starts = MessageStarts(tokenizer)
         self._launch = launch
         self._launched = launch()
         ready = self._launched.wait_ready()
@@ -148,7 +150,8 @@ class EngineClient:
         answering = Answering(numbers, requests, self.tokenizer)
         for opened in answering.requests:
             self._open[opened.number] = opened
-            self._send(pack_request(opened.number, opened.request, self._eos_ids, owner))
+            request = self._message_starts.mark(opened.request)
+            self._send(pack_request(opened.number, request, self._eos_ids, owner))
         try:
             await answering.accepted()
         except BaseException:

@@ -55,6 +55,7 @@ class Submit(Struct, array_like=True, frozen=True, tag="submit"):
     session: SessionId | None = None
     overflow: Overflow | None = None
     keep_tokens: int = 0
+    boundaries: tuple[int, ...] = ()
     scoring: Scoring | None = None
 
 
