@@ -118,6 +118,18 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KvShape:
+    """The K and V of one token in one layer."""
+
+    heads: int
+    dim: int  # of each head, and of each query
+
+    @property
+    def elements(self) -> int:
+        return 2 * self.heads * self.dim
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """How the tokens of a layer attend to each other; equal layers share one of these."""
 
@@ -127,6 +139,7 @@ class AttentionSpec:
     softcap: float | None = None  # scores become cap * tanh(score / cap)
     has_sinks: bool = False  # each head has a learned score in the softmax, with a value of 0
     has_gate: bool = False  # the output is multiplied by sigmoid(gate(x)) (Qwen3-Next)
+    kv_shape: KvShape | None = None  # None: the model's num_kv_heads and head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +174,8 @@ class LayerSpec:
     attention: AttentionSpec | None
     mlp: MlpSpec | ExpertsSpec
     recurrent: RecurrentSpec | None = None
+    # the number of an earlier layer whose K and V this one reads; None: it has its own
+    kv_layer: int | None = None
 
     def __post_init__(self) -> None:
         assert (self.attention is None) != (self.recurrent is None), "a layer has one of them"
@@ -240,7 +255,7 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The attention of each layer that has one, in order. Pages hold these layers only."""
+        """The attention of each layer that has one, in order."""
         found = (layer.attention for layer in self.layers)
         return tuple(attention for attention in found if attention is not None)
 
@@ -252,10 +267,53 @@ class ModelSpec:
 
     @property
     def page_layers(self) -> tuple[int | None, ...]:
-        """For each layer its number among the layers with attention, which is its place in a page;
-        None: it has a recurrence."""
+        """For each layer its place in a page, which is its number among the layers that keep K and
+        V; None: it keeps none."""
         numbers = count()
-        return tuple(None if layer.attention is None else next(numbers) for layer in self.layers)
+        return tuple(next(numbers) if _keeps_kv(layer) else None for layer in self.layers)
+
+    @property
+    def kept(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each layer that keeps K and V. Pages hold these layers only."""
+        found = (layer.attention for layer in self.layers if _keeps_kv(layer))
+        return tuple(attention for attention in found if attention is not None)
+
+    @property
+    def windowed(self) -> tuple[AttentionSpec, ...]:
+        """The layers of a page's windowed part: those that keep K and V and have a window. Empty if
+        all layers have one, since a page has two parts only where layers differ."""
+        windowed = tuple(each for each in self.kept if each.window is not None)
+        return windowed if len(windowed) < len(self.kept) else ()
+
+    @property
+    def part_window(self) -> int | None:
+        """How many of a sequence's last tokens need the windowed parts of their pages, a token that
+        is being computed included; None: pages have one part."""
+        return max((each.window or 0 for each in self.windowed), default=None)
+
+    @property
+    def num_windowed_layers(self) -> int:
+        """Layers in the windowed part of a page."""
+        return len(self.windowed)
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers in the other part."""
+        return len(self.kept) - len(self.windowed)
+
+    @property
+    def windowed_kv_elements(self) -> int:
+        """Numbers of K and V that one token keeps in the windowed parts of pages."""
+        return sum(self.kv_shape(attention).elements for attention in self.windowed)
+
+    @property
+    def full_kv_elements(self) -> int:
+        """Numbers of K and V that one token keeps in the other parts."""
+        return self.kv_elements_per_token - self.windowed_kv_elements
+
+    def kv_shape(self, attention: AttentionSpec) -> KvShape:
+        """K and V of a layer with this attention."""
+        return attention.kv_shape or KvShape(self.num_kv_heads, self.head_dim)
 
     @property
     def attention_kinds(self) -> tuple[AttentionSpec, ...]:
@@ -276,7 +334,7 @@ class ModelSpec:
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers of K and V that one token keeps over all layers."""
-        return 2 * len(self.attentions) * self.num_kv_heads * self.head_dim
+        return sum(self.kv_shape(attention).elements for attention in self.kept)
 
     def state_bytes(self, element_bytes: int) -> int:
         """The states of all recurrent layers after one token; 0 if there are none."""
@@ -286,10 +344,12 @@ class ModelSpec:
         """How many of a token's K and V elements, on average, are no longer in their layer's window
         at the end of a context of `context` tokens. They stay in memory, since a page holds all
         layers."""
-        per_layer = 2 * self.num_kv_heads * self.head_dim
-        windows = [attention.window for attention in self.attentions]
-        unread = sum(max(0, context - window) for window in windows if window is not None)
-        return per_layer * unread // max(context, 1)
+        unread = sum(
+            max(0, context - kind.window) * self.kv_shape(kind).elements
+            for kind in self.kept
+            if kind.window is not None
+        )
+        return unread // max(context, 1)
 
     @property
     def num_layer_params(self) -> int:
@@ -378,6 +438,10 @@ class ModelSpec:
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers))
+
+
+def _keeps_kv(layer: LayerSpec) -> bool:
+    return layer.attention is not None and layer.kv_layer is None
 
 
 def _num_mlp_params(mlp: MlpSpec | ExpertsSpec, hidden_size: int) -> int:

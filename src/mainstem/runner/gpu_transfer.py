@@ -134,7 +134,7 @@ class GpuCopier:
     def slot(self, slot: int) -> memoryview:
         return self._slab.slot(slot)
 
-    def save(self, pages: Int32s, slots: Int32s) -> GpuTransfer:
+    def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> GpuTransfer:
         distance = self._pages.all[0, 0].nbytes  # from K to V, from V to the next layer's K
         at_once, pitch = 2 * self._num_layers, distance
         if distance > MAX_PITCH:  # too far apart: rows are copied one by one
@@ -154,7 +154,9 @@ class GpuCopier:
         transfer.events = [_recorded(stream)] * self._num_groups()
         return transfer
 
-    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> GpuTransfer:
+    def load(
+        self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
+    ) -> GpuTransfer:
         staging = self._staging
         slots, pages = _by_slot(slots, pages)
         transfer = GpuTransfer(self._num_layers)

@@ -109,7 +109,7 @@ class CpuCopier:
     def slot(self, slot: int) -> memoryview:
         return self._slab.slot(slot)
 
-    def save(self, pages: Int32s, slots: Int32s) -> CpuTransfer:
+    def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> CpuTransfer:
         sources, targets = _index(pages), _index(slots)
 
         def copy_layer(layer: int) -> None:
@@ -118,7 +118,9 @@ class CpuCopier:
 
         return self._start(self._save_thread, copy_layer)
 
-    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> CpuTransfer:
+    def load(
+        self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
+    ) -> CpuTransfer:
         sources, targets = _index(slots), _index(pages)
 
         def copy_layer(layer: int) -> None:
