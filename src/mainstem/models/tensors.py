@@ -81,7 +81,7 @@ class MlpTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class BranchNorms:
+class BranchTensors:
     """The norms of a layer whose shared MLP, experts and router have norms of their own."""
 
     shared: NormTensors
@@ -125,7 +125,7 @@ class LayerTensors:
     mlp: MlpTensors | ExpertTensors
     after_mlp_norm: NormTensors | None
     recurrent: RecurrentTensors | None = None
-    branch_norms: BranchNorms | None = None
+    branch_norms: BranchTensors | None = None
     layer_input: LayerInputTensors | None = None
     scale: Tensor | None = None  # [1] fp32, of x at the end of the layer
 
@@ -225,11 +225,11 @@ class TensorReader:
             else None,
         )
 
-    def _branch_norms(self, prefix: str) -> BranchNorms:
+    def _branch_norms(self, prefix: str) -> BranchTensors:
         names, size = self._names, self._spec.hidden_size
         # its input is also divided by the root of the hidden size
         router = self._source.take_wide(prefix + names.router_gain, (size,)) * size**-0.5
-        return BranchNorms(
+        return BranchTensors(
             shared=self._norm(prefix + names.mlp_norm),
             experts=self._norm(prefix + names.expert_norm),
             router=NormTensors(router),

@@ -44,12 +44,12 @@ class WeighingAttention:
         self._num_heads = spec.num_heads
         self._weighings = step.weighings
         self._positions = [int(step.positions[each.first_row]) for each in step.weighings]
-        pages = [each.page_ids for each in step.weighings]
-        self._page_ids = [torch.from_numpy(ids).long().to(device) for ids in pages]
+        ids = [each.page_ids for each in step.weighings]
+        self._page_ids = [torch.from_numpy(each).long().to(device) for each in ids]
         self._windowed_ids = self._page_ids
         if step.window_parts is not None:
-            places = [step.window_parts[ids] for ids in pages]
-            self._windowed_ids = [torch.from_numpy(ids).long().to(device) for ids in places]
+            ids = [step.window_parts[each] for each in ids]
+            self._windowed_ids = [torch.from_numpy(each).long().to(device) for each in ids]
         self._has_parts = bool(spec.windowed)
         # for each weighing, [pages] masses
         self._masses = [torch.zeros(len(ids), device=device) for ids in self._page_ids]

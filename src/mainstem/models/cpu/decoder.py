@@ -45,7 +45,6 @@ from mainstem.models.rope import adjacent_pairs, reordered_heads
 from mainstem.models.spec import (
     ExpertsSpec,
     LayerSpec,
-    MlpSpec,
     ModelSpec,
     NormKind,
     QkNorm,
@@ -128,7 +127,6 @@ class Decoder:
         sinks: Sequence[Tensor | None] = (),
         ranks: Collectives = ALONE,
         recurrent: Sequence[RecurrentTensors] = (),
-        inputs: LayerInputs | None = None,
     ) -> None:
         self.spec = spec
         self.ranks = ranks
@@ -141,7 +139,7 @@ class Decoder:
         # of layers with attention: [heads] of each that has them
         self.sinks = tuple(sinks) or (None,) * len(spec.attentions)
         self.recurrent = tuple(recurrent)  # of layers with a recurrence
-        self.inputs = inputs
+        self.inputs: LayerInputs | None = None  # if layers have inputs of their own
         self._page_layers = spec.page_layers
         # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
@@ -230,7 +228,9 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     ends = reader.ends(embedding)
     head = _linear(ends.head, checkpoint.dtype)
     norm = _norm(ends.norm, part)
-    return Decoder(part, embedding, layers, norm, head, sinks, ranks, recurrent, inputs)
+    decoder = Decoder(part, embedding, layers, norm, head, sinks, ranks, recurrent)
+    decoder.inputs = inputs
+    return decoder
 
 
 def pack(decoder: Decoder, max_bytes: int) -> None:
