@@ -62,8 +62,8 @@ def test_states_are_copied_bit_by_bit(folder: Path, order: int) -> None:
     states = DeviceStates(spec, 3, dtype, DEVICE, pages.page_bytes)
     count = states.pages_per_state
     states.pieces.copy_(torch.randint(0, 256, states.pieces.shape, dtype=torch.uint8))
-    pages.all.normal_()
-    before, page = states.pieces.clone(), pages.all[:, :, 3].clone()
+    pages.tensors[0].normal_()
+    before, page = states.pieces.clone(), pages.tensors[0][:, :, 3].clone()
     copier = GpuCopier(pages, (count + 4) * 1 << 20, states=states)
     first = pages.num_pages
     slots = np.arange(count + 1, dtype=np.int32)[::order].copy()
@@ -77,7 +77,7 @@ def test_states_are_copied_bit_by_bit(folder: Path, order: int) -> None:
     assert torch.equal(after[2 * count : 3 * count], before[count : 2 * count])
     assert torch.equal(after[: 2 * count], before[: 2 * count])
     assert torch.equal(after[3 * count :], before[3 * count :])
-    assert torch.equal(pages.all[:, :, 5], page)
+    assert torch.equal(pages.tensors[0][:, :, 5], page)
     copier.close()
 
 

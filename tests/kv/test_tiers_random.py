@@ -51,10 +51,12 @@ class _Copier:
     def slot(self, slot: int) -> memoryview:
         return self._bytes
 
-    def save(self, pages: Int32s, slots: Int32s) -> _Copy:
+    def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> _Copy:
         return _Copy(self._rng.randint(0, 3))
 
-    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> _Copy:
+    def load(
+        self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
+    ) -> _Copy:
         return _Copy(self._rng.randint(0, 3))
 
     def forget(self, load_id: LoadId) -> None: ...

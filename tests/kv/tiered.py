@@ -110,7 +110,7 @@ class FakeCopier:
     def slot(self, slot: int) -> memoryview:
         return self._bytes[slot * self.page_bytes : (slot + 1) * self.page_bytes]
 
-    def save(self, pages: Int32s, slots: Int32s) -> FakeTransfer:
+    def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> FakeTransfer:
         layers = [
             (_View(self._slab[:, layer], slots), _View(memory, pages))
             for layer, memory in enumerate(self._runner.memory())
@@ -118,7 +118,9 @@ class FakeCopier:
         fault = self.save_faults.popleft() if self.save_faults else None
         return FakeTransfer(self, layers, fault)  # type: ignore[arg-type]  # views stand for arrays
 
-    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> FakeTransfer:
+    def load(
+        self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
+    ) -> FakeTransfer:
         layers = [
             (_View(memory, pages), _View(self._slab[:, layer], slots))
             for layer, memory in enumerate(self._runner.memory())

@@ -97,12 +97,14 @@ class VirtualCopier:
     def slot(self, slot: int) -> memoryview:
         return self._bytes
 
-    def save(self, pages: Int32s, slots: Int32s) -> VirtualTransfer:
+    def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> VirtualTransfer:
         copy = self._copy(self._down_s, len(pages))
         self._down_s = copy.end_s
         return copy
 
-    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> VirtualTransfer:
+    def load(
+        self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
+    ) -> VirtualTransfer:
         copy = self.loads[load_id] = self._copy(self._up_s, len(pages))
         self._up_s = copy.end_s
         return copy

@@ -14,17 +14,23 @@ from mainstem.core.events import EventBus
 from mainstem.core.request import SamplingParams
 from mainstem.engine.build import join
 from mainstem.engine.engine import Engine
+from mainstem.models.shard import shards_that_divide
 from mainstem.models.spec import ModelSpec
 from mainstem.runner.cpu_load import load_cpu_runner
 from tests.builders import a_request, run_all
 from tests.models.ranks import Thread, run_ranks
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 from tests.runner.test_gpu import answers
+from tests.runner.window_parts import PartedRunner, anywhere
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 # LayerNorm with parallel blocks; experts; recurrent layers
 QUICK = ("PhiForCausalLM", "Qwen2MoeForCausalLM", "Qwen3_5MoeForCausalLM")
+
+
+def can_split(spec: ModelSpec, ranks: int) -> bool:
+    return ranks in shards_that_divide(spec, ranks)
 
 
 def prompts() -> list[list[int]]:
@@ -57,7 +63,24 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Gemma 4 with inputs of layers"])
+def test_windowed_parts_may_be_anywhere(name: str) -> None:
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    origin, config = RecipeOrigin(RECIPES[name]), a_config()
+    cpu_runner, facts = load_cpu_runner(origin, config)
+    right = answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
+    num_parts = facts.num_pages + 70
+    runner, facts = load_gpu_runner(origin, config, torch.device("cpu"), num_parts=num_parts)
+    assert facts.num_parts == num_parts
+    parted = PartedRunner(runner, anywhere(facts.num_pages, num_parts))
+    engine = join(runner, replace(facts, num_parts=0), config, EventBus(), lambda _: parted)
+    assert answers(engine, prompts(), GREEDY) == right
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RECIPES if can_split(RECIPES[name], 2)])
 def test_two_ranks_have_the_tokens_of_one_cpu(name: str) -> None:
     check_two_ranks(RECIPES[name], prompts())
 

@@ -164,6 +164,11 @@ class Step:
     move_by: Int32s = field(default_factory=_no_rows)
     weighings: tuple[PageWeighing, ...] = ()
     states: StateUse | None = None  # None: the model has no recurrent layers
+    # [num_pages] for each page the place of its windowed part: the layers with a window, of models
+    # that have others, too. For pages without a windowed part this is the last place. Anything may
+    # be written there, and nothing may depend on what is read there. None: the windowed part has
+    # the page's own number
+    window_parts: Int32s | None = None
 
     @property
     def num_tokens(self) -> int:

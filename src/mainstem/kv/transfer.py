@@ -33,7 +33,12 @@ class PageCopier(Protocol):
     """Copies whole pages between the device and a slab of equal slots in host memory.
 
     A slot holds a page as [layers][K or V][kv_heads, page_size, head_dim], whatever the device's
-    own order is. The caller makes sure that nothing else uses the pages and slots of a copy.
+    own order is. Layers with a window and others may differ in heads and dims. The caller makes
+    sure that nothing else uses the pages and slots of a copy.
+
+    `parts` says where the windowed part of each of the copied pages is (Step.window_parts), at the
+    last place if a page has none: then that part of the slot holds nothing of use. None: at the
+    page's own number.
     """
 
     @property
@@ -51,11 +56,13 @@ class PageCopier(Protocol):
         """The bytes of a slot, to be read and written in place; they begin at a 4 KiB boundary."""
         ...
 
-    def save(self, pages: Int32s, slots: Int32s) -> Transfer:
+    def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> Transfer:
         """Start copying device pages to slots. If it raises, some may have been copied."""
         ...
 
-    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> Transfer:
+    def load(
+        self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
+    ) -> Transfer:
         """Start copying slots to device pages; steps may wait for the load by its id. If it
         raises, some may have been copied."""
         ...

@@ -1,5 +1,7 @@
 """Makes a CpuRunner from weights. The free memory decides how many pages it has."""
 
+from dataclasses import replace
+
 import torch
 
 from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
@@ -21,13 +23,14 @@ _PACKED_SHARE = 0.15  # of the same memory, at most: for a packed copy of the we
 
 
 def load_cpu_runner(
-    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE
+    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE, num_parts: int = 0
 ) -> tuple[CpuRunner, RunnerFacts]:
     """Load weights and allocate pages. All ranks have the same number: the least that any can have.
 
     If `cache.kv_tokens` is not set, weights and pages take `cache.memory_share` of the available
     memory. If that is not set either, pages take 40 % of what the weights leave, but at most
     262,144 tokens. If `model.threads` is set, sets torch's thread count for the process.
+    `num_parts`: RunnerFacts.num_parts; 0 if pages have one part.
     """
     model, cache = config.model, config.cache
     if model.threads is not None:
@@ -63,8 +66,10 @@ def load_cpu_runner(
     cache.check_fits(ranks.shard.of * (num_pages * page_bytes + state_memory), left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
     facts = facts.with_states(num_states, per_state)
-    pages = DevicePages(part, num_pages, cache.page_size, dtype)
-    return CpuRunner(decoder, pages, context, num_states=num_states), facts
+    num_parts = num_parts if part.windowed else 0
+    pages = DevicePages(part, num_pages, cache.page_size, dtype, num_parts)
+    runner = CpuRunner(decoder, pages, context, num_states=num_states)
+    return runner, replace(facts, num_parts=num_parts)
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:

@@ -19,6 +19,11 @@ class RunnerFacts:
     num_kv_heads: int
     head_dim: int
     dtype: DType  # the compute dtype
+    # If layers with a window keep their K and V apart, in places of their own (Step.window_parts):
+    window: int | None = None  # tokens that the largest window sees; None: pages have one part
+    # places of windowed parts, without the last one that may hold anything. 0: each page has a
+    # windowed part, at its own number
+    num_parts: int = 0
     num_states: int = 0  # slots for states of recurrent layers; 0: the model has none
     pages_per_state: int = 0  # the memory of a state, in pages
     page_bytes: int = 0  # of a rank's part

@@ -1,5 +1,7 @@
 """Weights -> a GpuRunner. Everything a step needs is allocated here; pages get the memory left."""
 
+from dataclasses import replace
+
 import torch
 
 from mainstem.core.config import DType, EngineConfig, ModelConfig
@@ -36,11 +38,15 @@ _SPAN_PAGES = 1 << 22  # page ids over all spans of a step
 
 
 def load_gpu_runner(
-    origin: Origin, config: EngineConfig, device: torch.device, ranks: Collectives = ALONE
+    origin: Origin,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Collectives = ALONE,
+    num_parts: int = 0,
 ) -> tuple[GpuRunner, RunnerFacts]:
     """Load weights and allocate pages. Without `cache.kv_tokens`, weights and pages together take
     `cache.memory_share` of the card (default 0.9). All ranks have as many pages as the rank with
-    the least memory.
+    the least memory. `num_parts`: RunnerFacts.num_parts; 0 if pages have one part.
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
@@ -85,7 +91,8 @@ def load_gpu_runner(
     if device.type == "cuda":
         needed = num_pages * page_bytes + state_memory
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
-    pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
+    num_parts = num_parts if part.windowed else 0
+    pages = GpuPages(part, num_pages, cache.page_size, dtype, device, num_parts)
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
     recurrence = None
     if num_states:
@@ -96,7 +103,8 @@ def load_gpu_runner(
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
     facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
-    return runner, facts.with_states(num_states, per_state).on_device(
+    facts = replace(facts.with_states(num_states, per_state), num_parts=num_parts)
+    return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,
         max_span_levels=_MAX_SPAN_LEVELS,

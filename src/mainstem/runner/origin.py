@@ -15,6 +15,7 @@ from mainstem.models.shard import Shard, part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
 from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.page_parts import layout_of
 
 
 class Origin(Protocol):
@@ -103,11 +104,13 @@ def make_facts(
 ) -> RunnerFacts:
     """Return the facts about a loaded model. Sizes are those of the rank's part: they decide what a
     step costs and what a page holds."""
-    spec = part_of(origin.spec, shard)
+    spec = part_of(origin.spec, shard).at_context(context)
+    layout += layout_of(spec)
     if not shard.is_whole:
         layout += f":rank {shard.rank} of {shard.of}".encode()
     return RunnerFacts(
         num_pages=num_pages,
+        window=spec.part_window,
         page_size=config.cache.page_size,
         page_bytes=spec.kv_elements_per_token * dtype.itemsize * config.cache.page_size,
         vocab_size=spec.vocab_size,

@@ -65,6 +65,16 @@ class DeviceStates:
             first += conv_bytes + matrix_bytes
 
 
+class SplitCopy(NamedTuple):
+    """What a copier copies: pages, and pieces of states, with their slots in host memory."""
+
+    pages: Int32s
+    slots: Int32s
+    parts: Int32s | None  # where the windowed parts of the pages are
+    pieces: Int32s  # rows of `StatePieces.rows`
+    piece_slots: Int32s
+
+
 class StatePieces:
     """The pieces of a device's states, which copiers take for more pages: their numbers follow
     those of the pages."""
@@ -73,13 +83,15 @@ class StatePieces:
         self._num_pages = num_pages
         self.rows = torch.empty(0, 0, dtype=torch.uint8) if states is None else states.pieces
 
-    def split(self, pages: Int32s, slots: Int32s) -> tuple[Int32s, Int32s, Int32s, Int32s]:
-        """Pages and the slots of a slab where they are; then rows of `rows` and their slots."""
+    def split(self, pages: Int32s, slots: Int32s, parts: Int32s | None) -> SplitCopy:
+        """Tell pages and pieces apart."""
         is_page = pages < self._num_pages
         if is_page.all():
-            return pages, slots, pages[:0], slots[:0]
+            return SplitCopy(pages, slots, parts, pages[:0], slots[:0])
         pieces = pages[~is_page] - np.int32(self._num_pages)
-        return pages[is_page], slots[is_page], pieces, slots[~is_page]
+        if parts is not None:
+            parts = parts[is_page]
+        return SplitCopy(pages[is_page], slots[is_page], parts, pieces, slots[~is_page])
 
 
 def _part_bytes(layer: RecurrentSpec, element_bytes: int) -> tuple[int, int]:

@@ -95,9 +95,21 @@ class CpuCopier:
         """Allocates a slab of `host_bytes`, but at least two slots."""
         self._pieces = StatePieces(pages.num_pages, states)
         self._layers = [pages.joint(layer) for layer in range(pages.num_layers)]
-        _, _, kv_heads, page_size, dim = self._layers[0].shape
-        shape = (len(self._layers), 2, kv_heads, page_size, dim)
-        self._slab = HostSlab(host_bytes, shape, self._layers[0].dtype, is_pinned=False, part=part)
+        shapes = [
+            (len(each.layers), 2, each.shape.heads, pages.page_size, each.shape.dim)
+            for each in pages.parts
+        ]
+        dtype = pages.tensors[0].dtype
+        self._slab = HostSlab(host_bytes, shapes, dtype, is_pinned=False, part=part)
+        self._has_parts = pages.num_parts > 0
+        # for each layer of a page: where it is in slots, and whether it is in the windowed part
+        self._in_slots = [
+            self._slab.parts[number][:, pages.parts[number].layers.index(place)]
+            for place, number in sorted(pages.part_of.items())
+        ]
+        self._is_windowed = [
+            pages.parts[number].is_windowed for _, number in sorted(pages.part_of.items())
+        ]
         self._loads: dict[LoadId, CpuTransfer] = {}
         self._load_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-load")
         self._save_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
@@ -117,28 +129,32 @@ class CpuCopier:
     def slot(self, slot: int) -> memoryview:
         return self._slab.slot(slot)
 
-    def save(self, pages: Int32s, slots: Int32s) -> CpuTransfer:
-        pages, slots, pieces, piece_slots = self._pieces.split(pages, slots)
-        sources, targets = _index(pages), _index(slots)
+    def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> CpuTransfer:
+        copy = self._pieces.split(pages, slots, parts)
+        targets, (full, windowed) = _index(copy.slots), self._places(copy.pages, copy.parts)
 
         def copy_layer(layer: int) -> None:
-            if layer == 0 and len(pieces):
-                rows = self._pieces.rows.index_select(0, _index(pieces))
-                self._slab.rows.index_copy_(0, _index(piece_slots), rows)
+            if layer == 0 and len(copy.pieces):
+                rows = self._pieces.rows.index_select(0, _index(copy.pieces))
+                self._slab.rows.index_copy_(0, _index(copy.piece_slots), rows)
+            sources = windowed if self._is_windowed[layer] else full
             taken = take_pages(self._layers[layer], sources).transpose(0, 1)
-            self._slab.layer(layer).index_copy_(0, targets, taken)
+            self._in_slots[layer].index_copy_(0, targets, taken)
 
         return self._start(self._save_thread, copy_layer)
 
-    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> CpuTransfer:
-        pages, slots, pieces, piece_slots = self._pieces.split(pages, slots)
-        sources, targets = _index(slots), _index(pages)
+    def load(
+        self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
+    ) -> CpuTransfer:
+        copy = self._pieces.split(pages, slots, parts)
+        sources, (full, windowed) = _index(copy.slots), self._places(copy.pages, copy.parts)
 
         def copy_layer(layer: int) -> None:
-            if layer == 0 and len(pieces):
-                rows = self._slab.rows.index_select(0, _index(piece_slots))
-                self._pieces.rows.index_copy_(0, _index(pieces), rows)
-            taken = self._slab.layer(layer).index_select(0, sources).transpose(0, 1)
+            if layer == 0 and len(copy.pieces):
+                rows = self._slab.rows.index_select(0, _index(copy.piece_slots))
+                self._pieces.rows.index_copy_(0, _index(copy.pieces), rows)
+            targets = windowed if self._is_windowed[layer] else full
+            taken = self._in_slots[layer].index_select(0, sources).transpose(0, 1)
             self._layers[layer].index_copy_(1, targets, taken)
 
         transfer = self._loads[load_id] = self._start(self._load_thread, copy_layer)
@@ -159,6 +175,12 @@ class CpuCopier:
     def close(self) -> None:
         self._load_thread.shutdown()
         self._save_thread.shutdown()
+
+    def _places(self, pages: Int32s, parts: Int32s | None) -> tuple[Tensor, Tensor]:
+        """Where the full and the windowed parts of pages are."""
+        assert parts is not None or not self._has_parts, "a copy says nothing of windowed parts"
+        full = _index(pages)
+        return full, full if parts is None else _index(parts)
 
     def _start(self, thread: ThreadPoolExecutor, copy: Callable[[int], None]) -> CpuTransfer:
         transfer = CpuTransfer(self.num_layers)

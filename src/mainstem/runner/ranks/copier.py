@@ -31,15 +31,19 @@ class RankedCopier:
         first = slot * self._slot_bytes
         return self._memory[first : first + self.page_bytes]
 
-    def save(self, pages: Int32s, slots: Int32s) -> Copy:
+    def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> Copy:
         return self._ranks.copy(
-            lambda number, after_steps: SavePages(number, pages, slots, after_steps),
+            lambda number, after_steps: SavePages(number, pages, slots, parts, after_steps),
             self.num_layers,
         )
 
-    def load(self, load_id: LoadId, slots: Int32s, pages: Int32s) -> Copy:
+    def load(
+        self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
+    ) -> Copy:
         return self._ranks.copy(
-            lambda number, after_steps: LoadPages(number, load_id, slots, pages, after_steps),
+            lambda number, after_steps: LoadPages(
+                number, load_id, slots, pages, parts, after_steps
+            ),
             self.num_layers,
         )
 
