@@ -135,8 +135,8 @@ def _prompts(vocab_size: int) -> list[list[int]]:
 def _answer(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
-    with torch.no_grad():
-        whole = model.generate(ids, do_sample=False, max_new_tokens=ANSWER_TOKENS)
+    with torch.no_grad():  # with its cache, transformers forgets limits of Mamba's dt
+        whole = model.generate(ids, do_sample=False, max_new_tokens=ANSWER_TOKENS, use_cache=False)
     answer: list[int] = whole[0, len(prompt) :].tolist()
     assert len(answer) == ANSWER_TOKENS
     return answer

@@ -118,6 +118,9 @@ def write_checkpoint(
             is_gain = any(part in parameter_name for part in ("norm", "ln_"))
             if is_gain and config.model_type not in GAINS_FROM_ZERO:
                 parameter.add_(1.0)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("bias"):  # of routers
+                buffer.normal_(std=std)
     model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard)
     return model

@@ -162,7 +162,9 @@ def test_part_of_gives_the_sizes_of_a_rank() -> None:
     whole = SHAPES["llama2-70b"]
     part = part_of(whole, Shard(3, 4))
     assert (part.num_heads, part.num_kv_heads, part.vocab_rows) == (16, 2, 8000)
-    assert part.layers[0].mlp.size == 7168
+    mlp = part.layers[0].mlp
+    assert mlp is not None
+    assert mlp.size == 7168
     assert part.kv_elements_per_token * 4 == whole.kv_elements_per_token
     assert part.num_weights * 4 == whole.num_weights
     assert part_of(whole, Shard()) is whole

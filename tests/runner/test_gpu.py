@@ -193,7 +193,7 @@ def test_replayed_steps_give_the_same_tokens(
         assert [len(runner._pieces(size, kinds[0])) for size in (3, 16)] == [2, 1]
         recorded = Recorder(monkeypatch).wrap(pieces_of)
         page_layers = origin.spec.page_layers
-        runner._graphs = graphs.StepGraphs((3, 16), kinds, recorded, page_layers)
+        runner._graphs = graphs.StepGraphs((3, 16), kinds, recorded, page_layers, has_states=False)
     replayed.clear()
     assert told(runner) == told(load_cpu_runner(origin, a_config())[0])
     assert {launches for _, launches in replayed} == set(kinds)

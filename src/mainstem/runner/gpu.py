@@ -140,7 +140,11 @@ class GpuRunner:
             if rows <= len(self._logits):
                 decoder.logits(hidden_rows[:rows], self._logits[:rows])
         self._graphs = StepGraphs(
-            graph_sizes, attention.kinds_of_steps, self._pieces, decoder.spec.page_layers
+            graph_sizes,
+            attention.kinds_of_steps,
+            self._pieces,
+            decoder.spec.page_layers,
+            has_states=bool(decoder.recurrent),
         )
         torch.cuda.synchronize(self._device)
 

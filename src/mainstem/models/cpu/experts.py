@@ -9,11 +9,11 @@ mixture of experts in fp32 would not fit most machines.
 import torch
 from torch import Tensor
 
-from mainstem.models.cpu.activations import gated
+from mainstem.models.cpu.activations import gated, plain
 from mainstem.models.cpu.layers import multiply
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.packed import Weight
-from mainstem.models.spec import ExpertsSpec
+from mainstem.models.spec import ExpertsSpec, RouterScores
 
 
 class CpuExperts:
@@ -21,9 +21,9 @@ class CpuExperts:
 
     def __init__(self, tensors: ExpertTensors, spec: ExpertsSpec) -> None:
         self._tensors = tensors
+        self._spec = spec
         self._top_k = spec.top_k
-        self._is_normalized = spec.is_normalized
-        self._activate = gated(spec.activation)
+        self._activate = (gated if spec.is_gated else plain)(spec.activation)
         self._router = tensors.router.float().t().contiguous()
         bias = tensors.router_bias
         self._router_bias = None if bias is None else bias.float()
@@ -50,11 +50,15 @@ class CpuExperts:
         logits = x.float() @ self._router
         if self._router_bias is not None:
             logits += self._router_bias
-        chosen, ids = logits.sort(dim=-1, descending=True, stable=True)
-        chosen, ids = chosen[:, : self._top_k], ids[:, : self._top_k]
-        if self._is_normalized:
-            return ids, chosen.softmax(dim=-1)
-        return ids, (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp()
+        spec, bias = self._spec, self._tensors.choice_bias
+        is_sigmoid = spec.scores is RouterScores.SIGMOID
+        scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
+        ranked = scores + bias if bias is not None else logits
+        ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self._top_k]
+        weights = scores.gather(1, ids)
+        if spec.is_normalized:
+            weights /= weights.sum(dim=-1, keepdim=True) + spec.weight_floor
+        return ids, weights.mul_(spec.weight_scale)
 
     def _run_sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return [tokens, hidden] in fp32."""

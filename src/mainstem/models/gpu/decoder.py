@@ -40,15 +40,25 @@ JointNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
 
 
 @dataclass(frozen=True, slots=True)
-class GpuLayer:
+class GpuMixer:
+    """The products before and after attention and recurrence."""
+
     qkv: Linear
     qkv_width: int
     head_norms: HeadNorms | None
     joint_norm: JointNorm | None
     out: Linear
     out_width: int  # columns of the input of `out`
-    recurrent: RecurrentTensors | None  # None: the layer has attention
-    mlp: GpuMlp
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayer:
+    """What a layer does not have is None."""
+
+    reads: InputReader  # the input of its first product
+    mixer: GpuMixer | None
+    recurrent: RecurrentTensors | None
+    mlp: GpuMlp | None
     joins: Joins
 
 
@@ -59,7 +69,6 @@ class GpuDecoder:
         self,
         spec: ModelSpec,
         embedding: Tensor,
-        first: InputReader,
         layers: list[GpuLayer],
         head: Linear,
         space: Workspace,
@@ -72,15 +81,14 @@ class GpuDecoder:
         self.dtype = embedding.dtype
         # of layers with attention, which applies them
         self.head_norms = tuple(
-            layer.head_norms
+            layer.mixer.head_norms
             for layer, number in zip(layers, spec.page_layers, strict=True)
-            if number is not None
+            if layer.mixer is not None and number is not None
         )
         self.sinks = tuple(sinks)  # of layers with attention: [heads] of each that has them
         self.recurrent = tuple(layer.recurrent for layer in layers if layer.recurrent is not None)
         self._page_layers = spec.page_layers
         self._embedding = embedding
-        self._first = first
         self._layers = layers
         self._head = head
         self._space = space
@@ -102,7 +110,7 @@ class GpuDecoder:
             self._vocabulary.embed(token_ids, self._embedding, out)
         if self._embedding_scale != 1.0:
             out.mul_(self._embedding_scale)
-        return self._first.read(out)
+        return self._layers[0].reads.read(out)
 
     def run_layers(
         self,
@@ -120,19 +128,25 @@ class GpuDecoder:
         last = len(self._layers) - 1
         for index in range(*layers):
             layer = self._layers[index]
-            qkv = layer.qkv(normed, space.qkv_rows(tokens, layer.qkv_width))
-            if layer.joint_norm is not None:
-                layer.joint_norm(qkv)
-            if (number := self._page_layers[index]) is not None:
-                gate.before(number)
-            mixed = attention.run(index, qkv)
-            if index == last and rows is not None:
-                mixed, x, room = mixed[rows], x[rows], room[: len(rows)]
-                if len(rows) == 0:
+            wanted = rows if index == last else None
+            if (mixer := layer.mixer) is not None:
+                qkv = mixer.qkv(normed, space.qkv_rows(tokens, mixer.qkv_width))
+                if mixer.joint_norm is not None:
+                    mixer.joint_norm(qkv)
+                if (number := self._page_layers[index]) is not None:
+                    gate.before(number)
+                mixed = attention.run(index, qkv)
+            if wanted is not None:
+                x, room = x[wanted], room[: len(wanted)]
+                if len(wanted) == 0:
                     return x
-            between, after = layer.joins
-            answer = layer.out(mixed, room)
-            normed = after(layer.mlp(between(answer, x)), x)
+            if mixer is not None:
+                answer = mixer.out(mixed if wanted is None else mixed[wanted], room)
+                normed = layer.joins.between(answer, x)
+            elif wanted is not None:
+                normed = layer.reads.read(x)
+            if layer.mlp is not None:
+                normed = layer.joins.after(layer.mlp(normed), x)
         return normed
 
     def finish(
@@ -170,13 +184,17 @@ class GpuDecoder:
         space = self._space
         x = space.residual[:tokens]
         different = {
-            (spec.mlp, spec.recurrent): index for index, spec in enumerate(self.spec.layers)
+            (spec.attention is None, spec.recurrent, spec.mlp): index
+            for index, spec in enumerate(self.spec.layers)
         }
         for layer in (self._layers[index] for index in different.values()):
-            layer.qkv(self._first.read(x), space.qkv_rows(tokens, layer.qkv_width))
-            mixed = x.new_zeros(tokens, layer.out_width)
-            answer = layer.out(mixed, space.answer[:tokens])
-            layer.joins.after(layer.mlp(layer.joins.between(answer, x)), x)
+            normed = layer.reads.read(x)
+            if (mixer := layer.mixer) is not None:
+                mixer.qkv(normed, space.qkv_rows(tokens, mixer.qkv_width))
+                mixed = x.new_zeros(tokens, mixer.out_width)
+                normed = layer.joins.between(mixer.out(mixed, space.answer[:tokens]), x)
+            if layer.mlp is not None:
+                layer.joins.after(layer.mlp(normed), x)
 
 
 def load_gpu_decoder(
@@ -201,48 +219,33 @@ def load_gpu_decoder(
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         pieces.append(compiler.pieces(tensors, index))
-        if tensors.recurrent is None:
+        if spec.layers[index].attention is not None:
             sinks.append(tensors.sinks)
     ends = reader.ends(embedding)
     last = InputReader(make_norm(ends.norm, spec), fp8_per=None, room=space.normed)
-    following = [piece.attention for piece in pieces[1:]] + [last]
+    following = [piece.reads for piece in pieces[1:]] + [last]
     layers = [
         piece.join(spec, after, ranks) for piece, after in zip(pieces, following, strict=True)
     ]
     head = linears.head(ends.head)
     linears.finish()
-    return GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks, ranks)
+    return GpuDecoder(spec, embedding, layers, head, space, sinks, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
     """A layer before it is joined to the next layer, whose input this layer's last join writes."""
 
-    attention: InputReader
-    qkv: Linear
-    qkv_width: int
-    head_norms: HeadNorms | None
-    joint_norm: JointNorm | None
-    out: Linear
-    out_width: int
+    reads: InputReader  # the input of its first product
+    mixer: GpuMixer | None
     recurrent: RecurrentTensors | None
-    mlp_reads: InputReader
-    mlp: GpuMlp
+    mlp_reads: InputReader | None
+    mlp: GpuMlp | None
     tails: tuple[Norm | None, Norm | None]
 
     def join(self, spec: ModelSpec, following: InputReader, ranks: Collectives) -> GpuLayer:
-        joins = make_joins(spec, self.mlp_reads, following, self.tails, ranks)
-        return GpuLayer(
-            self.qkv,
-            self.qkv_width,
-            self.head_norms,
-            self.joint_norm,
-            self.out,
-            self.out_width,
-            self.recurrent,
-            self.mlp,
-            joins,
-        )
+        joins = make_joins(spec, self.mlp_reads or following, following, self.tails, ranks)
+        return GpuLayer(self.reads, self.mixer, self.recurrent, self.mlp, joins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,21 +258,18 @@ class _Compiler:
 
     def pieces(self, tensors: LayerTensors, index: int) -> _Pieces:
         spec, room = self.spec, self.space.normed
-        qkv, mlp = self.linears.layer(tensors.qkv), self._mlp(tensors, index)
+        mixer, mlp = self._mixer(tensors), self._mlp(tensors, index)
         norm = make_norm(tensors.attention_norm, spec)
         is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the same norm as attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
-        head_norms, joint_norm = self._query_norms(tensors)
+        mlp_reads = None if mlp is None else InputReader(mlp_norm, mlp.fp8_per, room)
+        reads = mlp_reads if mixer is None else InputReader(norm, mixer.qkv.fp8_per, room)
+        assert reads is not None, "a layer has one of them"
         return _Pieces(
-            attention=InputReader(norm, qkv.fp8_per, room),
-            qkv=qkv,
-            qkv_width=tensors.qkv.weight.shape[0],
-            head_norms=head_norms,
-            joint_norm=joint_norm,
-            out=self.linears.layer(tensors.out),
-            out_width=tensors.out.weight.shape[1],
+            reads=reads,
+            mixer=mixer,
             recurrent=tensors.recurrent,
-            mlp_reads=InputReader(mlp_norm, mlp.fp8_per, room),
+            mlp_reads=mlp_reads,
             mlp=mlp,
             tails=(
                 make_norm(tensors.after_attention_norm, spec),
@@ -277,8 +277,23 @@ class _Compiler:
             ),
         )
 
-    def _mlp(self, tensors: LayerTensors, index: int) -> GpuMlp:
+    def _mixer(self, tensors: LayerTensors) -> GpuMixer | None:
+        if tensors.qkv is None or tensors.out is None:
+            return None
+        head_norms, joint_norm = self._query_norms(tensors)
+        return GpuMixer(
+            qkv=self.linears.layer(tensors.qkv),
+            qkv_width=tensors.qkv.weight.shape[0],
+            head_norms=head_norms,
+            joint_norm=joint_norm,
+            out=self.linears.layer(tensors.out),
+            out_width=tensors.out.weight.shape[1],
+        )
+
+    def _mlp(self, tensors: LayerTensors, index: int) -> GpuMlp | None:
         spec, found, space = self.spec.layers[index].mlp, tensors.mlp, self.space
+        if spec is None:
+            return None
         if isinstance(spec, ExpertsSpec):
             assert isinstance(found, ExpertTensors)
             assert space.experts is not None

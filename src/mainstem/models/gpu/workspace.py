@@ -16,7 +16,7 @@ class Workspace:
 
     residual: Tensor
     normed: Tensor
-    qkv: Tensor  # output of the first product of attention or of a recurrence
+    qkv: Tensor  # output of the product before attention or recurrence
     mixed: Tensor
     answer: Tensor  # output of attention, to be added to the residual
     mlp_answer: Tensor
@@ -38,16 +38,11 @@ class Workspace:
             return torch.zeros((max_tokens, width), dtype=dtype, device=device)
 
         heads = spec.num_heads * spec.head_dim
-        first = [recurrent.first_width for recurrent in spec.recurrences]
-        first += [
-            heads * (2 if kind.has_gate else 1) + 2 * spec.num_kv_heads * spec.head_dim
-            for kind in spec.attention_kinds
-        ]
         mlps = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)}
         return cls(
             residual=rows(spec.hidden_size),
             normed=rows(spec.hidden_size),
-            qkv=rows(max(first)),
+            qkv=rows(max(spec.first_width(layer) for layer in spec.layers)),
             mixed=rows(heads),
             answer=rows(spec.hidden_size),
             mlp_answer=rows(spec.hidden_size),
