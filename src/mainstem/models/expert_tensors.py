@@ -115,7 +115,9 @@ class _Reader:
         if not self._spec.has_choice_bias:
             return None
         name = self._prefix + self._names.choice_bias
-        return self._source.take_wide(name, (self._spec.num_experts,))
+        count = self._spec.num_experts
+        shape = (1, count) if self._names.is_choice_bias_row else (count,)
+        return self._source.take_wide(name, shape).view(-1)
 
     def _weight(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Weight:
         return take_weight(self._source, self._prefix + name, *shape, at=at)

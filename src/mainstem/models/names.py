@@ -70,6 +70,7 @@ class Names:
     # experts
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    is_choice_bias_row: bool = False  # [1, experts] instead of [experts]
     expert_layout: ExpertLayout = ExpertLayout.SEPARATE
     # STACKED, INTERLEAVED: both, all experts. Not read if experts have no gate.
     expert_gate: str = "mlp.experts.{}.gate_proj"
