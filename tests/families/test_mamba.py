@@ -10,8 +10,11 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     NemotronHConfig,
+    PreTrainedConfig,
 )
 
+from mainstem.core.errors import UnsupportedModel
+from mainstem.models.families import spec_from_config
 from tests.families.equality import check_family
 from tests.models.checkpoints import SMALL
 
@@ -117,3 +120,50 @@ def test_nemotron_h_answers_as_transformers(tmp_path: Path, kinds: tuple[str, ..
     """Layers without an MLP and without a mixer, in any order."""
     config = NemotronHConfig(**NEMOTRON, layers_block_type=list(kinds), use_bias=D in kinds)
     check_family(config, tmp_path, std=STD)
+
+
+def read(config: PreTrainedConfig, architecture: str, **changes: object) -> None:
+    spec_from_config(config.to_dict() | {"architectures": [architecture]} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers_block_type": [M, "mlp", "conv"]}, "layers of kind 'conv'"),
+        ({"layers_block_type": [M, E]}, "without any attention layer"),
+        ({"moe_latent_size": 16}, "moe_latent_size=16: experts of a smaller latent space"),
+        ({"mlp_bias": True}, "experts with biases"),
+        ({"n_group": 2}, r"experts of 1 of 2 groups \(topk_group, n_group\)"),
+        ({"n_groups": 3}, "4 Mamba heads are not a multiple of 3 groups"),
+        ({"residual_in_fp32": True}, "residual_in_fp32=True"),
+        ({"sliding_window": 64}, "sliding_window=64"),
+        ({"time_step_limit": [0.1]}, "time_step_limit"),
+    ],
+)
+def test_variants_of_nemotron_h_are_refused_by_name(changes: dict[str, object], said: str) -> None:
+    config = NemotronHConfig(**NEMOTRON, layers_block_type=[M, E, A, D])
+    with pytest.raises(UnsupportedModel, match=said):
+        read(config, "NemotronHForCausalLM", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"projectors_bias": True}, "projectors_bias=True"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers has 2 numbers instead of 5"),
+        ({"mamba_d_head": 16}, "mamba_n_heads=6 heads of mamba_d_head=16 are not 72 columns"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_variants_of_falcon_h1_are_refused_by_name(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(UnsupportedModel, match=said):
+        read(FalconH1Config(**FALCON), "FalconH1ForCausalLM", **changes)
+
+
+def test_letters_name_the_layers_of_older_nemotron_h_files() -> None:
+    config = NemotronHConfig(**NEMOTRON, layers_block_type=[M, E, A, D])
+    table = config.to_dict() | {"architectures": ["NemotronHForCausalLM"]}
+    newer = spec_from_config(table)
+    older = table | {"layers_block_type": None, "hybrid_override_pattern": "ME*-"}
+    assert spec_from_config(older).layers == newer.layers

@@ -47,6 +47,8 @@ BILLIONS = {  # billions of weights, as published
     "google/gemma-3-270m": 0.27,
     "google/gemma-3-12b-it": 11.77,  # the text part, here and in the next line
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503": 23.57,
+    "tiiuae/Falcon-H1-0.5B-Instruct": 0.52,
+    "LiquidAI/LFM2-1.2B": 1.17,
     # with experts: the weights that one token uses
     "mistralai/Mixtral-8x7B-v0.1": 12.88,
     "Qwen/Qwen1.5-MoE-A2.7B": 2.69,

@@ -154,6 +154,10 @@ def test_the_error_names_a_size_that_cannot_be_divided() -> None:
     narrow = {**WIDE, "intermediate_size": 44, "architectures": ["LlamaForCausalLM"]}
     with pytest.raises(ConfigError, match="an MLP of 44 columns has fewer than 16 for each"):
         part_of(spec_from_config(LlamaConfig(**narrow).to_dict()), Shard(0, 4))
+    for name in ("qwen36-27b", "granite-4-h-small"):
+        with pytest.raises(ConfigError, match="recurrent layers are not split over ranks yet"):
+            part_of(SHAPES[name], Shard(0, 2))
+    assert shards_that_divide(SHAPES["qwen36-27b"]) == (1,)
     assert shards_that_divide(SHAPES["llama-30b"]) == (1, 2, 4, 13, 26, 52)
     assert shards_that_divide(SHAPES["qwen3-30b-a3b"]) == (1, 2, 4, 8, 16, 32)
 
