@@ -86,7 +86,7 @@ _CONFIGS: dict[str, Mapping[str, object]] = {
     },
     "NemotronHForCausalLM": _EXPERTS | {
         "num_hidden_layers": 4, "hybrid_override_pattern": "M*-E", "mamba_num_heads": 2,
-        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 6,
+        "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 6,
         "moe_shared_expert_intermediate_size": 48, "time_step_limit": [0.3, 0.9],
         "rms_norm_eps": None,
     },

@@ -34,6 +34,8 @@ def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
     for name in ("num_logits_to_keep", "mlp_expansion_factor", "attn_layer_indices"):
         config.get(name)
+    for name in ("layer_types", "layers_block_type"):
+        config.only(name, ["hybrid"] * sizes.layers)
     config.only("mamba_use_mlp", True)
     config.only("mamba_proj_bias", False)
     config.only("projectors_bias", False)

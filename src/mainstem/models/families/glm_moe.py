@@ -46,9 +46,8 @@ def _read_glm(config: Config) -> ModelSpec:
     """The layer after the last one guesses several tokens at once; it is left out."""
     sizes = read_sizes(config, head_dim=128)
     attention = full_attention(sizes.head_dim, read_rope(config, sizes, rotary_share=0.5))
-    extra = config.get("num_nextn_predict_layers") or 0
-    if extra:
-        extra = config.whole("num_nextn_predict_layers")
+    has_extra = bool(config.get("num_nextn_predict_layers"))
+    extra = config.whole("num_nextn_predict_layers") if has_extra else 0
     ignored = tuple(f"model.layers.{sizes.layers + number}." for number in range(extra))
     return make_spec(
         config,
