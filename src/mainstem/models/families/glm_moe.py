@@ -105,7 +105,10 @@ def _read_minimax(config: Config) -> ModelSpec:
     config.only("qk_norm_type", "per_layer")
     config.only("shared_intermediate_size", 0)
     config.only("shared_moe_mode", "sigmoid")
-    for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
+    for part in ("full_attention", "linear_attention", "mlp"):
+        config.only(f"layernorm_{part}_beta", 1.0)
+    # of heads for several tokens, and of dense layers, which there are none of
+    for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size"):
         config.get(name)
     config.only("attn_type_list", [1] * sizes.layers)  # 0: linear attention
     experts = ExpertsSpec(
