@@ -59,10 +59,11 @@ def _read_granite4(config: Config) -> ModelSpec:
     mamba = None
     if _MAMBA_KINDS.intersection(kinds):
         mamba = read_mamba(config, sizes.hidden, GateOrder.GATE_FIRST)
+    else:
+        for field in config.names():
+            if field.startswith("mamba_") or field == "time_step_limit":
+                config.get(field)
     mambas = [mamba if kind in _MAMBA_KINDS else None for kind in kinds]
-    for field in config.names():
-        if field.startswith("mamba_") or field == "time_step_limit":
-            config.get(field)
     config.only("normalization_function", "rmsnorm")
     rope: RopeSpec | None = read_rope(config, sizes)
     config.only("position_embedding_type", "rope", "nope")

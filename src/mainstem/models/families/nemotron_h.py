@@ -57,7 +57,7 @@ def _read(config: Config) -> ModelSpec:
     sizes = _sizes(config, len(kinds))
     _check(config)
     layer = _layers(config, sizes, frozenset(kinds))
-    eps = config.number("norm_eps", config.number("layer_norm_epsilon", 1e-5))
+    eps = config.number("layer_norm_epsilon", config.number("norm_eps", 1e-5))
     return make_spec(
         config,
         sizes,
