@@ -8,7 +8,7 @@ from torch import Tensor
 from mainstem.kernels.experts import reference
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.packed import as_tensor
-from mainstem.models.spec import Activation, ExpertsSpec
+from mainstem.models.spec import Activation, ExpertsSpec, RouterScores
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,24 @@ CASES = [
     Case("shared", replace(a_spec(), shared_size=40)),
     Case("gated shared", replace(a_spec(), shared_size=40, has_shared_gate=True)),
     Case("many experts", a_spec(num_experts=37, top_k=4)),
+    Case(
+        "sigmoid scores and a bias",
+        replace(
+            a_spec(num_experts=9, top_k=3),
+            scores=RouterScores.SIGMOID,
+            has_choice_bias=True,
+            weight_floor=0.25,
+            weight_scale=2.5,
+        ),
+    ),
+    Case(
+        "softmax and a bias, not normalized",
+        replace(a_spec(num_experts=9, top_k=3), has_choice_bias=True, is_normalized=False),
+    ),
+    Case(
+        "without gates",
+        replace(a_spec(activation=Activation.RELU_SQUARED), is_gated=False, shared_size=40),
+    ),
     Case("wide", a_spec(num_experts=3, size=136), hidden=144),
 ]
 
@@ -55,16 +73,18 @@ def some_tensors(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) 
         return (torch.randn(shape, generator=generator) * spread).to(dtype)
 
     experts, size, shared = spec.num_experts, spec.size, spec.shared_size
+    firsts = 2 if spec.is_gated else 1
     return ExpertTensors(
         router=some(experts, hidden, scale=2 * hidden**-0.5),
         router_bias=some(experts, scale=1.0) if spec.has_bias else None,
-        gate_up=some(experts, 2 * size, hidden, scale=3 * hidden**-0.5),
+        gate_up=some(experts, firsts * size, hidden, scale=3 * hidden**-0.5),
         gate_up_bias=some(experts, 2 * size, scale=2.0) if spec.has_bias else None,
         down=some(experts, hidden, size),
         down_bias=some(experts, hidden, scale=1.0) if spec.has_bias else None,
-        shared_gate_up=None if shared is None else some(2 * shared, hidden),
+        shared_gate_up=None if shared is None else some(firsts * shared, hidden),
         shared_down=None if shared is None else some(hidden, shared),
         shared_gate=some(1, hidden) if spec.has_shared_gate else None,
+        choice_bias=some(experts, scale=1.0).float() if spec.has_choice_bias else None,
     )
 
 
@@ -78,13 +98,22 @@ def right_answer(x: Tensor, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor
     logits = x.float() @ tensors.router.float().t()
     if tensors.router_bias is not None:
         logits = logits + tensors.router_bias.float()
-    ids, weights = reference.route(logits, spec.top_k, spec.is_normalized)
+    ids, weights = reference.route(
+        logits,
+        spec.top_k,
+        spec.is_normalized,
+        spec.scores.value,
+        tensors.choice_bias,
+        spec.weight_floor,
+        spec.weight_scale,
+    )
     out = torch.zeros(x.shape)
     for token, (row, shares) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
         for expert, share in zip(row, shares, strict=True):
             out[token] += share * _one_expert(x[token : token + 1], expert, tensors, spec)[0]
     if tensors.shared_gate_up is not None and tensors.shared_down is not None:
-        shared = reference.gated_mlp(
+        mlp = reference.gated_mlp if spec.is_gated else reference.plain_mlp
+        shared = mlp(
             x,
             as_tensor(tensors.shared_gate_up),
             as_tensor(tensors.shared_down),
@@ -97,6 +126,9 @@ def right_answer(x: Tensor, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor
 
 
 def _one_expert(x: Tensor, expert: int, tensors: ExpertTensors, spec: ExpertsSpec) -> Tensor:
+    if not spec.is_gated:
+        up, down = as_tensor(tensors.gate_up)[expert], as_tensor(tensors.down)[expert]
+        return reference.plain_mlp(x, up, down, spec.activation.value)
     return reference.gated_mlp(
         x,
         as_tensor(tensors.gate_up)[expert],

@@ -60,6 +60,8 @@ class Llama:
         tensors = self._reader.layer(index)
         mlp = tensors.mlp
         assert isinstance(mlp, MlpTensors)
+        assert tensors.qkv is not None
+        assert tensors.out is not None
         products = {"qkv": tensors.qkv, "out": tensors.out, "first": mlp.first, "down": mlp.down}
         return LlamaLayer(
             {kind: product.dense for kind, product in products.items()},

@@ -112,6 +112,15 @@ _CONFIGS: dict[str, dict[str, object]] = {
         "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
         "moe_intermediate_size": 704,
     },
+    "granite-4-h-small": _like(
+        _llama(4096, 768, 40, 32, 8, 128, 100_352, 10_000.0),
+        "GraniteMoeHybridForCausalLM",
+        num_local_experts=72, num_experts_per_tok=10, shared_intermediate_size=1536,
+        position_embedding_type="nope", mamba_n_heads=128, mamba_d_head=64, mamba_d_state=128,
+        layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+        attention_multiplier=0.0078125, embedding_multiplier=12, logits_scaling=16,
+        residual_multiplier=0.22, tie_word_embeddings=True,
+    ),
     "gpt-oss-20b": _like(
         _llama(2880, 2880, 24, 64, 8, 64, 201_088, 150_000.0),
         "GptOssForCausalLM",

@@ -39,6 +39,8 @@ def emulated(decoder: Decoder, folder: Path, names: Collection[str] = QUANTIZED)
             scale_of(index, "input_layernorm"),
             scale_of(index, "post_attention_layernorm"),
         )
+        assert layer.qkv is not None
+        assert layer.out is not None
         layers.append(
             replace(
                 layer,

@@ -116,7 +116,7 @@ FLOAT_POINTERS = (
     "lse_ptr", "partial_ptr", "partial_lse_ptr", "inv_freq_ptr", "lse_a_ptr", "lse_b_ptr",
     "scales_ptr", "tops_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr",
     "weights_ptr", "shared_weights_ptr", "sinks_ptr", "a_log_ptr", "dt_bias_ptr", "d_ptr",
-    "matrix_ptr",
+    "matrix_ptr", "choice_bias_ptr",
 )  # fmt: skip
 HEAD = {"HEAD_DIM": 128, "DIM": 128}
 SHARED_BYTES = {True: 227 << 10, False: 99 << 10}  # on Hopper, and on consumer cards
@@ -137,7 +137,7 @@ class Job:
 def _type_of(name: str) -> str:
     if name in ("k_rows", "v_rows"):
         return "tensordesc<bf16[64, 128]>"
-    if name in ("scale", "eps", "least", "most"):
+    if name in ("scale", "floor", "eps", "least", "most"):
         return "fp32"
     if not name.endswith("_ptr"):
         return "i32"
@@ -366,7 +366,8 @@ def _expert_jobs(target: str) -> Iterator[Job]:
     yield Job(_router_kernel, router, wide, {"num_warps": 4, "num_stages": 3})
     for is_whole in (False, True) if target == "sm_90" else (False,):
         parts = {"NUM_PARTS": 8 if is_whole else 1, "SLOTS": 8, "WIDTH": 129, "HAS_BIAS": True,
-                 "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole}  # fmt: skip
+                 "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole,
+                 "IS_SIGMOID": not is_whole, "HAS_CHOICE_BIAS": not is_whole}  # fmt: skip
         yield Job(_route_kernel, {**sizes, **parts}, wide | positions)
     yield Job(_place_kernel, {**sizes, "CELLS": 128, "CHUNK": 64}, positions, {"num_warps": 8})
     block = {"BLOCK": 1024, "HAS_BIAS": True, **overlaps}

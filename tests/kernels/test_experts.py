@@ -123,8 +123,12 @@ def case_of(name: str) -> Case:
 
 
 @pytest.mark.parametrize(
-    "name", ["gelu", "top 8", "everything", "not normalized", "shared", "wide"]
-)
+    "name",
+    [
+        "gelu", "top 8", "everything", "not normalized", "shared", "wide",
+        "sigmoid scores and a bias", "softmax and a bias, not normalized", "without gates",
+    ],
+)  # fmt: skip
 def test_a_layer_agrees_with_the_reference(name: str) -> None:
     """Tokens for two blocks of routing, the last not full; then one token in the same buffers."""
     case = case_of(name)
@@ -144,6 +148,12 @@ def test_all_tiles_and_the_library_agree(tiles: ExpertTiles) -> None:
     case = case_of("everything")
     tensors, x = some_tensors(case), some_rows(5, case.hidden)
     assert_right(run(a_layer(case, tensors, 5, tiles), x), x, tensors, case.spec)
+
+
+def test_the_library_computes_experts_without_gates() -> None:
+    case = case_of("without gates")
+    tensors, x = some_tensors(case), some_rows(5, case.hidden)
+    assert_right(run(a_layer(case, tensors, 5, GROUPED), x), x, tensors, case.spec)
 
 
 def test_devices_without_tensor_descriptors_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,8 @@ SMALL: dict[str, Any] = {  # fields that most configs of transformers have
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+# the default weights are so small that a wrong layer would hardly show
+STD = 0.3
 # these store gain - 1
 GAINS_FROM_ZERO = {"gemma", "gemma2", "gemma3_text", "nemotron"}
 # Falcon has other names for some of them
@@ -104,21 +106,23 @@ def write_checkpoint(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard: str = "1GB",
+    std: float = STD,
 ) -> PreTrainedModel:
-    """Write a random model of this config to `folder`; returns the model it was written from."""
+    """Write a random model of this config to `folder`; returns the model it was written from.
+    `std`: of the weights."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            # the default weights are so small that a wrong layer would hardly show, and default
-            # gains and biases do nothing
-            parameter.normal_(std=0.3)
+            parameter.normal_(std=std)  # default gains and biases do nothing
             is_gain = any(part in parameter_name for part in ("norm", "ln_"))
             if is_gain and config.model_type not in GAINS_FROM_ZERO:
                 parameter.add_(1.0)
         saved = model.state_dict().keys()
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name in saved and buffer.is_floating_point():
+            if buffer_name.endswith("bias"):  # of routers
+                buffer.normal_(std=std)
+            elif buffer_name in saved and buffer.is_floating_point():
                 buffer.uniform_(0.5, 1.5)
     model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard)

@@ -102,7 +102,11 @@ def test_a_stretched_rope_lengthens_the_context(config: dict[str, object], posit
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM .* layers of Mamba 1"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "has multi-head latent attention"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "has sparse attention"),
+        ({"architectures": ["BloomForCausalLM"]}, "has positions by ALiBi"),
+        ({"architectures": ["XverseForCausalLM"]}, "XverseForCausalLM is not supported; known"),
         ({"architectures": []}, "architectures"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"is_causal": False}, "is_causal"),

@@ -61,6 +61,8 @@ def test_a_quantized_layer_is_close_to_fp32(name: str, tmp_path: Path) -> None:
     quantized = quantize_decoder(dense)
     x = randn(9, 48) * torch.logspace(-1, 1, 48)
     for before, after in zip(dense.layers, quantized.layers, strict=True):
+        assert before.qkv is not None
+        assert after.qkv is not None
         exact = before.qkv(before.attention_norm(x))
         assert relative_error(after.qkv(after.attention_norm(x)), exact) < 0.05
         assert isinstance(before.mlp, Mlp)

@@ -168,6 +168,10 @@ def test_the_error_names_a_size_that_cannot_be_divided() -> None:
     narrow = {**WIDE, "intermediate_size": 44, "architectures": ["LlamaForCausalLM"]}
     with pytest.raises(ConfigError, match="an MLP of 44 columns has fewer than 16 for each"):
         part_of(spec_from_config(LlamaConfig(**narrow).to_dict()), Shard(0, 4))
+    for name in ("qwen36-27b", "granite-4-h-small"):
+        with pytest.raises(ConfigError, match="recurrent layers are not split over ranks yet"):
+            part_of(SHAPES[name], Shard(0, 2))
+    assert shards_that_divide(SHAPES["qwen36-27b"]) == (1,)
     assert shards_that_divide(SHAPES["llama-30b"]) == (1, 2, 4, 13, 26, 52)
     assert shards_that_divide(SHAPES["qwen3-30b-a3b"]) == (1, 2, 4, 8, 16, 32)
 
@@ -188,7 +192,9 @@ def test_part_of_gives_the_sizes_of_a_rank() -> None:
     whole = SHAPES["llama2-70b"]
     part = part_of(whole, Shard(3, 4))
     assert (part.num_heads, part.num_kv_heads, part.vocab_rows) == (16, 2, 8000)
-    assert part.layers[0].mlp.size == 7168
+    mlp = part.layers[0].mlp
+    assert mlp is not None
+    assert mlp.size == 7168
     assert part.kv_elements_per_token * 4 == whole.kv_elements_per_token
     assert part.num_weights * 4 == whole.num_weights
     assert part_of(whole, Shard()) is whole

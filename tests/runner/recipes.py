@@ -79,7 +79,8 @@ _CONFIGS: dict[str, Mapping[str, object]] = {
     "GraniteMoeHybridForCausalLM": {
         "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32,
         "shared_intermediate_size": 48, "position_embedding_type": "rope",
-        "layer_types": ["attention", "attention"], "attention_multiplier": 0.1,
+        "layer_types": ["attention", "mamba"], "attention_multiplier": 0.1, "mamba_n_heads": 4,
+        "mamba_d_state": 16,
     },
     "Qwen2MoeForCausalLM": _EXPERTS | {
         "num_experts": 6, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1,
@@ -90,6 +91,22 @@ _CONFIGS: dict[str, Mapping[str, object]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25,
+    },
+    "FalconH1ForCausalLM": {
+        "mamba_n_heads": 2, "mamba_d_ssm": 32, "mamba_d_state": 16, "mamba_n_groups": 2,
+        "mamba_rms_norm": True, "mlp_multipliers": [0.8, 1.4], "key_multiplier": 0.6,
+        "attention_in_multiplier": 1.3, "ssm_multipliers": [0.7, 1.2, 0.5, 1.5, 0.4],
+        "ssm_out_multiplier": 0.6,
+    },
+    "Lfm2MoeForCausalLM": _EXPERTS | {
+        "num_experts": 6, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"],
+        "norm_topk_prob": True, "routed_scaling_factor": 1.5, "rms_norm_eps": None,
+    },
+    "NemotronHForCausalLM": _EXPERTS | {
+        "num_hidden_layers": 4, "hybrid_override_pattern": "M*-E", "mamba_num_heads": 2,
+        "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2, "n_routed_experts": 6,
+        "moe_shared_expert_intermediate_size": 48, "time_step_limit": [0.3, 0.9],
+        "rms_norm_eps": None,
     },
     "GptOssForCausalLM": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,

@@ -25,8 +25,13 @@ from tests.runner.window_parts import PartedRunner, anywhere
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-# LayerNorm with parallel blocks; experts; recurrent layers
-QUICK = ("PhiForCausalLM", "Qwen2MoeForCausalLM", "Qwen3_5MoeForCausalLM")
+# LayerNorm with parallel blocks; experts; recurrent layers; layers of one part
+QUICK = (
+    "PhiForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "NemotronHForCausalLM",
+)
 
 
 def can_split(spec: ModelSpec, ranks: int) -> bool:

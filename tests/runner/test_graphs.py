@@ -56,7 +56,9 @@ def order() -> Order:
 
 @pytest.fixture
 def graphs(order: Order, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    made = StepGraphs(GRAPH_SIZES, KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
+    made = StepGraphs(
+        GRAPH_SIZES, KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS, has_states=False
+    )
     sizes = [call[0] for call in order.calls if isinstance(call, tuple)]
     assert sizes == sorted(sizes, reverse=True), "the largest is first: the others use its memory"
     order.calls.clear()
@@ -126,7 +128,9 @@ def test_steps_that_move_pages_or_copy_what_they_write_or_load_have_no_graph(
 
 
 def test_without_sizes_no_step_has_a_graph(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = StepGraphs((), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
+    graphs = StepGraphs(
+        (), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS, has_states=False
+    )
     assert graphs.size_for(a_step_of(1)) is None
     assert order.calls == []
 
@@ -135,5 +139,5 @@ def test_every_piece_runs_once_before_it_is_captured(
     order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No kernel may be compiled, and no algorithm chosen, during a capture."""
-    StepGraphs((4,), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS)
+    StepGraphs((4,), KINDS, Recorder(monkeypatch).wrap(order.pieces_of), LAYERS, has_states=False)
     assert order.calls == [(4, kind, index) for kind in KINDS for index in range(NUM_PIECES)]

@@ -22,7 +22,8 @@ from mainstem.models.weights import WeightSource, take_weight
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensors:
-    """Products as [.., out, in]; rows of gate_up: all of the gate, then all of up."""
+    """Products as [.., out, in]; rows of gate_up: all of the gate, then all of up. If experts have
+    no gate, `gate_up` is up alone."""
 
     router: Tensor  # [experts, hidden]
     router_bias: Tensor | None  # [experts]
@@ -34,6 +35,7 @@ class ExpertTensors:
     shared_down: Weight | None = None  # [hidden, shared_size]
     shared_gate: Tensor | None = None  # [1, hidden]
     scales: Tensor | None = None  # [experts] fp32 factors of the weights
+    choice_bias: Tensor | None = None  # [experts] fp32
     # whether experts are quantized in the checkpoint, but were dequantized to be stacked
     is_unpacked: bool = False
 
@@ -104,6 +106,7 @@ class _Reader:
             shared_down=self._shared_down(),
             shared_gate=self._dense(names.shared_gate, 1, hidden) if spec.has_shared_gate else None,
             scales=self._scales() if spec.has_own_norms else None,
+            choice_bias=self._choice_bias(),
             is_unpacked=self._is_unpacked,
         )
 
@@ -113,6 +116,14 @@ class _Reader:
     def _scales(self) -> Tensor:
         name = self._prefix + self._names.expert_scales
         return self._source.take_wide(name, (self._spec.num_experts,))
+
+    def _choice_bias(self) -> Tensor | None:
+        if not self._spec.has_choice_bias:
+            return None
+        name = self._prefix + self._names.choice_bias
+        count = self._spec.num_experts
+        shape = (1, count) if self._names.is_choice_bias_row else (count,)
+        return self._source.take_wide(name, shape).view(-1)
 
     def _weight(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Weight:
         return take_weight(self._source, self._prefix + name, *shape, at=at)
@@ -153,7 +164,8 @@ class _Reader:
                 name.format(expert)
                 for name in (names.expert_gate, names.expert_up, names.expert_down)
             )
-            both = (self._weight(name, size, hidden, at=(self._columns,)) for name in (gate, up))
+            firsts = (gate, up) if self._spec.is_gated else (up,)
+            both = (self._weight(name, size, hidden, at=(self._columns,)) for name in firsts)
             gate_up.put(expert, self._stackable(*both))
             down.put(expert, self._stackable(self._down(out, size)))
         return gate_up.whole, down.whole
@@ -186,12 +198,14 @@ class _Reader:
     def _read_stacked(self, gate_up_name: str, down_name: str) -> tuple[Weight, Weight]:
         size, hidden, experts = self._spec.size, self._hidden, self._spec.num_experts
         gate_up, down = self._stack(), self._stack()
-        up = slice(size + self._columns.start, size + self._columns.stop)
+        parts = [self._columns]
+        if self._spec.is_gated:
+            parts.append(slice(size + self._columns.start, size + self._columns.stop))
         for expert in range(experts):
             one = slice(expert, expert + 1)
             both = (
-                self._take(gate_up_name, experts, 2 * size, hidden, at=(one, part))[0]
-                for part in (self._columns, up)
+                self._take(gate_up_name, experts, len(parts) * size, hidden, at=(one, part))[0]
+                for part in parts
             )
             gate_up.put(expert, torch.cat(tuple(both)))
             at = (one, slice(0, hidden), self._columns)
@@ -253,7 +267,7 @@ class _Reader:
         size = self._spec.shared_size
         if size is None:
             return None
-        mlp = MlpSpec(size, self._spec.activation)
+        mlp = MlpSpec(size, self._spec.activation, is_gated=self._spec.is_gated)
         rows = first_rows(mlp, self._cut.columns(size), self._names.shared_gate_up)
         return self._joined(
             *(self._weight(row.name, row.whole, self._hidden, at=(row.part,)) for row in rows)

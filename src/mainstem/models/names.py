@@ -69,8 +69,11 @@ class Names:
     down: str = "mlp.down_proj"
     # experts
     router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    is_choice_bias_row: bool = False  # [1, experts] instead of [experts]
     expert_layout: ExpertLayout = ExpertLayout.SEPARATE
-    expert_gate: str = "mlp.experts.{}.gate_proj"  # STACKED, INTERLEAVED: both, all experts
+    # STACKED, INTERLEAVED: both, all experts. Not read if experts have no gate.
+    expert_gate: str = "mlp.experts.{}.gate_proj"
     expert_up: str = "mlp.experts.{}.up_proj"
     expert_down: str = "mlp.experts.{}.down_proj"
     # SEPARATE: some files hold the same experts stacked, under these names

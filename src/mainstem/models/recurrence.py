@@ -1,6 +1,6 @@
 """Layers that keep a state of fixed size instead of keys and values of every token.
 
-A recurrent layer has one product before it and one after it, like attention. Between them:
+A recurrence has one product before it and one after it, like attention. Between them:
 
     first product   | inputs of a short convolution | gate | a few numbers per head |
     convolution     each channel over its last `kernel` inputs; the last ones are kept
@@ -67,6 +67,9 @@ class MambaSpec:
     dt_limits: tuple[float, float] = (0.0, math.inf)
     has_bias: bool = False  # of both products
     has_conv_bias: bool = True
+    # Falcon-H1: factors of the first product's rows: of the gate, x, B, C and dt
+    row_scales: tuple[float, ...] = ()
+    out_scale: float = 1.0  # factor of what it adds to x (Falcon-H1)
 
     @property
     def conv_channels(self) -> int:

@@ -40,6 +40,14 @@ def recurrent_order(
     raise UnsupportedModel(f"{type(spec).__name__} with rows in the order {order.value!r}")
 
 
+def row_factors(spec: MambaSpec) -> Tensor:
+    """The factor of each row of the first product, in the order of recurrence.py."""
+    gate, x, b, c, dt = spec.row_scales
+    shared = spec.groups * spec.state_dim
+    sizes = [spec.out_width, shared, shared, spec.out_width, spec.heads]
+    return torch.tensor([x, b, c, gate, dt]).repeat_interleave(torch.tensor(sizes))
+
+
 def _parts(spec: RecurrentSpec) -> list[int]:
     """The rows of four tensors: convolution, gate, b and a."""
     assert isinstance(spec, DeltaSpec)

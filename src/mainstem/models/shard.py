@@ -115,6 +115,8 @@ def shards_that_divide(spec: ModelSpec, most: int = MOST_RANKS) -> tuple[int, ..
 
 def _part_of_layer(layer: LayerSpec, cut: RankCut) -> LayerSpec:
     mlp = layer.mlp
+    if mlp is None:
+        return layer
     if isinstance(mlp, ExpertsSpec) and mlp.shared_size is not None:
         mlp = replace(mlp, shared_size=length(cut.columns(mlp.shared_size)))
     attention = layer.attention
@@ -157,8 +159,8 @@ def _obstacle(spec: ModelSpec, of: int) -> str | None:
     return None
 
 
-def _sizes(mlp: MlpSpec | ExpertsSpec) -> list[int]:
-    sizes = [mlp.size]
+def _sizes(mlp: MlpSpec | ExpertsSpec | None) -> list[int]:
+    sizes = [] if mlp is None else [mlp.size]
     if isinstance(mlp, ExpertsSpec) and mlp.shared_size is not None:
         sizes.append(mlp.shared_size)
     return sizes

@@ -5,6 +5,8 @@
                   x += scale * after(mlp(before(x)))              in parallel: both read the same x
     logits = softcap(head(norm(x)) * logit_scale)
 
+A layer may have a recurrence (recurrence.py) instead of attention, or in addition.
+
 Families (models/families) make recipes from config.json. Backends compile them, at load time, into
 calls: models/cpu for CPUs, models/gpu for GPUs, runner/single for one token on a CPU. No code at
 run time depends on a model's family.
@@ -146,6 +148,7 @@ class AttentionSpec:
     # values are the output of the key product, without the norm of keys and without rotation
     # (Gemma 4); the model norms values
     has_keys_as_values: bool = False
+    out_scale: float = 1.0  # factor of what it adds to x (Falcon-H1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +159,20 @@ class MlpSpec:
     activation: Activation
     is_gated: bool = True
     has_bias: bool = False
+    gate_scale: float = 1.0  # factor of gate(x) (Falcon-H1)
+    out_scale: float = 1.0  # factor of what it adds to x (Falcon-H1)
+
+
+class RouterScores(Enum):
+    """What a router's logits become: the weights of experts."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """`top_k` of many gated MLPs for each token, weighted by a router's softmax."""
+    """`top_k` of many MLPs for each token, weighted by a router's scores."""
 
     num_experts: int
     top_k: int
@@ -173,6 +185,16 @@ class ExpertsSpec:
     # Gemma 4: shared MLP, experts and router read x through a norm each; the outputs of the first
     # two are normed, too, before they are added. Weights are multiplied by a number of the expert
     has_own_norms: bool = False
+    is_gated: bool = True  # act(gate(x)) * up(x), or act(up(x)); also of the shared MLP
+    scores: RouterScores = RouterScores.SOFTMAX
+    has_choice_bias: bool = False  # added to the scores to choose experts, not to weights
+    weight_floor: float = 0.0  # added to the sum by which weights are normalized
+    weight_scale: float = 1.0  # factor of the weights, after they are normalized
+
+    @property
+    def num_products(self) -> int:
+        """Of an expert: gate, up and down, or up and down."""
+        return 3 if self.is_gated else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,16 +212,18 @@ class LayerInputSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A layer: attention, which keeps pages of keys and values, or a recurrence, which keeps a
-    state; then an MLP."""
+    state, or both side by side (Falcon-H1); then an MLP. Nemotron-H has one of them in a layer."""
 
     attention: AttentionSpec | None
-    mlp: MlpSpec | ExpertsSpec
+    mlp: MlpSpec | ExpertsSpec | None
     recurrent: RecurrentSpec | None = None
     # the number of an earlier layer whose K and V this one reads; None: it has its own
     kv_layer: int | None = None
 
-    def __post_init__(self) -> None:
-        assert (self.attention is None) != (self.recurrent is None), "a layer has one of them"
+    @property
+    def has_mixer(self) -> bool:
+        """Whether it has attention or a recurrence."""
+        return self.attention is not None or self.recurrent is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +278,11 @@ class ModelSpec:
                 "norms of the outputs of attention and MLP are not supported where both run in "
                 "parallel"
             )
+        is_usual = self.residual is Residual.SERIAL and self.norm_place is NormPlace.BEFORE
+        if not is_usual and not all(layer.has_mixer and layer.mlp for layer in self.layers):
+            raise UnsupportedModel("layers of one part are supported with a norm before it only")
+        if not self.attentions:
+            raise UnsupportedModel("models without any attention layer are not supported")
         names, quantized = self.names, self.quantized
         if quantized is not None and names.expert_layout is ExpertLayout.STACKED:
             expert = f"{names.layer.format(0)}.{names.expert_gate}".removesuffix(".weight")
@@ -372,6 +401,12 @@ class ModelSpec:
         return shape if layer.kv_layer is None else replace(shape, heads=0)
 
     @property
+    def state_layers(self) -> tuple[int | None, ...]:
+        """For each layer its number among the layers with a recurrence; None: it has none."""
+        numbers = count()
+        return tuple(None if layer.recurrent is None else next(numbers) for layer in self.layers)
+
+    @property
     def attention_kinds(self) -> tuple[AttentionSpec, ...]:
         """The different kinds of attention, in the order of the first layer of each."""
         return tuple(dict.fromkeys(self.attentions))
@@ -418,14 +453,22 @@ class ModelSpec:
         )
 
     def _num_mixer_params(self, layer: LayerSpec) -> int:
-        """The weights before and after a layer's attention or recurrence."""
-        if (recurrent := layer.recurrent) is not None:
-            return self.hidden_size * (recurrent.first_width + recurrent.out_width)
-        shape = self.new_kv(layer)
-        heads = 2 * (self.num_heads + shape.heads)
-        if layer.attention is not None and layer.attention.has_gate:
-            heads += self.num_heads
-        return self.hidden_size * shape.dim * heads
+        """The weights before and after a layer's attention and recurrence."""
+        width, recurrent = self.first_width(layer), layer.recurrent
+        if recurrent is not None:
+            width += recurrent.out_width
+        if layer.attention is not None:
+            width += self.num_heads * self.kv_shape(layer.attention).dim
+        return self.hidden_size * width
+
+    def first_width(self, layer: LayerSpec) -> int:
+        """Rows of the product before a layer's attention, then of that before its recurrence."""
+        width, attention = 0, layer.attention
+        if attention is not None:
+            shape = self.new_kv(layer)
+            heads = self.num_heads * (2 if attention.has_gate else 1)
+            width += (heads + 2 * shape.heads) * shape.dim
+        return width + (0 if layer.recurrent is None else layer.recurrent.first_width)
 
     @property
     def num_head_params(self) -> int:
@@ -437,7 +480,7 @@ class ModelSpec:
         """The part of `num_layer_params` in the experts that a token uses."""
         mlps = (layer.mlp for layer in self.layers)
         return sum(
-            3 * self.hidden_size * mlp.top_k * mlp.size
+            mlp.num_products * self.hidden_size * mlp.top_k * mlp.size
             for mlp in mlps
             if isinstance(mlp, ExpertsSpec)
         )
@@ -445,10 +488,11 @@ class ModelSpec:
     @property
     def num_idle_params(self) -> int:
         """Weights of the experts that a token does not use."""
+        mlps = (layer.mlp for layer in self.layers)
         return sum(
-            3 * self.hidden_size * (layer.mlp.num_experts - layer.mlp.top_k) * layer.mlp.size
-            for layer in self.layers
-            if isinstance(layer.mlp, ExpertsSpec)
+            mlp.num_products * self.hidden_size * (mlp.num_experts - mlp.top_k) * mlp.size
+            for mlp in mlps
+            if isinstance(mlp, ExpertsSpec)
         )
 
     def bytes_per_param(self, element_bytes: int) -> float:
@@ -505,11 +549,13 @@ def _keeps_kv(layer: LayerSpec) -> bool:
     return layer.attention is not None and layer.kv_layer is None
 
 
-def _num_mlp_params(mlp: MlpSpec | ExpertsSpec, hidden_size: int) -> int:
+def _num_mlp_params(mlp: MlpSpec | ExpertsSpec | None, hidden_size: int) -> int:
+    if mlp is None:
+        return 0
     if isinstance(mlp, MlpSpec):
         return (3 if mlp.is_gated else 2) * hidden_size * mlp.size
     chosen = mlp.top_k * mlp.size + (mlp.shared_size or 0)
-    return hidden_size * (3 * chosen + mlp.num_experts)
+    return hidden_size * (mlp.num_products * chosen + mlp.num_experts)
 
 
 def same_layers(attention: AttentionSpec, mlp: MlpSpec, count: int) -> tuple[LayerSpec, ...]:

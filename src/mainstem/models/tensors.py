@@ -22,11 +22,12 @@ from mainstem.models.recurrence import (
     RecurrentSpec,
     ShortConvSpec,
 )
-from mainstem.models.recurrent_tensors import RecurrentTensors, recurrent_order
+from mainstem.models.recurrent_tensors import RecurrentTensors, recurrent_order, row_factors
 from mainstem.models.rope import reordered_heads, split_pairs
 from mainstem.models.rows import Rows, first_rows, gates_last, qkv_rows, times
-from mainstem.models.shard import WHOLE, RankCut, Shard, part_of
+from mainstem.models.shard import WHOLE, RankCut, Shard, length, part_of
 from mainstem.models.spec import (
+    AttentionSpec,
     ExpertsSpec,
     LayerSpec,
     MlpSpec,
@@ -111,18 +112,19 @@ class ModelInputTensors:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """Norms before or after attention and MLP are None if the family has none there."""
+    """Norms before or after attention and MLP are None if the family has none there. What a layer
+    does not have is None."""
 
     attention_norm: NormTensors | None
-    # rows: query heads, key heads, value heads, gates; or those of a recurrence (recurrence.py)
-    qkv: Product
+    # rows: query heads, key heads, value heads, gates; then those of a recurrence (recurrence.py)
+    qkv: Product | None
     q_norm: Tensor | None  # gains
     k_norm: Tensor | None
-    out: Product
+    out: Product | None  # columns: heads, then those of a recurrence
     sinks: Tensor | None  # [heads] fp32
     after_attention_norm: NormTensors | None
     mlp_norm: NormTensors | None
-    mlp: MlpTensors | ExpertTensors
+    mlp: MlpTensors | ExpertTensors | None
     after_mlp_norm: NormTensors | None
     recurrent: RecurrentTensors | None = None
     branch_norms: BranchTensors | None = None
@@ -178,32 +180,28 @@ class TensorReader:
     def layer(self, index: int) -> LayerTensors:
         spec, names = self._spec, self._names
         prefix = names.layer.format(index) + "."
-        place, mlp = spec.norm_place, spec.layers[index].mlp
+        place, layer = spec.norm_place, spec.layers[index]
         has_before = place is not NormPlace.AFTER
         has_after = place is not NormPlace.BEFORE
         # in a parallel block, attention and MLP read the same norm
         has_mlp_norm = has_before and spec.residual is not Residual.PARALLEL
+        mlp = layer.mlp
         has_own_norms = isinstance(mlp, ExpertsSpec) and mlp.has_own_norms
-        attention, recurrent = spec.layers[index].attention, spec.layers[index].recurrent
-        sinks, q_norm, k_norm, kept = None, None, None, None
-        if recurrent is not None:
-            qkv, out, kept = self._recurrence(prefix, recurrent)
-        else:
-            assert attention is not None
-            dim = spec.kv_shape(attention).dim
-            q_norm, k_norm = self._qk_norms(prefix, spec.layers[index])
-            qkv = self._qkv(prefix, spec.layers[index])
-            out = self._summed(
-                prefix + names.out,
-                spec.num_heads * dim,
-                times(self._cut.heads(spec.num_heads), dim),
-                spec.has_out_bias,
-            )
-            if attention.has_sinks:
+        qkv, out, q_norm, k_norm, sinks = None, None, None, None, None
+        if layer.attention is not None:
+            q_norm, k_norm = self._qk_norms(prefix, layer)
+            qkv = self._qkv(prefix, layer)
+            out = self._attention_out(prefix, layer.attention)
+            if layer.attention.has_sinks:
                 heads = self._cut.heads(spec.num_heads)
                 sinks = self._take(prefix + names.sinks, spec.num_heads, at=(heads,)).float()
+        if layer.recurrent is not None:
+            first, last = self._recurrence(prefix, layer.recurrent)
+            qkv = first if qkv is None else self._stacked(qkv, first, prefix)
+            out = last if out is None else self._side_by_side(out, last, prefix)
+        has_norm = has_before and layer.has_mixer
         return LayerTensors(
-            attention_norm=self._norm(prefix + names.attention_norm) if has_before else None,
+            attention_norm=self._norm(prefix + names.attention_norm) if has_norm else None,
             qkv=qkv,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -213,11 +211,11 @@ class TensorReader:
             if has_after
             else None,
             mlp_norm=self._norm(prefix + names.mlp_norm)
-            if has_mlp_norm and not has_own_norms
+            if has_mlp_norm and not has_own_norms and mlp
             else None,
-            mlp=self._mlp(prefix, mlp) if isinstance(mlp, MlpSpec) else self._experts(prefix, mlp),
+            mlp=self._mlp(prefix, mlp),
             after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
-            recurrent=kept,
+            recurrent=None if layer.recurrent is None else self._kept(prefix, layer.recurrent),
             branch_norms=self._branch_norms(prefix) if has_own_norms else None,
             layer_input=self._layer_input(prefix),
             scale=self._source.take_wide(prefix + names.layer_scale, (1,))
@@ -371,10 +369,36 @@ class TensorReader:
             self._source.drop(f"{name}.bias")
         return Product(weight, bias)
 
-    def _recurrence(
-        self, prefix: str, spec: RecurrentSpec
-    ) -> tuple[Product, Product, RecurrentTensors]:
-        """The products before and after a recurrence, and what it reads itself."""
+    def _attention_out(self, prefix: str, attention: AttentionSpec) -> Product:
+        spec = self._spec
+        dim = spec.kv_shape(attention).dim
+        width = spec.num_heads * dim
+        columns = times(self._cut.heads(spec.num_heads), dim)
+        out = self._summed(prefix + self._names.out, width, columns, spec.has_out_bias)
+        return _times(out, attention.out_scale)
+
+    def _stacked(self, top: Product, bottom: Product, prefix: str) -> Product:
+        """Both products of the same input, one on top of the other. Neither has a bias."""
+        assert top.bias is None
+        assert bottom.bias is None
+        weights = (top.weight, bottom.weight)
+        weight = on_top(weights, self._source.dtype)
+        if isinstance(weight, Tensor) and not all(isinstance(part, Tensor) for part in weights):
+            self._unpacked.append(f"products of {prefix[:-1]}")
+        return Product(weight)
+
+    def _side_by_side(self, left: Product, right: Product, prefix: str) -> Product:
+        """The product whose output is the sum of both. Neither has a bias."""
+        assert left.bias is None
+        assert right.bias is None
+        dtype = self._source.dtype
+        if not (isinstance(left.weight, Tensor) and isinstance(right.weight, Tensor)):
+            self._unpacked.append(f"products of {prefix[:-1]}")
+        both = (left.unpacked(dtype).dense, right.unpacked(dtype).dense)
+        return Product(torch.cat(both, dim=1))
+
+    def _recurrence(self, prefix: str, spec: RecurrentSpec) -> tuple[Product, Product]:
+        """The products before and after a recurrence."""
         names, hidden = self._names, self._spec.hidden_size
         has_bias = not isinstance(spec, DeltaSpec) and spec.has_bias
         order, counts = recurrent_order(spec, names.recurrent_order, len(names.recurrent))
@@ -387,7 +411,11 @@ class TensorReader:
             first = first.rows_at(order)
         width = spec.out_width
         out = self._summed(prefix + names.recurrent_out, width, slice(0, width), has_bias)
-        return first, out, self._kept(prefix, spec)
+        if isinstance(spec, MambaSpec):
+            out = _times(out, spec.out_scale)
+        if isinstance(spec, MambaSpec) and spec.row_scales:
+            first = _scaled(first, row_factors(spec).to(first.weight.device))
+        return first, out
 
     def _kept(self, prefix: str, spec: RecurrentSpec) -> RecurrentTensors:
         names, channels = self._names, spec.conv_channels
@@ -432,13 +460,22 @@ class TensorReader:
             return product
         return _scaled(product, _unrotated_factors(self.part, rope).to(product.weight.device))
 
-    def _mlp(self, prefix: str, mlp: MlpSpec) -> MlpTensors:
+    def _mlp(
+        self, prefix: str, mlp: MlpSpec | ExpertsSpec | None
+    ) -> MlpTensors | ExpertTensors | None:
+        if mlp is None:
+            return None
+        if isinstance(mlp, ExpertsSpec):
+            return self._experts(prefix, mlp)
         columns = self._cut.columns(mlp.size)
         rows = first_rows(mlp, columns, [prefix + name for name in self._names.gate_up])
-        return MlpTensors(
-            self._product(rows, self._spec.hidden_size, mlp.has_bias),
-            self._summed(prefix + self._names.down, mlp.size, columns, mlp.has_bias),
-        )
+        first = self._product(rows, self._spec.hidden_size, mlp.has_bias)
+        down = self._summed(prefix + self._names.down, mlp.size, columns, mlp.has_bias)
+        if mlp.gate_scale != 1.0:
+            size = length(columns)
+            factors = torch.tensor([mlp.gate_scale, 1.0]).repeat_interleave(size)
+            first = _scaled(first, factors.to(first.weight.device))
+        return MlpTensors(first, _times(down, mlp.out_scale))
 
     def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertTensors:
         hidden = self._spec.hidden_size
@@ -446,6 +483,14 @@ class TensorReader:
         if experts.is_unpacked:
             self._unpacked.append(f"the experts of {prefix[:-1]}")
         return experts
+
+
+def _times(product: Product, factor: float) -> Product:
+    """Multiply the output of a product."""
+    if factor == 1.0:
+        return product
+    weight = product.weight
+    return _scaled(product, torch.full((weight.shape[-2],), factor, device=weight.device))
 
 
 def _scaled(product: Product, factors: Tensor) -> Product:

@@ -160,7 +160,7 @@ class GpuRunner:
             attention.kinds_of_steps,
             self._pieces,
             decoder.spec.page_layers,
-            has_states=self._recurrence is not None,
+            has_states=bool(decoder.recurrent),
         )
         torch.cuda.synchronize(self._device)
 

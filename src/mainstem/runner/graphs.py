@@ -56,11 +56,11 @@ class StepGraphs:
         pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
         page_layers: Sequence[int | None],
         *,
-        has_states: bool = False,
+        has_states: bool,
     ) -> None:
         """The first of the `kinds` works for any step. `pieces_of(size, launches)` returns the
         pieces in order, of LAYERS_AT_ONCE layers each. `page_layers` is that of the recipe;
-        `has_states` says whether some layers are recurrent.
+        `has_states`: whether it has recurrences.
         """
         numbers = [
             [number for number in page_layers[first : first + LAYERS_AT_ONCE] if number is not None]

@@ -183,7 +183,7 @@ class DecodeStates:
 
 
 class HybridAttention:
-    """Runs each layer of a model that has both: attention, or a recurrence."""
+    """Runs each layer of a model that has both: attention, a recurrence, or both side by side."""
 
     def __init__(
         self,
@@ -193,7 +193,8 @@ class HybridAttention:
         segments: Segments,
         num_tokens: int,
     ) -> None:
-        self._page_layers = spec.page_layers
+        self._page_layers, self._state_layers = spec.page_layers, spec.state_layers
+        self._recurrences = spec.recurrences
         self._attention = attention
         self._recurrence = recurrence
         self._segments = segments
@@ -201,8 +202,13 @@ class HybridAttention:
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """See Attention.run in models/block.py."""
-        number = self._page_layers[layer]
-        if number is not None:
-            return self._attention.run(number, qkv)
-        before = sum(found is not None for found in self._page_layers[:layer])
-        return self._recurrence.run(layer - before, qkv, self._segments, self._num_tokens)
+        page, state = self._page_layers[layer], self._state_layers[layer]
+        if state is None:
+            assert page is not None, "a layer without attention and recurrence"
+            return self._attention.run(page, qkv)
+        if page is None:
+            return self._recurrence.run(state, qkv, self._segments, self._num_tokens)
+        width = qkv.shape[1] - self._recurrences[state].first_width
+        of_attention = qkv[:, :width].contiguous()  # it is rotated in place
+        recurred = self._recurrence.run(state, qkv[:, width:], self._segments, self._num_tokens)
+        return torch.cat((self._attention.run(page, of_attention), recurred), dim=1)

@@ -102,7 +102,7 @@ class SingleTokenPass:
         if not is_plain or len(set(spec.layers)) > 1 or any(layer is None for layer in layers):
             return None
         attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
-        if attention is None or attention.has_gate:
+        if attention is None or attention.has_gate or spec.recurrences:
             return None
         if attention.rope is None or attention.rope.rotary_dim != spec.head_dim:
             return None

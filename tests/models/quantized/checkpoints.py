@@ -14,21 +14,26 @@ from tests.models.checkpoints import write_checkpoint
 from tests.models.quantized.oracles import Case, Tensors, mxfp4
 
 
-def write_quantized(config: PreTrainedConfig, folder: Path, case: Case) -> PreTrainedModel:
-    """Write a random model of this config with every product of its layers quantized; returns the
-    plain model with the dequantized weights."""
+def write_quantized(
+    config: PreTrainedConfig, folder: Path, case: Case, plain: tuple[str, ...] = ()
+) -> PreTrainedModel:
+    """Write a random model of this config with every product of its layers quantized, except those
+    whose names end with one of `plain`; returns the plain model with the dequantized weights."""
     model = write_checkpoint(config, folder)
     tensors = load_file(folder / SINGLE_FILE)
     rng = np.random.default_rng(0)
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) or ".layers." not in f".{name}":
             continue
+        if plain and name.endswith(plain):
+            continue
         packed, numbers = case.make(rng, *module.weight.shape)
         with torch.no_grad():
             module.weight.copy_(torch.from_numpy(numbers))
         del tensors[f"{name}.weight"]
         tensors |= {f"{name}.{ending}": tensor for ending, tensor in packed.items()}
-    save_quantized(folder, tensors, case.config)
+    excluded = {"modules_to_not_convert": [f"*{name}" for name in plain]} if plain else {}
+    save_quantized(folder, tensors, case.config | excluded)
     return model
 
 

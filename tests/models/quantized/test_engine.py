@@ -9,11 +9,14 @@ import pytest
 import torch
 from transformers import (
     FalconConfig,
+    FalconH1Config,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
 
@@ -66,6 +69,42 @@ def test_families_with_other_fused_products_answer_as_dequantized_models(
     config: PreTrainedConfig, name: str, tmp_path: Path
 ) -> None:
     check_batch(write_quantized(config, tmp_path, BY_NAME[name]), tmp_path)
+
+
+MAMBA = TWO_LAYERS | {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+}
+FALCON_H1 = FalconH1Config(
+    **MAMBA, mamba_d_ssm=96, ssm_multipliers=[0.7, 1.2, 0.5, 1.5, 0.4], mlp_multipliers=[0.8, 1.4]
+)
+GRANITE4 = GraniteMoeHybridConfig(
+    **MAMBA, num_local_experts=0, shared_intermediate_size=64, layer_types=["mamba", "attention"]
+)
+QWEN35 = Qwen3_5TextConfig(
+    **TWO_LAYERS,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+)
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8 small blocks"])
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [(FALCON_H1, ()), (GRANITE4, ()), (QWEN35, ("in_proj_a", "in_proj_b"))],
+    ids=["falcon h1", "granite 4", "qwen 3.5"],
+)
+def test_recurrent_layers_answer_as_dequantized_models(
+    config: PreTrainedConfig, plain: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    """Published checkpoints of Qwen 3.5 leave the smallest products as they are."""
+    check_batch(write_quantized(config, tmp_path, BY_NAME[name], plain), tmp_path)
 
 
 def test_fused_parts_in_different_act_orders_are_dequantized_with_a_warning(

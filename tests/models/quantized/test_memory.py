@@ -32,6 +32,8 @@ def test_loading_takes_little_more_memory_than_the_packed_weights(
             source = Checkpoint(tmp_path, torch.float32, names=spec.names, quantized=spec.quantized)
             layer = TensorReader(source, spec).layer(0)
             assert isinstance(layer.mlp, MlpTensors)
+            assert layer.qkv is not None
+            assert layer.out is not None
             held += [layer.qkv, layer.out, layer.mlp.first, layer.mlp.down]
     assert all(isinstance(product.weight, PackedWeight) for product in held)
     packed = sum(product.weight.nbytes for product in held)

@@ -9,18 +9,28 @@ import torch
 from torch import Tensor
 
 
-def route(logits: Tensor, top_k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor,
+    top_k: int,
+    is_normalized: bool,
+    scores: str = "softmax",
+    choice_bias: Tensor | None = None,
+    floor: float = 0.0,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Experts [tokens, top_k], best first and the lowest on a tie, and their weights in fp32."""
-    shares = logits.double().softmax(dim=-1)
+    wide = logits.double()
+    shares = 1 / (1 + torch.exp(-wide)) if scores == "sigmoid" else wide.softmax(dim=-1)
+    ranked = logits if choice_bias is None else shares + choice_bias.double()
     ids = [
         [expert for _, expert in sorted((-value, expert) for expert, value in enumerate(row))]
-        for row in logits.tolist()
+        for row in ranked.tolist()
     ]
     chosen = torch.tensor(ids).reshape(logits.shape)[:, :top_k]
     weights = shares.gather(1, chosen)
     if is_normalized:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return chosen, weights.float()
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + floor)
+    return chosen, (weights * scale).float()
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -59,3 +69,9 @@ def gated_mlp(
     gate, up = both.chunk(2, dim=-1)
     out = gated(gate, up, activation) @ down.float().t()
     return out if down_bias is None else out + down_bias.float()
+
+
+def plain_mlp(x: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """One expert without a gate: x [tokens, hidden], up [size, hidden], down [hidden, size]."""
+    inner = x.float() @ up.float().t()
+    return gated(inner, torch.ones_like(inner), activation) @ down.float().t()

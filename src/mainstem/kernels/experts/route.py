@@ -3,7 +3,8 @@
 """Which experts a token goes to, and the tokens sorted by expert; all of it on the device.
 
     logits     [tokens, experts] = x @ router.T, in fp32
-    ids        the top_k experts of each token, the lowest on a tie; `weights` are their softmax
+    ids        the top_k experts of each token, the lowest on a tie; `weights` are their softmax.
+               In some models scores are sigmoids, and a bias is added to them to choose experts
     sorted     each row (a token for one of its experts) has a place: expert by expert, tokens in
                order; `positions` maps token and slot to it, `sorted_tokens` and `sorted_experts`
                map back
@@ -57,6 +58,10 @@ class ExpertRouter:
     num_experts: int
     top_k: int
     is_normalized: bool
+    is_sigmoid: bool = False  # scores are sigmoids of logits
+    choice_bias: Tensor | None = None  # [experts] fp32: added to scores to choose experts
+    floor: float = 0.0  # added to the sum by which weights are normalized
+    scale: float = 1.0  # factor of the weights
 
     @property
     def has_shared_gate(self) -> bool:
@@ -197,11 +202,11 @@ def _write_tiles(
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, positions_ptr, counts_ptr, shared_weights_ptr,
     sorted_ptr, sorted_experts_ptr, ends_ptr, tile_experts_ptr, tile_starts_ptr, tile_ends_ptr,
-    tile_count_ptr, tokens, stride_split, num_tiles, tile_rows,
+    tile_count_ptr, choice_bias_ptr, tokens, stride_split, num_tiles, tile_rows, floor, scale,
     NUM_PARTS: tl.constexpr, EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_WHOLE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_SIGMOID: tl.constexpr,
+    HAS_CHOICE_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK tokens. IS_WHOLE: there is only one program, which also sorts the rows.
     Otherwise `positions` gets a row's number among its expert's rows in the block, for
@@ -220,36 +225,41 @@ def _route_kernel(
     if HAS_BIAS:
         logits += tl.load(bias_ptr + lanes, mask=lanes < EXPERTS, other=0.0).to(tl.float32)[None, :]
     # a NaN must not choose an expert that does not exist; -0.0 must equal 0.0
-    logits = tl.where(logits == logits, logits, float("-inf"))  # noqa: PLR0124
-    logits = tl.where(logits == 0.0, 0.0, logits)
+    logits = tl.where(is_expert & (logits == logits), logits, float("-inf"))  # noqa: PLR0124
+    if IS_SIGMOID:
+        scores = tl.sigmoid(logits)
+    else:
+        scores = tl.exp(logits - tl.max(logits, 1)[:, None])
+        scores /= tl.sum(scores, 1)[:, None]
+    ranked = logits
+    if HAS_CHOICE_BIAS:
+        ranked = scores + tl.load(choice_bias_ptr + lanes, mask=lanes < EXPERTS, other=0.0)[None, :]
+        ranked = tl.where(ranked == ranked, ranked, float("-inf"))  # noqa: PLR0124
+    ranked = tl.where(ranked == 0.0, 0.0, ranked)
 
-    # a key holds a logit and, in lower bits, its lane: the largest key is the best, on a tie the
+    # a key holds a number and, in lower bits, its lane: the largest key is the best, on a tie the
     # lowest lane
-    keys = _in_order(logits.to(tl.int32, bitcast=True)).to(tl.int64) << 16
+    keys = _in_order(ranked.to(tl.int32, bitcast=True)).to(tl.int64) << 16
     keys = tl.where(is_expert, keys | (LANES - 1 - lanes)[None, :], _LOWEST)
     ids = tl.zeros([BLOCK, SLOTS], tl.int32)
-    tops = tl.full([BLOCK, SLOTS], float("-inf"), tl.float32)
+    weights = tl.zeros([BLOCK, SLOTS], tl.float32)
     chosen = tl.zeros([BLOCK, LANES], tl.int32)
     for slot in range(TOP_K):
         best = tl.max(keys, 1)
         is_best = keys == best[:, None]
         keys = tl.where(is_best, _LOWEST, keys)
         chosen = tl.where(is_best & is_token[:, None], 1, chosen)
-        top = _in_order((best >> 16).to(tl.int32)).to(tl.float32, bitcast=True)
+        weight = tl.sum(tl.where(is_best, scores, 0.0), 1)
         expert = LANES - 1 - (best & 0xFFFF).to(tl.int32)
         is_slot = (slots == slot)[None, :]
         ids = tl.where(is_slot, expert[:, None], ids)
-        tops = tl.where(is_slot, top[:, None], tops)
-    peak = tl.max(tops, 1)
-    shares = tl.where((slots < TOP_K)[None, :], tl.exp(tops - peak[:, None]), 0.0)
+        weights = tl.where(is_slot, weight[:, None], weights)
     if IS_NORMALIZED:
-        whole = tl.sum(shares, 1)
-    else:
-        whole = tl.sum(tl.where(is_expert, tl.exp(logits - peak[:, None]), 0.0), 1)
+        weights /= (tl.sum(weights, 1) + floor)[:, None]
     places = rows[:, None] * TOP_K + slots[None, :]
     is_place = is_token[:, None] & (slots < TOP_K)[None, :]
     tl.store(ids_ptr + places, ids, mask=is_place)
-    tl.store(weights_ptr + places, shares / whole[:, None], mask=is_place)
+    tl.store(weights_ptr + places, weights * scale, mask=is_place)
 
     ranks = tl.cumsum(chosen, 0) - chosen
     totals = tl.sum(chosen, 0)
@@ -333,10 +343,12 @@ def route(x: Tensor, router: ExpertRouter, routing: Routing, tile_rows: int) -> 
     _route_kernel[(num_blocks,)](
         routing.logits, routing.logits if router.bias is None else router.bias,
         routing.ids, routing.weights, routing.positions, routing.counts, routing.shared_weights,
-        *sorting, tokens, stride_split, num_tiles, tile_rows,
+        *sorting, routing.logits if router.choice_bias is None else router.choice_bias,
+        tokens, stride_split, num_tiles, tile_rows, router.floor, router.scale,
         NUM_PARTS=num_parts, SLOTS=next_power_of_2(router.top_k), WIDTH=len(router.weight),
         HAS_BIAS=router.bias is not None, HAS_GATE=router.has_shared_gate,
-        IS_NORMALIZED=router.is_normalized, IS_WHOLE=num_blocks == 1,
+        IS_NORMALIZED=router.is_normalized, IS_SIGMOID=router.is_sigmoid,
+        HAS_CHOICE_BIAS=router.choice_bias is not None, IS_WHOLE=num_blocks == 1,
         num_warps=4 if lanes <= 256 else 8, **sizes, **overlaps,
     )  # fmt: skip
     if num_blocks > 1:

@@ -67,14 +67,15 @@ ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The parts of a block. `finish` runs the parts after attention."""
+    """The parts of a block. `finish` runs the parts after attention. A layer without attention and
+    recurrence has no qkv and no out."""
 
     attention_norm: Norm
-    qkv: Linear  # rows: query heads, key heads, value heads, gates; or those of a recurrence
+    qkv: Linear | None  # rows: query heads, key heads, value heads, gates; those of a recurrence
     head_norm: "AnyHeadNorm | None"
-    out: Linear
+    out: Linear | None
     mlp_norm: Norm
-    mlp: "AnyMlp"
+    mlp: "AnyMlp | None"
     finish: "Finish"
     tails: tuple[Norm, Norm] = (Identity(), Identity())  # `_tail` of attention and of the MLP
     end: LayerEnd | None = None  # after the MLP
@@ -89,19 +90,26 @@ Finish = Callable[[Layer, Tensor, Tensor], None]  # (layer, x, attention's outpu
 
 def finish_serial(layer: Layer, x: Tensor, mixed: Tensor) -> None:
     """The MLP reads x after attention has added to it."""
+    assert layer.out is not None
+    assert layer.mlp is not None
     x.add_(layer.out(mixed))
     x.add_(layer.mlp(layer.mlp_norm(x)))
 
 
 def finish_serial_with_tails(layer: Layer, x: Tensor, mixed: Tensor) -> None:
-    """Like `finish_serial`, but outputs are normed or scaled before they are added."""
+    """Like `finish_serial`, but outputs are normed or scaled before they are added, and the layer
+    may have only one of the two parts."""
     attention_tail, mlp_tail = layer.tails
-    x.add_(attention_tail(layer.out(mixed)))
-    x.add_(mlp_tail(layer.mlp(layer.mlp_norm(x))))
+    if layer.out is not None:
+        x.add_(attention_tail(layer.out(mixed)))
+    if layer.mlp is not None:
+        x.add_(mlp_tail(layer.mlp(layer.mlp_norm(x))))
 
 
 def finish_parallel(layer: Layer, x: Tensor, mixed: Tensor) -> None:
     """The MLP reads the same x as attention."""
+    assert layer.out is not None
+    assert layer.mlp is not None
     normed = layer.mlp_norm(x)
     x.add_(layer.out(mixed))
     x.add_(layer.mlp(normed))
@@ -110,6 +118,8 @@ def finish_parallel(layer: Layer, x: Tensor, mixed: Tensor) -> None:
 def finish_parallel_with_tail(layer: Layer, x: Tensor, mixed: Tensor) -> None:
     """Like `finish_parallel`, but the sum of both outputs is scaled, or summed over ranks in one
     call, before it is added."""
+    assert layer.out is not None
+    assert layer.mlp is not None
     normed = layer.mlp_norm(x)
     x.add_(layer.tails[0](layer.out(mixed).add_(layer.mlp(normed))))
 
@@ -165,10 +175,12 @@ class Decoder:
         inputs = None if self.inputs is None else self.inputs.make(token_ids, x)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            qkv = self._before_attention(layer, x)
-            if (number := self._page_layers[index]) is not None:
-                gate.before(number)
-            mixed = attention.run(index, qkv)
+            mixed = x  # not read by a layer without attention and recurrence
+            if layer.qkv is not None:
+                qkv = self._before_attention(layer, layer.qkv, x)
+                if (number := self._page_layers[index]) is not None:
+                    gate.before(number)
+                mixed = attention.run(index, qkv)
             if index == last and rows is not None:
                 mixed, x = mixed[rows], x[rows]
                 if len(rows) == 0:
@@ -183,11 +195,11 @@ class Decoder:
                     layer.end(x[start:end], own)
         return self.norm(x)
 
-    def _before_attention(self, layer: Layer, x: Tensor) -> Tensor:
+    def _before_attention(self, layer: Layer, first: Linear, x: Tensor) -> Tensor:
         if len(x) <= ROWS_AT_ONCE:
-            qkv = layer.qkv(layer.attention_norm(x))
+            qkv = first(layer.attention_norm(x))
         else:
-            parts = [layer.qkv(layer.attention_norm(part)) for part in torch.split(x, ROWS_AT_ONCE)]
+            parts = [first(layer.attention_norm(part)) for part in torch.split(x, ROWS_AT_ONCE)]
             qkv = torch.cat(parts)
         if layer.head_norm is not None:
             layer.head_norm(qkv)
@@ -221,9 +233,9 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         layers.append(_compile(tensors, part, index, checkpoint.dtype, ranks))
-        if tensors.recurrent is None:
+        if part.layers[index].attention is not None:
             sinks.append(tensors.sinks)
-        else:
+        if tensors.recurrent is not None:
             recurrent.append(tensors.recurrent)
     ends = reader.ends(embedding)
     head = _linear(ends.head, checkpoint.dtype)
@@ -236,7 +248,7 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
 def pack(decoder: Decoder, max_bytes: int) -> None:
     """Give the dense linears their second copy (DenseLinear.pack) if all copies together take at
     most `max_bytes`."""
-    linears = [decoder.head]
+    linears: list[Linear | None] = [decoder.head]
     for layer in decoder.layers:
         linears += [layer.qkv, layer.out]
         if isinstance(layer.mlp, Mlp):
@@ -278,28 +290,23 @@ def _linear(product: Product, dtype: torch.dtype) -> DenseLinear:
 def _compile(
     tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype, ranks: Collectives
 ) -> Layer:
-    qkv = tensors.qkv.unpacked(dtype)
-    if (attention := spec.layers[index].attention) is not None:
-        shape = spec.new_kv(spec.layers[index])
-        pairs = adjacent_pairs(shape.dim, spec.rotary_dim(attention))
-        others = shape.heads + (spec.num_heads if attention.has_gate else 0)
-        qkv = qkv.rows_at(reordered_heads(pairs, spec.num_heads + shape.heads, others))
-    attention_norm, qkv = _folded(tensors.attention_norm, qkv, spec)
+    attention_norm, qkv = _first(tensors, spec, index, dtype)
     mlp_norm, mlp = _mlp(tensors, spec, index, dtype)
     tails = (
         _tail(tensors.after_attention_norm, spec, ranks),
         _tail(tensors.after_mlp_norm, spec, ranks),
     )
     has_tails = not all(isinstance(tail, Identity) for tail in tails)
+    has_tails |= qkv is None or mlp is None
     if spec.residual is Residual.SERIAL:
         finish = finish_serial_with_tails if has_tails else finish_serial
     else:
         finish = finish_parallel_with_tail if has_tails else finish_parallel
     return Layer(
         attention_norm=attention_norm,
-        qkv=_linear(qkv, dtype),
+        qkv=qkv,
         head_norm=_head_norm(tensors, spec, spec.layers[index], ranks),
-        out=_linear(tensors.out, dtype),
+        out=None if tensors.out is None else _linear(tensors.out, dtype),
         mlp_norm=attention_norm if spec.residual is Residual.PARALLEL else mlp_norm,
         mlp=mlp,
         finish=finish,
@@ -308,11 +315,31 @@ def _compile(
     )
 
 
+def _first(
+    tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype
+) -> tuple[Norm, DenseLinear | None]:
+    """The product before attention and recurrence, with the norm that it reads."""
+    if tensors.qkv is None:
+        return Identity(), None
+    qkv, attention = tensors.qkv.unpacked(dtype), spec.layers[index].attention
+    if attention is not None:
+        shape = spec.new_kv(spec.layers[index])
+        pairs = adjacent_pairs(shape.dim, spec.rotary_dim(attention))
+        others = shape.heads + (spec.num_heads if attention.has_gate else 0)
+        order = reordered_heads(pairs, spec.num_heads + shape.heads, others)
+        of_recurrence = torch.arange(len(order), qkv.weight.shape[0])
+        qkv = qkv.rows_at(torch.cat((order, of_recurrence)))
+    norm, qkv = _folded(tensors.attention_norm, qkv, spec)
+    return norm, _linear(qkv, dtype)
+
+
 def _mlp(
     tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype
-) -> tuple[Norm, AnyMlp]:
+) -> tuple[Norm, AnyMlp | None]:
     """The MLP, with the norm that it reads."""
     mlp, found = spec.layers[index].mlp, tensors.mlp
+    if mlp is None:
+        return Identity(), None
     if isinstance(mlp, ExpertsSpec):
         assert isinstance(found, ExpertTensors)
         if tensors.branch_norms is not None:

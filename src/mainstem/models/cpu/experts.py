@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mainstem.models.cpu.activations import gated
+from mainstem.models.cpu.activations import gated, plain
 from mainstem.models.cpu.layers import Mlp, Norm, multiply
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.packed import Weight
-from mainstem.models.spec import ExpertsSpec
+from mainstem.models.spec import ExpertsSpec, RouterScores
 
 
 class CpuExperts:
@@ -23,9 +23,9 @@ class CpuExperts:
 
     def __init__(self, tensors: ExpertTensors, spec: ExpertsSpec) -> None:
         self._tensors = tensors
+        self._spec = spec
         self._top_k = spec.top_k
-        self._is_normalized = spec.is_normalized
-        self._activate = gated(spec.activation)
+        self._activate = (gated if spec.is_gated else plain)(spec.activation)
         self._router = tensors.router.float().t().contiguous()
         bias = tensors.router_bias
         self._router_bias = None if bias is None else bias.float()
@@ -54,12 +54,15 @@ class CpuExperts:
         logits = x.float() @ self._router
         if self._router_bias is not None:
             logits += self._router_bias
-        chosen, ids = logits.sort(dim=-1, descending=True, stable=True)
-        chosen, ids = chosen[:, : self._top_k], ids[:, : self._top_k]
-        if self._is_normalized:
-            weights = chosen.softmax(dim=-1)
-        else:
-            weights = (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp()
+        spec, bias = self._spec, self._tensors.choice_bias
+        is_sigmoid = spec.scores is RouterScores.SIGMOID
+        scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
+        ranked = scores + bias if bias is not None else logits
+        ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self._top_k]
+        weights = scores.gather(1, ids)
+        if spec.is_normalized:
+            weights /= weights.sum(dim=-1, keepdim=True) + spec.weight_floor
+        weights *= spec.weight_scale
         return ids, weights if self._scales is None else weights * self._scales[ids]
 
     def _run_sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

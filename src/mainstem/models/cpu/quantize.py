@@ -113,6 +113,11 @@ def check_quantizable(spec: ModelSpec) -> None:
             f"quantize=int8: {spec.architecture} has layers with different heads, which have no "
             "int8 form on CPUs yet; load it without --quantize"
         )
+    if any(layer.attention is None or layer.mlp is None for layer in spec.layers):
+        raise ConfigError(
+            f"quantize=int8: {spec.architecture} has layers without attention or without an MLP, "
+            "which have no int8 form on CPUs yet; load it without --quantize"
+        )
     if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
         raise ConfigError(
             f"quantize=int8: {spec.architecture} is a mixture of experts, whose products have no "
@@ -156,7 +161,7 @@ def _dense_mlp(layer: Layer) -> Mlp:
     return layer.mlp
 
 
-def _quantize(linear: Linear, x: Tensor) -> Linear:
+def _quantize(linear: Linear | None, x: Tensor) -> Linear:
     """Return the linear in int8, or unchanged if its error on these inputs would be too large."""
     assert isinstance(linear, DenseLinear)
     quantized = Int8Linear(linear.weight, linear.bias)
@@ -168,7 +173,7 @@ def _quantize(linear: Linear, x: Tensor) -> Linear:
     return linear
 
 
-def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
+def _smooth(norm: Norm, linear: Linear | None, x: Tensor) -> tuple[Norm, Linear]:
     """Divide the norm's channels by sqrt(loudness / largest weight), and multiply the columns of
     the weights by it.
 
@@ -186,7 +191,8 @@ def _smooth(norm: Norm, linear: Linear, x: Tensor) -> tuple[Norm, Linear]:
 class _InputKeeper:
     """A linear that keeps its inputs."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear | None) -> None:
+        assert linear is not None
         self._linear = linear
         self.heard = torch.empty(0)
 

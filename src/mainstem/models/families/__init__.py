@@ -23,16 +23,20 @@ from mainstem.models.families import (
     ernie,
     exaone,
     falcon,
+    falcon_h1,
     gemma,
     gemma4,
     glm,
+    glm_moe,
     gpt_neox,
     gpt_oss,
     granite,
+    lfm2,
     llama,
     mistral,
     mixtral,
     nemotron,
+    nemotron_h,
     olmo,
     phi,
     phi3,
@@ -46,6 +50,7 @@ from mainstem.models.families import (
 )
 from mainstem.models.families.common import Family
 from mainstem.models.families.multimodal import text_part, without_vision
+from mainstem.models.families.unsupported import REASONS
 from mainstem.models.quantized.config import read_quantized
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weight_files import embedding_dtype
@@ -87,37 +92,25 @@ FAMILIES: tuple[Family, ...] = (
     cohere.COHERE2,
     glm.GLM,
     glm.GLM4,
+    glm_moe.GLM,
+    glm_moe.DOTS1,
+    glm_moe.MINIMAX,
     exaone.FAMILY,
-    ernie.FAMILY,
+    ernie.DENSE,
+    ernie.MOE,
     seed_oss.FAMILY,
     starcoder2.FAMILY,
     nemotron.FAMILY,
+    nemotron_h.FAMILY,
+    falcon_h1.FAMILY,
+    lfm2.LFM2,
+    lfm2.LFM2_MOE,
     arcee.FAMILY,
     cwm.FAMILY,
     falcon.FAMILY,
     gpt_neox.FAMILY,
     stablelm.FAMILY,
 )
-# listed so that the error says why they are not supported
-_LINEAR_ATTENTION, _MAMBA = "layers of linear attention", "Mamba layers"
-_HYBRIDS = {
-    "KimiLinearForCausalLM": _LINEAR_ATTENTION,
-    "MiniMaxText01ForCausalLM": _LINEAR_ATTENTION,
-    "MiniMaxM1ForCausalLM": _LINEAR_ATTENTION,
-    "OlmoHybridForCausalLM": _LINEAR_ATTENTION,
-    "Lfm2ForCausalLM": "short convolutions",
-    "Lfm2MoeForCausalLM": "short convolutions",
-    "RecurrentGemmaForCausalLM": "recurrent layers",
-    "BambaForCausalLM": _MAMBA,
-    "FalconH1ForCausalLM": _MAMBA,
-    "FalconMambaForCausalLM": _MAMBA,
-    "JambaForCausalLM": _MAMBA,
-    "Mamba2ForCausalLM": _MAMBA,
-    "MambaForCausalLM": _MAMBA,
-    "NemotronHForCausalLM": _MAMBA,
-    "Zamba2ForCausalLM": _MAMBA,
-    "ZambaForCausalLM": _MAMBA,
-}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
 
@@ -160,11 +153,8 @@ def _architecture(config: Config) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UnsupportedModel(f"config names no single architecture: architectures={names!r}")
     if names[0] not in _BY_ARCHITECTURE:
-        if reason := _HYBRIDS.get(names[0]):
-            raise UnsupportedModel(
-                f"architecture {names[0]} is not supported yet: it has {reason}, which do not keep "
-                "keys and values of every token"
-            )
+        if reason := REASONS.get(names[0]):
+            raise UnsupportedModel(f"architecture {names[0]} is not supported: it has {reason}")
         known = ", ".join(sorted(_BY_ARCHITECTURE))
         raise UnsupportedModel(f"architecture {names[0]} is not supported; known: {known}")
     return names[0]

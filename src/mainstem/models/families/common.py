@@ -205,8 +205,8 @@ def read_layer_types(config: Config, count: int) -> list[str] | None:
     for kind in types:
         if kind not in known:
             raise UnsupportedModel(
-                f"layer_types: {kind} layers are not supported; known: {', '.join(known)}. Layers "
-                "must keep keys and values of every token, which linear attention and Mamba do not"
+                f"layer_types: {kind} layers are not supported in this family; known: "
+                f"{', '.join(known)}"
             )
     if len(types) != count:
         raise UnsupportedModel(f"layer_types has {len(types)} entries for {count} layers")

@@ -1,6 +1,8 @@
 """Granite 3 and 4: Llama's block with factors on embeddings, scores, residuals and logits. Some
 have experts. Granite 4 also has an MLP that every token goes through, and in its small models
-nothing else; models with Mamba layers are refused."""
+nothing else. Most layers of its larger models have a Mamba-2 recurrence instead of attention."""
+
+from collections.abc import Sequence
 
 from mainstem.core.errors import UnsupportedModel
 from mainstem.models.config_file import Config
@@ -14,14 +16,16 @@ from mainstem.models.families.common import (
     read_sizes,
     rms_norm,
 )
+from mainstem.models.families.mamba import mamba_names, read_mamba
 from mainstem.models.names import ExpertLayout, Names
+from mainstem.models.recurrence import GateOrder, MambaSpec
 from mainstem.models.spec import (
     AttentionSpec,
     ExpertsSpec,
+    LayerSpec,
     MlpSpec,
     ModelSpec,
     RopeSpec,
-    layers_of,
 )
 
 _SHARED = ("shared_mlp.input_linear",)
@@ -34,6 +38,7 @@ _EXPERTS = Names(
     shared_down="shared_mlp.output_linear",
 )
 _ONE_MLP = Names(gate_up=_SHARED, down="shared_mlp.output_linear")
+_MAMBA_KINDS, _ATTENTION_KINDS = {"mamba", "linear_attention"}, {"attention", "full_attention"}
 
 
 def _read_granite(config: Config) -> ModelSpec:
@@ -50,15 +55,15 @@ def _read_moe(config: Config) -> ModelSpec:
 def _read_granite4(config: Config) -> ModelSpec:
     """The fields for Mamba layers are in every file, also where there are none."""
     sizes = read_sizes(config)
-    types = config.items("layer_types") or []
-    if len(types) != sizes.layers or set(types) - {"attention", "full_attention"}:
-        raise UnsupportedModel(
-            "this Granite 4 model has Mamba layers, which do not keep keys and values of every "
-            "token; Granite 4 is supported if layer_types has attention layers only"
-        )
-    for field in config.names():
-        if field.startswith("mamba_") or field == "time_step_limit":
-            config.get(field)
+    kinds = _kinds(config, sizes.layers)
+    mamba = None
+    if _MAMBA_KINDS.intersection(kinds):
+        mamba = read_mamba(config, sizes.hidden, GateOrder.GATE_FIRST)
+    else:
+        for field in config.names():
+            if field.startswith("mamba_") or field == "time_step_limit":
+                config.get(field)
+    mambas = [mamba if kind in _MAMBA_KINDS else None for kind in kinds]
     config.only("normalization_function", "rmsnorm")
     rope: RopeSpec | None = read_rope(config, sizes)
     config.only("position_embedding_type", "rope", "nope")
@@ -68,8 +73,20 @@ def _read_granite4(config: Config) -> ModelSpec:
     if config.get("num_local_experts") == 0:
         for field in ("intermediate_size", "num_experts_per_tok"):  # of the experts
             config.get(field)
-        return _read(config, sizes, MlpSpec(size, read_activation(config)), _ONE_MLP, rope)
-    return _read(config, sizes, _experts(config, size), _EXPERTS, rope)
+        return _read(config, sizes, MlpSpec(size, read_activation(config)), _ONE_MLP, rope, mambas)
+    return _read(config, sizes, _experts(config, size), _EXPERTS, rope, mambas)
+
+
+def _kinds(config: Config, count: int) -> list[str]:
+    types = config.items("layer_types")
+    kinds = ["mamba"] * count if types is None else [str(kind) for kind in types]
+    if unknown := [kind for kind in kinds if kind not in _MAMBA_KINDS | _ATTENTION_KINDS]:
+        raise UnsupportedModel(
+            f"layer_types: {unknown[0]} layers are not supported; known: mamba, attention"
+        )
+    if len(kinds) != count:
+        raise UnsupportedModel(f"layer_types has {len(kinds)} entries for {count} layers")
+    return kinds
 
 
 def _experts(config: Config, shared_size: int | None) -> ExpertsSpec:
@@ -88,17 +105,22 @@ def _read(
     mlp: MlpSpec | ExpertsSpec,
     names: Names,
     rope: RopeSpec | None,
+    mambas: Sequence[MambaSpec | None] = (),
 ) -> ModelSpec:
+    """`mambas`: of each layer its recurrence, if it has one instead of attention."""
     scale = config.number("attention_multiplier", 1.0)
     if rope is not None:
         scale *= rope.score_factor**2
-    has_bias = config.flag("attention_bias")
+    has_bias, attention = config.flag("attention_bias"), LayerSpec(AttentionSpec(rope, scale), mlp)
     return make_spec(
         config,
         sizes,
-        layers_of([AttentionSpec(rope, scale)] * sizes.layers, mlp),
+        [
+            attention if mamba is None else LayerSpec(None, mlp, mamba)
+            for mamba in mambas or [None] * sizes.layers
+        ],
         rms_norm(config),
-        names=names,
+        names=mamba_names(names, "mamba"),
         residual_scale=config.number("residual_multiplier", 1.0),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         logit_scale=1.0 / config.number("logits_scaling", 1.0),
@@ -113,5 +135,5 @@ GRANITE4 = Family(
     "Granite 4",
     ("GraniteMoeHybridForCausalLM",),
     _read_granite4,
-    notes="models without Mamba layers",
+    notes="Mamba-2 in most layers of larger models",
 )

@@ -50,15 +50,25 @@ EarlyNorm = Callable[[Tensor], None]  # norms some heads of qkv in place, before
 
 
 @dataclass(frozen=True, slots=True)
-class GpuLayer:
+class GpuMixer:
+    """The products before and after attention and recurrence."""
+
     qkv: Linear
     qkv_width: int
     head_norms: HeadNorms | None
     early_norm: EarlyNorm | None
     out: Linear
     out_width: int  # columns of the input of `out`
-    recurrent: RecurrentTensors | None  # None: the layer has attention
-    mlp: GpuMlp
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayer:
+    """What a layer does not have is None."""
+
+    reads: InputReader  # the input of its first product
+    mixer: GpuMixer | None
+    recurrent: RecurrentTensors | None
+    mlp: GpuMlp | None
     joins: Joins
     end: GpuLayerEnd | None  # after the MLP; then `following` is read
     following: InputReader  # the input of the next layer
@@ -71,7 +81,6 @@ class GpuDecoder:
         self,
         spec: ModelSpec,
         embedding: Tensor,
-        first: InputReader,
         layers: list[GpuLayer],
         head: Linear,
         space: Workspace,
@@ -83,13 +92,16 @@ class GpuDecoder:
         self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
         # of layers with attention, which applies them
-        self.head_norms = tuple(layer.head_norms for layer in layers if layer.recurrent is None)
+        self.head_norms = tuple(
+            layer.mixer.head_norms
+            for layer, of in zip(layers, spec.layers, strict=True)
+            if layer.mixer is not None and of.attention is not None
+        )
         self.sinks = tuple(sinks)  # of layers with attention: [heads] of each that has them
         self.recurrent = tuple(layer.recurrent for layer in layers if layer.recurrent is not None)
         self._page_layers = spec.page_layers
         self._embedding = embedding
         self.inputs: GpuLayerInputs | None = None  # if layers have inputs of their own
-        self._first = first
         self._layers = layers
         self._head = head
         self._space = space
@@ -113,7 +125,7 @@ class GpuDecoder:
             out.mul_(self._embedding_scale)
         if self.inputs is not None:
             self.inputs.make(token_ids, out, self._space.layer_inputs[: len(token_ids)])
-        return self._first.read(out)
+        return self._layers[0].reads.read(out)
 
     def run_layers(
         self,
@@ -132,20 +144,26 @@ class GpuDecoder:
         last = len(self._layers) - 1
         for index in range(*layers):
             layer = self._layers[index]
-            qkv = layer.qkv(normed, space.qkv_rows(tokens, layer.qkv_width))
-            if layer.early_norm is not None:
-                layer.early_norm(qkv)
-            if (number := self._page_layers[index]) is not None:
-                gate.before(number)
-            mixed = attention.run(index, qkv)
-            if index == last and rows is not None:
-                mixed, x, room = mixed[rows], x[rows], room[: len(rows)]
-                if len(rows) == 0:
+            wanted = rows if index == last else None
+            if (mixer := layer.mixer) is not None:
+                qkv = mixer.qkv(normed, space.qkv_rows(tokens, mixer.qkv_width))
+                if mixer.early_norm is not None:
+                    mixer.early_norm(qkv)
+                if (number := self._page_layers[index]) is not None:
+                    gate.before(number)
+                mixed = attention.run(index, qkv)
+            if wanted is not None:
+                x, room = x[wanted], room[: len(wanted)]
+                if len(wanted) == 0:
                     return x
-                inputs = None if inputs is None else inputs[rows]
-            between, after = layer.joins
-            answer = layer.out(mixed, room)
-            normed = after(layer.mlp(between(answer, x)), x)
+                inputs = None if inputs is None else inputs[wanted]
+            if mixer is not None:
+                answer = mixer.out(mixed if wanted is None else mixed[wanted], room)
+                normed = layer.joins.between(answer, x)
+            elif wanted is not None:
+                normed = layer.reads.read(x)
+            if layer.mlp is not None:
+                normed = layer.joins.after(layer.mlp(normed), x)
             if layer.end is not None:
                 layer.end(x, None if inputs is None else self._own_input(inputs, index))
                 normed = layer.following.read(x)
@@ -191,16 +209,20 @@ class GpuDecoder:
         space = self._space
         x = space.residual[:tokens]
         different = {
-            (spec.mlp, spec.recurrent, spec.attention, spec.kv_layer is None): index
+            (spec.attention, spec.recurrent, spec.mlp, spec.kv_layer is None): index
             for index, spec in enumerate(self.spec.layers)
         }
         for layer in (self._layers[index] for index in different.values()):
-            layer.qkv(self._first.read(x), space.qkv_rows(tokens, layer.qkv_width))
-            mixed = x.new_zeros(tokens, layer.out_width)
-            answer = layer.out(mixed, space.answer[:tokens])
-            layer.joins.after(layer.mlp(layer.joins.between(answer, x)), x)
+            normed = layer.reads.read(x)
+            if (mixer := layer.mixer) is not None:
+                mixer.qkv(normed, space.qkv_rows(tokens, mixer.qkv_width))
+                mixed = x.new_zeros(tokens, mixer.out_width)
+                normed = layer.joins.between(mixer.out(mixed, space.answer[:tokens]), x)
+            if layer.mlp is not None:
+                layer.joins.after(layer.mlp(normed), x)
             if layer.end is not None:
-                layer.end(x, self._own_input(space.layer_inputs[:tokens], 0))
+                inputs = None if self.inputs is None else space.layer_inputs[:tokens]
+                layer.end(x, None if inputs is None else self._own_input(inputs, 0))
 
 
 def load_gpu_decoder(
@@ -226,17 +248,17 @@ def load_gpu_decoder(
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         pieces.append(compiler.pieces(tensors, index))
-        if tensors.recurrent is None:
+        if spec.layers[index].attention is not None:
             sinks.append(tensors.sinks)
     ends = reader.ends(embedding)
     last = InputReader(make_norm(ends.norm, spec), fp8_per=None, room=space.normed)
-    following = [piece.attention for piece in pieces[1:]] + [last]
+    following = [piece.reads for piece in pieces[1:]] + [last]
     layers = [
         piece.join(spec, after, ranks) for piece, after in zip(pieces, following, strict=True)
     ]
     head = linears.head(ends.head)
     linears.finish()
-    decoder = GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks, ranks)
+    decoder = GpuDecoder(spec, embedding, layers, head, space, sinks, ranks)
     decoder.inputs = inputs
     return decoder
 
@@ -245,16 +267,11 @@ def load_gpu_decoder(
 class _Pieces:
     """A layer before it is joined to the next layer, whose input this layer's last join writes."""
 
-    attention: InputReader
-    qkv: Linear
-    qkv_width: int
-    head_norms: HeadNorms | None
-    early_norm: EarlyNorm | None
-    out: Linear
-    out_width: int
+    reads: InputReader  # the input of its first product
+    mixer: GpuMixer | None
     recurrent: RecurrentTensors | None
-    mlp_reads: InputReader
-    mlp: GpuMlp
+    mlp_reads: InputReader | None
+    mlp: GpuMlp | None
     tails: tuple[Norm | None, Norm | None]
     end: GpuLayerEnd | None
 
@@ -262,19 +279,9 @@ class _Pieces:
         after = following
         if self.end is not None:  # the next layer reads what the end of this one leaves
             after = following._replace(norm=None)
-        joins = make_joins(spec, self.mlp_reads, after, self.tails, ranks)
+        joins = make_joins(spec, self.mlp_reads or after, after, self.tails, ranks)
         return GpuLayer(
-            self.qkv,
-            self.qkv_width,
-            self.head_norms,
-            self.early_norm,
-            self.out,
-            self.out_width,
-            self.recurrent,
-            self.mlp,
-            joins,
-            self.end,
-            following,
+            self.reads, self.mixer, self.recurrent, self.mlp, joins, self.end, following
         )
 
 
@@ -288,21 +295,18 @@ class _Compiler:
 
     def pieces(self, tensors: LayerTensors, index: int) -> _Pieces:
         spec, room = self.spec, self.space.normed
-        qkv, mlp = self.linears.layer(tensors.qkv), self._mlp(tensors, index)
+        mixer, mlp = self._mixer(tensors, index), self._mlp(tensors, index)
         norm = make_norm(tensors.attention_norm, spec)
         is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the same norm as attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
-        head_norms, early_norm = self._query_norms(tensors, index)
+        mlp_reads = None if mlp is None else InputReader(mlp_norm, mlp.fp8_per, room)
+        reads = mlp_reads if mixer is None else InputReader(norm, mixer.qkv.fp8_per, room)
+        assert reads is not None, "a layer has one of them"
         return _Pieces(
-            attention=InputReader(norm, qkv.fp8_per, room),
-            qkv=qkv,
-            qkv_width=tensors.qkv.weight.shape[0],
-            head_norms=head_norms,
-            early_norm=early_norm,
-            out=self.linears.layer(tensors.out),
-            out_width=tensors.out.weight.shape[1],
+            reads=reads,
+            mixer=mixer,
             recurrent=tensors.recurrent,
-            mlp_reads=InputReader(mlp_norm, mlp.fp8_per, room),
+            mlp_reads=mlp_reads,
             mlp=mlp,
             tails=(
                 make_norm(tensors.after_attention_norm, spec),
@@ -331,8 +335,23 @@ class _Compiler:
             )
         return None if block is None and scale == 1.0 else GpuLayerEnd(scale, block)
 
-    def _mlp(self, tensors: LayerTensors, index: int) -> GpuMlp:
+    def _mixer(self, tensors: LayerTensors, index: int) -> GpuMixer | None:
+        if tensors.qkv is None or tensors.out is None:
+            return None
+        head_norms, early_norm = self._query_norms(tensors, index)
+        return GpuMixer(
+            qkv=self.linears.layer(tensors.qkv),
+            qkv_width=tensors.qkv.weight.shape[0],
+            head_norms=head_norms,
+            early_norm=early_norm,
+            out=self.linears.layer(tensors.out),
+            out_width=tensors.out.weight.shape[1],
+        )
+
+    def _mlp(self, tensors: LayerTensors, index: int) -> GpuMlp | None:
         spec, found, space = self.spec.layers[index].mlp, tensors.mlp, self.space
+        if spec is None:
+            return None
         if isinstance(spec, ExpertsSpec):
             assert isinstance(found, ExpertTensors)
             assert space.experts is not None

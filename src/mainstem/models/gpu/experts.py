@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mainstem.kernels.dense.activations import Act, activate
 from mainstem.kernels.dense.nibbles import Nibbles
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.experts.activate import gated_rows
@@ -23,6 +24,7 @@ from mainstem.kernels.experts.choose import choose, hopper_kernels
 from mainstem.kernels.experts.combine import combine
 from mainstem.kernels.experts.packed import choose_packed, packed_down, packed_gate_up
 from mainstem.kernels.experts.products import (
+    MANY,
     ExpertTiles,
     Method,
     down,
@@ -33,7 +35,7 @@ from mainstem.kernels.experts.route import ExpertRouter, Routing, route
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.packed import Unpacked, pack_nibbles
 from mainstem.models.packed import PackedWeight, Weight
-from mainstem.models.spec import ExpertsSpec
+from mainstem.models.spec import ExpertsSpec, RouterScores
 
 if TYPE_CHECKING:
     from mainstem.kernels.experts.hopper import HopperProducts
@@ -46,7 +48,7 @@ MakeLinear = Callable[[Weight, Tensor | None], Linear]  # (weight [out, in], bia
 class SharedSpace:
     """Buffers of the expert that all tokens go through."""
 
-    both: Tensor  # [tokens, 2 * shared_size]
+    both: Tensor  # [tokens, 2 * shared_size]; without a gate [tokens, shared_size]
     act: Tensor  # [tokens, shared_size]
     out: Tensor  # [tokens, hidden]
 
@@ -75,7 +77,7 @@ class ExpertSpace:
         max_rows, shared = max_tokens * spec.top_k, None
         if spec.shared_size is not None:
             shared = SharedSpace(
-                both=rows(max_tokens, 2 * spec.shared_size),
+                both=rows(max_tokens, (2 if spec.is_gated else 1) * spec.shared_size),
                 act=rows(max_tokens, spec.shared_size),
                 out=rows(max_tokens, hidden_size),
             )
@@ -88,19 +90,24 @@ class ExpertSpace:
 
 
 class SharedExpert:
-    """The gated MLP that all tokens go through."""
+    """The MLP that all tokens go through, gated or not, like the experts."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str, space: SharedSpace) -> None:
+    def __init__(
+        self, gate_up: Linear, down: Linear, spec: ExpertsSpec, space: SharedSpace
+    ) -> None:
         self._gate_up = gate_up
         self._down = down
-        self._activation = activation
+        self._activation, self._is_gated = spec.activation.value, spec.is_gated
         self._space = space
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [tokens, hidden], in a buffer of the space."""
         space, tokens = self._space, len(x)
-        both = self._gate_up(x, space.both[:tokens])
-        act = gated_rows(both, self._activation, space.act[:tokens])
+        both, act = self._gate_up(x, space.both[:tokens]), space.act[:tokens]
+        if self._is_gated:
+            gated_rows(both, self._activation, act)
+        else:
+            activate(both, Act(self._activation), act)
         return self._down(act, space.out[:tokens])
 
 
@@ -127,7 +134,9 @@ class GpuExperts:
         self._down: Nibbles | Tensor
         self._gate_up, self._down = _packed_or_dense(tensors, space.rows.dtype)
         self.unpacked = _unpacked(tensors, self._gate_up, self._down)
-        self._hopper = _hopper_of(self._gate_up, self._down, space.act)
+        self._hopper = None
+        if spec.is_gated:
+            self._hopper = _hopper_of(self._gate_up, self._down, space.act)
         self._gate_up_bias, self._down_bias = tensors.gate_up_bias, tensors.down_bias
         self._spec = spec
         self._space = space
@@ -161,11 +170,14 @@ class GpuExperts:
         experts, is_deterministic = self._spec.num_experts, self._is_deterministic
         if isinstance(self._gate_up, Nibbles):
             return choose_packed(num_rows, experts, is_deterministic)
-        return choose(num_rows, experts, x, is_deterministic)
+        tiles = choose(num_rows, experts, x, is_deterministic)
+        return MANY if tiles.method is Method.HOPPER and self._hopper is None else tiles
 
     def _run_ours(self, x: Tensor, num_rows: int, tiles: ExpertTiles) -> Tensor:
         space, routing, bias = self._space, self._space.routing, self._gate_up_bias
         act, rows = space.act[:num_rows], space.rows[:num_rows]
+        if not self._spec.is_gated:
+            return self._run_plain(x, act, rows, tiles)
         if isinstance(self._gate_up, Nibbles) and isinstance(self._down, Nibbles):
             packed_gate_up(x, routing, self._gate_up, bias, self._activation, tiles.gate_up, act)
             return packed_down(act, routing, self._down, tiles.down, rows)
@@ -173,6 +185,20 @@ class GpuExperts:
         assert isinstance(self._down, Tensor)
         gate_up(x, routing, self._gate_up, bias, self._activation, tiles.gate_up, act)
         return down(act, routing, self._down, tiles.down, rows)
+
+    def _run_plain(self, x: Tensor, act: Tensor, rows: Tensor, tiles: ExpertTiles) -> Tensor:
+        """Experts without a gate: two plain products of sorted rows, with a pass between them."""
+        routing, up, out = self._space.routing, self._gate_up, self._down
+        torch.index_select(x, 0, routing.sorted_tokens[: len(rows)], out=rows)
+        if isinstance(up, Nibbles) and isinstance(out, Nibbles):
+            packed_down(rows, routing, up, tiles.gate_up, act)
+            activate(act, Act(self._activation), act)
+            return packed_down(act, routing, out, tiles.down, rows)
+        assert isinstance(up, Tensor)
+        assert isinstance(out, Tensor)
+        down(rows, routing, up, tiles.gate_up, act)
+        activate(act, Act(self._activation), act)
+        return down(act, routing, out, tiles.down, rows)
 
     def _run_hopper(self, x: Tensor, num_rows: int) -> Tensor:
         assert self._hopper is not None
@@ -187,7 +213,10 @@ class GpuExperts:
         rows, act = space.rows[:num_rows], space.act[:num_rows]
         torch.index_select(x, 0, routing.sorted_tokens[:num_rows], out=rows)
         both = grouped_product(rows, routing, self._gate_up)
-        gated_rows(both, self._activation, act, self._gate_up_bias, routing.sorted_experts)
+        if self._spec.is_gated:
+            gated_rows(both, self._activation, act, self._gate_up_bias, routing.sorted_experts)
+        else:
+            activate(both, Act(self._activation), act)
         return grouped_product(act, routing, self._down)
 
 
@@ -236,7 +265,15 @@ def _router_of(tensors: ExpertTensors, spec: ExpertsSpec) -> ExpertRouter:
     if tensors.shared_gate is not None:
         weight = torch.cat((weight, tensors.shared_gate))
     return ExpertRouter(
-        weight, tensors.router_bias, spec.num_experts, spec.top_k, spec.is_normalized
+        weight,
+        tensors.router_bias,
+        spec.num_experts,
+        spec.top_k,
+        spec.is_normalized,
+        spec.scores is RouterScores.SIGMOID,
+        tensors.choice_bias,
+        spec.weight_floor,
+        spec.weight_scale,
     )
 
 
@@ -248,6 +285,6 @@ def _shared_of(
     return SharedExpert(
         make_linear(tensors.shared_gate_up, None),
         make_linear(tensors.shared_down, None),
-        spec.activation.value,
+        spec,
         space.shared,
     )

@@ -16,7 +16,7 @@ class Workspace:
 
     residual: Tensor
     normed: Tensor
-    qkv: Tensor  # output of the first product of attention or of a recurrence
+    qkv: Tensor  # output of the product before attention or recurrence
     mixed: Tensor
     answer: Tensor  # output of attention, to be added to the residual
     mlp_answer: Tensor
@@ -41,12 +41,7 @@ class Workspace:
         def rows(width: int) -> Tensor:
             return torch.zeros((max_tokens, width), dtype=dtype, device=device)
 
-        first = [recurrent.first_width for recurrent in spec.recurrences]
-        heads = [0]
-        for kind in spec.attention_kinds:
-            shape = spec.kv_shape(kind)
-            heads.append(spec.num_heads * shape.dim)
-            first.append(heads[-1] * (2 if kind.has_gate else 1) + shape.elements)
+        heads = [spec.num_heads * spec.kv_shape(kind).dim for kind in spec.attention_kinds]
         mlps = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)}
         for layer in spec.layers:
             if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.has_own_norms:
@@ -55,8 +50,8 @@ class Workspace:
         return cls(
             residual=rows(spec.hidden_size),
             normed=rows(spec.hidden_size),
-            qkv=rows(max(first)),
-            mixed=rows(max(heads)),
+            qkv=rows(max(spec.first_width(layer) for layer in spec.layers)),
+            mixed=rows(max(heads, default=0)),
             answer=rows(spec.hidden_size),
             mlp_answer=rows(spec.hidden_size),
             first=rows(max(((2 if mlp.is_gated else 1) * mlp.size for mlp in mlps), default=0)),
