@@ -367,7 +367,8 @@ def _expert_jobs(target: str) -> Iterator[Job]:
     for is_whole in (False, True) if target == "sm_90" else (False,):
         parts = {"NUM_PARTS": 8 if is_whole else 1, "SLOTS": 8, "WIDTH": 129, "HAS_BIAS": True,
                  "HAS_GATE": True, "IS_NORMALIZED": is_whole, "IS_WHOLE": is_whole,
-                 "IS_SIGMOID": not is_whole, "HAS_CHOICE_BIAS": not is_whole}  # fmt: skip
+                 "IS_PLAIN": is_whole, "IS_SIGMOID": not is_whole,
+                 "HAS_CHOICE_BIAS": not is_whole}  # fmt: skip
         yield Job(_route_kernel, {**sizes, **parts}, wide | positions)
     yield Job(_place_kernel, {**sizes, "CELLS": 128, "CHUNK": 64}, positions, {"num_warps": 8})
     block = {"BLOCK": 1024, "HAS_BIAS": True, **overlaps}

@@ -64,6 +64,11 @@ class ExpertRouter:
     scale: float = 1.0  # factor of the weights
 
     @property
+    def is_plain(self) -> bool:
+        """Whether weights are a softmax, and experts are those with the largest."""
+        return not self.is_sigmoid and self.choice_bias is None and self.floor == 0.0
+
+    @property
     def has_shared_gate(self) -> bool:
         return len(self.weight) > self.num_experts
 
@@ -205,12 +210,14 @@ def _route_kernel(
     tile_count_ptr, choice_bias_ptr, tokens, stride_split, num_tiles, tile_rows, floor, scale,
     NUM_PARTS: tl.constexpr, EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_SIGMOID: tl.constexpr,
-    HAS_CHOICE_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_GATE: tl.constexpr, IS_NORMALIZED: tl.constexpr, IS_PLAIN: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK tokens. IS_WHOLE: there is only one program, which also sorts the rows.
     Otherwise `positions` gets a row's number among its expert's rows in the block, for
-    _place_kernel."""
+    _place_kernel. IS_PLAIN: a softmax without a bias for the choice or a floor; then only the
+    logits of chosen experts become scores."""
     wait_for_ahead(OVERLAPS)
     block = tl.program_id(0)
     rows = block * BLOCK + tl.arange(0, BLOCK)
@@ -226,12 +233,12 @@ def _route_kernel(
         logits += tl.load(bias_ptr + lanes, mask=lanes < EXPERTS, other=0.0).to(tl.float32)[None, :]
     # a NaN must not choose an expert that does not exist; -0.0 must equal 0.0
     logits = tl.where(is_expert & (logits == logits), logits, float("-inf"))  # noqa: PLR0124
+    ranked = logits
     if IS_SIGMOID:
         scores = tl.sigmoid(logits)
-    else:
+    elif not IS_PLAIN:
         scores = tl.exp(logits - tl.max(logits, 1)[:, None])
         scores /= tl.sum(scores, 1)[:, None]
-    ranked = logits
     if HAS_CHOICE_BIAS:
         ranked = scores + tl.load(choice_bias_ptr + lanes, mask=lanes < EXPERTS, other=0.0)[None, :]
         ranked = tl.where(ranked == ranked, ranked, float("-inf"))  # noqa: PLR0124
@@ -242,20 +249,32 @@ def _route_kernel(
     keys = _in_order(ranked.to(tl.int32, bitcast=True)).to(tl.int64) << 16
     keys = tl.where(is_expert, keys | (LANES - 1 - lanes)[None, :], _LOWEST)
     ids = tl.zeros([BLOCK, SLOTS], tl.int32)
-    weights = tl.zeros([BLOCK, SLOTS], tl.float32)
+    tops = tl.full([BLOCK, SLOTS], float("-inf") if IS_PLAIN else 0.0, tl.float32)
     chosen = tl.zeros([BLOCK, LANES], tl.int32)
     for slot in range(TOP_K):
         best = tl.max(keys, 1)
         is_best = keys == best[:, None]
         keys = tl.where(is_best, _LOWEST, keys)
         chosen = tl.where(is_best & is_token[:, None], 1, chosen)
-        weight = tl.sum(tl.where(is_best, scores, 0.0), 1)
+        if IS_PLAIN:
+            top = _in_order((best >> 16).to(tl.int32)).to(tl.float32, bitcast=True)
+        else:
+            top = tl.sum(tl.where(is_best, scores, 0.0), 1)
         expert = LANES - 1 - (best & 0xFFFF).to(tl.int32)
         is_slot = (slots == slot)[None, :]
         ids = tl.where(is_slot, expert[:, None], ids)
-        weights = tl.where(is_slot, weight[:, None], weights)
-    if IS_NORMALIZED:
-        weights /= (tl.sum(weights, 1) + floor)[:, None]
+        tops = tl.where(is_slot, top[:, None], tops)
+    if IS_PLAIN:
+        peak = tl.max(tops, 1)
+        weights = tl.where((slots < TOP_K)[None, :], tl.exp(tops - peak[:, None]), 0.0)
+        if IS_NORMALIZED:
+            weights /= tl.sum(weights, 1)[:, None]
+        else:
+            weights /= tl.sum(tl.exp(logits - peak[:, None]), 1)[:, None]
+    elif IS_NORMALIZED:
+        weights = tops / (tl.sum(tops, 1) + floor)[:, None]
+    else:
+        weights = tops
     places = rows[:, None] * TOP_K + slots[None, :]
     is_place = is_token[:, None] & (slots < TOP_K)[None, :]
     tl.store(ids_ptr + places, ids, mask=is_place)
@@ -347,7 +366,7 @@ def route(x: Tensor, router: ExpertRouter, routing: Routing, tile_rows: int) -> 
         tokens, stride_split, num_tiles, tile_rows, router.floor, router.scale,
         NUM_PARTS=num_parts, SLOTS=next_power_of_2(router.top_k), WIDTH=len(router.weight),
         HAS_BIAS=router.bias is not None, HAS_GATE=router.has_shared_gate,
-        IS_NORMALIZED=router.is_normalized, IS_SIGMOID=router.is_sigmoid,
+        IS_NORMALIZED=router.is_normalized, IS_PLAIN=router.is_plain, IS_SIGMOID=router.is_sigmoid,
         HAS_CHOICE_BIAS=router.choice_bias is not None, IS_WHOLE=num_blocks == 1,
         num_warps=4 if lanes <= 256 else 8, **sizes, **overlaps,
     )  # fmt: skip
