@@ -57,6 +57,7 @@ class Driver:
         self.num_slots, self.num_records = rng.randint(2, 24), rng.randint(1, 30)
         self.can_overlap, self.chunk_tokens = rng.random() < 0.5, rng.choice([5, 64])
         self.policy, self.preload = rng.choice(KINDS), rng.choice(["auto", "all", "0", "1"])
+        self.num_states = rng.choice([0, 0, 2, 3, 8])
         self.waiting: dict[str, tuple[list[int], int]] = {}
         self.past: list[list[int]] = [[1, 2, 3], [4] * 9]
         self.num_answers = self.num_loaded = 0
@@ -79,6 +80,7 @@ class Driver:
             chunk_tokens=self.chunk_tokens,
             remote=Address(self.proxy.url),
             bus=bus,
+            num_states=self.num_states,
         )
 
     def note_load(self, event: PagesLoaded) -> None:

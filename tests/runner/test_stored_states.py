@@ -1,5 +1,6 @@
 """A conversation with a hybrid model leaves the device, or the process, between its turns."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +102,33 @@ def test_turns_are_continued_from_tiers(
         engine = between(folder, tmp_path, engine)
     engine.close()
     fresh.close()
+
+
+def test_the_division_of_memory_is_logged(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mainstem.engine"):
+        an_engine(folder, tmp_path).close()
+    spec = read_spec(folder)
+    page_bytes = spec.kv_elements_per_token * 4 * PAGE
+    state_bytes = pages_per_state(spec, 4, page_bytes) * page_bytes
+    line = f"500 pages x {page_bytes:,} bytes, 12 states x {state_bytes:,} bytes"
+    assert any(line in record.message for record in caplog.records)
+
+
+def test_host_memory_without_room_for_states_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(dtype=DType.FP32),
+        cache=CacheConfig(page_size=PAGE, kv_tokens=2000, states=12),
+        store=StoreConfig(host_gb=1e-5),
+    )
+    engine = build_engine(folder, config)
+    assert "states of recurrent layers stay on the device" in caplog.text
+    said = list(range(3, 50))
+    assert answer(engine, said)[0] == answer(engine, said)[0]
+    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

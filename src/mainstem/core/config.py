@@ -228,8 +228,8 @@ class CacheConfig:
     states: int | None = field(
         default=None,
         metadata=about(
-            "states of recurrent layers on the device: one for each answer in progress, the others "
-            "are kept for later requests",
+            "states of recurrent layers on the device: one for each answer in progress (with tiers "
+            "below the device, two), the others are kept for later requests",
             unset="from free memory, for sequences of 2,048 tokens",
             range=at_least(2),
         ),
