@@ -168,13 +168,18 @@ def told(runner: Runner) -> list[list[int]]:
         pytest.param(
             RecipeOrigin(RECIPES["Qwen2MoeForCausalLM"]), id="experts", marks=pytest.mark.slow
         ),
+        pytest.param(
+            RecipeOrigin(RECIPES["Gemma 4 with inputs of layers"]),
+            id="inputs of layers",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_replayed_steps_give_the_same_tokens(
     origin: Origin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps run as graphs of two sizes, without launches that their plan does not need, and two
-    layers run in two pieces. The larger graph ends before the last layer."""
+    """Steps run as graphs of two sizes, without launches that their plan does not need, and each
+    layer is a piece. The larger graph ends before the last layer."""
     from mainstem.runner import gpu, graphs  # noqa: PLC0415
     from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415
 
@@ -187,15 +192,24 @@ def test_replayed_steps_give_the_same_tokens(
     def pieces_of(size: int, launches: Launches) -> list[Piece]:
         first, *others = runner._pieces(size, launches)
 
+<<<<<<< HEAD
         def recorded_first() -> None:
             replayed.append((size, launches))
             first()
 
         return [recorded_first, *others]
+=======
+        def begin() -> None:
+            replayed.append((size, launches))
+            first()
+
+        return [begin, *others]
+>>>>>>> wt-kinds
 
     with torch.inference_mode():
         kinds = runner._attention.kinds_of_steps
-        assert [len(runner._pieces(size, kinds[0])) for size in (3, 16)] == [2, 1]
+        count = origin.spec.num_layers
+        assert [len(runner._pieces(size, kinds[0])) for size in (3, 16)] == [count, count - 1]
         recorded = Recorder(monkeypatch).wrap(pieces_of)
         page_layers = origin.spec.page_layers
         runner._graphs = graphs.StepGraphs((3, 16), kinds, recorded, page_layers, has_states=False)
