@@ -111,9 +111,19 @@ class FakeWindow:
         self.position_at[target] = self.position_at[source] + step.move_by[:, None]
         self.position_at[-self.page_size :] = -1  # the place of pages without a windowed part
 
+    def used(self, step: Step) -> Int64s:
+        """The windowed parts that a step uses."""
+        assert step.window_parts is not None
+        spans = clip_spans(step.spans, step.positions, self.window, self.page_size)
+        slots = np.concatenate([step.write_slots, step.copy_from, step.copy_to])
+        moved = np.concatenate([step.move_from, step.move_to])
+        parts = step.window_parts[np.concatenate([spans.page_ids, slots // self.page_size, moved])]
+        return np.unique(parts[parts < self.num_parts]).astype(np.int64)
+
     def _seen(self, step: Step, rows: set[int]) -> dict[int, dict[int, int]]:
         """For each of these packed tokens: position -> token id, as the clipped spans show them."""
         spans = clip_spans(step.spans, step.positions, self.window, self.page_size)
+        assert (self._part_of[spans.page_ids] < self.num_parts).all(), "a part is read and missing"
         seen: dict[int, dict[int, int]] = {row: {} for row in rows}
         firsts = spans.first_keys
         for i in range(len(spans)):
@@ -162,7 +172,7 @@ class FakeRunner:
         self._token_at = np.full(num_pages * page_size, -1, np.int64)
         self._position_at = np.full(num_pages * page_size, -1, np.int64)
         self._previous: Int32s = np.empty(0, np.int32)
-        self._parts = None if window is None else FakeWindow(window, num_parts, page_size)
+        self._window = None if window is None else FakeWindow(window, num_parts, page_size)
         self._tokens_in: list[list[int] | None] = [None] * num_states  # of each state
         self.steps: list[Step] = []
         self.at_launch: Callable[[Step], None] | None = None  # may raise
@@ -196,8 +206,8 @@ class FakeRunner:
         self._token_at[step.copy_to] = self._token_at[step.copy_from]
         self._position_at[step.copy_to] = self._position_at[step.copy_from]
         contexts = self._contexts(step)
-        if self._parts is not None:
-            self._parts.run(step, token_ids, contexts)
+        if self._window is not None:
+            self._window.run(step, token_ids, contexts)
         if self._tokens_in:
             self._run_states(step, token_ids, contexts)
         samples = []
@@ -294,7 +304,7 @@ class FakeRunner:
     def _seen(self, step: Step) -> dict[int, dict[int, int]]:
         """For each packed token whose output is wanted: position -> token id."""
         wanted = set(step.hidden_rows()[0].tolist())
-        if self._parts is not None:
+        if self._window is not None:
             wanted |= set(step.seq_starts[:-1].tolist())
         contexts: dict[int, dict[int, int]] = {row: {} for row in wanted}
         spans = step.spans

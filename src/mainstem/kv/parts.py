@@ -23,7 +23,10 @@ from mainstem.core.step import Bools, Int32s, Int64s, StepId
 
 NO_PAGE = -1
 EVICT_SHARE = 64  # up to 1/64 of all places are freed at once, or more if more are needed
-KEPT = 1 << 60  # above the last use of every part that does not end a kept window
+PASSED, END, FORK = 0, 1, 2  # ranks of parts
+FORK_TURNS = 4  # a fork without use goes after so many places were kept, in turns of all places
+TICKS = 20  # bits of a use that order the steps between two windows that are kept
+PASSED_LAST = 1 << 60  # above every other worth
 PINNED = 1 << 61
 NEVER = StepId(-1)
 SPARE_PARTS = 3  # a sequence alone: a page that it fills, one it is about to fill, one it copies
@@ -32,8 +35,10 @@ SPARE_PARTS = 3  # a sequence alone: a page that it fills, one it is about to fi
 class WindowParts:
     """Lends places to the windowed parts of pages, and counts who needs each part.
 
-    Parts that nobody needs are cache. First to go are those that were only passed, then those that
-    end a kept window (`keep`), then those of pinned pages; the least recently used first.
+    Parts that nobody needs are cache. First to go are those that were only passed, the least
+    recently used first. Then those of windows at whose end one request may continue, and those of
+    forks, where several will: forks count as used later than they were, so that they survive many
+    ends of prompts, and yet leave when nobody comes. Last are the parts of pinned pages.
 
     Invariant: a place belongs to one page, which has a holder, or is free. A part that is needed
     keeps its place.
@@ -56,9 +61,10 @@ class WindowParts:
         self._free = np.arange(num_parts - 1, -1, -1, dtype=np.int32)  # a stack, place 0 on top
         self._num_free = num_parts
         self._num_needed = 0
-        self._clock = 0
+        self._num_kept = 0  # places of windows that were kept, in all
+        self._tick = 0  # ends of needs since then
         self._used: Int64s = np.zeros(num_parts, np.int64)  # when the last need ended; 0: retired
-        self._is_kept: Bools = np.zeros(num_parts, np.bool_)
+        self._rank = np.zeros(num_parts, np.int8)
         self._last_step: Int64s = np.full(num_parts, NEVER, np.int64)  # that may have used a place
         self._made = self._settled = NEVER  # the latest step that was made, and that has run
         self.num_evicted = 0
@@ -121,18 +127,27 @@ class WindowParts:
         ended = np.unique(pages[self.needers[pages] <= 0])
         self._num_needed -= len(ended)
         parts = self.part_of[ended]
-        self._clock += 1
-        self._used[parts] = self._clock
+        self._tick = min(self._tick + 1, (1 << TICKS) - 1)
+        self._used[parts] = (self._num_kept << TICKS) + self._tick
         self._last_step[parts] = self._made
 
-    def keep(self, pages: Int32s) -> None:
-        """Note that requests may continue after these pages."""
-        self._is_kept[self.part_of[pages[self.has(pages)]]] = True
+    def keep(self, pages: Int32s, rank: int = END) -> None:
+        """Note that a request may continue after these pages, or that several will (FORK)."""
+        parts = self.part_of[pages[self.has(pages)]]
+        self._num_kept += int(np.count_nonzero(self._rank[parts] == PASSED))
+        self._tick = 0
+        self._rank[parts] = np.maximum(self._rank[parts], rank)
+
+    def note_start(self, pages: Int32s) -> None:
+        """Note that a request continues after these pages: if it is the second, more will come."""
+        is_end = self._rank[self.part_of[pages]] != PASSED
+        self.keep(pages)
+        self.keep(pages[is_end], FORK)
 
     def retire(self, pages: Int32s) -> None:
         """Note that no request will ask for these pages."""
         parts = self.part_of[pages[self.has(pages)]]
-        self._is_kept[parts], self._used[parts] = False, 0
+        self._rank[parts], self._used[parts] = PASSED, 0
 
     def made(self, step_id: StepId) -> None:
         """Note that a step was made, and that the parts needed so far are those it uses."""
@@ -180,14 +195,13 @@ class WindowParts:
         self._num_needed = int(np.count_nonzero(self.needers))
         self._settled = self._made
         free = np.flatnonzero(self._page_of == NO_PAGE)
-        self._is_kept[free] = False
         self._num_free = len(free)
         self._free[: len(free)] = free[::-1]
 
     def _give(self, pages: Int32s, parts: Int32s) -> None:
         self.part_of[pages] = parts
         self._page_of[parts] = pages
-        self._is_kept[parts] = False
+        self._rank[parts] = PASSED
 
     def _push(self, parts: Int32s) -> None:
         self._take_away(parts)
@@ -205,21 +219,19 @@ class WindowParts:
         has_page = self._page_of != NO_PAGE
         usable = np.flatnonzero(has_page & (self.needers[self._page_of] == 0)).astype(np.int32)
         # finding the oldest parts costs the same for one as for many
-        spare = min(self.num_parts // EVICT_SHARE, len(usable) - self._num_last(usable))
+        num_passed = int(np.count_nonzero(self._rank[usable] == PASSED))
+        spare = min(self.num_parts // EVICT_SHARE, num_passed)
         parts = self._first(usable, max(count, spare))
         self.num_evicted += len(parts)
         self._push(parts)
-
-    def _num_last(self, parts: Int32s) -> int:
-        """How many of these end kept windows."""
-        return int(np.count_nonzero(self._is_kept[parts]))
 
     def _first(self, parts: Int32s, count: int) -> Int32s:
         """The `count` of these places that are given away first."""
         if count >= len(parts):
             return parts
-        worth = np.where(self._page_of == NO_PAGE, NO_PAGE, self._used)
-        worth[self._is_kept] += KEPT
+        worth = self._used - np.where(self._rank == PASSED, PASSED_LAST, 0)
+        worth[self._rank == FORK] += FORK_TURNS * self.num_parts << TICKS
+        worth[self._page_of == NO_PAGE] = -2 * PASSED_LAST
         pinned = self.part_of[list(self.pinned())]
         worth[pinned[pinned != self._nowhere]] += PINNED
         return parts[np.argpartition(worth[parts], count)[:count]]

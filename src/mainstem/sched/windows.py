@@ -21,7 +21,7 @@ from mainstem.core.ids import SeqSlot
 from mainstem.core.ragged import ragged_arange
 from mainstem.core.step import Int32s, StepId
 from mainstem.kv.keys import PageChain
-from mainstem.kv.parts import WindowParts
+from mainstem.kv.parts import END, FORK, WindowParts
 from mainstem.kv.store import Match
 from mainstem.sched.sequence import Sequence
 from mainstem.sched.sharing import SharingTree
@@ -45,7 +45,8 @@ class SequenceWindows:
         self._table = table
         self._page_size = page_size
         self._unfinished = unfinished
-        self._marks: dict[Sequence, set[int]] = {}  # ends of windows to keep, in tokens
+        # ends of windows to keep, in tokens, of prompts that are being computed; and their rank
+        self._marks: dict[Sequence, dict[int, int]] = {}
         self._for_step: list[Int32s] = []  # pages that the step being made copies or moves
         self._to_come = 0  # parts that running sequences will take, by the forecast
         self._is_alone = True
@@ -124,7 +125,7 @@ class SequenceWindows:
         parts.need(used)
         self._for_step.append(used)
         parts.need(pages[max(first, num_cached) : end])
-        parts.keep(pages[before:num_cached])
+        parts.note_start(pages[before:num_cached])
         parts.end(pages[before : max(before, min(first, num_cached))])
         table.part_first[slot], table.part_end[slot] = first, end
         self._to_come += self._most(int(table.num_pages[slot]) - num_cached + 1)
@@ -137,22 +138,29 @@ class SequenceWindows:
         request = sequence.request
         num_known = len(request.prompt_ids) + len(sequence.output_ids)
         last = len(request.prompt_ids) - 1
-        marks = {last, num_known - 1, request.keep_tokens, *request.boundaries, *planned}
-        marks |= {self._parting(sequence, other) for other in coming}
-        marks = {min(mark, num_known - 1) for mark in marks}
-        self._marks[sequence] = {mark for mark in marks if mark >= self._page_size}
+        ends = [last, num_known - 1, *request.boundaries]
+        forks = [request.keep_tokens, *planned]
+        forks += {self._parting(sequence, other) for other in coming}
+        marks = dict.fromkeys(ends, END) | dict.fromkeys(forks, FORK)
+        self._marks[sequence] = {
+            position: rank
+            for position, rank in marks.items()
+            if self._page_size <= position < num_known
+        }
 
     def meet(self, arrived: Sequence) -> None:
         """A sequence was queued: keep the windows where it parts from prompts in progress."""
         for other in self._unfinished():
             if other in self._marks:
-                self._marks[other].add(self._parting(other, arrived))
+                self._marks[other][self._parting(other, arrived)] = FORK
 
     def _parting(self, sequence: Sequence, other: Sequence) -> int:
-        """A position in the page in which two prompts part."""
+        """A position in the page in which two prompts part; 0: they share no page."""
         if sequence.chain is None or other.chain is None or sequence is other:
             return 0
-        return (_num_equal(sequence.chain, other.chain) + 1) * self._page_size - 1
+        num_equal = _num_equal(sequence.chain, other.chain)
+        most = len(sequence.chain.token_ids) - 1
+        return min((num_equal + 1) * self._page_size - 1, most) if num_equal else 0
 
     def room(self, slot: SeqSlot) -> int:
         """How many tokens a sequence may have after the step, counted from its first."""
@@ -200,11 +208,10 @@ class SequenceWindows:
             slot = sequence.slot
             assert slot is not None
             computed = int(table.computed[slot])
-            reached = [mark for mark in marks if mark < computed]
-            for mark in reached:
+            for mark in [mark for mark in marks if mark < computed]:
                 first = max(self._parts.first(mark // page_size), int(table.part_first[slot]))
-                self._parts.keep(table.page_table[slot, first : mark // page_size + 1])
-            marks.difference_update(reached)
+                pages = table.page_table[slot, first : mark // page_size + 1]
+                self._parts.keep(pages, marks.pop(mark))
             if not marks or computed >= table.prefill_end[slot]:
                 del self._marks[sequence]
 
