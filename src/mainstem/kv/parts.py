@@ -171,6 +171,7 @@ class WindowParts:
         parts = np.sort(self._first(usable, len(pages)))
         self._take_away(parts)
         self._give(pages, parts)
+        self.keep(pages)
         free = np.flatnonzero(self._page_of == NO_PAGE)
         self._num_free = len(free)
         self._free[: len(free)] = free[::-1]
