@@ -51,8 +51,9 @@ class Llama:
             Checkpoint(folder, torch.float32, device, self.spec.names), self.spec
         )
         self._embedding = self._reader.embedding()
-        self._pairs = adjacent_pairs(self.spec.head_dim, self.spec.rotary_dim).to(device)
-        rope = self.spec.attentions[0].rope
+        attention, dim = self.spec.attentions[0], self.spec.head_dim
+        self._pairs = adjacent_pairs(dim, self.spec.rotary_dim(attention)).to(device)
+        rope = attention.rope
         self._turns = None if rope is None else rotary_table(rope, length).to(device)[:, None]
 
     def layer(self, index: int) -> LlamaLayer:

@@ -9,7 +9,7 @@ from mainstem.core.step import Int32s, Spans
 from mainstem.models.block import OpenGate
 from mainstem.models.cpu.decoder import Decoder
 from mainstem.runner.attention import CpuAttention
-from mainstem.runner.inputs import Inputs
+from mainstem.runner.inputs import Inputs, Places
 from mainstem.runner.pages import DevicePages
 
 _PAGE_SIZE = 16
@@ -57,12 +57,13 @@ def _window_nll(decoder: Decoder, token_ids: Int32s, skipped: int) -> float:
         key_positions=np.zeros(1, np.int32),
     )
     ids = torch.from_numpy(token_ids.astype(np.int64))
+    places = Places(torch.arange(count))
     inputs = Inputs(
         token_ids=ids,
         positions=torch.arange(count),
-        write_slots=torch.arange(count),
-        copies=None,
-        moves=None,
+        places=places,
+        windowed=places,
+        window_parts=None,
         hidden_rows=None,
     )
     layers = CpuAttention(decoder.spec, pages, count, decoder.sinks)

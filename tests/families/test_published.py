@@ -70,7 +70,7 @@ def test_every_field_is_known_and_the_size_is_right(name: str) -> None:
 
 def test_phi_2_is_read() -> None:
     spec = read("microsoft/phi-2")
-    assert (spec.head_dim, spec.rotary_dim) == (80, 32)
+    assert (spec.head_dim, spec.rotary_dim(spec.attentions[0])) == (80, 32)
     assert (spec.norm.kind, spec.norm.has_bias) == (NormKind.LAYER, True)
     assert spec.residual is Residual.PARALLEL
     assert spec.layers[0].mlp == MlpSpec(10240, Activation.GELU_TANH, is_gated=False, has_bias=True)
@@ -93,7 +93,11 @@ def test_phi_4_is_read() -> None:
     spec = read("microsoft/phi-4")
     assert (spec.num_kv_heads, spec.head_dim, spec.ropes[0].theta) == (10, 128, 250000)
     mini = read("microsoft/Phi-4-mini-instruct")
-    assert (mini.head_dim, mini.rotary_dim, mini.has_tied_embeddings) == (128, 96, True)
+    assert (mini.head_dim, mini.rotary_dim(mini.attentions[0]), mini.has_tied_embeddings) == (
+        128,
+        96,
+        True,
+    )
     with pytest.raises(UnsupportedModel, match="longrope"):
         replace(mini, qk_norm=QkNorm.HEADS)  # a norm would cancel the factor on scores
 

@@ -116,6 +116,10 @@ def write_checkpoint(
             is_gain = any(part in parameter_name for part in ("norm", "ln_"))
             if is_gain and config.model_type not in GAINS_FROM_ZERO:
                 parameter.add_(1.0)
+        saved = model.state_dict().keys()
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name in saved and buffer.is_floating_point():
+                buffer.uniform_(0.5, 1.5)
     model.to(dtype).eval()
     model.save_pretrained(folder, max_shard_size=max_shard)
     return model

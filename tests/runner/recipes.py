@@ -24,6 +24,12 @@ _SMALL: dict[str, object] = {
     "rms_norm_eps": 1e-5,
     "dtype": "float32",
 }
+_GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 14,
+    "global_head_dim": 128, "final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 0,
+    "hidden_activation": "gelu_pytorch_tanh", "vocab_size_per_layer_input": 96,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False}
 _CONFIGS: dict[str, Mapping[str, object]] = {
     "PhiForCausalLM": {
@@ -46,6 +52,18 @@ _CONFIGS: dict[str, Mapping[str, object]] = {
         "query_pre_attn_scalar": 64, "sliding_window": 14, "sliding_window_pattern": 2,
         "rope_local_base_freq": 100.0, "hidden_activation": "gelu_pytorch_tanh",
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "Gemma4ForCausalLM": _GEMMA4 | {
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True, "global_head_dim": 512,
+    },
+    "Gemma 4 with experts": _GEMMA4 | {
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "num_key_value_heads": 2,
+        "moe_intermediate_size": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Gemma 4 with inputs of layers": _GEMMA4 | {
+        "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
     },
     "Olmo2ForCausalLM": {},
     "GraniteForCausalLM": {

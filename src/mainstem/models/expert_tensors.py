@@ -33,6 +33,7 @@ class ExpertTensors:
     shared_gate_up: Weight | None = None  # [2 * shared_size, hidden]
     shared_down: Weight | None = None  # [hidden, shared_size]
     shared_gate: Tensor | None = None  # [1, hidden]
+    scales: Tensor | None = None  # [experts] fp32 factors of the weights
     # whether experts are quantized in the checkpoint, but were dequantized to be stacked
     is_unpacked: bool = False
 
@@ -102,11 +103,16 @@ class _Reader:
             shared_gate_up=self._shared_gate_up(),
             shared_down=self._shared_down(),
             shared_gate=self._dense(names.shared_gate, 1, hidden) if spec.has_shared_gate else None,
+            scales=self._scales() if spec.has_own_norms else None,
             is_unpacked=self._is_unpacked,
         )
 
     def _take(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Tensor:
         return self._source.take(self._prefix + name, shape, at)
+
+    def _scales(self) -> Tensor:
+        name = self._prefix + self._names.expert_scales
+        return self._source.take_wide(name, (self._spec.num_experts,))
 
     def _weight(self, name: str, *shape: int, at: tuple[slice, ...] = ()) -> Weight:
         return take_weight(self._source, self._prefix + name, *shape, at=at)

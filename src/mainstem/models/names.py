@@ -81,6 +81,21 @@ class Names:
     )
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
+    # if shared MLP, experts and router have norms of their own (the norm before the shared MLP is
+    # `mlp_norm`); the gain of the router's norm has no ".weight" at its end
+    expert_norm: str = "pre_feedforward_layernorm_2"
+    after_shared_norm: str = "post_feedforward_layernorm_1"
+    after_expert_norm: str = "post_feedforward_layernorm_2"
+    router_gain: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
+    # the end of a layer: its own input (LayerInputSpec), and its scale
+    layer_input_embedding: str = "model.embed_tokens_per_layer"
+    layer_input_product: str = "model.per_layer_model_projection"
+    layer_input_norm: str = "model.per_layer_projection_norm"
+    layer_input_gate: str = "per_layer_input_gate"
+    layer_input_out: str = "per_layer_projection"
+    after_layer_input_norm: str = "post_per_layer_input_norm"
+    layer_scale: str = "layer_scalar"
     # endings and beginnings of the names of tensors that are not needed: they follow from the
     # config (old Llama checkpoints hold the rotary frequencies), or belong to parts that are left
     # out

@@ -19,6 +19,9 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
     if rope.scaling is RopeScaling.YARN:
         kept = 1.0 - _yarn_ramp(rope)
         return kept * plain + (1.0 - kept) * plain / rope.factor
+    if rope.scaling is RopeScaling.PROPORTIONAL:
+        is_turned = torch.arange(rope.rotary_dim // 2) < rope.turned_pairs
+        return torch.where(is_turned, plain, 0.0) / rope.factor
     if rope.scaling is RopeScaling.LONGROPE:
         return plain / torch.tensor(rope.divisors)
     # llama3: wavelengths longer than the original context are stretched, short ones are not

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mainstem.models.names import QkvOrder
 from mainstem.models.shard import RankCut
-from mainstem.models.spec import MlpSpec, ModelSpec
+from mainstem.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 
 class Rows(NamedTuple):
@@ -19,15 +19,20 @@ class Rows(NamedTuple):
     part: slice
 
 
-def qkv_rows(
-    spec: ModelSpec, cut: RankCut, names: Sequence[str], *, has_gate: bool = False
-) -> list[Rows]:
+def qkv_rows(spec: ModelSpec, layer: LayerSpec, cut: RankCut, names: Sequence[str]) -> list[Rows]:
     """Return the rows of queries, keys and values, in this order, from three tensors or one. With
     gates, the rows of each query are followed by those of its gate."""
-    dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
+    attention = layer.attention
+    assert attention is not None, "a recurrent layer has no queries"
+    shape = spec.kv_shape(attention)
+    dim, heads, kv_heads = shape.dim, spec.num_heads, shape.heads
     queries, keys = cut.heads(heads), cut.heads(kv_heads)
-    if has_gate:
+    if attention.has_gate:
         heads, queries = 2 * heads, times(queries, 2)
+    if layer.kv_layer is not None:
+        return [Rows(names[0], heads * dim, times(queries, dim))]
+    if attention.has_keys_as_values:
+        names = (names[0], names[1], names[1])
     if len(names) == 3:
         parts = zip(names, (heads, kv_heads, kv_heads), (queries, keys, keys), strict=True)
         return [Rows(name, count * dim, times(part, dim)) for name, count, part in parts]

@@ -117,7 +117,13 @@ def _part_of_layer(layer: LayerSpec, cut: RankCut) -> LayerSpec:
     mlp = layer.mlp
     if isinstance(mlp, ExpertsSpec) and mlp.shared_size is not None:
         mlp = replace(mlp, shared_size=length(cut.columns(mlp.shared_size)))
-    return replace(layer, mlp=replace(mlp, size=length(cut.columns(mlp.size))))
+    attention = layer.attention
+    if attention is not None and attention.kv_shape is not None:
+        shape = attention.kv_shape
+        shape = replace(shape, heads=max(1, shape.heads // cut.shard.of))
+        attention = replace(attention, kv_shape=shape)
+    mlp = replace(mlp, size=length(cut.columns(mlp.size)))
+    return replace(layer, mlp=mlp, attention=attention)
 
 
 def length(part: slice) -> int:
@@ -131,13 +137,18 @@ def _obstacle(spec: ModelSpec, of: int) -> str | None:
         return "recurrent layers are not split over ranks yet"
     if spec.num_heads % of:
         return f"num_attention_heads={spec.num_heads} is not a multiple of this number"
-    if spec.num_kv_heads % of and of % spec.num_kv_heads:
-        return (
-            f"num_key_value_heads={spec.num_kv_heads} is neither a multiple nor a divisor of this "
-            "number"
-        )
+    if spec.layer_inputs is not None:
+        return "layers with embeddings of their own are not split over ranks yet"
+    for kind in spec.attention_kinds:
+        kv_heads = spec.kv_shape(kind).heads
+        if kv_heads % of and of % kv_heads:
+            return (
+                f"num_key_value_heads={kv_heads} is neither a multiple nor a divisor of this number"
+            )
     cut = RankCut.of(spec, Shard(0, of))
     for mlp in {layer.mlp for layer in spec.layers}:
+        if isinstance(mlp, ExpertsSpec) and mlp.has_own_norms:
+            return "experts whose outputs are normed on their own are not split over ranks yet"
         for size in _sizes(mlp):
             if not cut.can_cut(size):
                 return (

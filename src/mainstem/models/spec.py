@@ -81,6 +81,8 @@ class RopeScaling(Enum):
     LLAMA3 = "llama3"  # low frequencies divided, high ones kept, smooth in between
     YARN = "yarn"  # like llama3, but linear in the number of the dim; all scores are scaled
     LONGROPE = "longrope"  # each frequency is divided by its own number (`divisors`)
+    # only the first `turned_pairs` are rotated; pairs are (i, i + half) of the whole head (Gemma 4)
+    PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class RopeSpec:
     score_factor: float = 1.0  # yarn, longrope: both query and key are multiplied by it
     divisors: tuple[float, ...] = ()  # longrope: one for each pair of dims, for short contexts
     long_divisors: tuple[float, ...] = ()  # longrope: if contexts exceed original_positions
+    turned_pairs: int = 0  # proportional: the others have a frequency of 0
     # the checkpoint has pairs of adjacent dims (GLM, Cohere), not (i, i + half). Rows of queries
     # and keys are reordered when they are read (tensors.py): no kernel knows the difference.
     has_adjacent_pairs: bool = False
@@ -140,6 +143,9 @@ class AttentionSpec:
     has_sinks: bool = False  # each head has a learned score in the softmax, with a value of 0
     has_gate: bool = False  # the output is multiplied by sigmoid(gate(x)) (Qwen3-Next)
     kv_shape: KvShape | None = None  # None: the model's num_kv_heads and head_dim
+    # values are the output of the key product, without the norm of keys and without rotation
+    # (Gemma 4); the model norms values
+    has_keys_as_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,21 @@ class ExpertsSpec:
     has_bias: bool = False  # whether router and experts have biases
     shared_size: int | None = None  # columns of a gated MLP that every token also goes through
     has_shared_gate: bool = False  # the shared MLP's output is multiplied by sigmoid(gate(x))
+    # Gemma 4: shared MLP, experts and router read x through a norm each; the outputs of the first
+    # two are normed, too, before they are added. Weights are multiplied by a number of the expert
+    has_own_norms: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputSpec:
+    """An embedding of its own for each token and layer (Gemma 4 E2B and E4B):
+
+    inputs = (norm(product(x) / sqrt(hidden_size)) + embedding[token] * sqrt(size)) / sqrt(2)
+    each layer, at its end    x += norm(product(act(product(x)) * inputs[layer]))
+    """
+
+    size: int
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +227,9 @@ class ModelSpec:
     has_qkv_bias: bool = False
     has_out_bias: bool = False
     has_head_bias: bool = False
+    has_value_norm: bool = False  # each head of V is normed, without a gain (Gemma 4)
+    has_layer_scale: bool = False  # at the end of each layer, x is multiplied by its number
+    layer_inputs: LayerInputSpec | None = None
     has_tied_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -215,11 +239,16 @@ class ModelSpec:
     vocab_rows: int | None = None  # rows of embedding and head that a rank has; None: all
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModel(
-                f"num_attention_heads={self.num_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_kv_heads}"
-            )
+        for kind in self.attention_kinds:
+            shape = self.kv_shape(kind)
+            if self.num_heads % shape.heads:
+                raise UnsupportedModel(
+                    f"num_attention_heads={self.num_heads} is not a multiple of "
+                    f"num_key_value_heads={shape.heads}"
+                )
+            if kind.rope is not None:
+                self._check_rope(kind.rope, shape.dim)
+        self._check_shared_kv()
         if self.residual is not Residual.SERIAL and self.norm_place is not NormPlace.BEFORE:
             raise UnsupportedModel(
                 "norms of the outputs of attention and MLP are not supported where both run in "
@@ -230,28 +259,37 @@ class ModelSpec:
             expert = f"{names.layer.format(0)}.{names.expert_gate}".removesuffix(".weight")
             if quantized.packing_of(expert) is not None:
                 raise UnsupportedModel("quantized experts in stacked tensors are not supported")
-        for rope in self.ropes:
-            if rope.rotary_dim % 2 or rope.rotary_dim > self.head_dim:
-                raise UnsupportedModel(
-                    f"{rope.rotary_dim} rotary dims do not fit a head of {self.head_dim}"
-                )
-            if rope.has_adjacent_pairs and self.qk_norm is not QkNorm.NONE:
-                raise UnsupportedModel(
-                    "rotary pairs of adjacent dims are not supported where queries and keys are "
-                    "normed"
-                )
-            is_partial = rope.rotary_dim < self.head_dim
-            if is_partial and rope.score_factor != 1.0 and self.qk_norm is not QkNorm.NONE:
-                raise UnsupportedModel(
-                    f"rope_type {rope.scaling.value} on a part of each head is not supported where "
-                    "queries and keys are normed"
-                )
-        if len({rope.rotary_dim for rope in self.ropes}) > 1:
-            raise UnsupportedModel("layers that rotate different numbers of dims are not supported")
+
+    def _check_rope(self, rope: RopeSpec, head_dim: int) -> None:
+        if rope.rotary_dim % 2 or rope.rotary_dim > head_dim:
+            raise UnsupportedModel(f"{rope.rotary_dim} rotary dims do not fit a head of {head_dim}")
+        if rope.has_adjacent_pairs and self.qk_norm is not QkNorm.NONE:
+            raise UnsupportedModel(
+                "rotary pairs of adjacent dims are not supported where queries and keys are normed"
+            )
+        is_partial = rope.rotary_dim < head_dim
+        if is_partial and rope.score_factor != 1.0 and self.qk_norm is not QkNorm.NONE:
+            raise UnsupportedModel(
+                f"rope_type {rope.scaling.value} on a part of each head is not supported where "
+                "queries and keys are normed"
+            )
+
+    def _check_shared_kv(self) -> None:
+        for index, layer in enumerate(self.layers):
+            if layer.kv_layer is not None:
+                source = self.layers[layer.kv_layer]
+                assert layer.kv_layer < index, "K and V are those of an earlier layer"
+                assert source.kv_layer is None, "that layer has its own"
+                assert source.attention == layer.attention, "that layer is like this one"
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def attention_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that have attention, in order."""
+        return tuple(layer for layer in self.layers if layer.attention is not None)
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
@@ -271,6 +309,17 @@ class ModelSpec:
         V; None: it keeps none."""
         numbers = count()
         return tuple(next(numbers) if _keeps_kv(layer) else None for layer in self.layers)
+
+    @property
+    def kv_places(self) -> tuple[int, ...]:
+        """For each layer with attention, the place in a page of the K and V that it reads."""
+        places = self.page_layers
+        found = (
+            places[index if layer.kv_layer is None else layer.kv_layer]
+            for index, layer in enumerate(self.layers)
+            if layer.attention is not None
+        )
+        return tuple(place for place in found if place is not None)
 
     @property
     def kept(self) -> tuple[AttentionSpec, ...]:
@@ -315,6 +364,13 @@ class ModelSpec:
         """K and V of a layer with this attention."""
         return attention.kv_shape or KvShape(self.num_kv_heads, self.head_dim)
 
+    def new_kv(self, layer: LayerSpec) -> KvShape:
+        """K and V that a layer with attention computes: no heads if it reads those of an earlier
+        layer."""
+        assert layer.attention is not None, "a recurrent layer has no K and V"
+        shape = self.kv_shape(layer.attention)
+        return shape if layer.kv_layer is None else replace(shape, heads=0)
+
     @property
     def attention_kinds(self) -> tuple[AttentionSpec, ...]:
         """The different kinds of attention, in the order of the first layer of each."""
@@ -326,10 +382,11 @@ class ModelSpec:
         ropes = (attention.rope for attention in self.attentions)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
-    @property
-    def rotary_dim(self) -> int:
-        """Leading dims of a head that are rotated, in every layer that rotates."""
-        return self.ropes[0].rotary_dim if self.ropes else 0
+    def rotary_dim(self, attention: AttentionSpec) -> int:
+        """Leading dims of a head whose order depends on the rotation. A layer that rotates nothing
+        has the order of the others."""
+        rope = attention.rope or (self.ropes[0] if self.ropes else None)
+        return 0 if rope is None else rope.rotary_dim
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -354,8 +411,9 @@ class ModelSpec:
     @property
     def num_layer_params(self) -> int:
         """The number of weights in the products that one token goes through, in all layers."""
+        inputs = 0 if self.layer_inputs is None else 3 * self.hidden_size * self.layer_inputs.size
         return sum(
-            self._num_mixer_params(layer) + _num_mlp_params(layer.mlp, self.hidden_size)
+            self._num_mixer_params(layer) + _num_mlp_params(layer.mlp, self.hidden_size) + inputs
             for layer in self.layers
         )
 
@@ -363,10 +421,11 @@ class ModelSpec:
         """The weights before and after a layer's attention or recurrence."""
         if (recurrent := layer.recurrent) is not None:
             return self.hidden_size * (recurrent.first_width + recurrent.out_width)
-        heads = 2 * (self.num_heads + self.num_kv_heads)
+        shape = self.new_kv(layer)
+        heads = 2 * (self.num_heads + shape.heads)
         if layer.attention is not None and layer.attention.has_gate:
             heads += self.num_heads
-        return self.hidden_size * self.head_dim * heads
+        return self.hidden_size * shape.dim * heads
 
     @property
     def num_head_params(self) -> int:
@@ -420,6 +479,8 @@ class ModelSpec:
     def num_weights(self) -> int:
         """All weights in memory, with every expert and the embedding, without norms and biases."""
         ends = (1 if self.has_tied_embeddings else 2) * self.num_head_params
+        if self.layer_inputs is not None:
+            ends += self.vocab_size * self.num_layers * self.layer_inputs.size
         return self.num_layer_params + self.num_idle_params + ends
 
     def at_context(self, num_tokens: int) -> "ModelSpec":

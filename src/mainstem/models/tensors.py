@@ -27,8 +27,8 @@ from mainstem.models.rope import reordered_heads, split_pairs
 from mainstem.models.rows import Rows, first_rows, gates_last, qkv_rows, times
 from mainstem.models.shard import WHOLE, RankCut, Shard, part_of
 from mainstem.models.spec import (
-    AttentionSpec,
     ExpertsSpec,
+    LayerSpec,
     MlpSpec,
     ModelSpec,
     NormPlace,
@@ -81,6 +81,35 @@ class MlpTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class BranchTensors:
+    """The norms of a layer whose shared MLP, experts and router have norms of their own."""
+
+    shared: NormTensors
+    experts: NormTensors
+    router: NormTensors
+    after_shared: NormTensors
+    after_experts: NormTensors
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputTensors:
+    """What turns a layer's own input into something that is added to x."""
+
+    gate: Product  # [size, hidden]
+    out: Product  # [hidden, size]
+    norm: NormTensors
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputTensors:
+    """What makes the layers' own inputs."""
+
+    embedding: Tensor  # [vocab, layers * size]
+    product: Product  # [layers * size, hidden]
+    norm: NormTensors  # [size]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerTensors:
     """Norms before or after attention and MLP are None if the family has none there."""
 
@@ -96,6 +125,9 @@ class LayerTensors:
     mlp: MlpTensors | ExpertTensors
     after_mlp_norm: NormTensors | None
     recurrent: RecurrentTensors | None = None
+    branch_norms: BranchTensors | None = None
+    layer_input: LayerInputTensors | None = None
+    scale: Tensor | None = None  # [1] fp32, of x at the end of the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +162,19 @@ class TensorReader:
             name = head
         return self._vocabulary(name, self._spec.hidden_size)
 
+    def inputs(self) -> ModelInputTensors | None:
+        """What makes the layers' own inputs; None if they have none."""
+        spec, names = self._spec, self._names
+        if spec.layer_inputs is None:
+            return None
+        size = spec.layer_inputs.size
+        width = spec.num_layers * size
+        table = self._take(f"{names.layer_input_embedding}.weight", spec.vocab_size, width)
+        rows = [Rows(names.layer_input_product, width, slice(0, width))]
+        product = self._product(rows, spec.hidden_size, has_bias=False)
+        gain = self._gain(f"{names.layer_input_norm}.weight", size)
+        return ModelInputTensors(table, product, NormTensors(gain))
+
     def layer(self, index: int) -> LayerTensors:
         spec, names = self._spec, self._names
         prefix = names.layer.format(index) + "."
@@ -138,18 +183,20 @@ class TensorReader:
         has_after = place is not NormPlace.BEFORE
         # in a parallel block, attention and MLP read the same norm
         has_mlp_norm = has_before and spec.residual is not Residual.PARALLEL
+        has_own_norms = isinstance(mlp, ExpertsSpec) and mlp.has_own_norms
         attention, recurrent = spec.layers[index].attention, spec.layers[index].recurrent
         sinks, q_norm, k_norm, kept = None, None, None, None
         if recurrent is not None:
             qkv, out, kept = self._recurrence(prefix, recurrent)
         else:
             assert attention is not None
-            q_norm, k_norm = self._qk_norms(prefix)
-            qkv = self._qkv(prefix, attention)
+            dim = spec.kv_shape(attention).dim
+            q_norm, k_norm = self._qk_norms(prefix, spec.layers[index])
+            qkv = self._qkv(prefix, spec.layers[index])
             out = self._summed(
                 prefix + names.out,
-                spec.num_heads * spec.head_dim,
-                times(self._cut.heads(spec.num_heads), spec.head_dim),
+                spec.num_heads * dim,
+                times(self._cut.heads(spec.num_heads), dim),
                 spec.has_out_bias,
             )
             if attention.has_sinks:
@@ -165,10 +212,42 @@ class TensorReader:
             after_attention_norm=self._norm(prefix + names.after_attention_norm)
             if has_after
             else None,
-            mlp_norm=self._norm(prefix + names.mlp_norm) if has_mlp_norm else None,
+            mlp_norm=self._norm(prefix + names.mlp_norm)
+            if has_mlp_norm and not has_own_norms
+            else None,
             mlp=self._mlp(prefix, mlp) if isinstance(mlp, MlpSpec) else self._experts(prefix, mlp),
             after_mlp_norm=self._norm(prefix + names.after_mlp_norm) if has_after else None,
             recurrent=kept,
+            branch_norms=self._branch_norms(prefix) if has_own_norms else None,
+            layer_input=self._layer_input(prefix),
+            scale=self._source.take_wide(prefix + names.layer_scale, (1,))
+            if spec.has_layer_scale
+            else None,
+        )
+
+    def _branch_norms(self, prefix: str) -> BranchTensors:
+        names, size = self._names, self._spec.hidden_size
+        # its input is also divided by the root of the hidden size
+        router = self._source.take_wide(prefix + names.router_gain, (size,)) * size**-0.5
+        return BranchTensors(
+            shared=self._norm(prefix + names.mlp_norm),
+            experts=self._norm(prefix + names.expert_norm),
+            router=NormTensors(router),
+            after_shared=self._norm(prefix + names.after_shared_norm),
+            after_experts=self._norm(prefix + names.after_expert_norm),
+        )
+
+    def _layer_input(self, prefix: str) -> LayerInputTensors | None:
+        spec, names = self._spec, self._names
+        if spec.layer_inputs is None:
+            return None
+        size, hidden = spec.layer_inputs.size, spec.hidden_size
+        rows = [Rows(prefix + names.layer_input_gate, size, slice(0, size))]
+        out = [Rows(prefix + names.layer_input_out, hidden, slice(0, hidden))]
+        return LayerInputTensors(
+            self._product(rows, hidden, has_bias=False),
+            self._product(out, size, has_bias=False),
+            self._norm(prefix + names.after_layer_input_norm),
         )
 
     def ends(self, embedding: Tensor) -> EndTensors:
@@ -247,17 +326,20 @@ class TensorReader:
             return gain.float() + norm.gain_offset
         return gain
 
-    def _qk_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
-        spec, names = self._spec, self._names
+    def _qk_norms(self, prefix: str, layer: LayerSpec) -> tuple[Tensor | None, Tensor | None]:
+        """The gains of queries and keys; a layer that reads another one's K has none of keys."""
+        spec, names, shape = self._spec, self._names, self._spec.new_kv(layer)
         if spec.qk_norm is QkNorm.NONE:
             return None, None
-        gains = []
-        for name, count in ((names.q_norm, spec.num_heads), (names.k_norm, spec.num_kv_heads)):
-            if spec.qk_norm is QkNorm.HEADS:
-                gains.append(self._gain(f"{prefix}{name}.weight", spec.head_dim))
+        gains: list[Tensor | None] = []
+        for name, count in ((names.q_norm, spec.num_heads), (names.k_norm, shape.heads)):
+            if count == 0:
+                gains.append(None)
+            elif spec.qk_norm is QkNorm.HEADS:
+                gains.append(self._gain(f"{prefix}{name}.weight", shape.dim))
             else:
-                part = times(self._cut.heads(count), spec.head_dim)
-                gains.append(self._gain(f"{prefix}{name}.weight", count * spec.head_dim, part))
+                part = times(self._cut.heads(count), shape.dim)
+                gains.append(self._gain(f"{prefix}{name}.weight", count * shape.dim, part))
         return gains[0], gains[1]
 
     def _product(self, rows: Sequence[Rows], width: int, has_bias: bool) -> Product:
@@ -333,18 +415,20 @@ class TensorReader:
             gain=gain,
         )
 
-    def _qkv(self, prefix: str, attention: AttentionSpec) -> Product:
-        spec, rope = self._spec, attention.rope
+    def _qkv(self, prefix: str, layer: LayerSpec) -> Product:
+        spec, attention = self._spec, layer.attention
+        assert attention is not None, "a recurrent layer has no queries"
+        rope, dim = attention.rope, spec.kv_shape(attention).dim
         names = [prefix + name for name in self._names.qkv]
-        rows = qkv_rows(spec, self._cut, names, has_gate=attention.has_gate)
+        rows = qkv_rows(spec, layer, self._cut, names)
         product = self._product(rows, spec.hidden_size, spec.has_qkv_bias)
         if attention.has_gate:
             product = product.rows_at(gates_last(self.part))
         if rope is not None and rope.has_adjacent_pairs:
-            pairs, part = split_pairs(spec.head_dim, rope.rotary_dim), self.part
+            pairs, part = split_pairs(dim, rope.rotary_dim), self.part
             turned = part.num_heads + part.num_kv_heads
             product = product.rows_at(reordered_heads(pairs, turned, part.num_kv_heads))
-        if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == spec.head_dim:
+        if rope is None or rope.score_factor == 1.0 or rope.rotary_dim == dim:
             return product
         return _scaled(product, _unrotated_factors(self.part, rope).to(product.weight.device))
 

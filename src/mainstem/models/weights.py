@@ -327,6 +327,19 @@ class WeightDigest:
                     self._hashes[file].set_exception(error)
 
 
+_GAINS = (
+    "norm.weight",
+    "norm_1.weight",
+    "norm_2.weight",
+    "ln_attn.weight",
+    "ln_mlp.weight",
+    "ln_f.weight",
+    "layer_scalar",
+    "router.scale",
+    "per_expert_scale",
+)
+
+
 class RandomWeights:
     """A source of random weights, for measuring speed. It has tensors of any name and shape.
 
@@ -355,7 +368,7 @@ class RandomWeights:
 
     def take(self, name: str, shape: Iterable[int], at: tuple[slice, ...] = ()) -> Tensor:
         size = part_shape(tuple(shape), at)
-        if name.endswith(("norm.weight", "ln_attn.weight", "ln_mlp.weight", "ln_f.weight")):
+        if name.endswith(_GAINS):
             return torch.ones(size, dtype=self._dtype, device=self._device)
         tensor = torch.empty(size, dtype=self._dtype, device=self._device)
         return tensor.normal_(0.0, 0.02, generator=self._generator)

@@ -10,12 +10,24 @@ from torch import Tensor
 
 from mainstem.core.step import Spans
 from mainstem.kernels.attention import cpu
-from mainstem.kernels.attention.window import clip_spans
 from mainstem.kernels.memory.cpu import move_pages
 from mainstem.models.rope import rotary_table, turns_by
-from mainstem.models.spec import AttentionSpec, ModelSpec, RopeSpec
+from mainstem.models.spec import AttentionSpec, LayerSpec, ModelSpec, RopeSpec
 from mainstem.runner.inputs import Inputs
+from mainstem.runner.page_parts import clipped_to_windows
 from mainstem.runner.pages import DevicePages
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The heads of a layer's first product; equal ones share a record."""
+
+    num: int  # query heads
+    num_turned: int  # and key heads
+    num_kept: int  # and value heads; gates follow
+    dim: int
+    rotary_dim: int
+    part: int  # of a page: where K and V are
 
 
 class CpuAttention:
@@ -34,7 +46,18 @@ class CpuAttention:
             rope: rotary_table(rope, max_positions) for rope in spec.ropes
         }
         self.kinds = spec.attentions
+        self.places = spec.kv_places  # of each layer's K and V in a page
         self.sinks = sinks
+        self.heads = [
+            self._heads(layer, place)
+            for layer, place in zip(spec.attention_layers, self.places, strict=True)
+        ]
+
+    def _heads(self, layer: LayerSpec, place: int) -> _Heads:
+        new, num = self.spec.new_kv(layer), self.spec.num_heads
+        assert layer.attention is not None, "recurrent layers have no heads"
+        rotary_dim, part = self.spec.rotary_dim(layer.attention), self.pages.part_of[place]
+        return _Heads(num, num + new.heads, num + 2 * new.heads, new.dim, rotary_dim, part)
 
     def plan(self, inputs: Inputs, spans: Spans) -> "AttentionPlan":
         """Prepare a step."""
@@ -49,45 +72,43 @@ class _Turns:
     moves: Tensor | None  # [moves, 1, 1, rotary_dim / 2]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a step does in the layers of one part of a page."""
+
+    write_rows: Tensor
+    copies: tuple[Tensor, Tensor] | None
+    moves: tuple[Tensor, Tensor] | None  # places to move from and to
+    shape: cpu.PageShape
+
+
 class AttentionPlan:
     """Rotates, appends and attends. The decoder calls it for each layer."""
 
     def __init__(self, layers: CpuAttention, inputs: Inputs, spans: Spans) -> None:
         """The last layer computes only `inputs.hidden_rows`."""
         spec, pages = layers.spec, layers.pages
-        tokens, num_turned = len(inputs.write_slots), spec.num_heads + spec.num_kv_heads
+        tokens = len(inputs.token_ids)
         self._layers = layers
-        self._rotary_dim = spec.rotary_dim
-        self._pairs = (tokens, num_turned, spec.rotary_dim // 2, 2)
-        self._num_heads = spec.num_heads
-        self._num_turned = num_turned
-        self._num_kept = num_turned + spec.num_kv_heads  # heads before the gates
         # only the last layer may leave out rows
         self._is_last = spec.layers[-1].attention is not None
-        self._head_dim = spec.head_dim
-        self._write_rows = pages.write_rows(inputs.write_slots)
-        self._copies: tuple[Tensor, Tensor] | None = None
-        if inputs.copies is not None:
-            source, target = inputs.copies
-            self._copies = (pages.write_rows(source), pages.write_rows(target))
-        self._moves = inputs.moves
+        self._parts = [self._part(number, inputs) for number in range(len(pages.parts))]
         self._turns = {rope: _turns(layers, rope, inputs) for rope in layers.tables}
-        self._shape = cpu.PageShape(
-            spec.num_heads, spec.num_kv_heads, pages.num_pages, pages.page_size
-        )
         clipped: dict[int | None, Spans] = {None: spans}
         for window in {kind.window for kind in layers.kinds}:
             if window is not None:
                 positions = inputs.positions.numpy().astype(np.int32)
-                clipped[window] = clip_spans(spans, positions, window, pages.page_size)
+                clipped[window] = clipped_to_windows(
+                    spans, positions, window, pages.page_size, inputs.window_parts
+                )
         # layers with the same score settings share a plan, whatever their rotation
-        plans: dict[tuple[int | None, float, float | None], cpu.SpanPlan] = {}
-        self._spans: dict[AttentionSpec, cpu.SpanPlan] = {}
-        for kind in layers.kinds:
-            scores = (kind.window, kind.scale, kind.softcap)
+        plans: dict[tuple[int, int | None, float, float | None], cpu.SpanPlan] = {}
+        self._spans: list[cpu.SpanPlan] = []
+        for kind, heads in zip(layers.kinds, layers.heads, strict=True):
+            scores = (heads.part, kind.window, kind.scale, kind.softcap)
             if scores not in plans:
-                plans[scores] = self._plan(clipped[kind.window], tokens, kind)
-            self._spans[kind] = plans[scores]
+                plans[scores] = self._plan(clipped[kind.window], tokens, kind, heads)
+            self._spans.append(plans[scores])
         self._wanted = inputs.hidden_rows
         self._wanted_spans: cpu.SpanPlan | None = None
         if not self._is_last:
@@ -98,57 +119,81 @@ class AttentionPlan:
             if wanted is None:
                 self._wanted = None
             else:
-                self._wanted_spans = self._plan(wanted, len(inputs.hidden_rows), last)
+                count = len(inputs.hidden_rows)
+                self._wanted_spans = self._plan(wanted, count, last, layers.heads[-1])
 
-    def _plan(self, spans: Spans, tokens: int, kind: AttentionSpec) -> cpu.SpanPlan:
-        return cpu.plan(spans, tokens, self._shape, kind.scale, kind.softcap)
+    def _part(self, number: int, inputs: Inputs) -> _Part:
+        pages, spec = self._layers.pages, self._layers.spec
+        part = pages.parts[number]
+        places = inputs.windowed if part.is_windowed else inputs.places
+        copies = None
+        if places.copies is not None:
+            source, target = places.copies
+            copies = (pages.write_rows(number, source), pages.write_rows(number, target))
+        shape = cpu.PageShape(
+            spec.num_heads,
+            part.shape.heads,
+            part.num_places(pages.num_pages, pages.num_parts),
+            pages.page_size,
+        )
+        moves = None if places.moves is None else places.moves[:2]
+        return _Part(pages.write_rows(number, places.write_slots), copies, moves, shape)
+
+    def _plan(self, spans: Spans, tokens: int, kind: AttentionSpec, heads: _Heads) -> cpu.SpanPlan:
+        return cpu.plan(spans, tokens, self._parts[heads.part].shape, kind.scale, kind.softcap)
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """See Attention.run in models/block.py."""
-        tokens, kind = len(qkv), self._layers.kinds[layer]
-        heads = qkv.view(tokens, -1, self._head_dim)
+        tokens, kind, sizes = len(qkv), self._layers.kinds[layer], self._layers.heads[layer]
+        heads = qkv.view(tokens, -1, sizes.dim)
         turns = None if kind.rope is None else self._turns[kind.rope]
         if turns is not None:
-            self._rotate(heads[:, : self._num_turned], turns.tokens)
-        pages = self._layers.pages
-        pages.append(layer, self._write_rows, heads[:, self._num_heads : self._num_kept])
-        if self._moves is not None:
-            source, target, _ = self._moves
-            move_pages(pages.joint(layer), source, target, None if turns is None else turns.moves)
-        if self._copies is not None:
-            pages.copy(layer, *self._copies)
-        q, sinks = heads[:, : self._num_heads], self._layers.sinks[layer]
+            _rotate(heads[:, : sizes.num_turned], turns.tokens, sizes.rotary_dim)
+        pages, place = self._layers.pages, self._layers.places[layer]
+        if sizes.num_kept > sizes.num:  # otherwise an earlier layer has written K and V
+            part = self._parts[sizes.part]
+            pages.append(place, part.write_rows, heads[:, sizes.num : sizes.num_kept])
+            if part.moves is not None:
+                turned = None if turns is None else turns.moves
+                move_pages(pages.joint(place), *part.moves, turned)
+            if part.copies is not None:
+                pages.copy(place, *part.copies)
+        q, sinks = heads[:, : sizes.num], self._layers.sinks[layer]
         if layer == len(self._layers.kinds) - 1 and self._wanted is not None:
-            mixed = self._run_wanted(q, pages.slots(layer), sinks)
+            mixed = self._run_wanted(q, pages.slots(place), sinks)
         else:
-            mixed = self._spans[kind].run(q, pages.slots(layer), sinks).view(tokens, -1)
+            mixed = self._spans[layer].run(q, pages.slots(place), sinks).view(tokens, -1)
         if kind.has_gate:
-            mixed *= torch.sigmoid(heads[:, self._num_kept :].reshape(tokens, -1))
+            mixed *= torch.sigmoid(heads[:, sizes.num_kept :].reshape(tokens, -1))
         return mixed
 
     def _run_wanted(self, q: Tensor, slots: Tensor, sinks: Tensor | None) -> Tensor:
         """Compute only the wanted rows. The result has all rows; the others are not used."""
-        out = q.new_empty(len(q), self._num_heads * self._head_dim)
+        out = q.new_empty(len(q), q.shape[1] * q.shape[2])
         if self._wanted_spans is not None:
             assert self._wanted is not None
             found = self._wanted_spans.run(q.index_select(0, self._wanted), slots, sinks)
             out[self._wanted] = found.view(len(found), -1)
         return out
 
-    def _rotate(self, x: Tensor, turns: Tensor) -> None:
-        """Rotate in place; the two dims of a pair are adjacent, so a pair is a complex number."""
-        part = x if self._rotary_dim == self._head_dim else x[..., : self._rotary_dim]
-        if x.dtype == torch.float32:
-            torch.view_as_complex(part.view(self._pairs)).mul_(turns)
-            return
-        pairs = torch.view_as_complex(part.float().view(self._pairs))
-        part.copy_(torch.view_as_real(pairs * turns).flatten(-2))
+
+def _rotate(x: Tensor, turns: Tensor, rotary_dim: int) -> None:
+    """Rotate [tokens, heads, dim] in place; the two dims of a pair are adjacent, so a pair is a
+    complex number."""
+    tokens, heads, dim = x.shape
+    part = x if rotary_dim == dim else x[..., :rotary_dim]
+    pairs = (tokens, heads, rotary_dim // 2, 2)
+    if x.dtype == torch.float32:
+        torch.view_as_complex(part.view(pairs)).mul_(turns)
+        return
+    wide = torch.view_as_complex(part.float().view(pairs))
+    part.copy_(torch.view_as_real(wide * turns).flatten(-2))
 
 
 def _turns(layers: CpuAttention, rope: RopeSpec, inputs: Inputs) -> _Turns:
     moves = None
-    if inputs.moves is not None:
-        moves = turns_by(rope, inputs.moves[2])[:, None, None]
+    if inputs.places.moves is not None:
+        moves = turns_by(rope, inputs.places.moves[2])[:, None, None]
     return _Turns(layers.tables[rope].index_select(0, inputs.positions)[:, None], moves)
 
 

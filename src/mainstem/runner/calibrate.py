@@ -90,10 +90,10 @@ def measure_tiles(probe: Probe) -> Iterator[tuple[str, Tiles]]:
     """
     if probe.device.type == "cpu":
         return
-    from mainstem.kernels.attention.ops import HEAD_DIMS  # noqa: PLC0415  # needs Triton
+    from mainstem.kernels.attention.tuning import SPLIT_TILES  # noqa: PLC0415  # needs Triton
     from mainstem.runner.calibrate_pace import fit_pace  # noqa: PLC0415
 
-    for head_dim in HEAD_DIMS:
+    for head_dim in SPLIT_TILES:  # not for wider heads, which few layers have
         sized = replace(probe, heads=replace(probe.heads, head_dim=head_dim))
         shape = _make_attention(sized, num_tokens=1, num_pages=1).shape
         step_us = partial(_uncut_us, sized)

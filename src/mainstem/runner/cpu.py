@@ -110,7 +110,7 @@ class CpuRunner:
         gate = self._gate_for(step)
         if self._single is not None and self._single.can_run(step):
             return self._single.run(step, make_token_ids(step, self._previous), gate), []
-        inputs = make_inputs(step, self._previous)
+        inputs = make_inputs(step, self._previous, self._pages.page_size)
         planned = self._attention.plan(inputs, step.spans)
         token_ids, rows, decoder = inputs.token_ids, inputs.hidden_rows, self._decoder
         if self._recurrence is not None:

@@ -10,7 +10,6 @@ are replayed as CUDA graphs (graphs.py).
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -87,7 +86,8 @@ class GpuRunner:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._gate = OpenGate() if gate is None else gate
-        self._inputs = InputBuffers(max_tokens, device)
+        has_parts = pages.num_parts > 0
+        self._inputs = InputBuffers(max_tokens, device, pages.page_size, has_parts=has_parts)
         self._uploads = Uploads(device)
         self._previous = torch.empty(0, dtype=torch.int64, device=device)
         rows = min(_LOGIT_ROWS, max_tokens)
@@ -140,7 +140,11 @@ class GpuRunner:
             if rows <= len(self._logits):
                 decoder.logits(hidden_rows[:rows], self._logits[:rows])
         self._graphs = StepGraphs(
-            graph_sizes, attention.kinds_of_steps, self._pieces, decoder.spec.page_layers
+            graph_sizes,
+            attention.kinds_of_steps,
+            self._pieces,
+            decoder.spec.page_layers,
+            has_states=self._recurrence is not None,
         )
         torch.cuda.synchronize(self._device)
 
@@ -178,7 +182,7 @@ class GpuRunner:
             assert self._loads is not None, "a step names loads and no copier is attached"
             gate = self._loads.gate(step.load_ids)
         size = None if self._graphs is None else self._graphs.size_for(step)
-        launches = self._attention.plan(step.spans, step.positions)
+        launches = self._attention.plan(step.spans, step.positions, step.window_parts)
         begin = self._mark()  # after planning: the device may be idle while the host plans
         inputs = self._inputs.send(step, self._previous, size or self._padded(step.num_tokens))
         hidden, masses = self._forward(step, inputs, size, launches, gate)
@@ -237,11 +241,13 @@ class GpuRunner:
         assert self._graphs is not None
         if self._decode_states is not None:
             self._decode_states.send(step, size)
-        if inputs.copies is not None:
-            copy_slots(self._pages.all.flatten(0, 1), *inputs.copies)
+        for part, tensor in zip(self._pages.parts, self._pages.tensors, strict=True):
+            places = inputs.windowed if part.is_windowed else inputs.places
+            if places.copies is not None:
+                copy_slots(tensor.flatten(0, 1), *places.copies)
         self._graphs.replay(size, launches, gate)
         if size > FEW_TOKENS:
-            self._attention.bind(replace(inputs, copies=None), launches)  # these are already copied
+            self._attention.bind(inputs.without_copies(), launches)  # these are already copied
             normed, last = self._before_last[size], decoder.spec.num_layers - 1
             rows, mixer = inputs.hidden_rows, self._decode_mixer(size)
             return decoder.finish(normed, last, size, rows, mixer, gate), []

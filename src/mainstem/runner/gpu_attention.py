@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,16 +10,16 @@ from torch import Tensor
 from mainstem.core.step import Int32s, Spans
 from mainstem.kernels.attention.ops import AttentionLimits, SpanAttention, partial_bytes
 from mainstem.kernels.attention.plan import ALL_LAUNCHES, Launches
-from mainstem.kernels.attention.window import clip_spans
 from mainstem.kernels.dense.head_norms import HeadNorms
 from mainstem.kernels.memory.append import rope_append
 from mainstem.kernels.memory.copy import copy_slots
 from mainstem.kernels.memory.rotate import rerotate
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.rope import inverse_frequencies
-from mainstem.models.spec import ModelSpec
+from mainstem.models.spec import KvShape, ModelSpec
 from mainstem.runner.gpu_inputs import GpuInputs
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.page_parts import clipped_to_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,15 @@ class SpanSettings:
     deterministic_keys: int | None
 
 
+class _Kind(NamedTuple):
+    """Layers that share a plan."""
+
+    window: int | None
+    softcap: float | None
+    scale: float
+    shape: KvShape
+
+
 class LayerSpans:
     """Span attention of all layers. Layers with the same score settings share a plan, layers with
     the same window share spans, and all share the memory for Partials.
@@ -40,30 +50,34 @@ class LayerSpans:
     def __init__(self, spec: ModelSpec, settings: SpanSettings) -> None:
         self._page_size = settings.page_size
         self._align_tokens = settings.deterministic_keys
-        scores = [(kind.window, kind.softcap, kind.scale) for kind in spec.attentions]
+        kinds = [
+            _Kind(kind.window, kind.softcap, kind.scale, spec.kv_shape(kind))
+            for kind in spec.attentions
+        ]
         heads, limits = spec.num_heads, settings.limits
         partials: Tensor | None = None
-        if len(set(scores)) > 1:
-            size = partial_bytes(heads, spec.head_dim, limits)
+        if len(set(kinds)) > 1:
+            size = max(partial_bytes(heads, kind.shape.dim, limits) for kind in kinds)
             partials = torch.empty(size, dtype=torch.uint8, device=settings.device)
+        self._has_parts = bool(spec.windowed)
         self._kinds = {
-            (window, softcap, scale): SpanAttention(
+            kind: SpanAttention(
                 heads=heads,
-                kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
+                kv_heads=kind.shape.heads,
+                head_dim=kind.shape.dim,
                 page_size=settings.page_size,
                 dtype=settings.dtype,
                 device=settings.device,
                 limits=limits,
-                scale=scale,
-                has_window=window is not None,
-                softcap=softcap,
+                scale=kind.scale,
+                has_window=kind.window is not None,
+                softcap=kind.softcap,
                 deterministic_keys=settings.deterministic_keys,
                 partials=partials,
             )
-            for window, softcap, scale in dict.fromkeys(scores)
+            for kind in dict.fromkeys(kinds)
         }
-        self._layers = [self._kinds[kind] for kind in scores]
+        self._layers = [self._kinds[kind] for kind in kinds]
         self._lse: Tensor | None = None  # log-sum-exps, which sinks need
         if any(kind.has_sinks for kind in spec.attentions):
             self._lse = torch.zeros((limits.max_tokens, heads), device=settings.device)
@@ -74,16 +88,17 @@ class LayerSpans:
         kinds that have it."""
         return max((kind.kinds_of_steps for kind in self._kinds.values()), key=len)
 
-    def plan(self, spans: Spans, positions: Int32s) -> Launches:
-        """Describe the next step, with the positions of its tokens; returns the launches that it
-        needs.
+    def plan(self, spans: Spans, positions: Int32s, window_parts: Int32s | None) -> Launches:
+        """Describe the next step, with the positions of its tokens, and Step.window_parts; returns
+        the launches that it needs.
         """
         clipped: dict[int | None, Spans] = {None: spans}
         has_large = has_merge = False
-        for (window, _, _), attention in self._kinds.items():
+        for kind, attention in self._kinds.items():
+            window = kind.window
             if window is not None and window not in clipped:
-                clipped[window] = clip_spans(
-                    spans, positions, window, self._page_size, self._align_tokens
+                clipped[window] = clipped_to_windows(
+                    spans, positions, window, self._page_size, window_parts, self._align_tokens
                 )
             needed = attention.plan(clipped[window])
             has_large |= needed.large
@@ -118,10 +133,15 @@ class GpuAttention:
     ) -> None:
         self._pages = pages
         self._spans = spans
-        self._mixed = space.mixed
-        self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self._head_dim = spec.head_dim
+        self._space = space
+        self._num_heads = spec.num_heads
+        self._places = spec.kv_places  # of each layer's K and V in a page
+        self._new_kv = [spec.new_kv(layer) for layer in spec.attention_layers]
+        windowed = {place for part in pages.parts if part.is_windowed for place in part.layers}
+        self._is_windowed = [place in windowed for place in self._places]
         device = space.mixed.device
+        max_tokens = len(space.mixed)
+        self._no_slots = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         tables = {rope: inverse_frequencies(rope).to(device) for rope in spec.ropes}
         ropes = [kind.rope for kind in spec.attentions]
         self._frequencies = [None if rope is None else tables[rope] for rope in ropes]
@@ -136,9 +156,9 @@ class GpuAttention:
         """See LayerSpans."""
         return self._spans.kinds_of_steps
 
-    def plan(self, spans: Spans, positions: Int32s) -> Launches:
+    def plan(self, spans: Spans, positions: Int32s, window_parts: Int32s | None = None) -> Launches:
         """See LayerSpans."""
-        return self._spans.plan(spans, positions)
+        return self._spans.plan(spans, positions, window_parts)
 
     def bind(self, inputs: GpuInputs, launches: Launches) -> None:
         """Set positions and slots of the next step's tokens, and what to launch for them."""
@@ -147,28 +167,36 @@ class GpuAttention:
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """See Attention.run in models/block.py."""
         assert self._inputs is not None
-        inputs, tokens, heads = self._inputs, len(qkv), self._num_heads
-        parts = qkv.view(tokens, -1, self._head_dim)
-        q = parts[:, :heads]
-        gates = heads + 2 * self._num_kv_heads  # the first head of the gates, if there are some
-        k, v = (
-            parts[:, heads : heads + self._num_kv_heads],
-            parts[:, gates - self._num_kv_heads : gates],
-        )
-        k_pages, v_pages = self._pages.keys(layer), self._pages.values(layer)
-        frequencies = self._frequencies[layer]
+        tokens, heads, new = len(qkv), self._num_heads, self._new_kv[layer]
+        parts = qkv.view(tokens, -1, new.dim)
+        q, kv = parts[:, :heads], parts[:, heads : heads + 2 * new.heads]
+        place = self._places[layer]
+        pages = self._pages.keys(place), self._pages.values(place)
+        if new.heads:
+            self._append(layer, q, kv, pages)
+        else:  # an earlier layer has written K and V: only queries are rotated
+            rope_append(
+                q, q[:, : pages[0].shape[1]], q[:, : pages[0].shape[1]], *pages,
+                self._inputs.positions, self._no_slots[:tokens], self._frequencies[layer],
+            )  # fmt: skip
+        mixed = self._space.mixed_rows(tokens, heads * new.dim)
+        out = mixed.view(tokens, heads, new.dim)
+        self._spans.run(layer, q, pages, out, self._sinks[layer], self._launches)
+        if self._has_gate[layer]:
+            out.mul_(torch.sigmoid(parts[:, heads + 2 * new.heads :]))
+        return mixed
+
+    def _append(self, layer: int, q: Tensor, kv: Tensor, pages: tuple[Tensor, Tensor]) -> None:
+        """Norm and rotate heads, and write K and V."""
+        inputs, frequencies = self._inputs, self._frequencies[layer]
+        assert inputs is not None
+        places = inputs.windowed if self._is_windowed[layer] else inputs.places
+        k, v = kv.chunk(2, dim=1)
         rope_append(
-            q, k, v, k_pages, v_pages, inputs.positions, inputs.write_slots, frequencies,
+            q, k, v, *pages, inputs.positions, places.write_slots, frequencies,
             self._head_norms[layer],
         )  # fmt: skip
-        if inputs.moves is not None:
-            rerotate(k_pages, v_pages, *inputs.moves, frequencies)
-        if inputs.copies is not None:
-            copy_slots(self._pages.joint(layer), *inputs.copies)
-        mixed = self._mixed[:tokens]
-        out = mixed.view(tokens, heads, self._head_dim)
-        sinks, pages = self._sinks[layer], (k_pages, v_pages)
-        self._spans.run(layer, q, pages, out, sinks, self._launches)
-        if self._has_gate[layer]:
-            out.mul_(torch.sigmoid(parts[:, gates:]))
-        return mixed
+        if places.moves is not None:
+            rerotate(*pages, *places.moves, frequencies)
+        if places.copies is not None:
+            copy_slots(self._pages.joint(self._places[layer]), *places.copies)

@@ -1,6 +1,6 @@
 """Sends a Step's arrays to a GPU: one copy through pinned memory into fixed buffers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,9 +9,12 @@ from torch import Tensor
 
 from mainstem.core.step import Step
 from mainstem.kernels.memory.upload import move_words
+from mainstem.runner.inputs import Places
+from mainstem.runner.page_parts import in_windowed_parts
 from mainstem.runner.uploads import Uploads
 
-_ROWS = 6  # token ids, positions, slots, hidden rows, carry to, carry from
+# token ids, positions, slots, hidden rows, carry to, carry from, slots in windowed parts
+_ROWS = 7
 _NUM_STAGING = 3  # steps whose arrays may be on their way to the device
 FEW_ROWS = 1024
 FINE_ROWS, COARSE_ROWS = 16, 64
@@ -36,17 +39,28 @@ class GpuInputs:
 
     token_ids: Tensor  # [padded]
     positions: Tensor  # [padded]
-    write_slots: Tensor  # [padded]; -1 in the padding, which is not written
+    # write slots are [padded]; -1 in the padding, which is not written
+    places: Places
+    windowed: Places  # in the windowed parts of pages
     hidden_rows: Tensor | None  # as Inputs.hidden_rows, padded
-    copies: tuple[Tensor, Tensor] | None
-    moves: tuple[Tensor, Tensor, Tensor] | None
+
+    def without_copies(self) -> "GpuInputs":
+        """The same, after the slots were copied."""
+        places, windowed = (each._replace(copies=None) for each in (self.places, self.windowed))
+        return replace(self, places=places, windowed=windowed)
 
 
 class InputBuffers:
     """Sends Steps of up to `max_tokens` tokens, in launch order on one stream."""
 
-    def __init__(self, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, device: torch.device, page_size: int = 1, *, has_parts: bool = False
+    ) -> None:
+        """`has_parts`: windowed parts of pages have places of their own."""
         self._max_tokens = max_tokens
+        self._page_size = page_size
+        self._rows = _ROWS if has_parts else _ROWS - 1
+        self._windowed_row = 6 if has_parts else 2
         self._uploads = Uploads(device)
         self._ints = torch.zeros((_ROWS, max_tokens), dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
@@ -65,38 +79,50 @@ class InputBuffers:
         self._next = (index + 1) % _NUM_STAGING
         if self._copied:
             self._copied[index].synchronize()  # the copy of three steps ago
-        rows = self._fill(self._arrays[index], step, num_padded)
+        windowed = in_windowed_parts(step, self._page_size)
+        rows = self._fill(self._arrays[index], step, windowed, num_padded)
         columns = max(num_padded, rows or 0)
-        move_words(self._ints[:, :columns], self._staging[index][:, :columns])
+        move_words(self._ints[: self._rows, :columns], self._staging[index][: self._rows, :columns])
         if self._copied:
             self._copied[index].record()
         token_ids = self._ints[0, :num_padded]
         if count := len(step.carry_to):
             ids = previous.index_select(0, self._ints[5, :count])
             token_ids.index_copy_(0, self._ints[4, :count], ids)
+        places = Places(self._ints[2, :num_padded], self._copies(step), self._moves(step))
+        in_windows = places
+        if windowed is not step:
+            slots = self._ints[self._windowed_row, :num_padded]
+            in_windows = Places(slots, self._copies(windowed), self._moves(windowed))
         return GpuInputs(
             token_ids=token_ids,
             positions=self._ints[1, :num_padded],
-            write_slots=self._ints[2, :num_padded],
+            places=places,
+            windowed=in_windows,
             hidden_rows=None if rows is None else self._ints[3, :rows],
-            copies=self._copies(step),
-            moves=self._moves(step),
         )
 
     def views(self, num_padded: int) -> GpuInputs:
         """Return the buffers without sending anything; a CUDA graph of this size reads them."""
-        token_ids, positions, slots = self._ints[:3, :num_padded]
-        return GpuInputs(token_ids, positions, slots, None, None, None)
+        ints = self._ints[:, :num_padded]
+        places, windowed = Places(ints[2]), Places(ints[self._windowed_row])
+        return GpuInputs(ints[0], ints[1], places, windowed, None)
 
     def clear(self) -> None:
         """Prepare a pass without a Step: no tokens, no slots to write."""
         self._ints[:2].zero_()
-        self._ints[2].fill_(-1)
+        self._ints[[2, 6]] = -1
 
-    def _fill(self, ints: NDArray[np.int64], step: Step, num_padded: int) -> int | None:
+    def _fill(
+        self, ints: NDArray[np.int64], step: Step, windowed: Step, num_padded: int
+    ) -> int | None:
         """Fill the staging arrays. Returns the number of hidden rows; None if they are all rows, in
         order."""
         tokens = step.num_tokens
+        if self._rows == _ROWS:
+            assert step.window_parts is not None, "a step says nothing of windowed parts"
+            ints[6, tokens:num_padded] = -1
+            ints[6, :tokens] = windowed.write_slots
         ints[:2, tokens:num_padded] = 0
         ints[2, tokens:num_padded] = -1
         ints[0, :tokens] = step.token_ids

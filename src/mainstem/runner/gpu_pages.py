@@ -1,12 +1,16 @@
-"""Device pages on a GPU: [layer][K or V][pages, kv_heads, page_size, head_dim].
+"""Device pages on a GPU, for each part of a page (page_parts.py):
 
-One allocation: the parts of a page are at equal distances, so a copy engine can copy them as rows.
+    [layer][K or V][places, kv_heads, page_size, head_dim]
+
+A place is a page, or a page's windowed part. One allocation for each part: the layers of a place
+are at equal distances, so a copy engine can copy them as rows.
 """
 
 import torch
 from torch import Tensor
 
 from mainstem.models.spec import ModelSpec
+from mainstem.runner.page_parts import page_parts
 
 
 class GpuPages:
@@ -19,12 +23,32 @@ class GpuPages:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_parts: int = 0,
     ) -> None:
+        """`num_parts`: RunnerFacts.num_parts."""
         self.num_pages = num_pages
+        self.num_parts = num_parts
         self.page_size = page_size
-        shape = (len(spec.attentions), 2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
-        self.all = torch.zeros(shape, dtype=dtype, device=device)
-        self._layers = list(self.all.unbind())
+        self.parts = page_parts(spec)
+        self.tensors = [
+            torch.zeros(
+                (
+                    len(part.layers),
+                    2,
+                    part.num_places(num_pages, num_parts),
+                    part.shape.heads,
+                    page_size,
+                    part.shape.dim,
+                ),
+                dtype=dtype,
+                device=device,
+            )
+            for part in self.parts
+        ]
+        layers: dict[int, Tensor] = {}
+        for part, tensor in zip(self.parts, self.tensors, strict=True):
+            layers.update(zip(part.layers, tensor.unbind(), strict=True))
+        self._layers = [layers[place] for place in range(len(layers))]
         self._halves = [layer.unbind() for layer in self._layers]
 
     @property
@@ -33,10 +57,11 @@ class GpuPages:
 
     @property
     def page_bytes(self) -> int:
-        return self.all.nbytes // self.num_pages
+        """Bytes of a page with all its parts."""
+        return sum(tensor.nbytes // tensor.shape[2] for tensor in self.tensors)
 
     def joint(self, layer: int) -> Tensor:
-        """[2, pages, kv_heads, page_size, head_dim], K first."""
+        """[2, places, kv_heads, page_size, head_dim], K first."""
         return self._layers[layer]
 
     def keys(self, layer: int) -> Tensor:

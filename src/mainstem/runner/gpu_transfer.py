@@ -13,7 +13,9 @@ each other down, and only the short kernel uses multiprocessors. A save starts w
 ended, so it needs no event of the compute stream.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ class GpuTransfer:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self.kept: Tensor | None = None  # pinned memory, kept alive while a kernel reads it
+        self.kept: list[Tensor] = []  # pinned memory, kept alive while a kernel reads it
         self.begin = _event()
         self.events: list[torch.cuda.Event] = []
         self._num_groups_done = 0
@@ -98,25 +100,28 @@ class GpuCopier:
     """PageCopier over the page tensors of a GPU."""
 
     def __init__(self, pages: GpuPages, host_bytes: int, part: SlabPart = WHOLE) -> None:
-        num_layers, _, _, *half_shape = pages.all.shape
-        shape = (num_layers, 2, *half_shape)
-        self._half_bytes = pages.all[0, 0, 0].nbytes
-        self._layer_bytes = 2 * self._half_bytes
-        self._pages = pages
-        self._num_layers = num_layers
-        self._slab = HostSlab(host_bytes, shape, pages.all.dtype, is_pinned=True, part=part)
-        self._staging = _Staging(
-            self._layer_bytes * min(LAYERS_AT_ONCE, num_layers), pages.all.device
-        )
-        self._saves_stream = _stream(pages.all.device, priority=0)
+        shapes = [(len(each), 2, *each.shape[3:]) for each in pages.tensors]
+        self._device, dtype = pages.tensors[0].device, pages.tensors[0].dtype
+        self._num_layers = pages.num_layers
+        self._slab = HostSlab(host_bytes, shapes, dtype, is_pinned=True, part=part)
+        self._parts = [
+            _Part(tensor, found.layers, found.is_windowed, start, tensor[0, 0, 0].nbytes)
+            for tensor, found, start in zip(
+                pages.tensors, pages.parts, self._slab.part_starts, strict=True
+            )
+        ]
+        most = max(each.layer_bytes * min(LAYERS_AT_ONCE, len(each.layers)) for each in self._parts)
+        self._staging = _Staging(most, self._device)
+        self._saves_stream = _stream(self._device, priority=0)
         self._loads: dict[LoadId, GpuTransfer] = {}
         self._compile()
 
     def _compile(self) -> None:
         """Compile the kernel before the first load needs it."""
-        nothing = torch.empty(0, dtype=torch.int32, device=self._pages.all.device)
+        nothing = torch.empty(0, dtype=torch.int32, device=self._device)
         buffer, _ = self._staging.take()
-        spread_pages(self._pages.all, buffer, nothing)
+        for part in self._parts:
+            spread_pages(part.tensor, buffer, nothing)
         torch.cuda.synchronize(buffer.device)
 
     @property
@@ -135,51 +140,67 @@ class GpuCopier:
         return self._slab.slot(slot)
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> GpuTransfer:
-        distance = self._pages.all[0, 0].nbytes  # from K to V, from V to the next layer's K
-        at_once, pitch = 2 * self._num_layers, distance
-        if distance > MAX_PITCH:  # too far apart: rows are copied one by one
-            at_once, pitch = 1, self._half_bytes
-        rows = PitchedRows(self._half_bytes, host_pitch=self._half_bytes, device_pitch=pitch)
-        stream = self._saves_stream
-        transfer = GpuTransfer(self._num_layers)
+        transfer, stream = GpuTransfer(self._num_layers), self._saves_stream
         transfer.begin.record(stream)
-        for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
-            source = self._pages.all.data_ptr() + page * self._half_bytes
-            target = self._address(slot, 0)
-            for half in range(0, 2 * self._num_layers, at_once):
-                rows.to_host(
-                    source + half * distance, target + half * self._half_bytes,
-                    at_once, stream.cuda_stream,
-                )  # fmt: skip
+        for part in self._parts:
+            places = parts if part.is_windowed and parts is not None else pages
+            self._save_part(part, places, slots)
         transfer.events = [_recorded(stream)] * self._num_groups()
         return transfer
+
+    def _save_part(self, part: "_Part", places: Int32s, slots: Int32s) -> None:
+        half_bytes, num_halves = part.half_bytes, 2 * len(part.layers)
+        distance = part.tensor[0, 0].nbytes  # from K to V, from V to the next layer's K
+        at_once, pitch = num_halves, distance
+        if distance > MAX_PITCH:  # too far apart: rows are copied one by one
+            at_once, pitch = 1, half_bytes
+        rows = PitchedRows(half_bytes, host_pitch=half_bytes, device_pitch=pitch)
+        for place, slot in zip(places.tolist(), slots.tolist(), strict=True):
+            source = part.tensor.data_ptr() + place * half_bytes
+            target = self._address(slot, part, 0)
+            for half in range(0, num_halves, at_once):
+                rows.to_host(
+                    source + half * distance, target + half * half_bytes,
+                    at_once, self._saves_stream.cuda_stream,
+                )  # fmt: skip
 
     def load(
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> GpuTransfer:
         staging = self._staging
-        slots, pages = _by_slot(slots, pages)
+        order = np.argsort(slots)  # one call can copy a run of neighbouring slots
+        slots, pages = slots[order], pages[order]
         transfer = GpuTransfer(self._num_layers)
         with torch.cuda.stream(staging.pages_stream):
             transfer.begin.record()
-            page_ids = self._upload(pages, transfer)
-            for first, count in self._groups():
-                width = count * self._layer_bytes
-                rows = PitchedRows(width, host_pitch=self._slab.slot_bytes, device_pitch=width)
-                for part in _parts(len(slots), staging.pages):
-                    buffer, is_empty = staging.take()
-                    for row, slot, length in _runs(slots[part]):
-                        rows.to_device(
-                            self._address(slot, first), buffer.data_ptr() + row * width,
-                            length, staging.rows_stream.cuda_stream,
-                        )  # fmt: skip
-                    staging.pages_stream.wait_stream(staging.rows_stream)
-                    layers = self._pages.all[first : first + count]
-                    spread_pages(layers, buffer, page_ids[part])
-                    is_empty.record(staging.pages_stream)
+            page_ids = windowed_ids = self._upload(pages, transfer)
+            if parts is not None:
+                windowed_ids = self._upload(parts[order], transfer)
+            for group in range(0, self._num_layers, LAYERS_AT_ONCE):
+                for part in self._parts:
+                    ids = windowed_ids if part.is_windowed else page_ids
+                    self._load_layers(part, part.between(group, group + LAYERS_AT_ONCE), slots, ids)
                 transfer.events.append(_recorded(staging.pages_stream))
         self._loads[load_id] = transfer
         return transfer
+
+    def _load_layers(self, part: "_Part", layers: slice, slots: Int32s, ids: Tensor) -> None:
+        """Copy some layers of a part from ascending slots to these places."""
+        tensor, staging = part.tensor[layers], self._staging
+        width = len(tensor) * part.layer_bytes
+        if width == 0:
+            return
+        rows = PitchedRows(width, host_pitch=self._slab.slot_bytes, device_pitch=width)
+        for some in _parts(len(slots), staging.pages):
+            buffer, is_empty = staging.take()
+            for row, slot, length in _runs(slots[some]):
+                rows.to_device(
+                    self._address(slot, part, layers.start), buffer.data_ptr() + row * width,
+                    length, staging.rows_stream.cuda_stream,
+                )  # fmt: skip
+            staging.pages_stream.wait_stream(staging.rows_stream)
+            spread_pages(tensor, buffer, ids[some])
+            is_empty.record(staging.pages_stream)
 
     def forget(self, load_id: LoadId) -> None:
         self._loads.pop(load_id, None)
@@ -201,27 +222,37 @@ class GpuCopier:
         """Page ids on the device."""
         pinned = torch.empty(len(pages), dtype=torch.int32, pin_memory=True)
         pinned.numpy()[:] = pages
-        transfer.kept = pinned
-        on_device = torch.empty(len(pages), dtype=torch.int32, device=self._pages.all.device)
+        transfer.kept.append(pinned)
+        on_device = torch.empty(len(pages), dtype=torch.int32, device=self._device)
         move_words(on_device[None], pinned[None])
         return on_device
 
     def _num_groups(self) -> int:
         return -(-self._num_layers // LAYERS_AT_ONCE)
 
-    def _groups(self) -> Iterator[tuple[int, int]]:
-        """Groups of layers: first layer and number of layers."""
-        for first in range(0, self._num_layers, LAYERS_AT_ONCE):
-            yield first, min(LAYERS_AT_ONCE, self._num_layers - first)
-
-    def _address(self, slot: int, layer: int) -> int:
-        return self._slab.address + slot * self._slab.slot_bytes + layer * self._layer_bytes
+    def _address(self, slot: int, part: "_Part", layer: int) -> int:
+        """Where layer number `layer` of a part begins in a slot."""
+        first = self._slab.address + slot * self._slab.slot_bytes
+        return first + part.start + layer * part.layer_bytes
 
 
-def _by_slot(slots: Int32s, pages: Int32s) -> tuple[Int32s, Int32s]:
-    """Sort both by slot, since one call can copy a run of neighbouring slots."""
-    order = np.argsort(slots)
-    return slots[order], pages[order]
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of all pages."""
+
+    tensor: Tensor  # [layers, 2, places, kv_heads, page_size, head_dim]
+    layers: tuple[int, ...]  # their places in a page
+    is_windowed: bool
+    start: int  # in a slot, in bytes
+    half_bytes: int  # of K or V of a page in a layer
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.half_bytes
+
+    def between(self, first: int, end: int) -> slice:
+        """The layers whose places in a page are from `first` up to `end`."""
+        return slice(bisect_left(self.layers, first), bisect_left(self.layers, end))
 
 
 def _parts(count: int, at_once: int) -> Iterator[slice]:

@@ -55,9 +55,12 @@ class StepGraphs:
         kinds: tuple[Launches, ...],
         pieces_of: Callable[[int, Launches], Sequence[Callable[[], None]]],
         page_layers: Sequence[int | None],
+        *,
+        has_states: bool = False,
     ) -> None:
         """The first of the `kinds` works for any step. `pieces_of(size, launches)` returns the
-        pieces in order, of LAYERS_AT_ONCE layers each. `page_layers` is that of the recipe.
+        pieces in order, of LAYERS_AT_ONCE layers each. `page_layers` is that of the recipe;
+        `has_states` says whether some layers are recurrent.
         """
         numbers = [
             [number for number in page_layers[first : first + LAYERS_AT_ONCE] if number is not None]
@@ -65,7 +68,7 @@ class StepGraphs:
         ]
         # layers of pages arrive in groups: each piece waits for those that begin in it
         self._awaited = [[n for n in piece if n % LAYERS_AT_ONCE == 0] for piece in numbers]
-        self._has_states = None in page_layers
+        self._has_states = has_states
         self._sizes = sizes
         self._all = kinds[0]
         self._graphs: dict[tuple[int, Launches], list[torch.cuda.CUDAGraph]] = {}

@@ -1,12 +1,23 @@
 """Makes device tensors from a Step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mainstem.core.step import Step
+from mainstem.core.step import Int32s, Step
+from mainstem.runner.page_parts import in_windowed_parts
+
+
+class Places(NamedTuple):
+    """Where a step writes, copies and moves K and V: in pages, or in their windowed parts."""
+
+    write_slots: Tensor  # [tokens]
+    copies: tuple[Tensor, Tensor] | None = None  # slots to copy from and to
+    # pages to move from and to, positions to move by
+    moves: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +26,9 @@ class Inputs:
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    write_slots: Tensor  # [tokens]
-    copies: tuple[Tensor, Tensor] | None  # slots to copy from and to
-    moves: tuple[Tensor, Tensor, Tensor] | None  # pages to move from and to, positions to move by
+    places: Places
+    windowed: Places  # in the windowed parts of pages
+    window_parts: Int32s | None  # Step.window_parts
     # packed tokens whose last hidden state is needed: samples, then prompt logprobs. None: all
     # tokens in order, as in a step of decodes
     hidden_rows: Tensor | None
@@ -33,10 +44,24 @@ def make_token_ids(step: Step, previous: Tensor) -> Tensor:
     return token_ids
 
 
-def make_inputs(step: Step, previous: Tensor) -> Inputs:
+def make_inputs(step: Step, previous: Tensor, page_size: int) -> Inputs:
     """Return the inputs of a step; `previous` is as in make_token_ids."""
     rows, _ = step.hidden_rows()
     is_all = np.array_equal(rows, np.arange(step.num_tokens))
+    places = windowed = _places(step)
+    if step.window_parts is not None:
+        windowed = _places(in_windowed_parts(step, page_size))
+    return Inputs(
+        token_ids=make_token_ids(step, previous),
+        positions=torch.from_numpy(step.positions).long(),
+        places=places,
+        windowed=windowed,
+        window_parts=step.window_parts,
+        hidden_rows=None if is_all else torch.from_numpy(rows).long(),
+    )
+
+
+def _places(step: Step) -> Places:
     copies = None
     if len(step.copy_to):
         copies = (torch.from_numpy(step.copy_from), torch.from_numpy(step.copy_to))
@@ -45,11 +70,4 @@ def make_inputs(step: Step, previous: Tensor) -> Inputs:
         arrays = (step.move_from, step.move_to, step.move_by)
         source, target, distance = (torch.from_numpy(array).long() for array in arrays)
         moves = (source, target, distance)
-    return Inputs(
-        token_ids=make_token_ids(step, previous),
-        positions=torch.from_numpy(step.positions).long(),
-        write_slots=torch.from_numpy(step.write_slots).long(),
-        copies=copies,
-        moves=moves,
-        hidden_rows=None if is_all else torch.from_numpy(rows).long(),
-    )
+    return Places(torch.from_numpy(step.write_slots).long(), copies, moves)

@@ -96,7 +96,7 @@ class SingleTokenPass:
         are those of `rotary_table`."""
         spec = decoder.spec
         layers = [_weights(layer) for layer in decoder.layers]
-        is_plain = decoder.dtype == torch.float32 and spec.rotary_dim == spec.head_dim
+        is_plain = decoder.dtype == torch.float32
         # only one rank has the bias, but all ranks must make the same calls
         is_plain &= not spec.has_out_bias
         if not is_plain or len(set(spec.layers)) > 1 or any(layer is None for layer in layers):
@@ -104,11 +104,12 @@ class SingleTokenPass:
         attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
         if attention is None or attention.has_gate:
             return None
+        if attention.rope is None or attention.rope.rotary_dim != spec.head_dim:
+            return None
         if (attention.window, attention.softcap, attention.has_sinks) != (None, None, False):
             return None
         if not isinstance(mlp, MlpSpec) or not mlp.is_gated or mlp.activation != Activation.SILU:
             return None
-        assert attention.rope is not None, "all dims are rotated"
         found = [layer for layer in layers if layer is not None]
         return cls(decoder, found, pages, tables[attention.rope])
 

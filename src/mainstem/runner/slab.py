@@ -1,13 +1,16 @@
 """A slab of host memory: equal slots of one page each, aligned for files and devices.
 
-    slot  [layers][K or V][kv_heads, page_size, head_dim]  + padding to the next 4 KiB
+    slot  for each part of a page (page_parts.py):
+          [layers][K or V][kv_heads, page_size, head_dim]  + padding to the next 4 KiB
 
 The order does not depend on how a device stores its pages, so a page saved by one device can be
 loaded by another that computes the same. Under tensor parallelism a slot holds the parts of all
 ranks, one after the other, in memory that they share.
 """
 
+import math
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -32,7 +35,8 @@ WHOLE = SlabPart(Shard(), -1)  # the whole slot, in memory of this process
 
 
 class HostSlab:
-    """Owns the memory; `pages` is [slots, layers, 2, kv_heads, page_size, head_dim].
+    """Owns the memory; each of `parts` is [slots, layers, 2, kv_heads, page_size, head_dim], and
+    begins `part_starts` bytes after the start of a page.
 
     Pinned memory lets a GPU copy without the CPU.
     """
@@ -40,16 +44,17 @@ class HostSlab:
     def __init__(
         self,
         host_bytes: int,
-        page_shape: tuple[int, ...],
+        part_shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         is_pinned: bool,
         part: SlabPart = WHOLE,
     ) -> None:
-        """`page_shape` is [layers, 2, kv_heads, page_size, head_dim], of this part."""
-        num_elements = 1
-        for size in page_shape:
-            num_elements *= size
-        self.page_bytes = num_elements * dtype.itemsize
+        """`part_shapes` are [layers, 2, kv_heads, page_size, head_dim] of each part of a page, as
+        this rank has it."""
+        sizes = [math.prod(shape) for shape in part_shapes]
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]  # in numbers
+        self.page_bytes = sum(sizes) * dtype.itemsize
+        self.part_starts = [start * dtype.itemsize for start in starts]
         whole_bytes = part.shard.of * self.page_bytes
         self.num_slots = num_slots = count_slots(host_bytes, whole_bytes)
         self.slot_bytes = slot_bytes(whole_bytes)  # distance between slots
@@ -66,16 +71,15 @@ class HostSlab:
         if is_pinned:  # not by torch, which rounds pinned memory up to powers of two
             _check(torch.cuda.cudart().cudaHostRegister(self._start, len(words), 0), "pinned")  # type: ignore[no-untyped-call]
         used = words.view(num_slots, -1).narrow(1, self._first, self.page_bytes).view(dtype)
-        self.pages: Tensor = used.view(num_slots, *page_shape)
+        self.parts: list[Tensor] = [
+            used.narrow(1, start, size).view(num_slots, *shape)
+            for start, size, shape in zip(starts, sizes, part_shapes, strict=True)
+        ]
 
     def slot(self, slot: int) -> memoryview:
         """The bytes of a page in a slot."""
         first = slot * self.slot_bytes + self._first
         return self._bytes[first : first + self.page_bytes]
-
-    def layer(self, layer: int) -> Tensor:
-        """[slots, 2, kv_heads, page_size, dim]"""
-        return self.pages[:, layer]
 
     def close(self) -> None:
         """Unpin the memory; no copy may use it any more."""

@@ -87,9 +87,20 @@ class CpuCopier:
     def __init__(self, pages: DevicePages, host_bytes: int, part: SlabPart = WHOLE) -> None:
         """Allocates a slab of `host_bytes`, but at least two slots."""
         self._layers = [pages.joint(layer) for layer in range(pages.num_layers)]
-        _, _, kv_heads, page_size, dim = self._layers[0].shape
-        shape = (len(self._layers), 2, kv_heads, page_size, dim)
-        self._slab = HostSlab(host_bytes, shape, self._layers[0].dtype, is_pinned=False, part=part)
+        shapes = [
+            (len(each.layers), 2, each.shape.heads, pages.page_size, each.shape.dim)
+            for each in pages.parts
+        ]
+        dtype = pages.tensors[0].dtype
+        self._slab = HostSlab(host_bytes, shapes, dtype, is_pinned=False, part=part)
+        # for each layer of a page: where it is in slots, and whether it is in the windowed part
+        self._in_slots = [
+            self._slab.parts[number][:, pages.parts[number].layers.index(place)]
+            for place, number in sorted(pages.part_of.items())
+        ]
+        self._is_windowed = [
+            pages.parts[number].is_windowed for _, number in sorted(pages.part_of.items())
+        ]
         self._loads: dict[LoadId, CpuTransfer] = {}
         self._load_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-load")
         self._save_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
@@ -110,21 +121,25 @@ class CpuCopier:
         return self._slab.slot(slot)
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> CpuTransfer:
-        sources, targets = _index(pages), _index(slots)
+        full, targets = _index(pages), _index(slots)
+        windowed = full if parts is None else _index(parts)
 
         def copy_layer(layer: int) -> None:
+            sources = windowed if self._is_windowed[layer] else full
             taken = take_pages(self._layers[layer], sources).transpose(0, 1)
-            self._slab.layer(layer).index_copy_(0, targets, taken)
+            self._in_slots[layer].index_copy_(0, targets, taken)
 
         return self._start(self._save_thread, copy_layer)
 
     def load(
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> CpuTransfer:
-        sources, targets = _index(slots), _index(pages)
+        sources, full = _index(slots), _index(pages)
+        windowed = full if parts is None else _index(parts)
 
         def copy_layer(layer: int) -> None:
-            taken = self._slab.layer(layer).index_select(0, sources).transpose(0, 1)
+            targets = windowed if self._is_windowed[layer] else full
+            taken = self._in_slots[layer].index_select(0, sources).transpose(0, 1)
             self._layers[layer].index_copy_(1, targets, taken)
 
         transfer = self._loads[load_id] = self._start(self._load_thread, copy_layer)

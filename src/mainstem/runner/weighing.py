@@ -39,26 +39,34 @@ class WeighingAttention:
         self._pages = pages
         self._sinks = sinks
         self._kinds = spec.attentions
-        self._shape = (-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        self._places = spec.kv_places
+        self._dims = [spec.kv_shape(kind).dim for kind in spec.attentions]
         self._num_heads = spec.num_heads
         self._weighings = step.weighings
         self._positions = [int(step.positions[each.first_row]) for each in step.weighings]
-        self._page_ids = [
-            torch.from_numpy(each.page_ids).long().to(device) for each in step.weighings
-        ]
+        ids = [each.page_ids for each in step.weighings]
+        self._page_ids = [torch.from_numpy(each).long().to(device) for each in ids]
+        self._windowed_ids = self._page_ids
+        if step.window_parts is not None:
+            ids = [step.window_parts[each] for each in ids]
+            self._windowed_ids = [torch.from_numpy(each).long().to(device) for each in ids]
+        self._has_parts = bool(spec.windowed)
         # for each weighing, [pages] masses
         self._masses = [torch.zeros(len(ids), device=device) for ids in self._page_ids]
 
     def run(self, layer: int, qkv: Tensor) -> Tensor:
         """See Attention.run in models/block.py."""
         mixed = self._attention.run(layer, qkv)
-        queries = qkv.view(self._shape)[:, : self._num_heads]  # rotated in place by now
-        kind, keys = self._kinds[layer], self._pages.keys(layer)
+        # rotated in place by now
+        queries = qkv.view(len(qkv), -1, self._dims[layer])[:, : self._num_heads]
+        kind, keys = self._kinds[layer], self._pages.keys(self._places[layer])
+        is_windowed = self._has_parts and kind.window is not None
+        page_ids = self._windowed_ids if is_windowed else self._page_ids
         for number, weighing in enumerate(self._weighings):
             self._masses[number] += page_masses(
                 queries[weighing.first_row : weighing.first_row + weighing.num_rows],
                 keys,
-                self._page_ids[number],
+                page_ids[number],
                 self._positions[number],
                 scale=kind.scale,
                 window=kind.window,

@@ -37,11 +37,9 @@ from mainstem.kernels.attention.triton.merge_partials import _merge_partials_ker
 from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
 from mainstem.kernels.attention.tuning import (
-    HOPPER,
-    HOPPER_WIDE_HEADS,
-    MOST_TUNED_DIM,
     Tiles,
     choose_tiles,
+    hopper_tiles,
     with_fitted_pace,
 )
 from mainstem.kernels.attention.unshare import unshare
@@ -50,14 +48,16 @@ from mainstem.kernels.memory.upload import move_words
 from mainstem.kernels.overlap import can_overlap, overlap_options
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64)
 NUM_STAGING = 3  # plans that may be on their way to the device
 PROMPT_QUERIES = 16  # at least this many of one sequence are a prompt, not a decode
 INTERPRETER_PROGRAMS = 3
 MERGES_PER_SM = 4
 SINK_ROWS = 16  # rows of one program of the sink kernel
-MOST_WIDE_PAGE = 32  # largest page_size for fp32 with a head_dim above 128: shared memory is full
+# A page's keys are read at once. If its K and V had more bytes in a head, shared memory would be
+# full: pages of wide heads have at most 32 tokens, or 16.
+MOST_PAGE_BYTES = 2 * 32 * 256 * 4
 
 log = logging.getLogger("mainstem.kernels")
 
@@ -161,7 +161,7 @@ def _with_kernel(
         )
     hopper = _hopper()
     if hopper is None:
-        return HOPPER if head_dim <= MOST_TUNED_DIM else HOPPER_WIDE_HEADS, None
+        return hopper_tiles(head_dim), None
     return tiles, hopper
 
 
@@ -209,9 +209,10 @@ class SpanAttention:
             raise LayoutError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
         if page_size not in PAGE_SIZES:
             raise LayoutError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
-        if dtype == torch.float32 and head_dim > MOST_TUNED_DIM and page_size > MOST_WIDE_PAGE:
+        most = MOST_PAGE_BYTES // (2 * _padded(head_dim) * dtype.itemsize)
+        if page_size > most:
             raise LayoutError(
-                f"page_size must be at most {MOST_WIDE_PAGE} for fp32 heads of {head_dim}, since a "
+                f"page_size must be at most {most} for heads of {head_dim} in {dtype}, since a "
                 f"page's keys are read at once, got {page_size}"
             )
         if kv_heads < 1 or heads % kv_heads:

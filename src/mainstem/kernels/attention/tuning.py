@@ -109,6 +109,7 @@ SPLIT_TILES = {  # by head_dim
 }
 TUNED_CARD = "NVIDIA H200"  # the paces of split tiles were measured on it
 MOST_TUNED_DIM = 128
+MOST_WIDE_DIM = 256
 # Not tuned: it fits into the 99 KB of shared memory of consumer cards, one program per SM.
 FALLBACK = Tiles(
     small_stages=2, large_q=64, large_k=32, large_stages=2, num_warps=4, programs_per_sm=1
@@ -121,14 +122,27 @@ HOPPER_WIDE_HEADS = Tiles(
 FALLBACK_WIDE_HEADS = Tiles(
     small_stages=1, large_q=32, large_k=32, large_stages=1, num_warps=8, programs_per_sm=1
 )
+# Heads of 512: on Hopper two stages of 32 keys are 128 KB, and 32 rows of sums 64 registers a
+# thread. Not tuned.
+HOPPER_VERY_WIDE_HEADS = Tiles(
+    small_stages=1, large_q=32, large_k=32, large_stages=2, num_warps=8, programs_per_sm=1,
+    small_k=32,
+)  # fmt: skip
+FALLBACK_VERY_WIDE_HEADS = Tiles(
+    small_stages=1, large_q=16, large_k=16, large_stages=1, num_warps=8, programs_per_sm=1,
+    small_k=16,
+)  # fmt: skip
 # fp32 is for checking. It does not use tensor cores, so tiles are small.
 WIDE_ELEMENTS = Tiles(
     small_stages=1, large_q=16, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
 )
 WIDE_ELEMENTS_WIDE_HEADS = replace(WIDE_ELEMENTS, num_warps=8, small_k=16)
+WIDE_ELEMENTS_VERY_WIDE_HEADS = replace(WIDE_ELEMENTS_WIDE_HEADS, large_k=16)
 INTERPRETER = Tiles(
     small_stages=1, large_q=32, large_k=32, large_stages=1, num_warps=4, programs_per_sm=1
 )
+_WIDE_ELEMENTS = (WIDE_ELEMENTS, WIDE_ELEMENTS_WIDE_HEADS, WIDE_ELEMENTS_VERY_WIDE_HEADS)
+_FALLBACK = (FALLBACK, FALLBACK_WIDE_HEADS, FALLBACK_VERY_WIDE_HEADS)
 
 
 def choose_tiles(
@@ -141,12 +155,23 @@ def choose_tiles(
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:
-        return WIDE_ELEMENTS if head_dim <= MOST_TUNED_DIM else WIDE_ELEMENTS_WIDE_HEADS
+        return _by_width(head_dim, *_WIDE_ELEMENTS)
     if torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
         if can_split and head_dim in SPLIT_TILES:
             return SPLIT_TILES[head_dim]
-        return HOPPER if head_dim <= MOST_TUNED_DIM else HOPPER_WIDE_HEADS
-    return FALLBACK if head_dim <= MOST_TUNED_DIM else FALLBACK_WIDE_HEADS
+        return hopper_tiles(head_dim)
+    return _by_width(head_dim, *_FALLBACK)
+
+
+def hopper_tiles(head_dim: int) -> Tiles:
+    """The tiles of Hopper for the portable kernel."""
+    return _by_width(head_dim, HOPPER, HOPPER_WIDE_HEADS, HOPPER_VERY_WIDE_HEADS)
+
+
+def _by_width(head_dim: int, usual: Tiles, wide: Tiles, very_wide: Tiles) -> Tiles:
+    if head_dim <= MOST_TUNED_DIM:
+        return usual
+    return wide if head_dim <= MOST_WIDE_DIM else very_wide
 
 
 def _tiles_of(values: Values) -> Tiles:

@@ -17,6 +17,8 @@ from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
 
+_MOST_OF_FOUR_WARPS = 8192  # numbers: 64 registers a thread in fp32
+
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
@@ -48,6 +50,44 @@ def norm_heads(
     rows = tl.load(ptrs, mask=is_cell, other=0.0).to(tl.float32)
     out = normed(rows, is_cell, gain, None, eps, HEAD_DIM, False, 1, x_ptr.dtype.element_ty)
     tl.store(ptrs, out, mask=is_cell)
+
+
+@triton.jit
+def _norm_heads_kernel(
+    x_ptr, gain_ptr, stride_token, stride_head, eps,
+    HEADS: tl.constexpr, HEAD_LANES: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
+    wait_for_ahead(OVERLAPS)
+    token = tl.program_id(0).to(tl.int64)
+    norm_heads(
+        x_ptr + token * stride_token, gain_ptr, stride_head, eps, HEADS, HEAD_LANES, HEAD_DIM, DIM
+    )
+
+
+def norm_heads_(x: Tensor, norm: Norm) -> None:
+    """Normalise each head of x [tokens, heads, dim] in place; the gain is [dim]."""
+    tokens, heads, dim = x.shape
+    check_constant("gain", norm.gain, (dim,))
+    eps, is_layer = kind_of((norm,))
+    if is_layer or norm.bias is not None:
+        raise LayoutError("norms of heads must be RMS norms")
+    if x.stride(2) != 1:
+        raise LayoutError("x must have a contiguous last axis")
+    if tokens == 0:
+        return
+    lanes, width = next_power_of_2(heads), next_power_of_2(dim)
+    _norm_heads_kernel[(tokens,)](
+        x, norm.gain, x.stride(0), x.stride(1), eps,
+        HEADS=heads, HEAD_LANES=lanes, HEAD_DIM=dim, DIM=width,
+        num_warps=head_warps(lanes, width), **overlap_options(x.device),
+    )  # fmt: skip
+
+
+def head_warps(lanes: int, width: int) -> int:
+    """Warps of a program that holds this many lanes of heads."""
+    return 4 if lanes * width <= _MOST_OF_FOUR_WARPS else 8
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mainstem.kernels.dense.head_norms import HeadNorms, norm_heads
+from mainstem.kernels.dense.head_norms import HeadNorms, head_warps, norm_heads
 from mainstem.kernels.errors import LayoutError
 from mainstem.kernels.host import next_power_of_2
 from mainstem.kernels.overlap import overlap_options, wait_for_ahead
@@ -145,5 +145,6 @@ def rope_append(
         KV_HEADS=kv_heads, KV_LANES=next_power_of_2(kv_heads),
         HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim),
         HALF=half, HALF_LANES=max(next_power_of_2(half), 1), PAGE_SIZE=page_size,
-        num_warps=4, **overlap_options(q.device),
+        num_warps=head_warps(next_power_of_2(heads), next_power_of_2(head_dim)),
+        **overlap_options(q.device),
     )  # fmt: skip

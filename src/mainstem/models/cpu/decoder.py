@@ -11,7 +11,7 @@ outputs are summed over ranks before they are normed and added.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from mainstem.models.block import Attention, Gate
 from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.cpu.activations import gated, plain
-from mainstem.models.cpu.experts import CpuExperts
+from mainstem.models.cpu.experts import CpuExperts, NormedExperts
+from mainstem.models.cpu.layer_inputs import LayerEnd, LayerInputBlock, LayerInputs
 from mainstem.models.cpu.layers import (
     DenseLinear,
     HeadNorm,
@@ -30,17 +31,33 @@ from mainstem.models.cpu.layers import (
     Linear,
     Mlp,
     Norm,
+    QueryNorm,
     RmsNorm,
     RowNorm,
     SplitRowNorm,
     Summed,
+    ValueNorm,
     norm_scale,
 )
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.rope import adjacent_pairs, reordered_heads
-from mainstem.models.spec import ExpertsSpec, ModelSpec, NormKind, QkNorm, Residual
-from mainstem.models.tensors import LayerTensors, MlpTensors, NormTensors, Product, TensorReader
+from mainstem.models.spec import (
+    ExpertsSpec,
+    LayerSpec,
+    ModelSpec,
+    NormKind,
+    QkNorm,
+    Residual,
+)
+from mainstem.models.tensors import (
+    LayerTensors,
+    MlpTensors,
+    ModelInputTensors,
+    NormTensors,
+    Product,
+    TensorReader,
+)
 from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import Checkpoint, WeightSource
 
@@ -54,12 +71,17 @@ class Layer:
 
     attention_norm: Norm
     qkv: Linear  # rows: query heads, key heads, value heads, gates; or those of a recurrence
-    head_norm: HeadNorm | RowNorm | SplitRowNorm | None
+    head_norm: "AnyHeadNorm | None"
     out: Linear
     mlp_norm: Norm
-    mlp: Mlp | CpuExperts
+    mlp: "AnyMlp"
     finish: "Finish"
     tails: tuple[Norm, Norm] = (Identity(), Identity())  # `_tail` of attention and of the MLP
+    end: LayerEnd | None = None  # after the MLP
+
+
+AnyHeadNorm = HeadNorm | QueryNorm | SplitRowNorm
+AnyMlp = Mlp | CpuExperts | NormedExperts
 
 
 Finish = Callable[[Layer, Tensor, Tensor], None]  # (layer, x, attention's output): adds to x
@@ -117,6 +139,7 @@ class Decoder:
         # of layers with attention: [heads] of each that has them
         self.sinks = tuple(sinks) or (None,) * len(spec.attentions)
         self.recurrent = tuple(recurrent)  # of layers with a recurrence
+        self.inputs: LayerInputs | None = None  # if layers have inputs of their own
         self._page_layers = spec.page_layers
         # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
@@ -139,6 +162,7 @@ class Decoder:
         The last layer's output is computed for these rows only.
         """
         x = self.embed(token_ids)
+        inputs = None if self.inputs is None else self.inputs.make(token_ids, x)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             qkv = self._before_attention(layer, x)
@@ -149,9 +173,14 @@ class Decoder:
                 mixed, x = mixed[rows], x[rows]
                 if len(rows) == 0:
                     return x
+                if inputs is not None:
+                    inputs = inputs[rows]
             for start in range(0, len(x), ROWS_AT_ONCE):
                 end = start + ROWS_AT_ONCE
                 layer.finish(layer, x[start:end], mixed[start:end])
+                if layer.end is not None:
+                    own = None if inputs is None else inputs[start:end, index]
+                    layer.end(x[start:end], own)
         return self.norm(x)
 
     def _before_attention(self, layer: Layer, x: Tensor) -> Tensor:
@@ -187,6 +216,7 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     reader = TensorReader(checkpoint, spec, ranks.shard)
     part = reader.part
     embedding = reader.embedding()
+    inputs = _inputs(reader.inputs(), part, checkpoint.dtype)
     layers, sinks, recurrent = [], [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
@@ -198,7 +228,9 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     ends = reader.ends(embedding)
     head = _linear(ends.head, checkpoint.dtype)
     norm = _norm(ends.norm, part)
-    return Decoder(part, embedding, layers, norm, head, sinks, ranks, recurrent)
+    decoder = Decoder(part, embedding, layers, norm, head, sinks, ranks, recurrent)
+    decoder.inputs = inputs
+    return decoder
 
 
 def pack(decoder: Decoder, max_bytes: int) -> None:
@@ -215,6 +247,30 @@ def pack(decoder: Decoder, max_bytes: int) -> None:
             linear.pack()
 
 
+def _inputs(
+    tensors: ModelInputTensors | None, spec: ModelSpec, dtype: torch.dtype
+) -> LayerInputs | None:
+    """What makes the layers' own inputs."""
+    if tensors is None:
+        return None
+    product, norm = _linear(tensors.product, dtype), _norm(tensors.norm, spec)
+    return LayerInputs(len(tensors.norm.gain), tensors.embedding, product, norm)
+
+
+def _layer_end(tensors: LayerTensors, spec: ModelSpec, dtype: torch.dtype) -> LayerEnd | None:
+    """What follows the MLP; None: nothing."""
+    scale = 1.0 if tensors.scale is None else float(tensors.scale)
+    found, block = tensors.layer_input, None
+    if found is not None and spec.layer_inputs is not None:
+        block = LayerInputBlock(
+            _linear(found.gate, dtype),
+            plain(spec.layer_inputs.activation),
+            _linear(found.out, dtype),
+            _norm(found.norm, spec),
+        )
+    return None if block is None and scale == 1.0 else LayerEnd(scale, block)
+
+
 def _linear(product: Product, dtype: torch.dtype) -> DenseLinear:
     return DenseLinear(product.unpacked(dtype).dense, product.bias)
 
@@ -224,9 +280,10 @@ def _compile(
 ) -> Layer:
     qkv = tensors.qkv.unpacked(dtype)
     if (attention := spec.layers[index].attention) is not None:
-        pairs = adjacent_pairs(spec.head_dim, spec.rotary_dim)
-        others = spec.num_kv_heads + (spec.num_heads if attention.has_gate else 0)
-        qkv = qkv.rows_at(reordered_heads(pairs, spec.num_heads + spec.num_kv_heads, others))
+        shape = spec.new_kv(spec.layers[index])
+        pairs = adjacent_pairs(shape.dim, spec.rotary_dim(attention))
+        others = shape.heads + (spec.num_heads if attention.has_gate else 0)
+        qkv = qkv.rows_at(reordered_heads(pairs, spec.num_heads + shape.heads, others))
     attention_norm, qkv = _folded(tensors.attention_norm, qkv, spec)
     mlp_norm, mlp = _mlp(tensors, spec, index, dtype)
     tails = (
@@ -241,28 +298,52 @@ def _compile(
     return Layer(
         attention_norm=attention_norm,
         qkv=_linear(qkv, dtype),
-        head_norm=_head_norm(tensors, spec, ranks),
+        head_norm=_head_norm(tensors, spec, spec.layers[index], ranks),
         out=_linear(tensors.out, dtype),
         mlp_norm=attention_norm if spec.residual is Residual.PARALLEL else mlp_norm,
         mlp=mlp,
         finish=finish,
         tails=tails,
+        end=_layer_end(tensors, spec, dtype),
     )
 
 
 def _mlp(
     tensors: LayerTensors, spec: ModelSpec, index: int, dtype: torch.dtype
-) -> tuple[Norm, Mlp | CpuExperts]:
+) -> tuple[Norm, AnyMlp]:
     """The MLP, with the norm that it reads."""
     mlp, found = spec.layers[index].mlp, tensors.mlp
     if isinstance(mlp, ExpertsSpec):
         assert isinstance(found, ExpertTensors)
+        if tensors.branch_norms is not None:
+            return Identity(), _normed_experts(tensors, spec, mlp, dtype)
         norm = Identity() if tensors.mlp_norm is None else _norm(tensors.mlp_norm, spec)
         return norm, CpuExperts(found, mlp)
     assert isinstance(found, MlpTensors)
     norm, first = _folded(tensors.mlp_norm, found.first.unpacked(dtype), spec)
     activate = (gated if mlp.is_gated else plain)(mlp.activation)
     return norm, Mlp(_linear(first, dtype), activate, _linear(found.down, dtype))
+
+
+def _normed_experts(
+    tensors: LayerTensors, spec: ModelSpec, experts: ExpertsSpec, dtype: torch.dtype
+) -> NormedExperts:
+    """Experts and a shared MLP with norms of their own; gains are not folded into products."""
+    norms, found = tensors.branch_norms, tensors.mlp
+    assert norms is not None
+    assert isinstance(found, ExpertTensors)
+    assert found.shared_gate_up is not None
+    assert found.shared_down is not None
+    first, down = Product(found.shared_gate_up).unpacked(dtype), Product(found.shared_down)
+    return NormedExperts(
+        Mlp(_linear(first, dtype), gated(experts.activation), _linear(down, dtype)),
+        CpuExperts(replace(found, shared_gate_up=None, shared_down=None), experts),
+        shared_norm=_norm(norms.shared, spec),
+        expert_norm=_norm(norms.experts, spec),
+        router_norm=_norm(norms.router, spec),
+        after_shared=_norm(norms.after_shared, spec),
+        after_experts=_norm(norms.after_experts, spec),
+    )
 
 
 def _folded(tensors: NormTensors | None, product: Product, spec: ModelSpec) -> tuple[Norm, Product]:
@@ -296,18 +377,22 @@ def _tail(tensors: NormTensors | None, spec: ModelSpec, ranks: Collectives) -> N
 
 
 def _head_norm(
-    tensors: LayerTensors, spec: ModelSpec, ranks: Collectives
-) -> HeadNorm | RowNorm | SplitRowNorm | None:
-    if tensors.q_norm is None or tensors.k_norm is None:
+    tensors: LayerTensors, spec: ModelSpec, layer: LayerSpec, ranks: Collectives
+) -> AnyHeadNorm | None:
+    if tensors.q_norm is None or layer.attention is None:
         return None
-    dim, eps, pairs = spec.head_dim, spec.norm.eps, adjacent_pairs(spec.head_dim, spec.rotary_dim)
-    q_gain, k_gain = (
-        gain.view(-1, dim)[:, pairs].reshape(-1) for gain in (tensors.q_norm, tensors.k_norm)
-    )
+    shape, eps = spec.kv_shape(layer.attention), spec.norm.eps
+    dim, pairs = shape.dim, adjacent_pairs(shape.dim, spec.rotary_dim(layer.attention))
+    q_gain = tensors.q_norm.view(-1, dim)[:, pairs].reshape(-1)
+    if tensors.k_norm is None:
+        return QueryNorm(RmsNorm(norm_scale(q_gain), dim, eps), dim)
+    k_gain = tensors.k_norm.view(-1, dim)[:, pairs].reshape(-1)
     if spec.qk_norm is QkNorm.ROWS and not ranks.shard.is_whole:
         widths = (ranks.shard.of * len(q_gain), ranks.shard.of * len(k_gain))
         return SplitRowNorm(q_gain, k_gain, widths, eps, ranks)
     q_norm = RmsNorm(norm_scale(q_gain), len(q_gain), eps)
     k_norm = RmsNorm(norm_scale(k_gain), len(k_gain), eps)
     kind = HeadNorm if spec.qk_norm is QkNorm.HEADS else RowNorm
-    return kind(q_norm, k_norm, spec.num_heads, spec.num_kv_heads, dim)
+    if spec.has_value_norm:
+        kind = ValueNorm
+    return kind(q_norm, k_norm, spec.num_heads, shape.heads, dim)

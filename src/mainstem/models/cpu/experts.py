@@ -6,11 +6,13 @@ Quantized experts stay packed in memory and are dequantized whenever they have t
 mixture of experts in fp32 would not fit most machines.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from mainstem.models.cpu.activations import gated
-from mainstem.models.cpu.layers import multiply
+from mainstem.models.cpu.layers import Mlp, Norm, multiply
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.packed import Weight
 from mainstem.models.spec import ExpertsSpec
@@ -27,11 +29,13 @@ class CpuExperts:
         self._router = tensors.router.float().t().contiguous()
         bias = tensors.router_bias
         self._router_bias = None if bias is None else bias.float()
+        self._scales = tensors.scales
         self._shared_gate_up = _dense(tensors.shared_gate_up, tensors.router.dtype)
         self._shared_down = _dense(tensors.shared_down, tensors.router.dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        ids, weights = self._route(x)
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """`routed` is what the router reads; None: x."""
+        ids, weights = self._route(x if routed is None else routed)
         if len(x) == 1:
             rows = [
                 self._run_expert(expert, x).mul(weight)
@@ -53,8 +57,10 @@ class CpuExperts:
         chosen, ids = logits.sort(dim=-1, descending=True, stable=True)
         chosen, ids = chosen[:, : self._top_k], ids[:, : self._top_k]
         if self._is_normalized:
-            return ids, chosen.softmax(dim=-1)
-        return ids, (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp()
+            weights = chosen.softmax(dim=-1)
+        else:
+            weights = (chosen - logits.logsumexp(dim=-1, keepdim=True)).exp()
+        return ids, weights if self._scales is None else weights * self._scales[ids]
 
     def _run_sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return [tokens, hidden] in fp32."""
@@ -90,6 +96,24 @@ class CpuExperts:
         if tensors.shared_gate is None:
             return out
         return torch.sigmoid(x.float() @ tensors.shared_gate.float().t()) * out
+
+
+@dataclass(frozen=True, slots=True)
+class NormedExperts:
+    """A shared MLP and experts, with norms of their own: x, not normed, -> what they add."""
+
+    mlp: Mlp
+    experts: CpuExperts
+    shared_norm: Norm
+    expert_norm: Norm
+    router_norm: Norm
+    after_shared: Norm
+    after_experts: Norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shared = self.after_shared(self.mlp(self.shared_norm(x)))
+        found = self.experts(self.expert_norm(x), self.router_norm(x))
+        return shared.add_(self.after_experts(found))
 
 
 def _one(weights: Weight, expert: int, dtype: torch.dtype) -> Tensor:

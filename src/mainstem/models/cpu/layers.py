@@ -166,6 +166,28 @@ class HeadNorm:
         k.copy_(self._k(k))
 
 
+@dataclass(frozen=True, slots=True)
+class QueryNorm:
+    """Norm of each head of a product that has only queries, in place."""
+
+    q: RmsNorm
+    dim: int
+
+    def __call__(self, qkv: Tensor) -> None:
+        heads = qkv.view(len(qkv), -1, self.dim)
+        heads.copy_(self.q(heads))
+
+
+class ValueNorm(HeadNorm):
+    """Like HeadNorm, and each value head is normed without a gain."""
+
+    def __call__(self, qkv: Tensor) -> None:
+        super().__call__(qkv)
+        first = self._heads + self._kv_heads
+        v = qkv.view(len(qkv), -1, self._dim)[:, first : first + self._kv_heads]
+        v.copy_(self._q.scaled(v.new_tensor(math.sqrt(self._dim), dtype=torch.float32))(v))
+
+
 class RowNorm(HeadNorm):
     """Like HeadNorm, but over all query heads of a token together, and over all its key heads."""
 

@@ -108,6 +108,11 @@ def check_quantizable(spec: ModelSpec) -> None:
             f"quantize=int8: {spec.architecture} has recurrent layers, whose products have no int8 "
             "form on CPUs yet; load it without --quantize"
         )
+    if spec.has_value_norm:
+        raise ConfigError(
+            f"quantize=int8: {spec.architecture} has layers with different heads, which have no "
+            "int8 form on CPUs yet; load it without --quantize"
+        )
     if any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers):
         raise ConfigError(
             f"quantize=int8: {spec.architecture} is a mixture of experts, whose products have no "
@@ -228,7 +233,7 @@ class _OneSequence:
         spec, attention = self._spec, self._spec.attentions[layer]
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         if attention.rope is not None:
-            turned = heads[:, : spec.num_heads + spec.num_kv_heads, : spec.rotary_dim]
+            turned = heads[:, : spec.num_heads + spec.num_kv_heads, : attention.rope.rotary_dim]
             pairs = torch.view_as_complex(turned.reshape(*turned.shape[:2], -1, 2))
             turned.copy_(torch.view_as_real(pairs * self._turns[attention.rope]).flatten(-2))
         sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]

@@ -260,6 +260,7 @@ _ROPE_SETTINGS: dict[RopeScaling, frozenset[str]] = {
             "original_max_position_embeddings",
         }
     ),
+    RopeScaling.PROPORTIONAL: frozenset({"factor"}),
 }
 
 
@@ -307,7 +308,9 @@ def make_rope(
     older = table.get("type")
     kind = table.get("rope_type") or older or "default"
     rotary_dim = sizes.head_dim
-    if rotary_share is None:
+    if kind == RopeScaling.PROPORTIONAL.value:
+        share = table.number("partial_rotary_factor", 1.0)
+    elif rotary_share is None:
         table.only("partial_rotary_factor", 1.0)
     else:
         share = config.number("partial_rotary_factor", rotary_share)
@@ -322,6 +325,9 @@ def make_rope(
         raise UnsupportedModel(f"rope_type {kind!r} has unknown settings {sorted(unknown)}")
     if scaling is RopeScaling.NONE:
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)
+    if scaling is RopeScaling.PROPORTIONAL:
+        factor, turned = table.number("factor", 1.0), int(share * rotary_dim // 2)
+        return RopeSpec(theta, rotary_dim, scaling, factor=factor, turned_pairs=turned)
     if scaling is RopeScaling.DYNAMIC:
         original = table.whole("original_max_position_embeddings", sizes.positions)
         return RopeSpec(theta, rotary_dim, scaling, original_positions=original)

@@ -25,6 +25,13 @@ _BESIDE = (
     "eoi_token_id",
     "image_token_index",
     "image_token_id",
+    "video_token_id",
+    "audio_config",
+    "boa_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "audio_token_id",
+    "vision_soft_tokens_per_image",
 )
 _RENAMED = (
     ("language_model.model.", "model."),
@@ -49,6 +56,7 @@ def text_part(config: Config) -> Config:
 
 def without_vision(spec: ModelSpec) -> ModelSpec:
     """The recipe of the decoder alone: tensors of the vision tower are ignored."""
-    names = replace(spec.names, renamed_beginnings=_RENAMED, ignored_beginnings=_VISION)
+    ignored = (*spec.names.ignored_beginnings, *_VISION)
+    names = replace(spec.names, renamed_beginnings=_RENAMED, ignored_beginnings=ignored)
     vision = "its vision tower and projector: it reads text"
     return replace(spec, names=names, dropped=(*spec.dropped, vision))

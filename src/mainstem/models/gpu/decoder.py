@@ -12,14 +12,15 @@ joins (models/gpu/joins.py) sum the outputs over all ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mainstem.core.config import Quantize
 from mainstem.core.errors import ConfigError
-from mainstem.kernels.dense.head_norms import HeadNorms, joint_norm_, joint_squares
+from mainstem.kernels.dense.activations import Act
+from mainstem.kernels.dense.head_norms import HeadNorms, joint_norm_, joint_squares, norm_heads_
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import Norm
 from mainstem.models.block import Attention, Gate
@@ -27,16 +28,25 @@ from mainstem.models.collectives import ALONE, Collectives
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import GpuExperts
 from mainstem.models.gpu.joins import InputReader, Joins, make_joins, make_norm
+from mainstem.models.gpu.layer_inputs import GpuLayerEnd, GpuLayerInputBlock, GpuLayerInputs
 from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
-from mainstem.models.gpu.mlp import DenseMlp, ExpertsMlp, GpuMlp
-from mainstem.models.gpu.workspace import Workspace
+from mainstem.models.gpu.mlp import BranchNorms, DenseMlp, ExpertsMlp, GpuMlp, NormedExpertsMlp
+from mainstem.models.gpu.workspace import Workspace, only_experts, shared_mlp
 from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
-from mainstem.models.tensors import LayerTensors, MlpTensors, Product, TensorReader
+from mainstem.models.tensors import (
+    BranchTensors,
+    LayerTensors,
+    MlpTensors,
+    ModelInputTensors,
+    NormTensors,
+    Product,
+    TensorReader,
+)
 from mainstem.models.vocabulary import VocabularyPart
 from mainstem.models.weights import WeightSource
 
-JointNorm = Callable[[Tensor], None]  # norms queries and keys of qkv in place
+EarlyNorm = Callable[[Tensor], None]  # norms some heads of qkv in place, before attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +54,14 @@ class GpuLayer:
     qkv: Linear
     qkv_width: int
     head_norms: HeadNorms | None
-    joint_norm: JointNorm | None
+    early_norm: EarlyNorm | None
     out: Linear
     out_width: int  # columns of the input of `out`
     recurrent: RecurrentTensors | None  # None: the layer has attention
     mlp: GpuMlp
     joins: Joins
+    end: GpuLayerEnd | None  # after the MLP; then `following` is read
+    following: InputReader  # the input of the next layer
 
 
 class GpuDecoder:
@@ -71,15 +83,12 @@ class GpuDecoder:
         self._vocabulary = None if ranks.shard.is_whole else VocabularyPart(spec, ranks)
         self.dtype = embedding.dtype
         # of layers with attention, which applies them
-        self.head_norms = tuple(
-            layer.head_norms
-            for layer, number in zip(layers, spec.page_layers, strict=True)
-            if number is not None
-        )
+        self.head_norms = tuple(layer.head_norms for layer in layers if layer.recurrent is None)
         self.sinks = tuple(sinks)  # of layers with attention: [heads] of each that has them
         self.recurrent = tuple(layer.recurrent for layer in layers if layer.recurrent is not None)
         self._page_layers = spec.page_layers
         self._embedding = embedding
+        self.inputs: GpuLayerInputs | None = None  # if layers have inputs of their own
         self._first = first
         self._layers = layers
         self._head = head
@@ -102,6 +111,8 @@ class GpuDecoder:
             self._vocabulary.embed(token_ids, self._embedding, out)
         if self._embedding_scale != 1.0:
             out.mul_(self._embedding_scale)
+        if self.inputs is not None:
+            self.inputs.make(token_ids, out, self._space.layer_inputs[: len(token_ids)])
         return self._first.read(out)
 
     def run_layers(
@@ -117,12 +128,13 @@ class GpuDecoder:
         layer `end`."""
         space = self._space
         x, room = space.residual[:tokens], space.answer[:tokens]
+        inputs = None if self.inputs is None else self._space.layer_inputs[:tokens]
         last = len(self._layers) - 1
         for index in range(*layers):
             layer = self._layers[index]
             qkv = layer.qkv(normed, space.qkv_rows(tokens, layer.qkv_width))
-            if layer.joint_norm is not None:
-                layer.joint_norm(qkv)
+            if layer.early_norm is not None:
+                layer.early_norm(qkv)
             if (number := self._page_layers[index]) is not None:
                 gate.before(number)
             mixed = attention.run(index, qkv)
@@ -130,9 +142,13 @@ class GpuDecoder:
                 mixed, x, room = mixed[rows], x[rows], room[: len(rows)]
                 if len(rows) == 0:
                     return x
+                inputs = None if inputs is None else inputs[rows]
             between, after = layer.joins
             answer = layer.out(mixed, room)
             normed = after(layer.mlp(between(answer, x)), x)
+            if layer.end is not None:
+                layer.end(x, None if inputs is None else inputs.chunk(len(self._layers), 1)[index])
+                normed = layer.following.read(x)
         return normed
 
     def finish(
@@ -170,7 +186,8 @@ class GpuDecoder:
         space = self._space
         x = space.residual[:tokens]
         different = {
-            (spec.mlp, spec.recurrent): index for index, spec in enumerate(self.spec.layers)
+            (spec.mlp, spec.recurrent, spec.attention, spec.kv_layer is None): index
+            for index, spec in enumerate(self.spec.layers)
         }
         for layer in (self._layers[index] for index in different.values()):
             layer.qkv(self._first.read(x), space.qkv_rows(tokens, layer.qkv_width))
@@ -197,6 +214,7 @@ def load_gpu_decoder(
     spec = reader.part
     compiler = _Compiler(spec, space, linears, is_deterministic, ranks)
     embedding = reader.embedding()
+    inputs = compiler.inputs(reader.inputs())
     pieces, sinks = [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
@@ -211,7 +229,9 @@ def load_gpu_decoder(
     ]
     head = linears.head(ends.head)
     linears.finish()
-    return GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks, ranks)
+    decoder = GpuDecoder(spec, embedding, pieces[0].attention, layers, head, space, sinks, ranks)
+    decoder.inputs = inputs
+    return decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,26 +242,32 @@ class _Pieces:
     qkv: Linear
     qkv_width: int
     head_norms: HeadNorms | None
-    joint_norm: JointNorm | None
+    early_norm: EarlyNorm | None
     out: Linear
     out_width: int
     recurrent: RecurrentTensors | None
     mlp_reads: InputReader
     mlp: GpuMlp
     tails: tuple[Norm | None, Norm | None]
+    end: GpuLayerEnd | None
 
     def join(self, spec: ModelSpec, following: InputReader, ranks: Collectives) -> GpuLayer:
-        joins = make_joins(spec, self.mlp_reads, following, self.tails, ranks)
+        after = following
+        if self.end is not None:  # the next layer reads what the end of this one leaves
+            after = following._replace(norm=None)
+        joins = make_joins(spec, self.mlp_reads, after, self.tails, ranks)
         return GpuLayer(
             self.qkv,
             self.qkv_width,
             self.head_norms,
-            self.joint_norm,
+            self.early_norm,
             self.out,
             self.out_width,
             self.recurrent,
             self.mlp,
             joins,
+            self.end,
+            following,
         )
 
 
@@ -259,13 +285,13 @@ class _Compiler:
         norm = make_norm(tensors.attention_norm, spec)
         is_shared = spec.residual is Residual.PARALLEL  # the MLP reads the same norm as attention
         mlp_norm = norm if is_shared else make_norm(tensors.mlp_norm, spec)
-        head_norms, joint_norm = self._query_norms(tensors)
+        head_norms, early_norm = self._query_norms(tensors, index)
         return _Pieces(
             attention=InputReader(norm, qkv.fp8_per, room),
             qkv=qkv,
             qkv_width=tensors.qkv.weight.shape[0],
             head_norms=head_norms,
-            joint_norm=joint_norm,
+            early_norm=early_norm,
             out=self.linears.layer(tensors.out),
             out_width=tensors.out.weight.shape[1],
             recurrent=tensors.recurrent,
@@ -275,35 +301,97 @@ class _Compiler:
                 make_norm(tensors.after_attention_norm, spec),
                 make_norm(tensors.after_mlp_norm, spec),
             ),
+            end=self._end(tensors),
         )
+
+    def inputs(self, tensors: ModelInputTensors | None) -> GpuLayerInputs | None:
+        """What makes the layers' own inputs. Its products are never quantized to fp8."""
+        if tensors is None:
+            return None
+        product = self.linears.head(tensors.product)
+        return GpuLayerInputs(tensors.embedding, product, self._norm(tensors.norm))
+
+    def _end(self, tensors: LayerTensors) -> GpuLayerEnd | None:
+        scale = 1.0 if tensors.scale is None else float(tensors.scale)
+        found, block, spec = tensors.layer_input, None, self.spec.layer_inputs
+        if found is not None and spec is not None:
+            block = GpuLayerInputBlock(
+                self.linears.head(found.gate),
+                Act(spec.activation.value),
+                self.linears.head(found.out),
+                self._norm(found.norm),
+                (self.space.layer_input, self.space.answer),
+            )
+        return None if block is None and scale == 1.0 else GpuLayerEnd(scale, block)
 
     def _mlp(self, tensors: LayerTensors, index: int) -> GpuMlp:
         spec, found, space = self.spec.layers[index].mlp, tensors.mlp, self.space
         if isinstance(spec, ExpertsSpec):
             assert isinstance(found, ExpertTensors)
             assert space.experts is not None
+            is_apart = tensors.branch_norms is not None
             experts = GpuExperts(
-                found,
-                spec,
+                replace(found, shared_gate_up=None, shared_down=None) if is_apart else found,
+                only_experts(spec),
                 space.experts,
                 lambda weight, bias: self.linears.layer(Product(weight, bias)),
                 is_deterministic=self.is_deterministic,
             )
             if experts.unpacked is not None:
                 self.linears.note_experts(experts.unpacked)
+            if tensors.branch_norms is not None:
+                return self._normed_experts(tensors.branch_norms, found, spec, experts)
             return ExpertsMlp(experts, space)
         assert isinstance(found, MlpTensors)
         return DenseMlp(
             self.linears.layer(found.first), spec, self.linears.layer(found.down), space
         )
 
-    def _query_norms(self, tensors: LayerTensors) -> tuple[HeadNorms | None, JointNorm | None]:
-        """Return the norms of single heads, which attention applies, and the norm of all heads
-        together, which is applied before attention."""
-        if tensors.q_norm is None or tensors.k_norm is None:
+    def _normed_experts(
+        self, norms: BranchTensors, found: ExpertTensors, spec: ExpertsSpec, experts: GpuExperts
+    ) -> GpuMlp:
+        assert found.shared_gate_up is not None
+        assert found.shared_down is not None
+        first = self.linears.layer(Product(found.shared_gate_up))
+        down = self.linears.layer(Product(found.shared_down))
+        mlp = DenseMlp(first, shared_mlp(spec), down, self.space)
+        read = InputReader(self._norm(norms.shared), first.fp8_per, self.space.normed)
+        made = BranchNorms(
+            read,
+            self._norm(norms.experts),
+            self._norm(norms.router),
+            self._norm(norms.after_shared),
+            self._norm(norms.after_experts),
+        )
+        return NormedExpertsMlp(mlp, experts, made, self.space)
+
+    def _norm(self, tensors: NormTensors) -> Norm:
+        norm = make_norm(tensors, self.spec)
+        assert norm is not None, "only a missing norm is None"
+        return norm
+
+    def _query_norms(
+        self, tensors: LayerTensors, index: int
+    ) -> tuple[HeadNorms | None, EarlyNorm | None]:
+        """Return the norms of single heads, which attention applies, and norms that are applied
+        before attention: of all heads together, of values, or of queries without keys."""
+        if tensors.q_norm is None:
             return None, None
         spec, ranks = self.spec, self.ranks
-        q_norm, k_norm = Norm(tensors.q_norm, spec.norm.eps), Norm(tensors.k_norm, spec.norm.eps)
+        q_norm, eps = Norm(tensors.q_norm, spec.norm.eps), spec.norm.eps
+        if tensors.k_norm is None:
+            dim = len(tensors.q_norm)
+            return None, lambda qkv: norm_heads_(qkv.view(len(qkv), -1, dim), q_norm)
+        k_norm = Norm(tensors.k_norm, eps)
+        if spec.has_value_norm:
+            new = spec.new_kv(spec.layers[index])
+            plain = Norm(torch.ones(new.dim, device=tensors.k_norm.device), eps)
+            first = spec.num_heads + new.heads
+
+            def norm_values(qkv: Tensor) -> None:
+                norm_heads_(qkv.view(len(qkv), -1, new.dim)[:, first:], plain)
+
+            return HeadNorms(q_norm, k_norm), norm_values
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm is QkNorm.HEADS:
             return HeadNorms(q_norm, k_norm), None

@@ -134,15 +134,20 @@ class GpuExperts:
         self._is_deterministic = is_deterministic
         self._tiles = tiles
         self._activation = spec.activation.value
+        self._scales = tensors.scales
         self.router = _router_of(tensors, spec)
         self._shared = _shared_of(tensors, spec, space, make_linear)
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """x [tokens, hidden] -> out [tokens, hidden]; the two must not overlap."""
+    def __call__(self, x: Tensor, out: Tensor, routed: Tensor | None = None) -> Tensor:
+        """x [tokens, hidden] -> out [tokens, hidden]; the two must not overlap. `routed` is what
+        the router reads; None: x."""
         spec, space = self._spec, self._space
         num_rows = len(x) * spec.top_k
         tiles = self._tiles or self._choose(num_rows, x)
-        route(x, self.router, space.routing, tiles.rows)
+        route(x if routed is None else routed, self.router, space.routing, tiles.rows)
+        if self._scales is not None:
+            weights, ids = space.routing.weights[: len(x)], space.routing.ids[: len(x)]
+            weights.mul_(self._scales.index_select(0, ids.view(-1)).view_as(weights))
         if tiles.method is Method.LIBRARY:
             rows = self._run_library(x, num_rows)
         elif tiles.method is Method.HOPPER:

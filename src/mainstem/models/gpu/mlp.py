@@ -1,6 +1,6 @@
 """The MLP of a block on a GPU: dense, or experts."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,7 +12,9 @@ from mainstem.kernels.dense.activations import (
     activate_gated_fp8,
 )
 from mainstem.kernels.dense.fp8_rows import Fp8Per
+from mainstem.kernels.dense.norms import Delta, Norm, add_, norm_rows
 from mainstem.models.gpu.experts import GpuExperts
+from mainstem.models.gpu.joins import InputReader
 from mainstem.models.gpu.linears import Linear, Rows
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.spec import MlpSpec
@@ -57,6 +59,41 @@ class DenseMlp:
         else:
             act = self._activate(first, self._act, self._act_room[:tokens])
         return self._down(act, self._out_room[:tokens])
+
+
+class BranchNorms(NamedTuple):
+    """Norms of a shared MLP and experts that read x, not normed."""
+
+    shared: InputReader
+    experts: Norm
+    router: Norm
+    after_shared: Norm
+    after_experts: Norm
+
+
+class NormedExpertsMlp:
+    """A shared MLP and experts, with norms of their own. Reads x, not normed."""
+
+    fp8_per = None
+
+    def __init__(
+        self, shared: DenseMlp, experts: GpuExperts, norms: BranchNorms, space: Workspace
+    ) -> None:
+        self._shared, self._experts, self._norms = shared, experts, norms
+        # attention's output was added to x, and the shared MLP has read its input
+        self._room, self._input_room = space.answer, space.normed
+
+    def __call__(self, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor)
+        norms, tokens = self._norms, len(x)
+        shared = self._shared(norms.shared.read(x))
+        norm_rows(shared, norms.after_shared, out=shared)
+        room = self._room[:tokens]
+        routed = norm_rows(x, norms.router, out=room)
+        normed = norm_rows(x, norms.experts, out=self._input_room[:tokens])
+        found = self._experts(normed, room, routed)  # the router has read `routed` by then
+        add_(shared, Delta(found, after=norms.after_experts))
+        return shared
 
 
 class ExpertsMlp:

@@ -1,6 +1,6 @@
 """Buffers for a step's activations on a GPU, allocated once for the largest step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,12 +23,16 @@ class Workspace:
     first: Tensor  # output of the MLP's first product: gate and up, or up
     act: Tensor
     experts: ExpertSpace | None
+    layer_inputs: Tensor  # of all layers; 0 columns if they have none
+    layer_input: Tensor  # of one layer: the output of the first product that reads it
 
     def qkv_rows(self, tokens: int, width: int) -> Tensor:
         """[tokens, width] of `qkv`, without gaps."""
-        if width == self.qkv.shape[1]:
-            return self.qkv[:tokens]
-        return self.qkv.view(-1)[: tokens * width].view(tokens, width)
+        return _without_gaps(self.qkv, tokens, width)
+
+    def mixed_rows(self, tokens: int, width: int) -> Tensor:
+        """[tokens, width] of `mixed`, without gaps."""
+        return _without_gaps(self.mixed, tokens, width)
 
     @classmethod
     def make(
@@ -37,31 +41,55 @@ class Workspace:
         def rows(width: int) -> Tensor:
             return torch.zeros((max_tokens, width), dtype=dtype, device=device)
 
-        heads = spec.num_heads * spec.head_dim
         first = [recurrent.first_width for recurrent in spec.recurrences]
-        first += [
-            heads * (2 if kind.has_gate else 1) + 2 * spec.num_kv_heads * spec.head_dim
-            for kind in spec.attention_kinds
-        ]
+        heads = [0]
+        for kind in spec.attention_kinds:
+            shape = spec.kv_shape(kind)
+            heads.append(spec.num_heads * shape.dim)
+            first.append(heads[-1] * (2 if kind.has_gate else 1) + shape.elements)
         mlps = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, MlpSpec)}
+        for layer in spec.layers:
+            if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.has_own_norms:
+                mlps.add(shared_mlp(layer.mlp))
+        inputs = 0 if spec.layer_inputs is None else spec.layer_inputs.size
         return cls(
             residual=rows(spec.hidden_size),
             normed=rows(spec.hidden_size),
             qkv=rows(max(first)),
-            mixed=rows(heads),
+            mixed=rows(max(heads)),
             answer=rows(spec.hidden_size),
             mlp_answer=rows(spec.hidden_size),
             first=rows(max(((2 if mlp.is_gated else 1) * mlp.size for mlp in mlps), default=0)),
             act=rows(max((mlp.size for mlp in mlps), default=0)),
             experts=_expert_space(spec, max_tokens, dtype, device),
+            layer_inputs=rows(spec.num_layers * inputs),
+            layer_input=rows(inputs),
         )
+
+
+def _without_gaps(buffer: Tensor, tokens: int, width: int) -> Tensor:
+    if width == buffer.shape[1]:
+        return buffer[:tokens]
+    return buffer.view(-1)[: tokens * width].view(tokens, width)
+
+
+def shared_mlp(experts: ExpertsSpec) -> MlpSpec:
+    """The shared MLP of experts that have norms of their own."""
+    assert experts.shared_size is not None, "only these have a shared MLP of their own"
+    return MlpSpec(experts.shared_size, experts.activation)
+
+
+def only_experts(spec: ExpertsSpec) -> ExpertsSpec:
+    """The experts without the shared MLP, if that has norms of its own."""
+    return replace(spec, shared_size=None) if spec.has_own_norms else spec
 
 
 def _expert_space(
     spec: ModelSpec, max_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> ExpertSpace | None:
     """Make the buffers for experts, which all layers share."""
-    kinds = {layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)}
+    mlps = {layer.mlp for layer in spec.layers}
+    kinds = {only_experts(mlp) for mlp in mlps if isinstance(mlp, ExpertsSpec)}
     if len(kinds) > 1:
         raise UnsupportedModel("layers with different numbers or sizes of experts are unsupported")
     for kind in kinds:

@@ -33,7 +33,7 @@ class RankedCopier:
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> Copy:
         return self._ranks.copy(
-            lambda number, after_steps: SavePages(number, pages, slots, after_steps),
+            lambda number, after_steps: SavePages(number, pages, slots, parts, after_steps),
             self.num_layers,
         )
 
@@ -41,7 +41,9 @@ class RankedCopier:
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> Copy:
         return self._ranks.copy(
-            lambda number, after_steps: LoadPages(number, load_id, slots, pages, after_steps),
+            lambda number, after_steps: LoadPages(
+                number, load_id, slots, pages, parts, after_steps
+            ),
             self.num_layers,
         )
 

@@ -52,6 +52,7 @@ class SavePages:
     number: int  # number of the copy
     pages: Int32s
     slots: Int32s
+    parts: Int32s | None
     after_steps: int  # wait until this many steps have ended: they wrote these pages
 
 
@@ -61,6 +62,7 @@ class LoadPages:
     load_id: LoadId
     slots: Int32s
     pages: Int32s
+    parts: Int32s | None
     after_steps: int  # wait until this many steps have ended: they may have read the old contents
 
 

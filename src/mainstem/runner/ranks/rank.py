@@ -84,12 +84,13 @@ class Rank:
             match message:
                 case Step():
                     self._launch(message)
-                case SavePages(number, pages, slots, after_steps):
+                case SavePages(number, pages, slots, parts, after_steps):
                     self._await_steps(after_steps)
-                    self._copies.put((number, self._open_copier.save(pages, slots)))
-                case LoadPages(number, load_id, slots, pages, after_steps):
+                    self._copies.put((number, self._open_copier.save(pages, slots, parts)))
+                case LoadPages(number, load_id, slots, pages, parts, after_steps):
                     self._await_steps(after_steps)
-                    self._copies.put((number, self._open_copier.load(load_id, slots, pages)))
+                    copy = self._open_copier.load(load_id, slots, pages, parts)
+                    self._copies.put((number, copy))
                 case ForgetLoad(load_id):
                     self._open_copier.forget(load_id)
                 case Open(host_bytes):
