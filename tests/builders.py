@@ -56,6 +56,7 @@ def an_engine(
     config: SchedConfig | None = None,
     can_overlap: bool = False,
     max_model_len: int = 10_000,
+    *,
     bus: EventBus | None = None,
     runner: FakeRunner | None = None,
     num_states: int = 0,

@@ -36,9 +36,7 @@ class TieredMachine(RuleBasedStateMachine):
         window=st.sampled_from([None, 1, 3, 6, 14]),
         spare_parts=st.integers(0, 8),
     )
-    def open(
-        self, has_disk: bool, window: int | None, spare_parts: int, **kwargs: object
-    ) -> None:
+    def open(self, has_disk: bool, window: int | None, spare_parts: int, **kwargs: object) -> None:
         FaultyFiles.reset()
         self.folder = Path(mkdtemp(prefix="tiers-"))
         self.has_disk = has_disk

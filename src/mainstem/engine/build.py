@@ -13,6 +13,7 @@ from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
 from mainstem.engine.store_log import StoreLog
 from mainstem.engine.tiers import make_fetching, make_tiers
+from mainstem.kv.parts import WindowParts
 from mainstem.kv.store import KVStore
 from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
@@ -98,6 +99,16 @@ def with_chunk(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     return replace(config, sched=replace(config.sched, chunk_tokens=tokens))
 
 
+def memory_facts(facts: RunnerFacts) -> dict[str, int]:
+    """How the memory for KV is divided between kinds, for the log."""
+    found = {"kv_tokens": facts.num_pages * facts.page_size}
+    if facts.num_parts:
+        found["window_tokens"] = facts.num_parts * facts.page_size
+    if facts.num_states:
+        found["states"] = facts.num_states
+    return found
+
+
 def join(
     runner: Runner,
     facts: RunnerFacts,
@@ -108,6 +119,11 @@ def join(
     """An engine around a loaded runner, with the tiers below the device. Steps go through the
     runner that `around` returns."""
     StoreLog(bus)
+    parts = None
+    if facts.num_parts:
+        assert facts.window is not None
+        parts = WindowParts(facts.num_pages, facts.num_parts, facts.window, facts.page_size)
+    log.info("memory", extra={"facts": memory_facts(facts)})
     stack = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
     store = KVStore(
         facts.num_pages,
@@ -117,6 +133,7 @@ def join(
         stack,
         config.store,
         facts.num_states,
+        parts,
     )
     element_bytes = 4 if facts.dtype is DType.FP32 else 2
     heads = Heads(facts.num_heads, facts.num_kv_heads, facts.head_dim, element_bytes)

@@ -32,6 +32,11 @@ NEVER = StepId(-1)
 SPARE_PARTS = 3  # a sequence alone: a page that it fills, one it is about to fill, one it copies
 
 
+def span_of(window: int, page_size: int) -> int:
+    """How many pages before a page boundary a window reaches."""
+    return -(-(window - 1) // page_size)
+
+
 class WindowParts:
     """Lends places to the windowed parts of pages, and counts who needs each part.
 
@@ -47,7 +52,7 @@ class WindowParts:
     def __init__(self, num_pages: int, num_parts: int, window: int, page_size: int) -> None:
         """`window` is the largest: how many tokens a token sees, its own included."""
         self.num_parts = num_parts
-        self.span = -(-(window - 1) // page_size)  # pages before a page that its window reaches
+        self.span = span_of(window, page_size)
         if num_parts < min(num_pages, self.span + SPARE_PARTS):
             raise ConfigError(
                 f"{num_parts} windowed parts of pages cannot hold a window of {window} tokens: at "

@@ -2,13 +2,14 @@
 
 import torch
 
-from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
+from mainstem.core.config import DEFAULT_CHUNK_TOKENS, CacheConfig, DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
 from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.cpu.decoder import make_decoder, pack
 from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.cpu import LAYOUT, CpuRunner
+from mainstem.runner.division import divide
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
@@ -51,13 +52,13 @@ def load_cpu_runner(
     state_bytes = part.state_bytes(dtype.itemsize)
     num_states = cache.num_states(budget, kv_bytes, state_bytes, config.sched.max_seqs)
     budget -= num_states * state_bytes
-    num_pages = cache.num_pages(budget, kv_bytes * cache.page_size)
     left = available_bytes()  # before any rank allocates pages
-    num_pages = smallest(num_pages, ranks, torch.device("cpu"))
-    page_bytes = kv_bytes * cache.page_size
-    cache.check_fits(ranks.shard.of * (num_pages * page_bytes + num_states * state_bytes), left)
-    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT, num_states)
-    pages = DevicePages(part, num_pages, cache.page_size, dtype)
+    budget = smallest(budget, ranks, torch.device("cpu"))
+    chunk_tokens = config.sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    kv = divide(part, cache, budget, dtype.itemsize, context, chunk_tokens)
+    cache.check_fits(ranks.shard.of * (kv.num_bytes + num_states * state_bytes), left)
+    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT, num_states)
+    pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
     return CpuRunner(decoder, pages, context, num_states=num_states), facts
 
 

@@ -11,6 +11,7 @@ from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.shard import part_of
 from mainstem.models.spec import ModelSpec
+from mainstem.runner.division import divide
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuRunner
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
@@ -68,16 +69,17 @@ def load_gpu_runner(
     limits = _limits(max_tokens, context if model.deterministic else None)
     settings = SpanSettings(cache.page_size, dtype, device, limits, deterministic_keys)
     spans = LayerSpans(part, settings)
-    page_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size
+    token_bytes = part.kv_elements_per_token * dtype.itemsize
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
-    state_bytes, token_bytes = part.state_bytes(dtype.itemsize), page_bytes // cache.page_size
+    state_bytes = part.state_bytes(dtype.itemsize)
     num_states = cache.num_states(free_bytes, token_bytes, state_bytes, config.sched.max_seqs)
     free_bytes -= num_states * state_bytes
-    num_pages = smallest(cache.num_pages(free_bytes, page_bytes), ranks, device)
+    free_bytes = smallest(free_bytes, ranks, device)
+    kv = divide(part, cache, free_bytes, dtype.itemsize, context, max_tokens)
     if device.type == "cuda":
-        needed = num_pages * page_bytes + num_states * state_bytes
+        needed = kv.num_bytes + num_states * state_bytes
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
-    pages = GpuPages(part, num_pages, cache.page_size, dtype, device)
+    pages = GpuPages(part, kv.num_pages, cache.page_size, dtype, device, kv.num_parts)
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
     recurrence = None
     if num_states:
@@ -87,7 +89,7 @@ def load_gpu_runner(
     # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
-    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT, num_states)
+    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT, num_states)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,

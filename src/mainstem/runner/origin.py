@@ -14,6 +14,7 @@ from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard, part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
+from mainstem.runner.division import Division
 from mainstem.runner.facts import RunnerFacts
 
 
@@ -98,7 +99,7 @@ def make_facts(
     shard: Shard,
     dtype: torch.dtype,
     context: int,
-    num_pages: int,
+    division: Division,
     layout: bytes,
     num_states: int = 0,
 ) -> RunnerFacts:
@@ -108,7 +109,9 @@ def make_facts(
     if not shard.is_whole:
         layout += f":rank {shard.rank} of {shard.of}".encode()
     return RunnerFacts(
-        num_pages=num_pages,
+        num_pages=division.num_pages,
+        num_parts=division.num_parts,
+        window=division.window,
         num_states=num_states,
         page_size=config.cache.page_size,
         vocab_size=spec.vocab_size,
