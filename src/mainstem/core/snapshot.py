@@ -38,3 +38,5 @@ class EngineSnapshot:
     num_copies: int = 0  # loads and saves in progress
     prompts: tuple[PromptView, ...] = ()
     num_unsaved_pages: int = 0  # to be written to the disk, or being written
+    num_window_parts: int = 0  # windowed parts of pages; 0: they have no pool of their own
+    num_held_window_parts: int = 0  # those that running sequences and copies need

@@ -75,6 +75,10 @@ class WindowParts:
         self.num_evicted = 0
 
     @property
+    def num_needed(self) -> int:
+        return self._num_needed
+
+    @property
     def num_available(self) -> int:
         """Places that `need` could lend now."""
         return self.num_parts - self._num_needed

@@ -9,7 +9,7 @@ from mainstem.models.cpu.decoder import make_decoder, pack
 from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.cpu import LAYOUT, CpuRunner
-from mainstem.runner.division import divide
+from mainstem.runner.division import KvCosts, divide
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
@@ -55,7 +55,7 @@ def load_cpu_runner(
     left = available_bytes()  # before any rank allocates pages
     budget = smallest(budget, ranks, torch.device("cpu"))
     chunk_tokens = config.sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    kv = divide(part, cache, budget, dtype.itemsize, context, chunk_tokens)
+    kv = divide(KvCosts.of(part, dtype.itemsize), cache, budget, context, chunk_tokens)
     cache.check_fits(ranks.shard.of * (kv.num_bytes + num_states * state_bytes), left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT, num_states)
     pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)

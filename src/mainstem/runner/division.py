@@ -22,6 +22,22 @@ LEAST_SHARE = 256
 
 
 @dataclass(frozen=True, slots=True)
+class KvCosts:
+    """The bytes of K and V of a token."""
+
+    bytes_per_token: int  # in all layers
+    windowed_bytes: int = 0  # of these, in the windowed parts of pages
+    window: int | None = None  # None: pages have one part
+
+    @classmethod
+    def of(cls, spec: ModelSpec, element_bytes: int) -> "KvCosts":
+        num_bytes = spec.kv_elements_per_token * element_bytes
+        if spec.recurrences or spec.part_window is None:  # states leave little to be divided
+            return cls(num_bytes)
+        return cls(num_bytes, spec.windowed_kv_elements * element_bytes, spec.part_window)
+
+
+@dataclass(frozen=True, slots=True)
 class Division:
     """How many pages there are, and how many windowed parts."""
 
@@ -39,23 +55,17 @@ class Division:
 
 
 def divide(
-    spec: ModelSpec,
-    cache: CacheConfig,
-    free_bytes: int,
-    element_bytes: int,
-    context: int,
-    chunk_tokens: int,
+    costs: KvCosts, cache: CacheConfig, free_bytes: int, context: int, chunk_tokens: int
 ) -> Division:
     """Divide `free_bytes`, or the memory of `cache.kv_tokens`. At least a sequence alone has room
     for its window and a whole chunk. Pages are not divided if the model's layers are alike, or if
     there would be a windowed part for each page."""
-    token_bytes = cache.page_size * element_bytes
-    whole_bytes = spec.kv_elements_per_token * token_bytes
+    whole_bytes = costs.bytes_per_token * cache.page_size
     whole = Division(cache.num_pages(free_bytes, whole_bytes), whole_bytes)
-    window = spec.part_window
-    if window is None or spec.recurrences:
+    window = costs.window
+    if window is None:
         return whole
-    part_bytes = spec.windowed_kv_elements * token_bytes
+    part_bytes = costs.windowed_bytes * cache.page_size
     page_bytes = whole_bytes - part_bytes
     span = span_of(window, cache.page_size)
     least = span + SPARE_PARTS + _pages(chunk_tokens, cache.page_size)

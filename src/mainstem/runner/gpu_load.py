@@ -11,7 +11,7 @@ from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.shard import part_of
 from mainstem.models.spec import ModelSpec
-from mainstem.runner.division import divide
+from mainstem.runner.division import KvCosts, divide
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuRunner
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
@@ -75,7 +75,7 @@ def load_gpu_runner(
     num_states = cache.num_states(free_bytes, token_bytes, state_bytes, config.sched.max_seqs)
     free_bytes -= num_states * state_bytes
     free_bytes = smallest(free_bytes, ranks, device)
-    kv = divide(part, cache, free_bytes, dtype.itemsize, context, max_tokens)
+    kv = divide(KvCosts.of(part, dtype.itemsize), cache, free_bytes, context, max_tokens)
     if device.type == "cuda":
         needed = kv.num_bytes + num_states * state_bytes
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])

@@ -9,6 +9,7 @@ from mainstem.models.families import read_spec
 from mainstem.models.quantized.packing import Layout, PackedKind, Packing
 from mainstem.models.shard import Shard, part_of, shards_that_divide
 from mainstem.models.spec import ModelSpec
+from mainstem.runner.division import KvCosts
 
 MOST_RANKS = 16  # numbers of ranks above this are not listed
 
@@ -20,6 +21,7 @@ class RankSize:
     num_ranks: int
     weight_bytes: int  # in the rank's memory
     kv_bytes_per_token: int
+    windowed_kv_bytes: int  # of these, in the windowed parts of pages
     stored_bytes: int  # of the same weights in the checkpoint
     unpacked: tuple[str, ...] = ()  # quantized weights that are dequantized when they are loaded
 
@@ -62,6 +64,7 @@ def rank_sizes(
                 num_ranks=of,
                 weight_bytes=max(part.held_bytes(element_bytes, keeps) for part in parts),
                 kv_bytes_per_token=parts[0].spec.kv_elements_per_token * element_bytes,
+                windowed_kv_bytes=KvCosts.of(parts[0].spec, element_bytes).windowed_bytes,
                 stored_bytes=max(part.stored_bytes(stored_bytes) for part in parts),
                 unpacked=parts[0].unpacked(keeps),
             )

@@ -273,6 +273,8 @@ class Scheduler:
             num_copies=store.num_copies,
             prompts=self._running.prompts(),
             num_unsaved_pages=store.saver.num_unsaved,
+            num_window_parts=0 if store.parts is None else store.parts.num_parts,
+            num_held_window_parts=0 if store.parts is None else store.parts.num_needed,
         )
 
     def change_store(self, config: StoreConfig) -> None:

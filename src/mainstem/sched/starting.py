@@ -12,7 +12,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from mainstem.core.events import EventBus, PagesMoved, SequenceAdmitted, SequenceResumed
+from mainstem.core.events import (
+    EventBus,
+    PagesMoved,
+    SequenceAdmitted,
+    SequenceResumed,
+    WindowsLost,
+)
 from mainstem.core.ids import SeqSlot
 from mainstem.core.step import Float32s, Int32s, StartedSequence
 from mainstem.kv.store import Lookup, Match
@@ -308,6 +314,9 @@ class Starter:
         fresh = store.take(num_new)
         self._queue.pop()
         num_cached = (len(cached) + num_moved) * self._page_size
+        if found.match.num_lost:
+            num_lost = found.match.num_lost * self._page_size
+            self._bus.publish(WindowsLost(sequence.request.request_id, num_lost))
         if has_similar:
             assert found.match.similar_page is not None
             similar_tokens = found.match.similar_tokens
