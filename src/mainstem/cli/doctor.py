@@ -202,9 +202,8 @@ def _rank_words(row: Section) -> str:
     words += f"{kv:,} bytes of KV a token, each"
     if tokens is None:
         return words
-    return (
-        f"{words}; {f'{tokens:,} tokens{in_windows} fit' if tokens else 'does not fit'} on this GPU"
-    )
+    fitting = f"{tokens:,} tokens{in_windows} fit" if tokens else "does not fit"
+    return f"{words}; {fitting} on this GPU"
 
 
 def as_text(found: dict[str, object]) -> str:
