@@ -45,6 +45,12 @@ _GEMMA3 = {
     "rope_local_base_freq": 10_000.0, "hidden_activation": "gelu_pytorch_tanh",
     "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "tie_word_embeddings": True,
 }  # fmt: skip
+_GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"], "head_dim": 256, "global_head_dim": 512,
+    "attention_k_eq_v": True, "sliding_window": 1024, "vocab_size": 262_144,
+    "max_position_embeddings": 262_144, "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+}  # fmt: skip
 _QWEN36 = {
     "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
@@ -96,6 +102,16 @@ _CONFIGS: dict[str, dict[str, object]] = {
         "Gemma3ForCausalLM",
         **_GEMMA3 | {"query_pre_attn_scalar": 168},
     ),
+    "gemma4-31b": _GEMMA4 | {
+        "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "num_global_key_value_heads": 4,
+    },
+    "gemma4-26b-a4b": _GEMMA4 | {
+        "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2,
+        "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
     "gpt-oss-20b": _like(
         _llama(2880, 2880, 24, 64, 8, 64, 201_088, 150_000.0),
         "GptOssForCausalLM",

@@ -2,6 +2,62 @@
 
 _PAIRS = 48  # pairs of dims that the Phi models of 128k tokens rotate
 
+
+def _gemma4(every: int, text: dict[str, object]) -> dict[str, object]:
+    """A Gemma 4 with these sizes, in which each `every`-th layer has no window."""
+    count = int(str(text["num_hidden_layers"]))
+    types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": None,
+        "audio_token_id": 258881,
+        "boa_token_id": 256000,
+        "boi_token_id": 255999,
+        "dtype": "bfloat16",
+        "eoa_token_id": 258883,
+        "eoa_token_index": 258883,
+        "eoi_token_id": 258882,
+        "eos_token_id": [1, 106],
+        "image_token_id": 258880,
+        "initializer_range": 0.02,
+        "model_type": "gemma4",
+        "text_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 2,
+            "dtype": "bfloat16",
+            "eos_token_id": 1,
+            "final_logit_softcapping": 30.0,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "initializer_range": 0.02,
+            "layer_types": types,
+            "model_type": "gemma4_text",
+            "pad_token_id": 0,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                    "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "tie_word_embeddings": True,
+            "use_cache": True,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+            **text,
+        },
+        "tie_word_embeddings": True,
+        "transformers_version": "5.5.0",
+        "video_token_id": 258884,
+        "vision_config": {"model_type": "gemma4_vision"},
+        "vision_soft_tokens_per_image": 280,
+    }
+
+
 PUBLISHED: dict[str, dict[str, object]] = {
     "huggyllama/llama-7b": {
         "architectures": ["LlamaForCausalLM"],
@@ -494,6 +550,69 @@ PUBLISHED: dict[str, dict[str, object]] = {
             "vision_use_head": False,
         },
     },
+    "google/gemma-4-31B-it": _gemma4(
+        6,
+        {
+            "attention_k_eq_v": True,
+            "enable_moe_block": False,
+            "hidden_size": 5376,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 21504,
+            "max_position_embeddings": 262144,
+            "num_attention_heads": 32,
+            "num_experts": None,
+            "num_global_key_value_heads": 4,
+            "num_hidden_layers": 60,
+            "num_key_value_heads": 16,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 1024,
+            "top_k_experts": None,
+            "use_bidirectional_attention": "vision",
+            "use_double_wide_mlp": False,
+        },
+    ),
+    "google/gemma-4-26B-A4B-it": _gemma4(
+        6,
+        {
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "hidden_size": 2816,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 2112,
+            "max_position_embeddings": 262144,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 1024,
+            "top_k_experts": 8,
+            "use_bidirectional_attention": "vision",
+            "use_double_wide_mlp": False,
+        },
+    ),
+    "google/gemma-4-E2B-it": _gemma4(
+        5,
+        {
+            "attention_k_eq_v": False,
+            "enable_moe_block": False,
+            "hidden_size": 1536,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_experts": None,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "sliding_window": 512,
+            "top_k_experts": None,
+            "use_bidirectional_attention": None,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503": {
         "architectures": ["Mistral3ForConditionalGeneration"],
         "image_token_index": 10,

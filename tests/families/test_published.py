@@ -16,6 +16,7 @@ from mainstem.models.families import read_spec, spec_from_config
 from mainstem.models.spec import (
     Activation,
     ExpertsSpec,
+    KvShape,
     MlpSpec,
     ModelSpec,
     NormKind,
@@ -45,12 +46,15 @@ BILLIONS = {  # billions of weights, as published
     "stabilityai/stablelm-2-1_6b": 1.64,
     "google/gemma-2-2b": 2.61,
     "google/gemma-3-270m": 0.27,
-    "google/gemma-3-12b-it": 11.77,  # the text part, here and in the next line
+    "google/gemma-3-12b-it": 11.77,  # the text part, here and in the next lines
+    "google/gemma-4-31B-it": 30.81,  # the rows of keys that are values, too, count twice
+    "google/gemma-4-E2B-it": 2.28,  # without the embeddings of layers
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503": 23.57,
     # with experts: the weights that one token uses
     "mistralai/Mixtral-8x7B-v0.1": 12.88,
     "Qwen/Qwen1.5-MoE-A2.7B": 2.69,
     "Qwen/Qwen3-30B-A3B": 3.35,
+    "google/gemma-4-26B-A4B-it": 3.84,
     "openai/gpt-oss-20b, in 16 bits": 4.19,
 }
 
@@ -210,6 +214,51 @@ def test_gemma_3_270m_is_read() -> None:
     assert (spec.head_dim, spec.num_kv_heads, spec.qk_norm) == (256, 1, QkNorm.HEADS)
     assert spec.logit_softcap is None
     assert {kind.softcap for kind in spec.attention_kinds} == {None}
+
+
+def test_gemma_4_31b_has_heads_of_two_sizes() -> None:
+    spec = read("google/gemma-4-31B-it")
+    assert windows(spec) == {1024: 50, None: 10}
+    local, full = spec.attention_kinds
+    assert (spec.kv_shape(local), spec.kv_shape(full)) == (KvShape(16, 256), KvShape(4, 512))
+    assert not local.has_keys_as_values
+    assert full.has_keys_as_values
+    assert full.rope is not None
+    assert (full.rope.rotary_dim, full.rope.turned_pairs) == (512, 64)
+    assert (spec.num_full_layers, spec.num_windowed_layers, spec.part_window) == (10, 50, 1024)
+    # a token keeps 11 times as much in windowed layers as in the others
+    assert (spec.full_kv_elements, spec.windowed_kv_elements) == (40_960, 409_600)
+
+
+def test_gemma_4_e2b_keeps_keys_and_values_of_15_of_35_layers() -> None:
+    spec = read("google/gemma-4-E2B-it")
+    assert (spec.num_full_layers, spec.num_windowed_layers) == (3, 12)
+    assert {layer.kv_layer for layer in spec.layers} == {None, 13, 14}
+    assert spec.layer_inputs is not None
+    assert spec.num_weights / 1e9 == pytest.approx(4.63, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ({"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9"),
+        ({"num_kv_shared_layers": 35}, "leaves no layer"),
+        ({"num_kv_shared_layers": 32}, "no layer before is full_attention"),
+        ({"per_layer_config": {"01": {"head_dim": 128}}}, "per_layer_config"),
+        ({"per_layer_config": {"04": {"scale": 2}}}, "per_layer_config has scale"),
+        ({"rope_parameters": {"chunked_attention": {}}}, "rope_parameters has chunked_attention"),
+    ],
+    ids=str,
+)
+def test_what_gemma_4_does_not_support_is_refused_by_name(
+    changes: dict[str, object], match: str
+) -> None:
+    published = PUBLISHED["google/gemma-4-E2B-it"]
+    text = published["text_config"]
+    assert isinstance(text, dict)
+    with pytest.raises(UnsupportedModel, match=match):
+        read("google/gemma-4-E2B-it", text_config={**text, **changes})
 
 
 def test_gemma_3_12b_is_the_text_part_of_a_multimodal_checkpoint() -> None:

@@ -24,7 +24,9 @@ def test_stablelm_answers_as_transformers(is_parallel: bool, tmp_path: Path) -> 
 
 def test_the_error_for_norms_of_heads_names_the_field() -> None:
     published = PUBLISHED["stabilityai/stablelm-2-1_6b"]
-    assert spec_from_config(published).rotary_dim == 16
+    (attention,) = spec_from_config(published).attention_kinds
+    assert attention.rope is not None
+    assert attention.rope.rotary_dim == 16
     with pytest.raises(UnsupportedModel, match="qk_layernorm"):
         spec_from_config({**published, "qk_layernorm": True})
 

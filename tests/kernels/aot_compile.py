@@ -39,8 +39,10 @@ from mainstem.kernels.attention.triton.sinks import _sinks_kernel
 from mainstem.kernels.attention.triton.span import _span_kernel
 from mainstem.kernels.attention.tuning import (
     FALLBACK,
+    FALLBACK_VERY_WIDE_HEADS,
     FALLBACK_WIDE_HEADS,
     HOPPER,
+    HOPPER_VERY_WIDE_HEADS,
     HOPPER_WIDE_HEADS,
     SPLIT_TILES,
     Tiles,
@@ -48,7 +50,11 @@ from mainstem.kernels.attention.tuning import (
 from mainstem.kernels.dense.activations import Act, _activation_kernel
 from mainstem.kernels.dense.fp8_few import TILES as FEW_TILES
 from mainstem.kernels.dense.fp8_few import _few_rows_kernel
-from mainstem.kernels.dense.head_norms import _joint_norm_kernel, _joint_squares_kernel
+from mainstem.kernels.dense.head_norms import (
+    _joint_norm_kernel,
+    _joint_squares_kernel,
+    _norm_heads_kernel,
+)
 from mainstem.kernels.dense.int4 import TILES as INT4_TILES
 from mainstem.kernels.dense.int4 import _dequantize_kernel, _product_kernel
 from mainstem.kernels.dense.invariant import _matmul_kernel
@@ -249,6 +255,32 @@ def _attention_jobs(tiles: Tiles) -> Iterator[Job]:
         {"k_rows": box, "v_rows": box},
         {"num_warps": wide.num_warps},
         most_shared=SHARED_BYTES[tiles is HOPPER],
+    )
+    widest = HOPPER_VERY_WIDE_HEADS if tiles is HOPPER else FALLBACK_VERY_WIDE_HEADS
+    box = f"tensordesc<bf16[{widest.small_k}, 512]>"
+    fold = {"FOLD": widest.small_k // 16}
+    yield Job(
+        _span_kernel,
+        {**_span_constants(widest, 512), **overlaps, **fold},
+        {"k_rows": box, "v_rows": box},
+        {"num_warps": widest.num_warps},
+        most_shared=SHARED_BYTES[tiles is HOPPER],
+    )
+    yield Job(
+        _norm_heads_kernel,
+        {"HEADS": 16, "HEAD_LANES": 16, "HEAD_DIM": 256, "DIM": 256, **overlaps},
+        {"gain_ptr": "*fp32"},
+    )
+    very_wide = {"HEAD_DIM": 512, "DIM": 512, "HALF": 256, "HALF_LANES": 256}
+    yield Job(
+        _rope_append_kernel,
+        {**half, **heads, **overlaps, **very_wide},
+        {"q_gain_ptr": "*fp32", "k_gain_ptr": "*fp32"},
+        {"num_warps": 8},
+    )
+    merge = {"HEADS": 32, "HEAD_DIM": 512, "DIM": 512, "IS_ORDERED": False, "HAS_LSE": True}
+    yield Job(
+        _merge_partials_kernel, {**merge, **overlaps, "IS_PACKED": False}, {}, {"num_warps": 8}
     )
     yield Job(_sinks_kernel, {**HEAD, **overlaps, "HEADS": 64, "TILE_ROWS": 16})
     for is_ordered in (False, True):

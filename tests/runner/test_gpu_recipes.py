@@ -21,6 +21,7 @@ from tests.builders import a_request, run_all
 from tests.models.ranks import Thread, run_ranks
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 from tests.runner.test_gpu import answers
+from tests.runner.window_parts import PartedRunner, anywhere
 
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -58,6 +59,23 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
     found = answers(join(runner, facts, config, EventBus()), prompts(), GREEDY)
     cpu_runner, facts = load_cpu_runner(origin, config)
     assert found == answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Gemma 4 with inputs of layers"])
+def test_windowed_parts_may_be_anywhere(name: str) -> None:
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    origin, config = RecipeOrigin(RECIPES[name]), a_config()
+    cpu_runner, facts = load_cpu_runner(origin, config)
+    right = answers(join(cpu_runner, facts, config, EventBus()), prompts(), GREEDY)
+    num_parts = facts.num_pages + 70
+    runner, facts = load_gpu_runner(origin, config, torch.device("cpu"), num_parts=num_parts)
+    assert facts.num_parts == num_parts
+    parted = PartedRunner(runner, anywhere(facts.num_pages, num_parts))
+    engine = join(runner, replace(facts, num_parts=0), config, EventBus(), lambda _: parted)
+    assert answers(engine, prompts(), GREEDY) == right
 
 
 @interpreted

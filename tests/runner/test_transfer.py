@@ -30,6 +30,7 @@ from mainstem.runner.ranks.shared_memory import SharedMemory
 from mainstem.runner.slab import SlabPart, count_slots, slot_bytes
 from mainstem.runner.transfer import CpuCopier, CpuGate, CpuTransfer
 from mainstem_bench.shapes import SHAPES
+from tests.runner.recipes import RECIPES
 
 PROMPTS = np.random.default_rng(0).integers(0, 500, (4, 70)).astype(np.int32)
 P = ParamSpec("P")
@@ -104,6 +105,26 @@ def test_a_copier_copies_whole_pages(dtype: torch.dtype) -> None:
     parts = [layer[:, 7].contiguous().view(torch.uint8).numpy().tobytes() for layer in before]
     assert first == b"".join(parts)
     copier.close()
+
+
+def test_each_part_of_a_page_is_copied_from_its_own_place() -> None:
+    spec = RECIPES["Gemma 4 with inputs of layers"]  # two layers with their own K and V
+    pages = DevicePages(spec, 6, 4, torch.float32, num_parts=3)
+    for layer in range(pages.num_layers):
+        pages.joint(layer).normal_()
+    before = [pages.joint(layer).clone() for layer in range(pages.num_layers)]
+    with closing(CpuCopier(pages, host_bytes=1 << 20)) as copier:
+        slots = np.array([5, 2], np.int32)
+        copier.save(np.array([4, 1], np.int32), slots, np.array([2, 0], np.int32)).wait()
+        whole = (before[1][:, 4], before[0][:, 2])  # the full part comes first
+        assert bytes(copier.slot(5)) == b"".join(
+            part.contiguous().view(torch.uint8).numpy().tobytes() for part in whole
+        )
+        load = copier.load(LoadId(1), slots, np.array([0, 5], np.int32), np.array([1, 3], np.int32))
+        load.wait()
+    assert torch.equal(pages.joint(1)[:, [0, 5]], before[1][:, [4, 1]])
+    assert torch.equal(pages.joint(0)[:, [1, 3]], before[0][:, [2, 0]])
+    assert torch.equal(pages.joint(0)[:, [0, 2]], before[0][:, [0, 2]]), "another part was touched"
 
 
 class AtOnce(ThreadPoolExecutor):

@@ -1,5 +1,7 @@
 """Makes a CpuRunner from weights. The free memory decides how many pages it has."""
 
+from dataclasses import replace
+
 import torch
 
 from mainstem.core.config import DEFAULT_CHUNK_TOKENS, CacheConfig, DType, EngineConfig, Quantize
@@ -21,13 +23,14 @@ _PACKED_SHARE = 0.15  # of the same memory, at most: for a packed copy of the we
 
 
 def load_cpu_runner(
-    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE
+    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE, num_parts: int | None = None
 ) -> tuple[CpuRunner, RunnerFacts]:
     """Load weights and allocate pages. All ranks have the same number: the least that any can have.
 
     If `cache.kv_tokens` is not set, weights and pages take `cache.memory_share` of the available
     memory. If that is not set either, pages take 40 % of what the weights leave, but at most
     262,144 tokens. If `model.threads` is set, sets torch's thread count for the process.
+    `num_parts`: RunnerFacts.num_parts; None: as the memory is divided.
     """
     model, cache = config.model, config.cache
     if model.threads is not None:
@@ -56,6 +59,8 @@ def load_cpu_runner(
     budget = smallest(budget, ranks, torch.device("cpu"))
     chunk_tokens = config.sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
     kv = divide(KvCosts.of(part, dtype.itemsize), cache, budget, context, chunk_tokens)
+    if num_parts is not None:
+        kv = replace(kv, num_parts=num_parts)
     cache.check_fits(ranks.shard.of * (kv.num_bytes + num_states * state_bytes), left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT, num_states)
     pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)

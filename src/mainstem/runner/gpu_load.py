@@ -1,5 +1,7 @@
 """Weights -> a GpuRunner. Everything a step needs is allocated here; pages get the memory left."""
 
+from dataclasses import replace
+
 import torch
 
 from mainstem.core.config import DType, EngineConfig, ModelConfig
@@ -37,11 +39,15 @@ _SPAN_PAGES = 1 << 22  # page ids over all spans of a step
 
 
 def load_gpu_runner(
-    origin: Origin, config: EngineConfig, device: torch.device, ranks: Collectives = ALONE
+    origin: Origin,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Collectives = ALONE,
+    num_parts: int | None = None,
 ) -> tuple[GpuRunner, RunnerFacts]:
     """Load weights and allocate pages. Without `cache.kv_tokens`, weights and pages together take
     `cache.memory_share` of the card (default 0.9). All ranks have as many pages as the rank with
-    the least memory.
+    the least memory. `num_parts`: RunnerFacts.num_parts; None: as the memory is divided.
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
@@ -76,6 +82,8 @@ def load_gpu_runner(
     free_bytes -= num_states * state_bytes
     free_bytes = smallest(free_bytes, ranks, device)
     kv = divide(KvCosts.of(part, dtype.itemsize), cache, free_bytes, context, max_tokens)
+    if num_parts is not None:
+        kv = replace(kv, num_parts=num_parts)
     if device.type == "cuda":
         needed = kv.num_bytes + num_states * state_bytes
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])

@@ -16,6 +16,7 @@ from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
 from mainstem.runner.division import Division
 from mainstem.runner.facts import RunnerFacts
+from mainstem.runner.page_parts import layout_of
 
 
 class Origin(Protocol):
@@ -105,13 +106,14 @@ def make_facts(
 ) -> RunnerFacts:
     """Return the facts about a loaded model. Sizes are those of the rank's part: they decide what a
     step costs and what a page holds."""
-    spec = part_of(origin.spec, shard)
+    spec = part_of(origin.spec, shard).at_context(context)
+    layout += layout_of(spec)
     if not shard.is_whole:
         layout += f":rank {shard.rank} of {shard.of}".encode()
     return RunnerFacts(
         num_pages=division.num_pages,
         num_parts=division.num_parts,
-        window=division.window,
+        window=spec.part_window,
         num_states=num_states,
         page_size=config.cache.page_size,
         vocab_size=spec.vocab_size,

@@ -44,6 +44,14 @@ def page_parts(spec: ModelSpec) -> tuple[PagePart, ...]:
     )
 
 
+def layout_of(spec: ModelSpec) -> bytes:
+    """What a slot's layout adds to the model's identity: nothing if pages have one part."""
+    parts = page_parts(spec)
+    if len(parts) < 2:
+        return b""
+    return b":parts " + ";".join(str(part.layers) for part in parts).encode()
+
+
 def in_windowed_parts(step: Step, page_size: int) -> Step:
     """The step with the places of windowed parts instead of pages, where K and V are written,
     copied and moved."""

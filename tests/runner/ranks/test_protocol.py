@@ -62,6 +62,11 @@ def test_a_decoded_step_equals_the_encoded_one() -> None:
 
 def test_other_decoded_messages_equal_the_encoded_ones() -> None:
     load = LoadPages(
-        3, LoadId(7), np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32), 12
+        3,
+        LoadId(7),
+        np.arange(4, dtype=np.int32),
+        np.arange(4, 8, dtype=np.int32),
+        np.arange(2, 6, dtype=np.int32),
+        12,
     )
     assert_same(load, decode(encode(load)))
