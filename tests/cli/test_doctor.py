@@ -13,6 +13,7 @@ from mainstem.cli import doctor, models
 from mainstem.core.config import DType, StoreConfig
 from mainstem.core.tables import gigabytes
 from mainstem.models.weights import compute_dtype
+from mainstem.runner.kv_size import KvSize
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_cpu
 from mainstem.runner.rank_sizes import RankSize
 
@@ -179,10 +180,20 @@ def test_a_models_size_of_keys_and_values_is_shown(
 def test_ranks_that_fit_and_ranks_that_do_not_are_shown() -> None:
     """A card of 140 GiB: pages get 0.9 of it, minus 2 GiB of buffers, minus the weights."""
     gib = 1 << 30
-    large, half = RankSize(1, 130 * gib, 1 << 20, 0), RankSize(2, 65 * gib, 1 << 19, 0)
-    assert doctor.fitting_tokens(large, GPU) == 0
-    assert doctor.fitting_tokens(half, GPU) == (126 - 2 - 65) * gib // (1 << 19)
-    assert doctor.fitting_tokens(half, CPU) is None
+    size = KvSize(1 << 20, DType.BF16, 32_768, 0, None, 0, "bfloat16")
+    large, half = RankSize(1, 130 * gib, 1 << 20, 0, 0), RankSize(2, 65 * gib, 1 << 19, 0, 0)
+    assert doctor.fitting_tokens(large, size, GPU) == {"kv_tokens": 0, "window_tokens": 0}
+    whole = (126 - 2 - 65) * gib // (1 << 19)
+    assert doctor.fitting_tokens(half, size, GPU) == {"kv_tokens": whole, "window_tokens": 0}
+    assert doctor.fitting_tokens(half, size, CPU) == {"kv_tokens": None, "window_tokens": None}
+    windowed = replace(size, windowed_bytes_per_token=3 << 18, window=1024)
+    found = doctor.fitting_tokens(replace(half, windowed_kv_bytes=3 << 17), windowed, GPU)
+    kv_tokens, window_tokens = found["kv_tokens"], found["window_tokens"]
+    assert isinstance(kv_tokens, int)
+    assert isinstance(window_tokens, int)
+    used = kv_tokens * (1 << 17) + window_tokens * (3 << 17)
+    assert kv_tokens > 2.5 * whole
+    assert 0.99 * whole * (1 << 19) < used <= whole * (1 << 19)
 
 
 def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

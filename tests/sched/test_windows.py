@@ -264,6 +264,22 @@ def test_a_lost_window_is_computed_once_and_shared_again() -> None:
 # --- tiers --------------------------------------------------------------------------------------
 
 
+def test_of_pages_without_windowed_parts_only_the_last_window_is_loaded() -> None:
+    bus = EventBus()
+    counters = Counters().attach(bus)
+    tiered = a_tiered_engine(num_pages=90, num_slots=200, bus=bus, window=10, num_parts=40)
+    prompt = list(range(80))
+    run_all(tiered.engine, [a_request(prompt, 1)])
+    tiered.store.flush()
+    parts = tiered.store.parts
+    assert parts is not None
+    parts._push(np.unique(parts.part_of[parts.part_of < parts.num_parts]))
+    found = run_all(tiered.engine, [a_request([*prompt, 1], 4, name="r")])
+    assert found.tokens["r", 0] == fake_answer([*prompt, 1], 4, VOCAB)
+    assert found.outputs[0].num_cached_tokens == 80
+    assert sum(counters.loaded_pages.values()) == span_of(10, 4)
+
+
 @pytest.mark.parametrize("window", [3, 14])
 def test_conversations_continue_from_host_memory_and_from_disk(window: int, tmp_path: Path) -> None:
     """A history is loaded with the windowed parts of its last window only."""

@@ -206,6 +206,7 @@ Event = (
     | SequenceFinished
     | PromptTruncated
     | PagesMoved
+    | WindowsLost
     | PagesEvicted
     | PagesSaved
     | SavesSkipped

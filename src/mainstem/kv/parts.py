@@ -89,7 +89,8 @@ class WindowParts:
 
     def has(self, pages: Int32s) -> Bools:
         """Which of these pages have a windowed part."""
-        return self.part_of[pages] != self._nowhere
+        has_part: Bools = self.part_of[pages] != self._nowhere
+        return has_part
 
     def first(self, num_pages: int) -> int:
         """The first page whose part is needed by a token that follows `num_pages` full pages."""

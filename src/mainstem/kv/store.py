@@ -294,9 +294,6 @@ class KVStore:
         get their names later (`name`): they could not be found if that page were never filled."""
         keys = chain.keys[first : first + len(pages)]
         num_named = self._index.num_nameable(keys)
-        if self.parts is None:
-            self._index.reserve(chain, first, pages[:num_named])
-            return
         pins = self._unname_lost(keys[:num_named])
         self._index.reserve(chain, first, pages[:num_named])
         self._index.repin(pins)
@@ -304,7 +301,8 @@ class KVStore:
     def _unname_lost(self, keys: Sequence[PageKey]) -> dict[PageKey, int]:
         """Take the names of these READY pages, from the first without a windowed part on: pages
         that are filled now get them, and can be shared again. Returns the pins of each name."""
-        assert self.parts is not None
+        if self.parts is None:
+            return {}
         old = self._index.indexed(keys)
         lost = np.flatnonzero(~self.parts.has(old))
         return self._index.unname(old[lost[0] :]) if len(lost) else {}
@@ -392,7 +390,10 @@ class KVStore:
         if self.parts is not None:
             self._lend_parts(run, pages, kept)
         self._index.order.touch(kept)
-        return self.loader.load(run, pages, start_layers)
+        pins = self._unname_lost(run.keys[: self._index.num_nameable(run.keys)])
+        awaited = self.loader.load(run, pages, start_layers)
+        self._index.repin(pins)
+        return awaited
 
     def _lend_parts(self, run: StoredRun, pages: Int32s, kept: Int32s) -> None:
         """Give windowed parts to those of the `pages` to be loaded that are in the last window
