@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedModel,
@@ -42,6 +44,24 @@ def gemma() -> PreTrainedModel:
         mm_tokens_per_image=4,
     )
     return Gemma3ForConditionalGeneration(config)
+
+
+def gemma4() -> PreTrainedModel:
+    text = {"global_head_dim": 24, "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 1}
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    vision = {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64}
+    config = Gemma4Config(
+        text_config={
+            "model_type": "gemma4_text",
+            **TEXT,
+            **text,
+            "layer_types": types,
+            "vocab_size_per_layer_input": TEXT["vocab_size"],
+            "pad_token_id": 0,
+        },
+        vision_config={"model_type": "gemma4_vision", **VISION, **vision},
+    )
+    return Gemma4ForConditionalGeneration(config)
 
 
 def mistral() -> PreTrainedModel:
@@ -103,6 +123,12 @@ def test_the_text_part_answers_as_the_whole_model(
         assert answer_of(tmp_path) == expected
     assert "a model is loaded without its vision tower" in caplog.text
     rename_as_older_transformers(tmp_path)
+    assert answer_of(tmp_path) == expected
+
+
+def test_the_text_part_of_gemma_4_answers_as_the_whole_model(tmp_path: Path) -> None:
+    """All its files have the names of newer versions of transformers."""
+    expected = save(gemma4(), tmp_path)
     assert answer_of(tmp_path) == expected
 
 

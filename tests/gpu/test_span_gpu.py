@@ -68,6 +68,7 @@ SHAPES = [
     (6, 2, 128, 16), (9, 3, 128, 32), (128, 2, 128, 16), (130, 2, 64, 16),
     (32, 8, 128, 64), (12, 2, 128, 64), (8, 4, 256, 16), (6, 1, 256, 32),
     (13, 1, 80, 32), (40, 2, 80, 64), (12, 12, 96, 16), (26, 2, 256, 64), (8, 1, 64, 16),
+    (32, 4, 512, 16), (16, 2, 512, 32), (8, 1, 512, 16),
 ]  # fmt: skip
 
 
@@ -189,6 +190,8 @@ KINDS = {
     "Gemma 2, full": ((32, 16, 128, 16), Kind(None, 50.0)),
     "Gemma 3": ((8, 4, 256, 16), Kind(512)),
     "Gemma 3, full": ((4, 1, 256, 64), PLAIN),
+    "Gemma 4, full": ((32, 4, 512, 16), PLAIN),
+    "Gemma 4 E2B, full": ((8, 1, 512, 32), PLAIN),
     "gpt-oss": ((64, 8, 64, 16), Kind(128, has_sinks=True)),
     "gpt-oss, full": ((64, 8, 64, 16), Kind(has_sinks=True)),
     "Falcon 7B": ((71, 1, 64, 16), PLAIN),
@@ -343,7 +346,7 @@ def test_scores_that_rise_from_key_to_key_agree(rise: float) -> None:
 
 
 @pytest.mark.parametrize("magnitude", [1e9, 1e-9])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_values_far_outside_of_fp16_are_merged(magnitude: float, head_dim: int) -> None:
     """Values of the heads of a token differ by factors of up to 2^40."""
     torch.manual_seed(0)

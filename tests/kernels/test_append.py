@@ -9,7 +9,7 @@ require_interpreter()
 import torch  # noqa: E402
 
 from mainstem.kernels import LayoutError, rope_append  # noqa: E402
-from mainstem.kernels.dense.head_norms import HeadNorms  # noqa: E402
+from mainstem.kernels.dense.head_norms import HeadNorms, norm_heads_  # noqa: E402
 from mainstem.kernels.dense.norms import Norm  # noqa: E402
 from mainstem.kernels.memory import reference  # noqa: E402
 
@@ -38,6 +38,21 @@ def test_rope_append_agrees_with_the_reference(dim: int, half: int) -> None:
     assert torch.equal(v_pages, right_v)
     assert torch.equal(k, old_k)
     assert torch.equal(v, old_v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_some_heads_of_a_product_are_normed_in_place(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 7, 80).to(dtype)
+    before, gain = qkv.clone(), torch.randn(80)
+    norm_heads_(qkv[:, 2:5], Norm(gain, 1e-5))
+    wide = before[:, 2:5].float()
+    right = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(qkv[:, 2:5], right.to(dtype), rtol=limit, atol=limit)
+    assert torch.equal(qkv[:, [0, 1, 5, 6]], before[:, [0, 1, 5, 6]])
+    with pytest.raises(LayoutError, match="gain"):
+        norm_heads_(qkv, Norm(gain[:8], 1e-5))
 
 
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 40), (80, 16), (96, 0)])

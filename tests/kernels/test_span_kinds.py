@@ -113,6 +113,7 @@ def test_a_kernel_with_windows_agrees_on_spans_without_one() -> None:
         (8, 2, 80, 16),
         (4, 2, 256, 16),
         pytest.param((2, 1, 256, 64), marks=pytest.mark.slow),
+        pytest.param((4, 2, 512, 16), marks=pytest.mark.slow),
         pytest.param((71, 1, 64, 16), marks=pytest.mark.slow),
     ],
     ids=str,

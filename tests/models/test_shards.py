@@ -12,6 +12,7 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -52,6 +53,7 @@ from mainstem_bench.shapes import SHAPES
 from tests.models.checkpoints import SMALL, write_checkpoint
 from tests.models.rank_outputs import TOLERANCE, a_config, check_same, outputs
 from tests.models.ranks import Thread, run_ranks
+from tests.runner.recipes import RECIPES
 
 CPU = torch.device("cpu")
 WIDE = SMALL | {  # four ranks can split the query heads, but have copies of the two KV heads
@@ -81,6 +83,18 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **WIDE, head_dim=16, sliding_window=11, final_logit_softcapping=3.0, attention_bias=True
     ),
     "gemma 3": Gemma3TextConfig(**WIDE, head_dim=16, sliding_window=11),
+    "gemma 4": Gemma4TextConfig(
+        **WIDE | {"num_hidden_layers": 3},
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=11,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=WIDE["vocab_size"],
+        num_kv_shared_layers=1,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
     "falcon 7b": FalconConfig(**FALCON),
     "falcon 40b": FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
     "falcon 11b": FalconConfig(
@@ -96,7 +110,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "smollm 3": SmolLM3Config(**WIDE, no_rope_layer_interval=2),
     "stablelm": StableLmConfig(**WIDE | {"hidden_size": 128}, use_parallel_residual=True),
 }
-QUICK = ("llama", "llama, tied", "falcon 40b", "gpt-oss", "olmo 2", "phi 2")
+QUICK = ("llama", "llama, tied", "falcon 40b", "gemma 4", "gpt-oss", "olmo 2", "phi 2")
 
 
 @pytest.mark.parametrize("of", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -156,6 +170,18 @@ def test_the_error_names_a_size_that_cannot_be_divided() -> None:
         part_of(spec_from_config(LlamaConfig(**narrow).to_dict()), Shard(0, 4))
     assert shards_that_divide(SHAPES["llama-30b"]) == (1, 2, 4, 13, 26, 52)
     assert shards_that_divide(SHAPES["qwen3-30b-a3b"]) == (1, 2, 4, 8, 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "match"),
+    [
+        ("Gemma 4 with experts", "experts whose outputs are normed on their own"),
+        ("Gemma 4 with inputs of layers", "layers with embeddings of their own"),
+    ],
+)
+def test_the_error_names_layers_that_are_not_split_yet(recipe: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        part_of(RECIPES[recipe], Shard(0, 2))
 
 
 def test_part_of_gives_the_sizes_of_a_rank() -> None:

@@ -108,6 +108,10 @@ class CpuRunner:
         """Return hidden states of the sampled rows, then of the rows with prompt logprobs; and the
         attention masses of pages (step.weighings)."""
         gate = self._gate_for(step)
+        has_parts = self._pages.num_parts > 0
+        assert not has_parts or step.window_parts is not None, (
+            "a step says nothing of windowed parts"
+        )
         if self._single is not None and self._single.can_run(step):
             return self._single.run(step, make_token_ids(step, self._previous), gate), []
         inputs = make_inputs(step, self._previous, self._pages.page_size)

@@ -59,7 +59,6 @@ class LayerSpans:
         if len(set(kinds)) > 1:
             size = max(partial_bytes(heads, kind.shape.dim, limits) for kind in kinds)
             partials = torch.empty(size, dtype=torch.uint8, device=settings.device)
-        self._has_parts = bool(spec.windowed)
         self._kinds = {
             kind: SpanAttention(
                 heads=heads,
@@ -169,11 +168,11 @@ class GpuAttention:
         assert self._inputs is not None
         tokens, heads, new = len(qkv), self._num_heads, self._new_kv[layer]
         parts = qkv.view(tokens, -1, new.dim)
-        q, kv = parts[:, :heads], parts[:, heads : heads + 2 * new.heads]
+        q = parts[:, :heads]
         place = self._places[layer]
         pages = self._pages.keys(place), self._pages.values(place)
         if new.heads:
-            self._append(layer, q, kv, pages)
+            self._append(layer, parts, pages)
         else:  # an earlier layer has written K and V: only queries are rotated
             rope_append(
                 q, q[:, : pages[0].shape[1]], q[:, : pages[0].shape[1]], *pages,
@@ -186,15 +185,17 @@ class GpuAttention:
             out.mul_(torch.sigmoid(parts[:, heads + 2 * new.heads :]))
         return mixed
 
-    def _append(self, layer: int, q: Tensor, kv: Tensor, pages: tuple[Tensor, Tensor]) -> None:
+    def _append(self, layer: int, parts: Tensor, pages: tuple[Tensor, Tensor]) -> None:
         """Norm and rotate heads, and write K and V."""
         inputs, frequencies = self._inputs, self._frequencies[layer]
+        keys = self._num_heads
+        values = keys + self._new_kv[layer].heads
+        end = 2 * values - keys
         assert inputs is not None
         places = inputs.windowed if self._is_windowed[layer] else inputs.places
-        k, v = kv.chunk(2, dim=1)
         rope_append(
-            q, k, v, *pages, inputs.positions, places.write_slots, frequencies,
-            self._head_norms[layer],
+            parts[:, :keys], parts[:, keys:values], parts[:, values:end], *pages,
+            inputs.positions, places.write_slots, frequencies, self._head_norms[layer],
         )  # fmt: skip
         if places.moves is not None:
             rerotate(*pages, *places.moves, frequencies)

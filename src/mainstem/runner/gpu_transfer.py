@@ -103,6 +103,7 @@ class GpuCopier:
         shapes = [(len(each), 2, *each.shape[3:]) for each in pages.tensors]
         self._device, dtype = pages.tensors[0].device, pages.tensors[0].dtype
         self._num_layers = pages.num_layers
+        self._has_parts = pages.num_parts > 0
         self._slab = HostSlab(host_bytes, shapes, dtype, is_pinned=True, part=part)
         self._parts = [
             _Part(tensor, found.layers, found.is_windowed, start, tensor[0, 0, 0].nbytes)
@@ -140,6 +141,7 @@ class GpuCopier:
         return self._slab.slot(slot)
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> GpuTransfer:
+        assert parts is not None or not self._has_parts, "a copy says nothing of windowed parts"
         transfer, stream = GpuTransfer(self._num_layers), self._saves_stream
         transfer.begin.record(stream)
         for part in self._parts:
@@ -167,6 +169,7 @@ class GpuCopier:
     def load(
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> GpuTransfer:
+        assert parts is not None or not self._has_parts, "a copy says nothing of windowed parts"
         staging = self._staging
         order = np.argsort(slots)  # one call can copy a run of neighbouring slots
         slots, pages = slots[order], pages[order]

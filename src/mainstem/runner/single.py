@@ -217,7 +217,7 @@ def _weights(layer: Layer) -> _Weights | None:
     norms = (layer.attention_norm, layer.mlp_norm)
     if layer.finish not in (finish_serial, finish_serial_with_tails) or layer.head_norm is not None:
         return None
-    if not all(_only_sums(tail) for tail in layer.tails):
+    if layer.end is not None or not all(_only_sums(tail) for tail in layer.tails):
         return None
     if not all(isinstance(norm, RmsNorm) and not norm.has_scale for norm in norms):
         return None

@@ -93,6 +93,7 @@ class CpuCopier:
         ]
         dtype = pages.tensors[0].dtype
         self._slab = HostSlab(host_bytes, shapes, dtype, is_pinned=False, part=part)
+        self._has_parts = pages.num_parts > 0
         # for each layer of a page: where it is in slots, and whether it is in the windowed part
         self._in_slots = [
             self._slab.parts[number][:, pages.parts[number].layers.index(place)]
@@ -121,8 +122,7 @@ class CpuCopier:
         return self._slab.slot(slot)
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> CpuTransfer:
-        full, targets = _index(pages), _index(slots)
-        windowed = full if parts is None else _index(parts)
+        targets, (full, windowed) = _index(slots), self._places(pages, parts)
 
         def copy_layer(layer: int) -> None:
             sources = windowed if self._is_windowed[layer] else full
@@ -134,8 +134,7 @@ class CpuCopier:
     def load(
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> CpuTransfer:
-        sources, full = _index(slots), _index(pages)
-        windowed = full if parts is None else _index(parts)
+        sources, (full, windowed) = _index(slots), self._places(pages, parts)
 
         def copy_layer(layer: int) -> None:
             targets = windowed if self._is_windowed[layer] else full
@@ -160,6 +159,12 @@ class CpuCopier:
     def close(self) -> None:
         self._load_thread.shutdown()
         self._save_thread.shutdown()
+
+    def _places(self, pages: Int32s, parts: Int32s | None) -> tuple[Tensor, Tensor]:
+        """Where the full and the windowed parts of pages are."""
+        assert parts is not None or not self._has_parts, "a copy says nothing of windowed parts"
+        full = _index(pages)
+        return full, full if parts is None else _index(parts)
 
     def _start(self, thread: ThreadPoolExecutor, copy: Callable[[int], None]) -> CpuTransfer:
         transfer = CpuTransfer(self.num_layers)

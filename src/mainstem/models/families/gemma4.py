@@ -228,7 +228,7 @@ def _unused(types: list[str], num_shared: int) -> tuple[str, ...]:
     return (*kept, *_OTHER_PARTS, *(f"model.{name}" for name in _OTHER_PARTS))
 
 
-_NOTES = "heads of two sizes; without a window every 6th layer; experts or embeddings per layer"
+_NOTES = "two sizes of heads; some with experts, or with embeddings for each layer"
 GEMMA4 = Family("Gemma 4", ("Gemma4ForCausalLM",), _read, notes=_NOTES)
 GEMMA4_WITH_VISION = Family(
     "Gemma 4, text part",

@@ -147,9 +147,14 @@ class GpuDecoder:
             answer = layer.out(mixed, room)
             normed = after(layer.mlp(between(answer, x)), x)
             if layer.end is not None:
-                layer.end(x, None if inputs is None else inputs.chunk(len(self._layers), 1)[index])
+                layer.end(x, None if inputs is None else self._own_input(inputs, index))
                 normed = layer.following.read(x)
         return normed
+
+    def _own_input(self, inputs: Tensor, index: int) -> Tensor:
+        """One layer's part of the inputs of all layers."""
+        size = inputs.shape[1] // len(self._layers)
+        return inputs[:, index * size : (index + 1) * size]
 
     def finish(
         self,
@@ -194,6 +199,8 @@ class GpuDecoder:
             mixed = x.new_zeros(tokens, layer.out_width)
             answer = layer.out(mixed, space.answer[:tokens])
             layer.joins.after(layer.mlp(layer.joins.between(answer, x)), x)
+            if layer.end is not None:
+                layer.end(x, self._own_input(space.layer_inputs[:tokens], 0))
 
 
 def load_gpu_decoder(

@@ -26,7 +26,7 @@ class GpuLayerInputs:
         found = self.product(x, out).mul_(x.shape[1] ** -0.5)
         parts = found.view(-1, size)
         norm_rows(parts, self.norm, out=parts)
-        found.add_(own).mul_(math.sqrt(0.5))
+        torch.mul(found.add_(own), math.sqrt(0.5), out=out)
 
 
 @dataclass(frozen=True, slots=True)
