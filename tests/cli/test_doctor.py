@@ -181,7 +181,7 @@ def test_ranks_that_fit_and_ranks_that_do_not_are_shown() -> None:
     """A card of 140 GiB: pages get 0.9 of it, minus 2 GiB of buffers, minus the weights."""
     gib = 1 << 30
     size = KvSize(1 << 20, DType.BF16, 32_768, 0, None, 0, "bfloat16")
-    large, half = RankSize(1, 130 * gib, 1 << 20, 0, 0), RankSize(2, 65 * gib, 1 << 19, 0, 0)
+    large, half = RankSize(1, 130 * gib, 1 << 20, 0), RankSize(2, 65 * gib, 1 << 19, 0)
     assert doctor.fitting_tokens(large, size, GPU) == {"kv_tokens": 0, "window_tokens": 0}
     whole = (126 - 2 - 65) * gib // (1 << 19)
     assert doctor.fitting_tokens(half, size, GPU) == {"kv_tokens": whole, "window_tokens": 0}

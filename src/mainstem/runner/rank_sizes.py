@@ -21,9 +21,9 @@ class RankSize:
     num_ranks: int
     weight_bytes: int  # in the rank's memory
     kv_bytes_per_token: int
-    windowed_kv_bytes: int  # of these, in the windowed parts of pages
     stored_bytes: int  # of the same weights in the checkpoint
     unpacked: tuple[str, ...] = ()  # quantized weights that are dequantized when they are loaded
+    windowed_kv_bytes: int = 0  # of `kv_bytes_per_token`, in the windowed parts of pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ def rank_sizes(
                 num_ranks=of,
                 weight_bytes=max(part.held_bytes(element_bytes, keeps) for part in parts),
                 kv_bytes_per_token=parts[0].spec.kv_elements_per_token * element_bytes,
-                windowed_kv_bytes=KvCosts.of(parts[0].spec, element_bytes).windowed_bytes,
                 stored_bytes=max(part.stored_bytes(stored_bytes) for part in parts),
                 unpacked=parts[0].unpacked(keeps),
+                windowed_kv_bytes=KvCosts.of(parts[0].spec, element_bytes).windowed_bytes,
             )
         )
     return tuple(sizes)
