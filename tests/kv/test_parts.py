@@ -1,4 +1,4 @@
-"""Windowed parts of pages: who needs them keeps them, and the least useful are given away first."""
+"""Windowed parts of pages: needed ones stay, and of the others the least useful go first."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ class PartsMachine(RuleBasedStateMachine):
         self.taken: list[int] = []
         self.needs: list[tuple[Int32s, Int32s]] = []  # pages, and their places when needed
         self.copies: list[Int32s] = []
-        self.step = 0
+        self.step = -1
         self.used_in: dict[int, int] = {}  # place -> the last step that may use it
 
     def some(self, data: st.DataObject) -> Int32s:
@@ -64,6 +64,9 @@ class PartsMachine(RuleBasedStateMachine):
         if not self.taken:
             return
         pages = self.some(data)
+        # a page that is copied without its part gets none before the copy has ended
+        is_copied = (self.pool.copies[pages] > 0) & ~self.parts.has(pages)
+        pages = pages[~is_copied]
         before = self.parts.part_of.copy()
         try:
             self.parts.need(pages)

@@ -1,4 +1,4 @@
-"""Windowed parts of pages: who needs them, and which are given away first.
+"""Windowed parts of pages: which are needed, and which are given away first.
 
 A layer with a window reads only the last tokens before a query, so the K and V of such layers, the
 windowed part of a page, has a place of its own, in a pool with fewer places than there are pages:
@@ -24,7 +24,7 @@ from mainstem.core.step import Bools, Int32s, Int64s, StepId
 NO_PAGE = -1
 EVICT_SHARE = 64  # up to 1/64 of all places are freed at once, or more if more are needed
 PASSED, END, FORK = 0, 1, 2  # ranks of parts
-FORK_TURNS = 4  # a fork without use goes after so many places were kept, in turns of all places
+FORK_TURNS = 4  # an unused fork leaves after this many times all places were kept
 TICKS = 20  # bits of a use that order the steps between two windows that are kept
 PASSED_LAST = 1 << 60  # above every other worth
 PINNED = 1 << 61
@@ -38,7 +38,7 @@ def span_of(window: int, page_size: int) -> int:
 
 
 class WindowParts:
-    """Lends places to the windowed parts of pages, and counts who needs each part.
+    """Lends places to the windowed parts of pages, and counts what needs each part.
 
     Parts that nobody needs are cache. First to go are those that were only passed, the least
     recently used first. Then those of windows at whose end one request may continue, and those of
@@ -107,7 +107,7 @@ class WindowParts:
         serves = (missing - begins >= self.span) | (begins == 0)
         return int(missing[serves][-1]) if serves.any() else 0
 
-    # --- who needs them -------------------------------------------------------------------------
+    # --- what needs them ------------------------------------------------------------------------
 
     def need(self, pages: Int32s) -> None:
         """Add a needer to each of `pages`, no page twice; those without a windowed part get one.
@@ -126,7 +126,8 @@ class WindowParts:
             self._give(without, np.sort(self._free[top : top + len(without)]))
 
     def hold(self, pages: Int32s) -> None:
-        """Add a needer to those of `pages` that have a windowed part."""
+        """Add a needer to those of `pages` that have a windowed part; the others get none until the
+        caller calls `end`."""
         self.need(pages[self.has(pages)])
 
     def end(self, pages: Int32s) -> None:

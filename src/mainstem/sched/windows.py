@@ -6,7 +6,7 @@
 
 Before a step, a sequence gets parts for the pages that the step fills. When the step is made, it no
 longer needs those that its last window has passed. A window counts from the last full page, so that
-whoever continues there finds it whole.
+a sequence that continues there finds it whole.
 
 Windows are kept where somebody may continue: where a sequence started on cached pages, at the end
 of a prompt and of a turn, at boundaries that the request names, and where prompts part.
@@ -76,7 +76,7 @@ class SequenceWindows:
 
     def may_start(self, num_new: int, to_come: int, budget: int) -> bool:
         """Whether a sequence, whose match is held, may start: it takes `num_new` pages, and will
-        probably produce `to_come` tokens. The step has a budget of so many more prompt tokens."""
+        probably produce `to_come` tokens. `budget` prompt tokens are left for the step."""
         parts = self._parts
         if self._is_alone:
             return parts.num_available >= 1
@@ -85,7 +85,7 @@ class SequenceWindows:
         return own + self._to_come + reserve <= parts.num_available
 
     def _most(self, num_pages: int) -> int:
-        """The parts that a sequence needs at most, of so many pages of its own."""
+        """The parts that a sequence needs at most, if it fills `num_pages` pages."""
         return min(num_pages, self._parts.span + 2)
 
     # --- pages of a sequence --------------------------------------------------------------------
