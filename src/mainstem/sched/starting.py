@@ -156,9 +156,9 @@ class Starter:
         At the same priority, sequences that have started come before new ones."""
         self._outlook, self._num_parked_pages = None, 0
         self._queue.unpark(self._collectors.remove_done())
-        self._load_ahead()
         if self._windows is not None and len(self._queue):
             self._windows.forecast(self._running.slots, self._running.tree)
+        self._load_ahead()
         for sequence in self._running.unfinished():
             self._start_waiting(work, before=sequence.request.priority)
             if work.budget <= 0:
@@ -409,6 +409,7 @@ class Starter:
             return
         put_off, self._put_off = self._put_off, {}
         tokens_ahead, pages_ahead, num_looked_up = self._tokens_ahead(), 0, 0
+        num_windows = 0  # of sequences whose history is loaded
         available = self._store.num_available()
         for sequence in self._queue.first(LOAD_AHEAD):
             history = sequence.history
@@ -429,6 +430,9 @@ class Starter:
                 pages_ahead += num_new
                 if not self._forecast().may_start(pages_ahead, to_come, available):
                     return
+                num_windows += 1
+                if self._windows is not None and not self._windows.has_room(num_windows):
+                    return
                 num_tokens = found.num_known - len(found.match.pages) * page_size
                 is_open = fetching.is_open(stored) and loader.may_load(found)
                 if must_wait:
@@ -447,6 +451,7 @@ class Starter:
                 elif history.asked is None and not is_open:
                     history.num_to_compute = num_tokens
             elif history.is_loaded:
+                num_windows += 1
                 # idle pages count as available, so those loaded for this sequence count as needed
                 pages_ahead += history.num_loaded_pages - (-num_tokens // page_size)
             tokens_ahead += num_tokens

@@ -84,6 +84,12 @@ class SequenceWindows:
         own = self._most(num_new + to_come // self._page_size + 1)
         return own + self._to_come + reserve <= parts.num_available
 
+    def has_room(self, num_windows: int) -> bool:
+        """Whether the windows of `num_windows` sequences that are loaded before their turn would
+        stay, beside those of running sequences."""
+        num_parts = num_windows * (self._parts.span + 2)
+        return num_parts + self._to_come <= self._parts.num_available
+
     def _most(self, num_pages: int) -> int:
         """The parts that a sequence needs at most, if it fills `num_pages` pages."""
         return min(num_pages, self._parts.span + 2)
