@@ -10,6 +10,7 @@ from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.request import Delivery, FinishReason, Output, Overflow, Request, SamplingParams
 from mainstem.engine.engine import Engine
+from mainstem.kv.parts import WindowParts
 from mainstem.kv.store import KVStore
 from mainstem.sched.scheduler import Scheduler
 from tests.fakes import FakeRunner
@@ -55,15 +56,21 @@ def an_engine(
     config: SchedConfig | None = None,
     can_overlap: bool = False,
     max_model_len: int = 10_000,
+    *,
     bus: EventBus | None = None,
     runner: FakeRunner | None = None,
     num_states: int = 0,
+    window: int | None = None,
+    num_parts: int = 0,
 ) -> Engine:
-    """An engine over FakeRunner."""
+    """An engine over FakeRunner. With a `window`, pages have `num_parts` windowed parts."""
     bus = bus or EventBus()
-    store = KVStore(num_pages, page_size, b"fake", bus, num_states=num_states)
+    parts = None if window is None else WindowParts(num_pages, num_parts, window, page_size)
+    store = KVStore(num_pages, page_size, b"fake", bus, num_states=num_states, parts=parts)
     scheduler = Scheduler(config or SchedConfig(), store, VOCAB, max_model_len, bus)
-    runner = runner or FakeRunner(num_pages, page_size, VOCAB, can_overlap, num_states)
+    runner = runner or FakeRunner(
+        num_pages, page_size, VOCAB, can_overlap, num_states, window, num_parts
+    )
     return Engine(scheduler, runner, bus)
 
 

@@ -8,7 +8,16 @@ from hashlib import blake2b
 import numpy as np
 
 from mainstem.core.request import TokenLogprobs
-from mainstem.core.step import Float32s, InFlight, Int32s, PageWeighing, Step, StepResult
+from mainstem.core.step import (
+    Float32s,
+    InFlight,
+    Int32s,
+    Int64s,
+    PageWeighing,
+    Step,
+    StepResult,
+)
+from mainstem.kernels.attention.window import clip_spans
 
 
 def fake_next_token(token_ids: list[int], vocab_size: int) -> int:
@@ -58,6 +67,86 @@ class _Done:
         return True
 
 
+class FakeWindow:
+    """The windowed parts of FakeRunner's pages, of layers that see `window` tokens: each row must
+    see exactly the last ones, read through `Step.window_parts`."""
+
+    def __init__(self, window: int, num_parts: int, page_size: int) -> None:
+        self.window = window
+        self.num_parts = num_parts
+        self.page_size = page_size
+        num_slots = (num_parts + 1) * page_size
+        self.token_at = np.full(num_slots, -1, np.int64)
+        self.position_at = np.full(num_slots, -1, np.int64)
+
+    def run(self, step: Step, token_ids: Int32s, contexts: dict[int, list[int]]) -> None:
+        assert step.window_parts is not None, "a step says nothing of windowed parts"
+        self._part_of = step.window_parts.astype(np.int64)
+        lent = self._part_of[self._part_of < self.num_parts]
+        assert len(np.unique(lent)) == len(lent), "a windowed part belongs to two pages"
+        written = self._slots(step.write_slots)
+        self.token_at[written] = token_ids
+        self.position_at[written] = step.positions
+        self._move(step)
+        source, target = self._slots(step.copy_from), self._slots(step.copy_to)
+        self.token_at[target] = self.token_at[source]
+        self.position_at[target] = self.position_at[source]
+        for row, seen in self._seen(step, set(contexts)).items():
+            context = contexts[row]
+            first = max(0, len(context) - self.window)
+            assert seen == dict(enumerate(context[first:], first)), "a window holds other tokens"
+
+    def _slots(self, slots: Int64s) -> Int64s:
+        """Where these token slots are; they must be in pages with a windowed part."""
+        page, offset = np.divmod(slots, self.page_size)
+        part = self._part_of[page]
+        assert (part < self.num_parts).all(), "a page that is used has no windowed part"
+        return np.asarray(part * self.page_size + offset)
+
+    def _move(self, step: Step) -> None:
+        offsets = np.arange(self.page_size)
+        source = self._part_of[step.move_from][:, None] * self.page_size + offsets
+        target = self._part_of[step.move_to][:, None] * self.page_size + offsets
+        self.token_at[target] = self.token_at[source]
+        self.position_at[target] = self.position_at[source] + step.move_by[:, None]
+        self.position_at[-self.page_size :] = -1  # the place of pages without a windowed part
+
+    def used(self, step: Step) -> Int64s:
+        """The windowed parts that a step uses."""
+        assert step.window_parts is not None
+        spans = clip_spans(step.spans, step.positions, self.window, self.page_size)
+        slots = np.concatenate([step.write_slots, step.copy_from, step.copy_to])
+        moved = np.concatenate([step.move_from, step.move_to])
+        parts = step.window_parts[np.concatenate([spans.page_ids, slots // self.page_size, moved])]
+        return np.unique(parts[parts < self.num_parts]).astype(np.int64)
+
+    def _seen(self, step: Step, rows: set[int]) -> dict[int, dict[int, int]]:
+        """For each of these packed tokens: position -> token id, as the clipped spans show them."""
+        spans = clip_spans(step.spans, step.positions, self.window, self.page_size)
+        assert (self._part_of[spans.page_ids] < self.num_parts).all(), "a part is read and missing"
+        seen: dict[int, dict[int, int]] = {row: {} for row in rows}
+        firsts = spans.first_keys
+        for i in range(len(spans)):
+            begin, end = spans.query_starts[i : i + 2].tolist()
+            queries = spans.query_rows[begin:end].tolist()
+            if rows.isdisjoint(queries):
+                continue
+            pages = spans.page_ids[spans.page_starts[i] : spans.page_starts[i + 1]]
+            places = self._part_of[pages][:, None] * self.page_size + np.arange(self.page_size)
+            num_keys = int(spans.key_tokens[i])
+            slots = places.ravel()[:num_keys]
+            positions, tokens = self.position_at[slots], self.token_at[slots]
+            for place, row in enumerate(queries):
+                if row not in rows:
+                    continue
+                until = num_keys - len(queries) + place + 1 if spans.is_causal[i] else num_keys
+                first = 0 if firsts is None else int(firsts[begin + place])
+                keys = positions[first:until].tolist()
+                assert seen[row].keys().isdisjoint(keys), "a key is seen twice"
+                seen[row].update(zip(keys, tokens[first:until].tolist(), strict=True))
+        return seen
+
+
 class FakeRunner:
     """Keeps token ids where a model keeps K and V, and reads them back through the spans.
 
@@ -73,13 +162,17 @@ class FakeRunner:
         vocab_size: int = 97,
         can_overlap: bool = False,
         num_states: int = 0,
+        window: int | None = None,
+        num_parts: int = 0,
     ) -> None:
+        """With a `window` it keeps token ids a second time, in `num_parts` windowed parts."""
         self._can_overlap = can_overlap
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._token_at = np.full(num_pages * page_size, -1, np.int64)
         self._position_at = np.full(num_pages * page_size, -1, np.int64)
         self._previous: Int32s = np.empty(0, np.int32)
+        self._window = None if window is None else FakeWindow(window, num_parts, page_size)
         self._tokens_in: list[list[int] | None] = [None] * num_states  # of each state
         self.steps: list[Step] = []
         self.at_launch: Callable[[Step], None] | None = None  # may raise
@@ -113,6 +206,8 @@ class FakeRunner:
         self._token_at[step.copy_to] = self._token_at[step.copy_from]
         self._position_at[step.copy_to] = self._position_at[step.copy_from]
         contexts = self._contexts(step)
+        if self._window is not None:
+            self._window.run(step, token_ids, contexts)
         if self._tokens_in:
             self._run_states(step, token_ids, contexts)
         samples = []
@@ -217,6 +312,8 @@ class FakeRunner:
     def _seen(self, step: Step) -> dict[int, dict[int, int]]:
         """For each packed token whose output is wanted: position -> token id."""
         wanted = set(step.hidden_rows()[0].tolist())
+        if self._window is not None:
+            wanted |= set(step.seq_starts[:-1].tolist())
         contexts: dict[int, dict[int, int]] = {row: {} for row in wanted}
         spans = step.spans
         for i in range(len(spans)):

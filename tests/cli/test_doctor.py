@@ -13,6 +13,7 @@ from mainstem.cli import doctor, models
 from mainstem.core.config import DType, StoreConfig
 from mainstem.core.tables import gigabytes
 from mainstem.models.weights import compute_dtype
+from mainstem.runner.kv_size import KvSize
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_cpu
 from mainstem.runner.rank_sizes import RankSize
 
@@ -179,24 +180,35 @@ def test_a_models_size_of_keys_and_values_is_shown(
 def test_ranks_that_fit_and_ranks_that_do_not_are_shown() -> None:
     """A card of 140 GiB: pages get 0.9 of it, minus 2 GiB of buffers, minus the weights."""
     gib = 1 << 30
+    size = KvSize(1 << 20, 0, DType.BF16, 32_768, 0, None, 0, "bfloat16")
     large, half = RankSize(1, 130 * gib, 1 << 20, 0), RankSize(2, 65 * gib, 1 << 19, 0)
-    assert doctor.fitting(large, GPU) == {"kv_tokens": 0, "states": 0}
-    tokens = (126 - 2 - 65) * gib // (1 << 19)
-    assert doctor.fitting(half, GPU) == {"kv_tokens": tokens, "states": 0}
-    assert doctor.fitting(half, CPU) == {"kv_tokens": None, "states": None}
+    nothing = {"kv_tokens": 0, "window_tokens": 0, "states": 0}
+    assert doctor.fitting(large, size, GPU) == nothing
+    whole = (126 - 2 - 65) * gib // (1 << 19)
+    assert doctor.fitting(half, size, GPU) == nothing | {"kv_tokens": whole}
+    assert doctor.fitting(half, size, CPU) == dict.fromkeys(nothing)
+    windowed = replace(size, windowed_bytes_per_token=3 << 18, window=1024)
+    found = doctor.fitting(replace(half, windowed_kv_bytes=3 << 17), windowed, GPU)
+    kv_tokens, window_tokens = found["kv_tokens"], found["window_tokens"]
+    assert kv_tokens is not None
+    assert window_tokens is not None
+    used = kv_tokens * (1 << 17) + window_tokens * (3 << 17)
+    assert kv_tokens > 2.5 * whole
+    assert 0.99 * whole * (1 << 19) < used <= whole * (1 << 19)
 
 
 def test_states_and_pages_divide_one_budget() -> None:
     """Beside 100 GB of weights, pages and states of 63 MB fill what is left, but one or two
     states."""
-    size = RankSize(1, 100 * 10**9, 20480, 0, bytes_per_state=63 * 10**6)
-    found = doctor.fitting(size, GPU)
+    rank = RankSize(1, 100 * 10**9, 20480, 0, bytes_per_state=63 * 10**6)
+    size = KvSize(20480, 63 * 10**6, DType.BF16, 32_768, 0, None, 0, "bfloat16")
+    found = doctor.fitting(rank, size, GPU)
     tokens, states = found["kv_tokens"], found["states"]
     assert tokens is not None
     assert states is not None
-    room = int(GPU.memory_bytes * 0.9) - doctor.GPU_RESERVE - size.weight_bytes
+    room = int(GPU.memory_bytes * 0.9) - doctor.GPU_RESERVE - rank.weight_bytes
     taken = tokens * 20480 + states * 63 * 10**6
-    assert room - 20480 < taken <= room
+    assert room - 16 * 20480 < taken <= room
     # half of the states are for sequences of 2,048 tokens
     assert tokens / 2048 == pytest.approx(states / 2, abs=5)
 

@@ -50,8 +50,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ('model = "smollm2"\n', r"'model' is outside a section. Put model below a line \[model\]"),
         ("store_ttl = 5\n", r"'store_ttl' is outside a section. Put ttl_s below .* \[store\]"),
         ("chunk_token = 5\n", r"no setting has that name. Did you mean chunk_tokens\?"),
-        ("[cache]\npage_sise = 16\n", "'page_sise'. Did you mean page_size.* Known: kv_tokens, "),
-        ("[cache]\nzzz = 16\n", "unknown setting 'zzz'. Known: kv_tokens, memory_share"),
+        (
+            "[cache]\npage_sise = 16\n",
+            "'page_sise'. Did you mean page_size.* Known: expected_tokens, ",
+        ),
+        ("[cache]\nzzz = 16\n", "unknown setting 'zzz'. Known: expected_tokens, kv_tokens"),
         ("[cache]\nhost_gb = 16\n", r"'host_gb'. It is called host_gb, in section \[store\]"),
         ("[cache]\ngpu_memory_utilization = 1\n", "It is called memory_share$"),
         ('[cache]\npage_size = "big"\n', "page_size must be int"),

@@ -34,11 +34,17 @@ class TieredMachine(RuleBasedStateMachine):
         has_disk=st.booleans(),
         chunk_tokens=st.sampled_from([5, 64]),
         num_states=st.sampled_from([0, 0, 1, 2, 3, 8]),
+        window=st.sampled_from([None, 1, 3, 6, 14]),
+        spare_parts=st.integers(0, 8),
     )
-    def open(self, has_disk: bool, **kwargs: object) -> None:
+    def open(self, has_disk: bool, window: int | None, spare_parts: int, **kwargs: object) -> None:
         FaultyFiles.reset()
         self.folder = Path(mkdtemp(prefix="tiers-"))
         self.has_disk = has_disk
+        if kwargs["num_states"]:  # windows have parts of their own only without recurrent layers
+            window = None
+        if window is not None:
+            kwargs |= {"window": window, "num_parts": -(-(window - 1) // PAGE) + 3 + spare_parts}
         self.kwargs = kwargs
         self.waiting: dict[str, tuple[list[int], int]] = {}
         self.past: list[list[int]] = [[1, 2, 3], [4] * 9]

@@ -10,12 +10,13 @@ import numpy as np
 
 from mainstem.core.config import Fetch, Saving, SchedConfig, StoreConfig
 from mainstem.core.events import EventBus
-from mainstem.core.step import InFlight, Int32s, Step
+from mainstem.core.step import InFlight, Int32s, Step, StepResult
 from mainstem.engine.engine import Engine
 from mainstem.kv.bytes.disk import DiskTier
 from mainstem.kv.bytes.line import Address
 from mainstem.kv.bytes.remote import RemoteSettings, RemoteTier
 from mainstem.kv.bytes.segments import SegmentFiles
+from mainstem.kv.parts import WindowParts
 from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
@@ -27,7 +28,6 @@ from tests.fakes import FakeRunner
 
 REMOTE = RemoteSettings(b"fake", b"a secret", ttl_s=60.0, max_bytes=1 << 30)
 PIECES = 3  # of a state, each as large as a page
-NUM_LAYERS = 2  # token ids and positions, so that a half-copied page is noticed
 
 
 class CopyFault(Exception):
@@ -52,12 +52,12 @@ class FakeTransfer:
 
     def num_layers_done(self) -> int:
         self._asked += 1
-        if self._asked > self._copier.patience and self._done < NUM_LAYERS:
+        if self._asked > self._copier.patience and self._done < len(self._layers):
             self._copy()
         return self._done
 
     def wait(self) -> None:
-        for _ in range(NUM_LAYERS):
+        for _ in self._layers:
             self._copy()
 
     def seconds(self) -> float:
@@ -65,9 +65,9 @@ class FakeTransfer:
 
     def _copy(self) -> None:
         with self._lock:
-            if self._fails and self._done == NUM_LAYERS - 1:
+            if self._fails and self._done == len(self._layers) - 1:
                 raise CopyFault("the last layer cannot be copied")
-            if self._done < NUM_LAYERS:
+            if self._done < len(self._layers):
                 target, source = self._layers[self._done]
                 target[...] = source[...]
                 self._done += 1
@@ -91,18 +91,20 @@ class FakeCopier:
     """PageCopier over the memory of a FakeRunner.
 
     Each save or load takes the next planned fault, if there is one: `early` raises when the copy
-    is started, `late` while it runs. In both cases one of the two layers was copied before.
+    is started, `late` while it runs. In both cases a layer was copied before. A page has two
+    layers, its token ids and positions, so that a half-copied page is noticed; with a window, its
+    windowed part has two more.
     """
 
     def __init__(self, runner: "TieredRunner", num_slots: int) -> None:
         self._runner = runner
         page_size = runner.page_size
-        self._slab = np.zeros((num_slots, NUM_LAYERS, page_size), np.int64)
+        self.num_layers = len(runner.memory())
+        self._slab = np.zeros((num_slots, self.num_layers, page_size), np.int64)
         self._bytes = memoryview(self._slab.reshape(-1).view(np.uint8).data)
         self._loads: dict[LoadId, FakeTransfer] = {}
         self.num_slots = num_slots
-        self.num_layers = NUM_LAYERS
-        self.page_bytes = NUM_LAYERS * page_size * 8
+        self.page_bytes = self.num_layers * page_size * 8
         self.patience = 0
         self.save_faults: deque[str | None] = deque()
         self.load_faults: deque[str | None] = deque()
@@ -111,9 +113,11 @@ class FakeCopier:
         return self._bytes[slot * self.page_bytes : (slot + 1) * self.page_bytes]
 
     def save(self, pages: Int32s, slots: Int32s, parts: Int32s | None = None) -> FakeTransfer:
+        if parts is not None:
+            assert (parts < self._runner.num_parts).all(), "half of a page is saved"
         layers = [
-            (_View(self._slab[:, layer], slots), _View(memory, pages))
-            for layer, memory in enumerate(self._runner.memory())
+            (_View(self._slab[:, layer], slots), view)
+            for layer, view in enumerate(self._views(pages, parts))
         ]
         fault = self.save_faults.popleft() if self.save_faults else None
         return FakeTransfer(self, layers, fault)  # type: ignore[arg-type]  # views stand for arrays
@@ -121,14 +125,24 @@ class FakeCopier:
     def load(
         self, load_id: LoadId, slots: Int32s, pages: Int32s, parts: Int32s | None = None
     ) -> FakeTransfer:
+        if parts is not None:
+            assert not np.isin(parts, self._runner.parts_in_flight()).any(), (
+                "a step in flight uses a part that is loaded"
+            )
         layers = [
-            (_View(memory, pages), _View(self._slab[:, layer], slots))
-            for layer, memory in enumerate(self._runner.memory())
+            (view, _View(self._slab[:, layer], slots))
+            for layer, view in enumerate(self._views(pages, parts))
         ]
         fault = self.load_faults.popleft() if self.load_faults else None
         transfer = FakeTransfer(self, layers, fault)  # type: ignore[arg-type]
         self._loads[load_id] = transfer
         return transfer
+
+    def _views(self, pages: Int32s, parts: Int32s | None) -> list["_View"]:
+        memory = self._runner.memory()
+        assert (parts is None) == (len(memory) == 2), "a copy says nothing of windowed parts"
+        places = [pages, pages] if parts is None else [pages, pages, parts, parts]
+        return [_View(rows, place) for rows, place in zip(memory, places, strict=True)]
 
     def forget(self, load_id: LoadId) -> None:
         self._loads.pop(load_id, None)
@@ -157,22 +171,44 @@ class TieredRunner(FakeRunner):
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, can_overlap: bool, num_states: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        can_overlap: bool,
+        num_states: int = 0,
+        window: int | None = None,
+        num_parts: int = 0,
     ) -> None:
-        super().__init__(num_pages, page_size, VOCAB, can_overlap, num_states)
+        super().__init__(
+            num_pages,
+            page_size,
+            VOCAB,
+            can_overlap,
+            num_states,
+            window=window,
+            num_parts=num_parts,
+        )
         self.page_size = page_size
+        self.num_parts = num_parts
         self.copier: FakeCopier | None = None
         size = (num_pages + num_states * PIECES) * page_size
         self._token_at = np.full(size, -1, np.int64)
         self._position_at = np.full(size, -1, np.int64)
         self._first_piece = num_pages
+        self._in_flight: deque[Step] = deque()
 
     def memory(self) -> list[np.ndarray]:
-        """Token ids and positions by page."""
-        return [
-            self._token_at.reshape(-1, self.page_size),
-            self._position_at.reshape(-1, self.page_size),
-        ]
+        """Token ids and positions by page, then those in windowed parts."""
+        arrays = [self._token_at, self._position_at]
+        if self._window is not None:
+            arrays += [self._window.token_at, self._window.position_at]
+        return [array.reshape(-1, self.page_size) for array in arrays]
+
+    def parts_in_flight(self) -> np.ndarray:
+        """The windowed parts that launched steps use, which were not waited for."""
+        assert self._window is not None
+        used = [self._window.used(step) for step in self._in_flight]
+        return np.concatenate([np.empty(0, np.int64), *used])
 
     def state(self, slot: int) -> list[int] | None:
         pieces = self._pieces(slot)
@@ -195,7 +231,24 @@ class TieredRunner(FakeRunner):
     def launch(self, step: Step) -> InFlight:
         assert self.copier is not None
         self.copier.finish(step.load_ids.tolist())
-        return super().launch(step)
+        launched = super().launch(step)
+        self._in_flight.append(step)
+        return _Waited(launched, self._in_flight)
+
+
+@dataclass
+class _Waited:
+    """A launched step, which is in flight until `wait`."""
+
+    launched: InFlight
+    in_flight: deque[Step]
+
+    def wait(self) -> StepResult:
+        self.in_flight.popleft()
+        return self.launched.wait()
+
+    def has_ended(self) -> bool:
+        return self.launched.has_ended()
 
 
 @dataclass
@@ -228,9 +281,11 @@ def a_tiered_engine(  # noqa: PLR0917
     fetch: Fetch = Fetch.ALWAYS,
     save: Saving = Saving.DECODING,
     num_states: int = 0,
+    window: int | None = None,
+    num_parts: int = 0,
 ) -> Tiered:
     bus = bus or EventBus()
-    runner = TieredRunner(num_pages, page_size, can_overlap, num_states)
+    runner = TieredRunner(num_pages, page_size, can_overlap, num_states, window, num_parts)
     copier = FakeCopier(runner, num_slots)
     runner.copier = copier
     below = list[LowerTier]()
@@ -242,7 +297,11 @@ def a_tiered_engine(  # noqa: PLR0917
         below.append(RemoteTier(remote, copier.page_bytes, remote_settings))
     stack = TierStack(bus, copier, below, policy, ttl_s)
     config = StoreConfig(host_gb=1.0, fetch=fetch, preload=preload, policy=policy, save=save)
-    store = KVStore(num_pages, page_size, b"fake", bus, stack, config, num_states, PIECES)
+    parts = None if window is None else WindowParts(num_pages, num_parts, window, page_size)
+    store = KVStore(
+        num_pages, page_size, b"fake", bus, stack, config, num_states, pages_per_state=PIECES,
+        parts=parts,
+    )  # fmt: skip
     fetching = Fetching(config, store.loader, page_size, StepTimes(token_s=1e-3))
     sched = SchedConfig(chunk_tokens=chunk_tokens)
     scheduler = Scheduler(sched, store, VOCAB, max_model_len, bus, fetching=fetching)

@@ -192,19 +192,11 @@ def test_replayed_steps_give_the_same_tokens(
     def pieces_of(size: int, launches: Launches) -> list[Piece]:
         first, *others = runner._pieces(size, launches)
 
-<<<<<<< HEAD
         def recorded_first() -> None:
             replayed.append((size, launches))
             first()
 
         return [recorded_first, *others]
-=======
-        def begin() -> None:
-            replayed.append((size, launches))
-            first()
-
-        return [begin, *others]
->>>>>>> wt-kinds
 
     with torch.inference_mode():
         kinds = runner._attention.kinds_of_steps

@@ -34,6 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.sampled_from([10_000, 24, 12]),
         truncation_ratio=st.sampled_from([0.2, 0.5, 0.8]),
         num_states=st.sampled_from([0, 0, 1, 2, 4, 16]),
+        window=st.sampled_from([None, 1, 2, 3, 5, 9]),
+        spare_parts=st.integers(0, 12),
     )
     def start(
         self,
@@ -47,6 +49,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         truncation_ratio: float,
         num_states: int,
+        window: int | None,
+        spare_parts: int,
     ) -> None:
         config = SchedConfig(
             chunk_tokens=chunk_tokens,
@@ -54,8 +58,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             span_levels=span_levels,
             truncation_ratio=truncation_ratio,
         )
+        if num_states:
+            window = None
+        num_parts = 0 if window is None else -(-(window - 1) // page_size) + 3 + spare_parts
         self.engine = an_engine(
-            num_pages, page_size, config, can_overlap, max_model_len, num_states=num_states
+            num_pages,
+            page_size,
+            config,
+            can_overlap,
+            max_model_len,
+            num_states=num_states,
+            window=window,
+            num_parts=num_parts,
         )
         self.has_states = num_states > 0
         self.truncator = Truncator(config, self.engine.max_model_len, page_size)

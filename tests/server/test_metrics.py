@@ -89,6 +89,7 @@ EXPORTED = {
         mainstem:damaged_stores_total mainstem:prefetched_pages_total
         mainstem:truncated_prompts_total
         mainstem:dropped_tokens_total mainstem:moved_pages_total mainstem:host_seconds_total
+        mainstem:window_parts mainstem:held_window_parts mainstem:lost_window_tokens_total
         mainstem:device_seconds_total mainstem:engine_restarts_total mainstem:step_tokens
         mainstem:states mainstem:held_states mainstem:kept_states
         mainstem:evicted_states_total mainstem:refused_states_total

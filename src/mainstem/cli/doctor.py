@@ -11,7 +11,8 @@ from mainstem.checkpoints.hub import ModelRecord, ModelState, config_folder, lis
 from mainstem.core.config import CacheConfig, Device, DType, StoreConfig, cache_dir
 from mainstem.core.tables import gigabytes
 from mainstem.core.version import __version__
-from mainstem.runner.kv_size import kv_size
+from mainstem.runner.division import KvCosts, divide
+from mainstem.runner.kv_size import KvSize, kv_size
 from mainstem.runner.machine import DeviceFacts, TorchFacts, describe_devices, describe_torch
 from mainstem.runner.rank_sizes import ON_CPU, ON_GPU, ON_GPU_WITH_FP8, RankSize, rank_sizes
 
@@ -21,6 +22,7 @@ HOPPER = "sm_90"
 FP8_SM = 89  # cards from sm_89 on multiply in fp8
 CONVERSION_BYTES = 1_000_000_000  # free disk space to download and convert the default model
 GPU_SHARE = 0.9  # of a card, for weights and pages, if --gpu-memory-utilization is not given
+GPU_CHUNK_TOKENS = 2048  # of a step; the engine chooses them for the card
 GPU_RESERVE = 2 << 30  # of GPU_SHARE, about this much is for buffers of steps and graphs
 
 
@@ -136,35 +138,51 @@ def describe_model(name: str, device: DeviceFacts) -> Section:
     with config_folder(name) as folder:
         size, ranks = kv_size(folder, dtype), rank_sizes(folder, dtype, keeps)
     found = {"name": name} | asdict(size) | {"dtype": size.dtype.value}
-    rows = [asdict(each) | fitting(each, device) for each in ranks]
+    rows = [asdict(each) | fitting(each, size, device) for each in ranks]
     return found | {"ranks": rows}
 
 
-def fitting(size: RankSize, device: DeviceFacts) -> dict[str, int | None]:
-    """About how many tokens of KV, and states of recurrent layers, fit on a card beside a rank's
-    weights; None on a CPU, where all ranks share the memory."""
+def fitting(rank: RankSize, size: KvSize, device: DeviceFacts) -> dict[str, int | None]:
+    """About how many tokens of KV, tokens in windows, and states of recurrent layers fit on a card
+    beside a rank's weights; None on a CPU, where all ranks share the memory."""
     if device.kind == "cpu":
-        return {"kv_tokens": None, "states": None}
-    room = int(device.memory_bytes * GPU_SHARE) - GPU_RESERVE - size.weight_bytes
-    per_token, per_state = size.kv_bytes_per_token, size.bytes_per_state
-    states = CacheConfig().num_states(max(0, room), per_token, per_state, None)
-    left = max(0, room - states * per_state) // per_token
-    return {"kv_tokens": left, "states": states if left else 0}
+        return {"kv_tokens": None, "window_tokens": None, "states": None}
+    cache, per_token, per_state = CacheConfig(), rank.kv_bytes_per_token, rank.bytes_per_state
+    room = max(0, int(device.memory_bytes * GPU_SHARE) - GPU_RESERVE - rank.weight_bytes)
+    states = cache.num_states(room, per_token, per_state, None)
+    left = room - states * per_state
+    if left < per_token:
+        return {"kv_tokens": 0, "window_tokens": 0, "states": 0}
+    costs = KvCosts(per_token, rank.windowed_kv_bytes, size.window)
+    found = divide(costs, cache, left, size.max_positions, GPU_CHUNK_TOKENS)
+    return {
+        "kv_tokens": found.num_pages * cache.page_size,
+        "window_tokens": found.num_parts * cache.page_size,
+        "states": states,
+    }
 
 
 def _model_lines(model: Section) -> list[tuple[str, str]]:
     kept, unread = model["bytes_per_token"], model["unread_bytes_per_token"]
+    windowed = model["windowed_bytes_per_token"]
     assert isinstance(kept, int)
     assert isinstance(unread, int)
+    assert isinstance(windowed, int)
     lines = [
         ("model", f"{model['name']}, {model['max_positions']:,} positions"),
         ("  weights", str(model["weights"])),
         ("  KV", f"{kept:,} bytes a token in {model['dtype']}"),
     ]
+    if windowed:
+        words = (
+            f"{windowed / kept:.0%} of that is in layers with a window, and is kept for the last "
+            f"{model['window']:,} tokens of each answer in progress and of kept prompts"
+        )
+        lines.append(("  windows", words))
     if unread:
         words = (
             f"in the longest context, {unread / kept:.0%} of that is outside the sliding windows, "
-            "but is kept, because a page holds all layers"
+            "but is kept, because all layers have a window"
         )
         lines.append(("  windows", words))
     if state := model["bytes_per_state"]:
@@ -181,6 +199,7 @@ def _model_lines(model: Section) -> list[tuple[str, str]]:
 def _rank_words(row: Section) -> str:
     """Describe what one number of ranks (--tensor-parallel) needs."""
     weights, kv, tokens = row["weight_bytes"], row["kv_bytes_per_token"], row["kv_tokens"]
+    in_windows = f" and {row['window_tokens']:,} in windows" if row["window_tokens"] else ""
     stored = row["stored_bytes"]
     assert isinstance(weights, int)
     assert isinstance(stored, int)
@@ -189,7 +208,7 @@ def _rank_words(row: Section) -> str:
     words += f"{kv:,} bytes of KV a token, each"
     if tokens is None:
         return words
-    fit = f"{tokens:,} tokens fit" if tokens else "does not fit"
+    fit = f"{tokens:,} tokens{in_windows} fit" if tokens else "does not fit"
     if tokens and (states := row["states"]):
         per_state = row["bytes_per_state"]
         fit = f"{tokens:,} tokens and {states:,} states of {per_state:,} bytes fit"

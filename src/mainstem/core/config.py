@@ -209,6 +209,7 @@ class ModelConfig:
             raise ConfigError("ranks_on_one_gpu needs tensor_parallel above 1")
 
 
+DEFAULT_CHUNK_TOKENS = 512  # on a CPU
 EXPECTED_TOKENS = 2048  # of a sequence, to divide memory between pages and states
 MOST_STATES = 1024  # sequences that states are allocated for, unless max_seqs is more
 
@@ -224,6 +225,15 @@ class CacheConfig:
     kv_tokens: int | None = field(
         default=None,
         metadata=about("tokens of KV on the device", unset="from free memory"),
+    )
+    expected_tokens: int | None = field(
+        default=None,
+        metadata=about(
+            "length of a sequence to expect: if only some layers have a window, memory is divided "
+            "between pages and their windowed parts for it",
+            unset="the context window, at most 8,192",
+            range=at_least(1),
+        ),
     )
     states: int | None = field(
         default=None,

@@ -72,6 +72,15 @@ class PagesMoved:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowsLost:
+    """A sequence computes cached tokens again, because the windowed parts of their pages had to
+    make room."""
+
+    request_id: RequestId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PagesEvicted:
     """Cached pages that no sequence held were evicted. Reasons: `room`, `clear`, `ttl`."""
 
@@ -212,6 +221,7 @@ Event = (
     | SequenceFinished
     | PromptTruncated
     | PagesMoved
+    | WindowsLost
     | PagesEvicted
     | PagesSaved
     | SavesSkipped

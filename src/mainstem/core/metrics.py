@@ -23,6 +23,7 @@ from mainstem.core.events import (
     StepFailed,
     StepFinished,
     StoreOpened,
+    WindowsLost,
 )
 
 
@@ -56,6 +57,7 @@ class Counters:
     truncated_prompts: int = 0
     dropped_tokens: int = 0  # of truncated prompts
     moved_pages: int = 0  # kept through a truncation
+    lost_window_tokens: int = 0  # computed again, because windowed parts of pages were gone
     steps: int = 0
     spans: int = 0  # of all steps
     failed_steps: int = 0
@@ -79,6 +81,7 @@ class Counters:
         bus.subscribe(PagesPrefetched, self._prefetched)
         bus.subscribe(PromptTruncated, self._truncated)
         bus.subscribe(PagesMoved, self._moved)
+        bus.subscribe(WindowsLost, self._lost_windows)
         bus.subscribe(StepFinished, self._stepped)
         bus.subscribe(StepFailed, self._failed)
         return self
@@ -148,6 +151,9 @@ class Counters:
 
     def _moved(self, event: PagesMoved) -> None:
         self.moved_pages += event.num_pages
+
+    def _lost_windows(self, event: WindowsLost) -> None:
+        self.lost_window_tokens += event.num_tokens
 
     def _failed(self, event: StepFailed) -> None:
         self.failed_steps += 1

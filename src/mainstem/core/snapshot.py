@@ -41,3 +41,5 @@ class EngineSnapshot:
     num_states: int = 0  # slots for states of recurrent layers
     num_held_states: int = 0  # slots of running sequences
     num_kept_states: int = 0  # states that later requests can start from
+    num_window_parts: int = 0  # windowed parts of pages; 0: they have no pool of their own
+    num_held_window_parts: int = 0  # those that running sequences and copies need

@@ -13,6 +13,7 @@ from mainstem.core.step import Runner
 from mainstem.engine.engine import Engine
 from mainstem.engine.store_log import StoreLog
 from mainstem.engine.tiers import make_fetching, make_tiers
+from mainstem.kv.parts import WindowParts
 from mainstem.kv.store import KVStore
 from mainstem.models.spec import ModelSpec
 from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
@@ -109,6 +110,10 @@ def join(
     runner that `around` returns."""
     log.info("memory of each rank: %s", facts.budget)
     StoreLog(bus)
+    parts = None
+    if facts.num_parts:
+        assert facts.window is not None
+        parts = WindowParts(facts.num_pages, facts.num_parts, facts.window, facts.page_size)
     stack = make_tiers(runner, facts.identity, config.model.model, config.store, bus)
     store = KVStore(
         facts.num_pages,
@@ -118,7 +123,8 @@ def join(
         stack,
         config.store,
         facts.num_states,
-        facts.pages_per_state,
+        pages_per_state=facts.pages_per_state,
+        parts=parts,
     )
     if facts.num_states and stack.tiers and store.stored_states is None:
         log.warning(

@@ -125,8 +125,12 @@ class DeviceOrder:
         """Note that no request will ask for these pages."""
         self._rank[pages] = 0
 
-    def pin(self, page: int) -> None:
-        self._pins[page] = self._pins.get(page, 0) + 1
+    def pin(self, page: int, times: int = 1) -> None:
+        self._pins[page] = self._pins.get(page, 0) + times
+
+    def pins(self, pages: Sequence[int]) -> list[int]:
+        """How often each of these pages is pinned."""
+        return [self._pins.get(page, 0) for page in pages]
 
     def unpin(self, page: int) -> None:
         """End one pin of a page, if it has any."""

@@ -80,10 +80,11 @@ class HostTier:
         filling = self._filling.get(key)
         return None if filling is None else filling.wait
 
-    def save(self, keys: Sequence[PageKey], pages: Int32s) -> bool:
-        """Start copying device pages to the slots of `keys`; False: it could not be started."""
+    def save(self, keys: Sequence[PageKey], pages: Int32s, parts: Int32s | None) -> bool:
+        """Start copying device pages, whose windowed parts are at `parts`, to the slots of `keys`;
+        False: it could not be started."""
         try:
-            transfer = self._copier.save(pages, self._slots_of(keys))
+            transfer = self._copier.save(pages, self._slots_of(keys), parts)
         except Exception as error:
             self._rest(error)
             return False
@@ -105,10 +106,13 @@ class HostTier:
                     del self._filling[key]
             yield save, num_done is not None
 
-    def load(self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s) -> Transfer | None:
-        """Start copying the slots of `keys` to device pages; None: it could not be started."""
+    def load(
+        self, load_id: LoadId, keys: Sequence[PageKey], pages: Int32s, parts: Int32s | None
+    ) -> Transfer | None:
+        """Start copying the slots of `keys` to device pages, with their windowed parts to `parts`;
+        None: it could not be started."""
         try:
-            return self._copier.load(load_id, self._slots_of(keys), pages)
+            return self._copier.load(load_id, self._slots_of(keys), pages, parts)
         except Exception as error:
             self._rest(error)
             return None

@@ -91,6 +91,23 @@ class PrefixIndex:
             keys.append(key)
         return keys
 
+    def indexed(self, keys: Sequence[PageKey]) -> Int32s:
+        """The pages of those of `keys` that are indexed."""
+        found = [page for key in keys if (page := self._page_of.get(key)) is not None]
+        return np.array(found, np.int32)
+
+    def unname(self, pages: Int32s) -> dict[PageKey, int]:
+        """Take the names of pages, so that others can have them; returns how often each name is
+        pinned."""
+        pins = self.order.pins(pages.tolist())
+        return dict(zip(self._remove(pages), pins, strict=True))
+
+    def repin(self, pins: dict[PageKey, int]) -> None:
+        """Pin the pages that have these names now."""
+        for key, count in pins.items():
+            if count and (page := self._page_of.get(key)) is not None:
+                self.order.pin(page, count)
+
     def unpin(self, keys: Sequence[PageKey]) -> None:
         """End one pin of each page that is still indexed."""
         for key in keys:

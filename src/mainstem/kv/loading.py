@@ -347,7 +347,9 @@ class PageLoader:
     def _advance(self, load: PageLoad) -> None:
         """Start the copy to the device once all pages of the load are in host memory."""
         if load.transfer is None and all(page.full & IN_HOST for page in load.pages):
-            load.transfer = self._stack.host.load(load.load_id, load.keys, load.device_pages)
+            load.transfer = self._stack.host.load(
+                load.load_id, load.keys, load.device_pages, self._pool.parts_of(load.device_pages)
+            )
             load.has_failed = load.transfer is None
 
     def _finish(self, load: PageLoad, seconds: float | None) -> None:

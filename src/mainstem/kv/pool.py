@@ -4,17 +4,20 @@ import numpy as np
 
 from mainstem.core.errors import OutOfPages
 from mainstem.core.step import Int32s
+from mainstem.kv.parts import WindowParts
 
 
 class PagePool:
-    """Lends device pages and counts their holders; knows neither tokens nor tensors. All its pages
-    are of one kind (kv/places.py).
+    """Lends device pages and counts their holders; knows neither tokens nor tensors.
 
-    Invariant: a page is free, or has at least one holder, never both.
+    Invariant: a page is free, or has at least one holder, never both. A free page has no windowed
+    part.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, parts: WindowParts | None = None) -> None:
+        """`parts` has the windowed parts of the pages; None: all pages have one part."""
         self.num_pages = num_pages
+        self.parts = parts
         self.holders = np.zeros(num_pages, np.int32)  # others may only read it
         self.copies = np.zeros(num_pages, np.int32)  # holders that are copies; read only, too
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # a stack, page 0 on top
@@ -38,6 +41,10 @@ class PagePool:
         self.holders[pages] = 1
         return pages
 
+    def parts_of(self, pages: Int32s) -> Int32s | None:
+        """Where the windowed parts of `pages` are; None: each at its page's number."""
+        return None if self.parts is None else self.parts.part_of[pages]
+
     def share(self, pages: Int32s) -> None:
         """Add a holder to each of `pages`, which must be held already."""
         before = self.holders[pages]
@@ -53,19 +60,25 @@ class PagePool:
         top = self._num_free
         self._free[top : top + len(freed)] = freed[::-1]
         self._num_free = top + len(freed)
+        if self.parts is not None and len(freed):
+            self.parts.drop(freed)
 
     def begin_copy(self, pages: Int32s) -> None:
         """A copy holds `pages` from now on, so they are neither lent nor evicted until it ends."""
         self.share(pages)
-        self.copies[pages] += 1
+        self.pass_to_copy(pages)
 
     def pass_to_copy(self, pages: Int32s) -> None:
         """Like `begin_copy`; the copy takes over the hold of the caller."""
         self.copies[pages] += 1
+        if self.parts is not None:
+            self.parts.hold(pages)
 
     def end_copy(self, pages: Int32s) -> None:
         """A copy has ended, or was cancelled."""
         self.copies[pages] -= 1
+        if self.parts is not None:
+            self.parts.end(pages)
         self.give_back(pages)
 
     def recount(self, holders: Int32s) -> None:
@@ -76,6 +89,8 @@ class PagePool:
         free = np.flatnonzero(holders == 0)
         self._num_free = len(free)
         self._free[: len(free)] = free[::-1]
+        if self.parts is not None:
+            self.parts.recount(holders > 0, self.copies)
 
     def check(self) -> None:
         """Raise if the invariant is broken."""
@@ -87,3 +102,5 @@ class PagePool:
         assert (self.holders >= 0).all(), "negative number of holders"
         assert (self.copies >= 0).all(), "negative number of copies of a page"
         assert (self.holders >= self.copies).all(), "a copy does not hold its page"
+        if self.parts is not None:
+            self.parts.check(self.holders)

@@ -10,6 +10,7 @@ save: a failed save is reported as skipped and may be tried again.
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from time import monotonic
 
 import numpy as np
@@ -35,6 +36,7 @@ class PageSaver:
         self, pool: PagePool, index: PrefixIndex, stack: TierStack, bus: EventBus, when: Saving
     ) -> None:
         self._pool = pool
+        self._parts = pool.parts
         self._index = index
         self._stack = stack
         self._bus = bus
@@ -51,6 +53,13 @@ class PageSaver:
         # by tier: pages to be copied there as well. If a tier cannot keep up, the oldest keys are
         # dropped: by then their pages have left host memory
         self._to_back_up = [deque[PageKey](maxlen=stack.host.num_places) for _ in stack.tiers]
+
+    @property
+    def saves_while_decoding(self) -> bool:
+        """Whether pages of answers are saved as soon as they have names. Pages with windowed parts
+        always are: at the end of the answer most of these parts are gone."""
+        is_early = self.when is Saving.DECODING or self._parts is not None
+        return self._has_tiers and is_early
 
     @property
     def num_saves(self) -> int:
@@ -81,6 +90,8 @@ class PageSaver:
         if self._has_tiers and len(pages):
             self._committed.append(pages.copy())
             self._is_filling[pages] = True
+            if self._parts is not None:
+                self._parts.hold(pages)
 
     def launched(self, step_id: StepId) -> None:
         """Note that this step fills the pages committed since the last step."""
@@ -93,12 +104,14 @@ class PageSaver:
         for filled in [step for step in self._filling if step <= step_id]:
             pages = np.concatenate(self._filling.pop(filled))
             self._is_filling[pages] = False
-            if self.when is not Saving.SYNC:
+            if self.when is not Saving.SYNC or self._parts is not None:
                 self.save(pages)
+            if self._parts is not None:
+                self._parts.end(pages)
 
     def note_filled(self, pages: Int32s) -> None:
         """Note that these pages of answers are filled, by steps that have run."""
-        if self._has_tiers and self.when is Saving.DECODING:
+        if self.saves_while_decoding:
             self.save(pages)
 
     def note_use(self, pages: Int32s) -> None:
@@ -111,6 +124,9 @@ class PageSaver:
     def closed(self) -> Iterator[None]:
         """In this context nothing is saved. Pages of steps that were launched before it are never
         saved."""
+        if self._parts is not None:
+            for held in [*self._committed, *chain.from_iterable(self._filling.values())]:
+                self._parts.end(held)
         self._committed.clear()
         self._filling.clear()
         self._is_filling[:] = True
@@ -120,8 +136,12 @@ class PageSaver:
             self._is_filling[:] = False
 
     def save(self, pages: Int32s) -> None:
-        """Save the `pages` that are named, filled and not stored."""
-        named = self._index.named(pages[~self._is_filling[pages]])
+        """Save the `pages` that are named, filled and not stored. A page whose windowed part is
+        gone is not saved: a stored page has all its parts."""
+        pages = pages[~self._is_filling[pages]]
+        if self._parts is not None:
+            pages = pages[self._parts.has(pages)]
+        named = self._index.named(pages)
         wanted = [item for item in named.items() if not self._stack.has(item[0])]
         room = self._save_room(len(wanted))
         self._postpone(wanted[room:])
@@ -151,14 +171,16 @@ class PageSaver:
             count = min(room - len(chosen), len(self._postponed))
             some = dict(self._postponed.popitem(last=False) for _ in range(count))
             named = self._index.named(np.array(list(some), np.int32)).items()
-            still = [page for key, page in named if some[page] == key]
+            still = np.array([page for key, page in named if some[page] == key], np.int32)
+            if self._parts is not None:
+                still = still[self._parts.has(still)]
             num_gone += count - len(still)
-            chosen += still
+            chosen += still.tolist()
         self._report_gone(num_gone)
         self.save(np.array(chosen, np.int32))
 
     def _report_gone(self, num_pages: int) -> None:
-        """Report pages that left the device before they could be saved."""
+        """Report pages that left the device, all or in part, before they could be saved."""
         if num_pages:
             self._bus.publish(SavesSkipped(num_pages, "host", "write buffer full"))
 
@@ -214,7 +236,8 @@ class PageSaver:
             self._bus.publish(SavesSkipped(refused, "host", "no room in host memory"))
         if not saved:
             return False
-        if not host.save([page.key for page in saved], pages[kept]):
+        parts = self._pool.parts_of(pages[kept])
+        if not host.save([page.key for page in saved], pages[kept], parts):
             self._give_up(saved)
             return False
         for page in saved:

@@ -25,6 +25,7 @@ from mainstem.kv.index import PrefixIndex
 from mainstem.kv.keys import PageChain, PageName, root_key
 from mainstem.kv.loading import PageLoader, StoredRun
 from mainstem.kv.page_logprobs import MAX_TOP
+from mainstem.kv.parts import WindowParts
 from mainstem.kv.places import StoredCounts
 from mainstem.kv.pool import PagePool
 from mainstem.kv.saving import PageSaver
@@ -54,8 +55,17 @@ class Match:
     awaited: PageKey | None = None  # LOADING: the deepest page that is being filled
     similar_page: int | None = None  # MISS: a READY page with the same first tokens
     similar_tokens: int = 0  # how many first tokens of `similar_page` are the same
-    stored: StoredCounts = NOTHING_STORED  # MISS: the pages after `pages` that `load` can load
+    stored: StoredCounts = NOTHING_STORED  # MISS: the pages after `before` that `load` can load
     loads: Int32s | None = None  # loads that fill the last of `pages`: a step must wait for them
+    # `pages` and the READY pages after them after which nobody can start, since windowed parts are
+    # gone: once `stored` is loaded, they serve, too. None: `pages`
+    before_stored: Int32s | None = None
+    num_lost: int = 0  # READY pages after `pages`, without the windowed parts to start after them
+
+    @property
+    def before(self) -> Int32s:
+        """The pages before those that can be loaded."""
+        return self.pages if self.before_stored is None else self.before_stored
 
 
 class KVStore:
@@ -66,7 +76,7 @@ class KVStore:
     `saver` saves filled pages as steps fill them, and `loader` knows what can be loaded.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parts it is joined from
         self,
         num_pages: int,
         page_size: int,
@@ -75,15 +85,21 @@ class KVStore:
         stack: TierStack | None = None,
         config: StoreConfig = DEFAULT_CONFIG,
         num_states: int = 0,
+        *,
         pages_per_state: int = 1,
+        parts: WindowParts | None = None,
     ) -> None:
         """`stack` has the tiers below the device; None: there are none. `num_states` is 0 for
-        models without recurrent layers."""
+        models without recurrent layers. `parts` has the windowed parts of pages, if they have a
+        pool of their own."""
         self.page_size = page_size
         self.states = StateStore(num_states) if num_states else None
         self.stored_states: StoredStates | None = None  # of a model with states and tiers
-        self._pool = PagePool(num_pages)
+        self.parts = parts
+        self._pool = PagePool(num_pages, parts)
         self._index = PrefixIndex(self._pool, page_size, bus, policy_named(config.policy))
+        if parts is not None:
+            parts.pinned = lambda: self._index.order.pinned
         self._awaited: Callable[[int], Sequence[Sequence[PageKey]]] = lambda _: ()
         self._identity = identity
         self._last_chain: PageChain | None = None  # reused: similar prompts arrive together
@@ -144,9 +160,15 @@ class KVStore:
     def pin(self, chain: PageChain) -> list[PageKey]:
         """Pin the READY pages of a chain, and the page that begins like its partial last page: they
         are evicted only after all others. Pass the returned value to `unpin`."""
-        match = self.lookup(chain, len(chain.token_ids))
-        similar = [] if match.similar_page is None else [match.similar_page]
-        return self._index.pin([*match.pages.tolist(), *similar])
+        num_tokens = len(chain.token_ids)
+        pages, num_ready = self._index.match(chain.keys)
+        pages = pages[:num_ready]
+        rest = chain.token_ids[num_ready * self.page_size : num_tokens]
+        if (similar := self._similar(chain, num_ready, rest)) is not None:
+            pages = np.append(pages, np.int32(similar[0]))
+        if self.parts is not None:
+            self.parts.keep(pages[self.parts.first(num_ready) :])
+        return self._index.pin(pages.tolist())
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
         """End a pin; pages that are already evicted are skipped."""
@@ -158,21 +180,53 @@ class KVStore:
         match = self.match(keys)
         if match.outcome is Lookup.LOADING:
             return match
-        num_ready = len(match.pages)
-        stored = self.loader.stored(keys[num_ready:])
+        ready = match.pages
+        usable = len(ready) if self.parts is None else self.parts.deepest(ready)
+        before, stored = self._find_stored(keys, ready, usable)
         if match.loads is not None:
-            if not stored.num_pages:
+            if not stored.num_pages and usable == len(ready):
                 return match
             # the sequence must not start yet: it would compute pages that can be loaded
-            loading = self._index.loading(match.pages)
-            return Match(match.pages[: loading[0]], Lookup.LOADING, keys[loading[-1]])
-        rest = chain.token_ids[num_ready * self.page_size : num_tokens]
-        similar = self._similar(chain, num_ready, rest)
+            loading = self._index.loading(ready)
+            return Match(ready[: loading[0]], Lookup.LOADING, keys[loading[-1]])
+        rest = chain.token_ids[usable * self.page_size : num_tokens]
+        similar = self._similar(chain, usable, rest)
+        if similar is not None and not self._can_copy(similar[0]):
+            similar = None
         outcome = Lookup.READY if len(rest) == 0 else Lookup.MISS
         page, num_tokens = similar or (None, 0)
         return Match(
-            match.pages, outcome, similar_page=page, similar_tokens=num_tokens, stored=stored
+            ready[:usable],
+            outcome,
+            similar_page=page,
+            similar_tokens=num_tokens,
+            stored=stored,
+            before_stored=ready[:before],
+            num_lost=len(ready) - usable,
         )
+
+    def _find_stored(
+        self, keys: Sequence[PageKey], ready: Int32s, usable: int
+    ) -> tuple[int, StoredCounts]:
+        """After how many of the `ready` pages to load which pages, so that a sequence can start
+        after them. It could start after `usable` pages without loading."""
+        stored = self.loader.stored(keys[len(ready) :])
+        if self.parts is None or (usable == len(ready) and not stored.num_pages):
+            return len(ready), stored
+        # the pages of the last window need their windowed parts; a stored page has all its parts
+        end = len(ready) + stored.num_pages
+        first = self.parts.first(end)
+        missing = np.flatnonzero(~self.parts.has(ready[first:]))
+        before = first + int(missing[0]) if len(missing) else len(ready)
+        if before < len(ready):
+            stored = self.loader.stored(keys[before:end])
+            if stored.num_pages < end - before:
+                return usable, self.loader.stored(keys[usable:])
+        return before, stored
+
+    def _can_copy(self, page: int) -> bool:
+        """Whether the first tokens of a page can be copied, with their windowed part."""
+        return self.parts is None or bool(self.parts.has(np.array([page], np.int32))[0])
 
     def _similar(self, chain: PageChain, depth: int, rest: Int32s) -> tuple[int, int] | None:
         """Return a page that begins like the tokens after page number `depth`, and how many tokens
@@ -231,6 +285,8 @@ class KVStore:
         self._index.order.touch(pages[:num_wanted])
         if num_wanted is not None:
             self._index.order.retire(pages[num_wanted:])
+            if self.parts is not None:
+                self.parts.retire(pages[num_wanted:])
         self.saver.note_use(pages[:num_wanted])
         if self.saver.when is Saving.SYNC:
             while self.saver.num_saving:
@@ -251,7 +307,19 @@ class KVStore:
         other sequences find them LOADING and wait. Pages after a page that another sequence fills
         get their names later (`name`): they could not be found if that page were never filled."""
         keys = chain.keys[first : first + len(pages)]
-        self._index.reserve(chain, first, pages[: self._index.num_nameable(keys)])
+        num_named = self._index.num_nameable(keys)
+        pins = self._unname_lost(keys[:num_named])
+        self._index.reserve(chain, first, pages[:num_named])
+        self._index.repin(pins)
+
+    def _unname_lost(self, keys: Sequence[PageKey]) -> dict[PageKey, int]:
+        """Take the names of these READY pages, from the first without a windowed part on: pages
+        that are filled now get them, and can be shared again. Returns the pins of each name."""
+        if self.parts is None:
+            return {}
+        old = self._index.indexed(keys)
+        lost = np.flatnonzero(~self.parts.has(old))
+        return self._index.unname(old[lost[0] :]) if len(lost) else {}
 
     def reserve_tail(self, chain: PageChain, page: int) -> None:
         """Like `reserve`, for the page of the chain's last tokens, which do not fill it: other
@@ -322,7 +390,7 @@ class KVStore:
     @property
     def saves_while_decoding(self) -> bool:
         """Whether pages of answers are saved as soon as they have names."""
-        return bool(self.stack.tiers) and self.saver.when is Saving.DECODING
+        return self.saver.saves_while_decoding
 
     def load(self, run: StoredRun, kept: Int32s, start_layers: int) -> PageKey | None:
         """Load a run of pages from lower tiers, without evicting any of `kept`.
@@ -335,8 +403,29 @@ class KVStore:
             pages = self.take(run.num_pages)
         finally:
             self.release(kept)
+        if self.parts is not None:
+            self._lend_parts(run, pages, kept)
         self._index.order.touch(kept)
-        return self.loader.load(run, pages, start_layers)
+        pins = self._unname_lost(run.keys[: self._index.num_nameable(run.keys)])
+        awaited = self.loader.load(run, pages, start_layers)
+        self._index.repin(pins)
+        return awaited
+
+    def _lend_parts(self, run: StoredRun, pages: Int32s, kept: Int32s) -> None:
+        """Give windowed parts to those of the `pages` to be loaded that are in the last window
+        before the end of the run. Pages before them are loaded without."""
+        assert self.parts is not None
+        first = self.parts.first(run.first + run.num_pages)
+        needed = kept[first : run.first]  # their parts must not be given away for this load
+        needed = needed[self.parts.has(needed)]
+        self.parts.need(needed)
+        try:
+            self.parts.lend_to_load(pages[max(0, first - run.first) :])
+        except OutOfPages:
+            self._pool.give_back(pages)
+            raise
+        finally:
+            self.parts.end(needed)
 
     def poll(self, lead_s: float = 0.0) -> list[PageKey]:
         """Check copies in progress; returns the keys that requests need not wait for any longer. A

@@ -303,7 +303,7 @@ class StoredStates:
     def _copy_up(self, load: StateLoad) -> None:
         if all(page.is_piece for page in load.pages):  # a server may have something else
             numbers = self._numbers(load.slot)
-            load.transfer = self._stack.host.load(load.load_id, load.keys, numbers)
+            load.transfer = self._stack.host.load(load.load_id, load.keys, numbers, None)
         if load.transfer is None:
             self._fail(load)
 

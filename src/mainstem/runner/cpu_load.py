@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from mainstem.core.config import CacheConfig, DType, EngineConfig, Quantize
+from mainstem.core.config import DEFAULT_CHUNK_TOKENS, CacheConfig, DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
 from mainstem.models.collectives import ALONE, Collectives, smallest
 from mainstem.models.cpu.decoder import make_decoder, pack
 from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
 from mainstem.models.weights import compute_dtype
 from mainstem.runner.cpu import LAYOUT, CpuRunner
+from mainstem.runner.division import KvCosts, divide
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
@@ -23,14 +24,14 @@ _PACKED_SHARE = 0.15  # of the same memory, at most: for a packed copy of the we
 
 
 def load_cpu_runner(
-    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE, num_parts: int = 0
+    origin: Origin, config: EngineConfig, ranks: Collectives = ALONE, num_parts: int | None = None
 ) -> tuple[CpuRunner, RunnerFacts]:
     """Load weights and allocate pages. All ranks have the same number: the least that any can have.
 
     If `cache.kv_tokens` is not set, weights and pages take `cache.memory_share` of the available
     memory. If that is not set either, pages take 40 % of what the weights leave, but at most
     262,144 tokens. If `model.threads` is set, sets torch's thread count for the process.
-    `num_parts`: RunnerFacts.num_parts; 0 if pages have one part.
+    `num_parts`: RunnerFacts.num_parts; None: as the memory is divided.
     """
     model, cache = config.model, config.cache
     if model.threads is not None:
@@ -60,16 +61,17 @@ def load_cpu_runner(
     )
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     budget -= state_memory
-    num_pages = cache.num_pages(budget, page_bytes)
     left = available_bytes()  # before any rank allocates pages
-    num_pages = smallest(num_pages, ranks, torch.device("cpu"))
-    cache.check_fits(ranks.shard.of * (num_pages * page_bytes + state_memory), left)
-    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
+    budget = smallest(budget, ranks, torch.device("cpu"))
+    chunk_tokens = config.sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    kv = divide(KvCosts.of(part, dtype.itemsize), cache, budget, context, chunk_tokens)
+    if num_parts is not None:
+        kv = replace(kv, num_parts=num_parts)
+    cache.check_fits(ranks.shard.of * (kv.num_bytes + state_memory), left)
+    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
     facts = facts.with_states(num_states, per_state)
-    num_parts = num_parts if part.windowed else 0
-    pages = DevicePages(part, num_pages, cache.page_size, dtype, num_parts)
-    runner = CpuRunner(decoder, pages, context, num_states=num_states)
-    return runner, replace(facts, num_parts=num_parts)
+    pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
+    return CpuRunner(decoder, pages, context, num_states=num_states), facts
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:

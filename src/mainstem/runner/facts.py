@@ -26,7 +26,8 @@ class RunnerFacts:
     num_parts: int = 0
     num_states: int = 0  # slots for states of recurrent layers; 0: the model has none
     pages_per_state: int = 0  # the memory of a state, in pages
-    page_bytes: int = 0  # of a rank's part
+    page_bytes: int = 0  # of a rank's part of a page
+    part_bytes: int = 0  # of these, in the windowed part, if `num_parts`
     num_idle_params: int = 0  # weights of experts that a token does not use
     bytes_per_param: float = 2.0  # mean over all these weights
     device_name: str = "cpu"
@@ -37,7 +38,9 @@ class RunnerFacts:
     @property
     def budget(self) -> str:
         """How the memory for keys, values and states is divided, in words."""
-        words = f"{self.num_pages:,} pages x {self.page_bytes:,} bytes"
+        words = f"{self.num_pages:,} pages x {self.page_bytes - self.part_bytes:,} bytes"
+        if self.num_parts:
+            words += f", {self.num_parts:,} windowed parts of pages x {self.part_bytes:,} bytes"
         if not self.num_states:
             return words
         state_bytes = self.pages_per_state * self.page_bytes

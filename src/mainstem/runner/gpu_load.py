@@ -13,6 +13,7 @@ from mainstem.models.gpu.decoder import load_gpu_decoder
 from mainstem.models.gpu.workspace import Workspace
 from mainstem.models.shard import part_of
 from mainstem.models.spec import ModelSpec
+from mainstem.runner.division import KvCosts, divide
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuRunner
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
@@ -42,11 +43,11 @@ def load_gpu_runner(
     config: EngineConfig,
     device: torch.device,
     ranks: Collectives = ALONE,
-    num_parts: int = 0,
+    num_parts: int | None = None,
 ) -> tuple[GpuRunner, RunnerFacts]:
     """Load weights and allocate pages. Without `cache.kv_tokens`, weights and pages together take
     `cache.memory_share` of the card (default 0.9). All ranks have as many pages as the rank with
-    the least memory. `num_parts`: RunnerFacts.num_parts; 0 if pages have one part.
+    the least memory. `num_parts`: RunnerFacts.num_parts; None: as the memory is divided.
 
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
@@ -74,10 +75,11 @@ def load_gpu_runner(
     limits = _limits(max_tokens, context if model.deterministic else None)
     settings = SpanSettings(cache.page_size, dtype, device, limits, deterministic_keys)
     spans = LayerSpans(part, settings)
-    page_bytes = part.kv_elements_per_token * dtype.itemsize * cache.page_size
+    token_bytes = part.kv_elements_per_token * dtype.itemsize
     free_bytes = _free_bytes(config, spec, device) if cache.kv_tokens is None else 0
+    page_bytes = token_bytes * cache.page_size
     per_state = pages_per_state(part, dtype.itemsize, page_bytes)
-    state_bytes, token_bytes = per_state * page_bytes, page_bytes // cache.page_size
+    state_bytes = per_state * page_bytes
     num_states = cache.num_states(
         free_bytes,
         token_bytes,
@@ -86,13 +88,14 @@ def load_gpu_runner(
         has_tiers=config.store.host_bytes > 0,
     )
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
-    free_bytes -= state_memory
-    num_pages = smallest(cache.num_pages(free_bytes, page_bytes), ranks, device)
+    free_bytes = smallest(free_bytes - state_memory, ranks, device)
+    kv = divide(KvCosts.of(part, dtype.itemsize), cache, free_bytes, context, max_tokens)
+    if num_parts is not None:
+        kv = replace(kv, num_parts=num_parts)
     if device.type == "cuda":
-        needed = num_pages * page_bytes + state_memory
+        needed = kv.num_bytes + state_memory
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
-    num_parts = num_parts if part.windowed else 0
-    pages = GpuPages(part, num_pages, cache.page_size, dtype, device, num_parts)
+    pages = GpuPages(part, kv.num_pages, cache.page_size, dtype, device, kv.num_parts)
     attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
     recurrence = None
     if num_states:
@@ -102,8 +105,8 @@ def load_gpu_runner(
     # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
-    facts = make_facts(origin, config, ranks.shard, dtype, context, num_pages, LAYOUT)
-    facts = replace(facts.with_states(num_states, per_state), num_parts=num_parts)
+    facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
+    facts = facts.with_states(num_states, per_state)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",
         max_step_tokens=max_tokens,

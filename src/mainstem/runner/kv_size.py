@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mainstem.core.config import DType
 from mainstem.models.families import read_spec
+from mainstem.runner.division import KvCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,12 @@ class KvSize:
     bytes_per_state: int  # of all recurrent layers after one token; 0 if there are none
     dtype: DType
     max_positions: int
-    # how many of these bytes, in the mean, are no longer in their layer's window at the end of the
-    # longest context. They stay in memory, since a page holds all layers
+    # of these, the bytes that only tokens in a sequence's last `window` keep, since other layers
+    # have none; 0 and None: all tokens keep all bytes
+    windowed_bytes_per_token: int
+    window: int | None
+    # how many of the other bytes, in the mean, are no longer in their layer's window at the end of
+    # the longest context. They stay in memory, since all layers have a window
     unread_bytes_per_token: int
     # the form of the weights in the checkpoint: a dtype, or a quantized format in words
     weights: str
@@ -31,11 +36,15 @@ def kv_size(folder: Path, dtype: DType = DType.AUTO) -> KvSize:
     spec = read_spec(folder)
     kept = spec.dtype if dtype is DType.AUTO else dtype
     element_bytes = 4 if kept is DType.FP32 else 2
+    costs = KvCosts.of(spec, element_bytes)
+    unread = 0 if costs.window else spec.unread_kv_elements(spec.max_positions)
     return KvSize(
-        bytes_per_token=spec.kv_elements_per_token * element_bytes,
+        bytes_per_token=costs.bytes_per_token,
         bytes_per_state=spec.state_bytes(element_bytes),
         dtype=kept,
         max_positions=spec.max_positions,
-        unread_bytes_per_token=spec.unread_kv_elements(spec.max_positions) * element_bytes,
+        windowed_bytes_per_token=costs.windowed_bytes,
+        window=costs.window,
+        unread_bytes_per_token=unread * element_bytes,
         weights=str(spec.quantized or spec.dtype.value),
     )

@@ -14,6 +14,7 @@ from mainstem.models.families import read_spec
 from mainstem.models.shard import Shard, part_of
 from mainstem.models.spec import ModelSpec
 from mainstem.models.weights import Checkpoint, RandomWeights, WeightDigest, WeightSource
+from mainstem.runner.division import Division
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.page_parts import layout_of
 
@@ -99,7 +100,7 @@ def make_facts(
     shard: Shard,
     dtype: torch.dtype,
     context: int,
-    num_pages: int,
+    division: Division,
     layout: bytes,
 ) -> RunnerFacts:
     """Return the facts about a loaded model. Sizes are those of the rank's part: they decide what a
@@ -109,7 +110,9 @@ def make_facts(
     if not shard.is_whole:
         layout += f":rank {shard.rank} of {shard.of}".encode()
     return RunnerFacts(
-        num_pages=num_pages,
+        num_pages=division.num_pages,
+        num_parts=division.num_parts,
+        part_bytes=division.part_bytes,
         window=spec.part_window,
         page_size=config.cache.page_size,
         page_bytes=spec.kv_elements_per_token * dtype.itemsize * config.cache.page_size,

@@ -9,6 +9,7 @@ from mainstem.models.families import read_spec
 from mainstem.models.quantized.packing import Layout, PackedKind, Packing
 from mainstem.models.shard import Shard, part_of, shards_that_divide
 from mainstem.models.spec import ModelSpec
+from mainstem.runner.division import KvCosts
 
 MOST_RANKS = 16  # numbers of ranks above this are not listed
 
@@ -23,6 +24,7 @@ class RankSize:
     stored_bytes: int  # of the same weights in the checkpoint
     bytes_per_state: int = 0  # of recurrent layers
     unpacked: tuple[str, ...] = ()  # quantized weights that are dequantized when they are loaded
+    windowed_kv_bytes: int = 0  # of `kv_bytes_per_token`, in the windowed parts of pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ def rank_sizes(
                 bytes_per_state=parts[0].spec.state_bytes(element_bytes),
                 stored_bytes=max(part.stored_bytes(stored_bytes) for part in parts),
                 unpacked=parts[0].unpacked(keeps),
+                windowed_kv_bytes=KvCosts.of(parts[0].spec, element_bytes).windowed_bytes,
             )
         )
     return tuple(sizes)

@@ -83,6 +83,7 @@ def build_step(
     tree: SharingTree,
     spans: SpanBuilder,
     states: StateUse | None = None,
+    window_parts: Int32s | None = None,
 ) -> Step:
     """Make the arrays of the step, and advance the table's counters."""
     decodes = batch.decodes
@@ -129,6 +130,7 @@ def build_step(
         load_ids=np.unique(np.concatenate(batch.loads)) if batch.loads else NO_LOADS,
         weighings=tuple(_weighings(batch, table, seq_starts[len(decodes) :], spans.page_size)),
         states=states,
+        window_parts=window_parts,
     )
     table.move_on(step_id, slots, counts, sample_slots)
     return step

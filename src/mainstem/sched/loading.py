@@ -57,7 +57,7 @@ class Loader:
         None: the sequence starts, and a later answer helps other sequences."""
         if self.fetching is None or (asked := self.history(found).asked) is None:
             return None
-        num_there = len(found.match.pages) + found.match.stored.num_pages
+        num_there = len(found.match.before) + found.match.stored.num_pages
         num_tokens = found.num_known - num_there * self._store.page_size
         patience_s = self.fetching.patience_s(num_tokens)
         return asked if self._store.loader.questions.awaits(asked, patience_s) else None
@@ -82,7 +82,7 @@ class Loader:
             return None
         if found.stored is not None:
             return self._load_state(found, found.stored, tokens_ahead)
-        runs, kept = [StoredRun(chain, len(match.pages), match.stored.num_pages)], match.pages
+        runs, kept = [StoredRun(chain, len(match.before), match.stored.num_pages)], match.before
         if sequence.truncated is not None and sequence.truncated.origins is not None:
             wanted = found.pages_to_find(page_size)
             runs, sources = sequence.truncated.origins.find_stored(self._store, chain, wanted)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mainstem.core.errors import OutOfPages
 from mainstem.core.ids import SeqSlot
 from mainstem.core.snapshot import PromptView
 from mainstem.core.step import Int32s, Step, StepId
@@ -12,6 +13,7 @@ from mainstem.sched.sequence import SeqState, Sequence, urgency
 from mainstem.sched.sharing import SharingTree
 from mainstem.sched.states import SequenceStates
 from mainstem.sched.table import SeqTable
+from mainstem.sched.windows import SequenceWindows
 
 FORKS_AHEAD = 4096  # later prompts of a plan whose forks are looked for
 
@@ -80,6 +82,11 @@ class RunningSet:
         self.states: SequenceStates | None = None
         if store.states is not None:
             self.states = SequenceStates(store, store.states, self.table, self.unfinished)
+        self.windows: SequenceWindows | None = None
+        if store.parts is not None:
+            self.windows = SequenceWindows(
+                store.parts, self.table, store.page_size, self.unfinished
+            )
         self._leaving: list[SeqSlot] = []  # ended, but used by the step in flight
         self._last_names: dict[SeqSlot, PageName] = {}  # of an answer's last named page
         # pages that a step copies or moves, leased until it commits
@@ -101,11 +108,24 @@ class RunningSet:
         self.slots = np.append(self.slots, np.int32(slot))
         return slot
 
+    def add_pages(self, slots: Int32s) -> None:
+        """Take a page for each of these slots; raises OutOfPages, and takes none."""
+        pages = self.store.take(len(slots))
+        if self.windows is not None:
+            try:
+                self.windows.extend_decodes(slots, pages)
+            except OutOfPages:
+                self.store.release(pages)
+                raise
+        self.table.append_pages(slots, pages)
+
     def launch(self, step: Step, sources: Int32s) -> None:
         """A step was made; it copies or moves the pages `sources`, which were leased for it."""
         if len(sources):
             self._sources.append((step.step_id, sources))
         self.in_flight = step
+        if self.windows is not None:
+            self.windows.made(step.step_id, step.seq_slots)
 
     def leave(self, slot: SeqSlot) -> None:
         """A sequence ended or is preempted: it is released as soon as no step uses its slot. After
@@ -122,6 +142,8 @@ class RunningSet:
         """Steps up to this one are done: free what only they used."""
         if self.states is not None:
             self.states.settle(step_id)
+        if self.store.parts is not None:
+            self.store.parts.settled(step_id)
         for slot in list(self._leaving):
             if self.table.last_step[slot] <= step_id:
                 self._release(slot)
@@ -141,6 +163,8 @@ class RunningSet:
         self._sources.clear()
         if self.states is not None:
             self.states.clear()
+        if self.windows is not None:
+            self.windows.clear()
 
     def note_named(self, slot: SeqSlot, chain: PageChain) -> None:
         """The pages of this chain, which has tokens of the answer, too, are named already."""
@@ -222,6 +246,8 @@ class RunningSet:
         """Raise if a slot was lost or a page is shared wrongly."""
         self.tree.check()
         assert self.table.num_used == len(self.slots) + len(self._leaving), "a slot was lost"
+        if self.windows is not None:
+            self.windows.check(np.append(self.slots, np.array(self._leaving, np.int32)))
 
     def _release(self, slot: SeqSlot) -> None:
         """Free slot and pages; full pages whose tokens were all read back stay as cache."""
@@ -237,6 +263,8 @@ class RunningSet:
                 self._name([slot], [num_full])
         if self.states is not None:
             self.queue.unpark(self.states.leave(slot))
+        if self.windows is not None:
+            self.windows.leave(slot)
         num_wanted = None
         if sequence.state is SeqState.DONE and sequence.request.plan_place is not None:
             num_tokens = self.order.tokens_wanted(sequence.request.plan_place)

@@ -105,6 +105,8 @@ class Scheduler:
             self._endings.wait(sequence)
         if self._running.states is not None:
             self._running.states.meet(sequences[-1])
+        if self._running.windows is not None:
+            self._running.windows.meet(sequences[-1])
         num_prompt = len(sequences[-1].request.prompt_ids)
         self._bus.publish(RequestSubmitted(request_id, num_prompt))
         if cut is not None:
@@ -168,12 +170,14 @@ class Scheduler:
         self._starter.fill(work)
         self._store.loader.prefetch()
         if work.num_seqs == 0:
+            self._make_room()
             return None
         step_id, tree = StepId(next(self._step_ids)), self._running.tree
         states = None
         if self._running.states is not None:
             states, reached = self._running.states.use(work)
-        step = build_step(step_id, work, self._table, tree, self._spans, states)
+        parts = None if self._store.parts is None else self._store.parts.snapshot()
+        step = build_step(step_id, work, self._table, tree, self._spans, states, parts)
         if self._running.states is not None:
             self._queue.unpark(reached)
             self._running.states.launched(step_id)
@@ -273,6 +277,8 @@ class Scheduler:
             num_states=0 if (states := store.states) is None else states.num_states,
             num_held_states=0 if states is None else states.num_owned,
             num_kept_states=0 if states is None else states.num_kept,
+            num_window_parts=0 if store.parts is None else store.parts.num_parts,
+            num_held_window_parts=0 if store.parts is None else store.parts.num_needed,
         )
 
     def change_store(self, config: StoreConfig) -> None:
@@ -321,14 +327,20 @@ class Scheduler:
             if len(full) == 0:
                 return decodes
             try:
-                pages = self._store.take(len(full))
+                self._running.add_pages(full)
             except OutOfPages:
                 if not self._running.is_settled:
                     return None
                 self._endings.preempt(self._running.victim())
                 continue
-            table.append_pages(full, pages)
             return decodes
+
+    def _make_room(self) -> None:
+        """No sequence can run. If that is because running ones lack windowed parts of pages, and
+        no step or copy will give any back, preempt one."""
+        is_stuck = len(self._running) > 0 and self._running.is_settled
+        if is_stuck and self._store.parts is not None and not self._store.num_copies:
+            self._endings.preempt(self._running.victim())
 
     # --- tiers below the device -----------------------------------------------------------------
 

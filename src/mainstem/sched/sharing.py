@@ -108,6 +108,16 @@ class SharingTree:
             stems = above
         return in_tree, part
 
+    def shared_ends(self, slots: Int32s) -> Int32s:
+        """How many first pages of each slot other slots hold, too."""
+        stems = self._stem_of_slot[slots]
+        ends = np.zeros(len(slots), np.int32)
+        while stems.any():
+            is_shared = self._holders[stems] > 1
+            ends = np.maximum(ends, np.where(is_shared, self.end[stems], 0))
+            stems = self.parent[stems]
+        return ends
+
     def pages(self, stem: int, first: int) -> Int32s:
         """Pages from index `first` to the end of `stem`, along its ancestors."""
         parts: list[Int32s] = []

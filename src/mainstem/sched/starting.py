@@ -12,7 +12,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from mainstem.core.events import EventBus, PagesMoved, SequenceAdmitted, SequenceResumed
+from mainstem.core.events import (
+    EventBus,
+    PagesMoved,
+    SequenceAdmitted,
+    SequenceResumed,
+    WindowsLost,
+)
 from mainstem.core.ids import SeqSlot
 from mainstem.core.step import Float32s, Int32s, StartedSequence
 from mainstem.kv.store import Lookup, Match
@@ -30,7 +36,8 @@ LOAD_AHEAD = 64  # waiting sequences whose pages are loaded before their turn
 # the same limit ends its look-ahead
 LOOK_UP_PAGES = 8192
 UNSEEN = 256  # tokens expected at first; a request's limit is often far above the real length
-NO_MATCH = Match(np.empty(0, np.int32), Lookup.MISS)
+NO_PAGES: Int32s = np.empty(0, np.int32)
+NO_MATCH = Match(NO_PAGES, Lookup.MISS)
 
 A = TypeVar("A", Int32s, Float32s)
 
@@ -136,6 +143,7 @@ class Starter:
         self._store = running.store
         self._page_size = running.page_size
         self._states = running.states
+        self._windows = running.windows
         self._collectors = Collectors()
         # sequences that were not loaded in the last step, because a link was busy
         self._put_off: dict[Sequence, Candidate] = {}
@@ -148,13 +156,17 @@ class Starter:
         At the same priority, sequences that have started come before new ones."""
         self._outlook, self._num_parked_pages = None, 0
         self._queue.unpark(self._collectors.remove_done())
+        if self._windows is not None and len(self._queue):
+            self._windows.forecast(self._running.slots, self._running.tree)
         self._load_ahead()
         for sequence in self._running.unfinished():
             self._start_waiting(work, before=sequence.request.priority)
             if work.budget <= 0:
                 break
             assert sequence.slot is not None
-            work.add(self._next_chunk(sequence.slot, work.budget))
+            if (chunk := self._next_chunk(sequence.slot, work.budget)) is None:
+                return  # no sequence takes parts of pages that a more urgent one needs
+            work.add(chunk)
         self._start_waiting(work, before=None)
 
     def _start_waiting(self, work: StepWork, before: int | None) -> None:
@@ -174,7 +186,9 @@ class Starter:
             self._announce(sequence, int(self._running.table.computed[slot]))
             if sequence.request.sampling.edits_logits:
                 work.started.append(_started(sequence, slot))
-            work.add(self._next_chunk(slot, work.budget))
+            chunk = self._next_chunk(slot, work.budget)
+            assert chunk is not None, "a sequence started and cannot compute a token"
+            work.add(chunk)
 
     def _try_start(self, sequence: Sequence, work: StepWork) -> SeqSlot | None:
         """Give the queue's head its pages and a slot, or park it, or leave it where it is."""
@@ -183,16 +197,27 @@ class Starter:
             self._queue.park(self._queue.pop(), found.awaited)
             return None
         # lease before counting, since leased pages cannot be evicted
-        self._store.lease(found.match.pages)
+        self._lease(found.match)
         if self._states is not None and not self._may_copy(found):
-            self._store.release(found.match.pages)
+            self._release(found.match)
             found = self._look_up(sequence, whole_pages=True)
-            self._store.lease(found.match.pages)
+            self._lease(found.match)
         try:
             return self._start_leased(found, work)
         except Exception:
             self._queue.push(sequence)  # it may have left the queue, and `fail` must find it there
             raise
+
+    def _lease(self, match: Match) -> None:
+        """Lease the pages of a match, and hold the windowed parts to start after them."""
+        self._store.lease(match.pages)
+        if self._windows is not None:
+            self._windows.hold(match)
+
+    def _release(self, match: Match) -> None:
+        if self._windows is not None:
+            self._windows.release(match)
+        self._store.release(match.pages)
 
     def _may_copy(self, found: Candidate) -> bool:
         """Whether the page that a sequence shares in part, if any, can stay while it takes its own
@@ -239,8 +264,10 @@ class Starter:
         may_start = self._forecast().may_start(num_new, to_come, available)
         if may_start and self._states is not None:
             may_start = self._states.may_start()
+        if self._windows is not None:
+            may_start &= self._windows.may_start(num_new, to_come, work.budget)
         if not may_start or self._loader.must_wait(found, tokens_ahead):
-            store.release(found.match.pages)
+            self._release(found.match)
             return None
         awaited = self._loader.awaited_answer(found) or self._loader.load(found, tokens_ahead)
         movable, truncated = NOTHING_MOVABLE, found.sequence.truncated
@@ -249,8 +276,11 @@ class Starter:
             movable = truncated.origins.find_on_device(store, wanted, work.filled_pages())
             awaited = movable.awaited
         if awaited is not None:
-            store.release(found.match.pages)
+            self._release(found.match)
             self._queue.park(self._queue.pop(), awaited)
+            return None
+        if self._windows is not None and not self._windows.can_fill(0, NO_PAGES):
+            self._release(found.match)
             return None
         return self._start(found, movable, work)
 
@@ -277,10 +307,17 @@ class Starter:
         num_new, to_come = self._demand(found)
         self._outlook = self._forecast().joined_by(num_new, to_come)
         num_moved = movable.lease(store, num_new)
+        if self._windows is not None:
+            num_usable = self._windows.usable_moves(cached, movable.pages[:num_moved])
+            store.release(movable.pages[num_usable:num_moved])
+            num_moved = num_usable
         has_similar = not len(movable.pages) and self._lease_similar(found.match, num_new)
         fresh = store.take(num_new)
         self._queue.pop()
         num_cached = (len(cached) + num_moved) * self._page_size
+        if found.match.num_lost:
+            num_lost = found.match.num_lost * self._page_size
+            self._bus.publish(WindowsLost(sequence.request.request_id, num_lost))
         if has_similar:
             assert found.match.similar_page is not None
             similar_tokens = found.match.similar_tokens
@@ -290,8 +327,6 @@ class Starter:
             store.reserve(found.chain, len(cached), fresh[: len(found.chain.keys) - len(cached)])
             if sequence.has_named_tail and len(fresh):
                 store.reserve_tail(found.chain, int(fresh[-1]))
-        if num_moved:
-            self._move(sequence, movable, fresh[:num_moved], work)
         work.loads += [loads for loads in (found.match.loads, movable.loads) if loads is not None]
         store.dismiss(sequence.queue_place)
         expected = self._lengths.expect(sequence)
@@ -301,6 +336,16 @@ class Starter:
             forks = () if place is None else self._running.order.forks(place)
             coming = self._queue.coming() if place is None else ()
             self._states.start(slot, found, coming, forks)
+        if self._windows is not None:
+            place = sequence.request.plan_place
+            forks = () if place is None else self._running.order.forks(place)
+            sources = movable.pages[:num_moved]
+            if has_similar:
+                sources = np.array([found.match.similar_page], np.int32)
+            self._windows.start(slot, found.match, num_moved, sources)
+            self._windows.plan(sequence, self._queue.coming() if place is None else (), forks)
+        if num_moved:
+            self._move(sequence, movable, fresh[:num_moved], work)
         if (wanted := sequence.prompt_logprobs) is not None and found.chain is not None:
             if found.logprobs:
                 wanted.found, wanted.first = list(found.logprobs), len(found.logprobs)
@@ -316,10 +361,12 @@ class Starter:
             return False
         page = np.array([match.similar_page], np.int32)
         self._store.lease(page)
-        if self._store.num_takeable() < num_new:
+        has_room = self._store.num_takeable() >= num_new
+        if self._windows is not None:
+            has_room &= self._windows.can_fill(1, page)
+        if not has_room:
             self._store.release(page)
-            return False
-        return True
+        return has_room
 
     def _move(
         self, sequence: Sequence, movable: MovablePages, fresh: Int32s, work: StepWork
@@ -330,13 +377,17 @@ class Starter:
         self._queue.unpark(self._store.commit(fresh))
         self._bus.publish(PagesMoved(sequence.request.request_id, len(fresh)))
 
-    def _next_chunk(self, slot: SeqSlot, budget: int) -> Chunk:
+    def _next_chunk(self, slot: SeqSlot, budget: int) -> Chunk | None:
         """Return the next tokens to compute. Pages that they fill can already be read in this
-        step."""
+        step. None: there is no room for their windowed parts."""
         table, page_size = self._running.table, self._page_size
         num_before = int(table.computed[slot])
-        length = min(budget, int(table.prefill_end[slot]) - num_before)
-        end = num_before + length
+        end = min(num_before + budget, int(table.prefill_end[slot]))
+        if self._windows is not None:
+            end = min(end, self._windows.room(slot))
+            if end <= num_before:
+                return None
+            self._windows.extend(slot, end)
         token_ids = table.tokens(slot, num_before, end)  # includes output tokens after a preemption
         filled = table.page_table[slot, num_before // page_size : end // page_size]
         self._queue.unpark(self._store.commit(filled))
@@ -359,6 +410,7 @@ class Starter:
             return
         put_off, self._put_off = self._put_off, {}
         tokens_ahead, pages_ahead, num_looked_up = self._tokens_ahead(), 0, 0
+        num_windows = 0  # of sequences whose history is loaded
         available = self._store.num_available()
         for sequence in self._queue.first(LOAD_AHEAD):
             history = sequence.history
@@ -379,6 +431,9 @@ class Starter:
                 pages_ahead += num_new
                 if not self._forecast().may_start(pages_ahead, to_come, available):
                     return
+                num_windows += 1
+                if self._windows is not None and not self._windows.has_room(num_windows):
+                    return
                 num_tokens = found.num_known - len(found.match.pages) * page_size
                 is_open = fetching.is_open(stored) and loader.may_load(found)
                 if must_wait:
@@ -387,7 +442,11 @@ class Starter:
                         # the link from host memory is busy, and every load passes through it
                         return
                 elif loader.load(found, tokens_ahead) is not None:
-                    num_tokens -= stored.num_tokens(page_size)
+                    if found.stored is None:
+                        num_there = len(found.match.before) + stored.num_pages
+                        num_tokens = found.num_known - num_there * page_size
+                    else:
+                        num_tokens -= stored.num_tokens(page_size)
                     pages_ahead -= found.num_pages_to_load
                     available = self._store.num_available()
                     history.num_to_compute = num_tokens
@@ -396,6 +455,7 @@ class Starter:
                 elif history.asked is None and not is_open:
                     history.num_to_compute = num_tokens
             elif history.is_loaded:
+                num_windows += 1
                 # idle pages count as available, so those loaded for this sequence count as needed
                 pages_ahead += history.num_loaded_pages - (-num_tokens // page_size)
             tokens_ahead += num_tokens

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from mainstem.core.config import DEFAULT_CHUNK_TOKENS
 from mainstem.core.step import Int32s, Int64s
 
-DEFAULT_CHUNK_TOKENS = 512
 SMALLEST_CHUNK_TOKENS = 64
 GROW_STEPS = 256  # successful steps before larger ones are tried again
 MAX_GROW_STEPS = 1 << 16  # limit of this number, which doubles each time larger steps do not fit

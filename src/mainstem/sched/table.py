@@ -57,6 +57,10 @@ class SeqTable:
         self.state_read: Int32s = np.zeros(size, np.int32)
         self.state_own: Int32s = np.zeros(size, np.int32)
         self.state_spare: Int32s = np.zeros(size, np.int32)
+        # windowed parts of pages: it needs those of the pages from number `part_first` up to
+        # `part_end`
+        self.part_first: Int32s = np.zeros(size, np.int32)
+        self.part_end: Int32s = np.zeros(size, np.int32)
         self.temperature: Float32s = np.zeros(size, np.float32)
         self.top_p: Float32s = np.zeros(size, np.float32)
         self.top_k: Int32s = np.zeros(size, np.int32)

@@ -1,0 +1,89 @@
+"""Divides the memory for K and V between pages and their windowed parts (kv/parts.py).
+
+A sequence of L tokens takes L tokens of pages, but windowed parts only for its last window, for
+what it fills next, and for windows that are kept for later requests. Both pools are divided for
+sequences of the same expected length, so that they run out at the same time:
+
+    bytes = parts for one chunk + sequences x (pages of L tokens + parts of a window and a share)
+
+Needs neither weights nor torch.
+"""
+
+from dataclasses import dataclass
+
+from mainstem.core.config import CacheConfig
+from mainstem.kv.parts import SPARE_PARTS, span_of
+from mainstem.models.spec import ModelSpec
+
+EXPECTED_TOKENS = 8192  # at most, unless the config says so
+# tokens of windowed parts that each sequence has for kept windows and chunks: a quarter of the
+# window, but at least these
+LEAST_SHARE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KvCosts:
+    """The bytes of K and V of a token."""
+
+    bytes_per_token: int  # in all layers
+    windowed_bytes: int = 0  # of these, in the windowed parts of pages
+    window: int | None = None  # None: pages have one part
+
+    @classmethod
+    def of(cls, spec: ModelSpec, element_bytes: int) -> "KvCosts":
+        num_bytes = spec.kv_elements_per_token * element_bytes
+        if spec.recurrences or spec.part_window is None:  # states leave little to be divided
+            return cls(num_bytes)
+        return cls(num_bytes, spec.windowed_kv_elements * element_bytes, spec.part_window)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How many pages there are, and how many windowed parts."""
+
+    num_pages: int
+    page_bytes: int  # of a page without its windowed part, if that has a pool of its own
+    num_parts: int = 0  # RunnerFacts.num_parts
+    part_bytes: int = 0
+    window: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of both pools."""
+        num_places = self.num_parts + 1 if self.num_parts else 0
+        return self.num_pages * self.page_bytes + num_places * self.part_bytes
+
+
+def divide(
+    costs: KvCosts, cache: CacheConfig, free_bytes: int, context: int, chunk_tokens: int
+) -> Division:
+    """Divide `free_bytes`, or the memory of `cache.kv_tokens`. At least a sequence alone has room
+    for its window and a whole chunk. Pages are not divided if the model's layers are alike, or if
+    there would be a windowed part for each page."""
+    whole_bytes = costs.bytes_per_token * cache.page_size
+    whole = Division(cache.num_pages(free_bytes, whole_bytes), whole_bytes)
+    window = costs.window
+    if window is None:
+        return whole
+    part_bytes = costs.windowed_bytes * cache.page_size
+    page_bytes = whole_bytes - part_bytes
+    span = span_of(window, cache.page_size)
+    least = span + SPARE_PARTS + _pages(chunk_tokens, cache.page_size)
+    pages_each = _pages(min(context, cache.expected_tokens or EXPECTED_TOKENS), cache.page_size)
+    share = _pages(max(window // 4, LEAST_SHARE), cache.page_size)
+    parts_each = min(span + 2 + share, pages_each)
+    if cache.kv_tokens is not None:
+        num_pages = whole.num_pages
+        num_parts = least + -(-num_pages * parts_each // pages_each)
+    else:
+        free_bytes -= (least + 1) * part_bytes
+        each_bytes = pages_each * page_bytes + parts_each * part_bytes
+        num_pages = free_bytes * pages_each // each_bytes
+        num_parts = least + free_bytes * parts_each // each_bytes
+    if num_parts >= num_pages:
+        return whole
+    return Division(num_pages, page_bytes, num_parts, part_bytes, window)
+
+
+def _pages(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)
