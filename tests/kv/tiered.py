@@ -20,7 +20,8 @@ from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
 from mainstem.kv.transfer import LoadId
-from mainstem.sched.fetching import Fetching, StepTimes
+from mainstem.sched.fetching import Fetching
+from mainstem.sched.step_times import StepTimes
 from mainstem.sched.scheduler import Scheduler
 from tests.builders import VOCAB
 from tests.fakes import FakeRunner

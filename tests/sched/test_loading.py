@@ -9,7 +9,8 @@ import pytest
 from mainstem.core.config import StoreConfig
 from mainstem.core.step import Step, StepId
 from mainstem.sched import loading
-from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
+from mainstem.sched.fetching import CAUTION, Fetching
+from mainstem.sched.step_times import StepTimes
 from mainstem.sched.loading import Loader
 
 TOKENS = 2000
