@@ -10,8 +10,8 @@ from mainstem.core.config import StoreConfig
 from mainstem.core.step import Step, StepId
 from mainstem.sched import loading
 from mainstem.sched.fetching import CAUTION, Fetching
-from mainstem.sched.step_times import StepTimes
 from mainstem.sched.loading import Loader
+from mainstem.sched.step_times import StepTimes
 
 TOKENS = 2000
 STEP_S = 0.04

@@ -7,8 +7,8 @@ SURPRISE = 2.0  # a step longer than twice its expectation is an outlier
 class StepTimes:
     """How long a step takes: a fixed time for its decodes, and a time for each prompt token.
 
-    Begins with the card's figures, or those of a first step. Then steps with few prompt tokens update the fixed time, and
-    steps with many prompt tokens update the time of a token.
+    Begins with the card's figures, or those of a first step. Then steps with few prompt tokens
+    update the fixed time, and steps with many prompt tokens update the time of a token.
     """
 
     def __init__(self, token_s: float, floor_s: float = 0.0) -> None:
