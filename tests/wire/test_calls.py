@@ -131,9 +131,10 @@ def test_tools_are_ignored_if_there_are_none_or_tool_choice_is_none() -> None:
     assert prompt.tools == (CLOCK,)
 
 
-def test_a_required_call_and_a_form_exclude_each_other() -> None:
-    fields = {"tools": [CLOCK], "tool_choice": "required", "guided_regex": "a"}
-    assert refused(CallKind.CHAT, **fields).param == "response_format"
+def test_a_required_call_goes_before_a_form_and_two_forms_exclude_each_other() -> None:
+    call, _ = chat(tools=[CLOCK], tool_choice="required", response_format={"type": "json_object"})
+    assert call.tools is not None
+    assert call.sampling.grammar == call.tools.form
     forms = {"guided_regex": "a", "response_format": {"type": "json_object"}}
     assert refused(CallKind.COMPLETION, **forms).param == "response_format"
 

@@ -23,6 +23,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mainstem.core.errors import InvalidRequest, MissingPackage, TooManyForms
+from mainstem.core.json import Json, JsonView
 from mainstem.core.step import Bytes, Int32s
 from mainstem.text.tokenizer import Tokenizer
 
@@ -64,13 +65,13 @@ def json_form(schema: object) -> str:
     """Return the form of JSON that a schema describes."""
     if not isinstance(schema, dict):
         raise InvalidRequest(FIELD, f"a JSON schema must be an object, got {schema!r}")
-    return _form({"json_schema": schema | {"x-guidance": JSON_SPACING}})
+    return _form([_schema_grammar(schema)])
 
 
 def regex_form(pattern: str) -> str:
     """Return the form of text that a regular expression matches from beginning to end."""
     escaped = pattern.replace("/", r"\/")
-    return _form({"lark_grammar": f"start: /{escaped}/"})
+    return lark_form(f"start: /{escaped}/")
 
 
 def choice_form(choices: Sequence[str]) -> str:
@@ -80,13 +81,29 @@ def choice_form(choices: Sequence[str]) -> str:
     return lark_form("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
-def lark_form(text: str) -> str:
-    """Return the form of text that a grammar in llguidance's dialect of Lark describes."""
-    return _form({"lark_grammar": text})
+def lark_form(text: str, schemas: Mapping[str, JsonView] | None = None) -> str:
+    """Return the form of text that a grammar in llguidance's dialect of Lark describes. It may
+    refer to JSON schemas as `@name`."""
+    named = [{"name": name} | _schema_grammar(each) for name, each in (schemas or {}).items()]
+    return _form([{"lark_grammar": text}, *named])
 
 
-def _form(grammar: dict[str, object]) -> str:
-    text = json.dumps({"grammars": [grammar]}, sort_keys=False)
+def joined_form(text: str, forms: Mapping[str, str]) -> str:
+    """Return the form of text that a grammar in Lark describes, which refers to other forms as
+    `@name`. Apart from these names, the forms' own must differ."""
+    joined: list[Json] = [{"lark_grammar": text}]
+    for name, form in forms.items():
+        first, *others = json.loads(form)["grammars"]
+        joined += [first | {"name": name}, *others]
+    return _form(joined)
+
+
+def _schema_grammar(schema: JsonView) -> Json:
+    return {"json_schema": {**schema, "x-guidance": JSON_SPACING}}
+
+
+def _form(grammars: Sequence[Json]) -> str:
+    text = json.dumps({"grammars": grammars}, sort_keys=False)
     if len(text) > MAX_FORM_CHARS:
         raise InvalidRequest(
             FIELD, f"may have at most {MAX_FORM_CHARS} characters, has {len(text)}"

@@ -94,10 +94,41 @@ def test_tools_for_a_model_without_tool_support_are_refused(server: Running) -> 
     assert "chat template" in response.json()["error"]["message"]
 
 
-def test_tools_are_refused_in_completions_and_with_another_form(shared: Running) -> None:
+def test_tools_are_refused_in_completions(shared: Running) -> None:
     prompt = shared.post("/v1/completions", {"prompt": "x", "tools": TOOLS})
     assert prompt.json()["error"]["param"] == "tools"
-    both = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required",
-            "response_format": {"type": "json_object"}}  # fmt: skip
-    response = shared.post("/v1/chat/completions", both)
-    assert response.json()["error"]["param"] == "response_format"
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes"]}}}
+
+
+def test_beside_tools_an_answer_is_a_call_or_in_the_form_in_each_api(shared: Running) -> None:
+    """Issue 51: an agent with tools and an output type never called a tool."""
+    found = set()
+    for number in range(12):
+        chat = [{"role": "user", "content": f"Will it rain on day {number}?"}]
+        body = {"messages": chat, "tools": TOOLS, "response_format": FORM}
+        message = shared.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        found.add(bool(message.get("tool_calls")))
+        assert message.get("tool_calls") or message["content"] == '"yes"'
+    assert found == {True, False}
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
+    text = {"format": {"type": "json_schema", "name": "a", "schema": {"enum": ["yes"]}}}
+    asked = {"input": "x", "tools": flat, "text": text}
+    for choice in ("auto", "required"):
+        [item] = shared.post("/v1/responses", asked | {"tool_choice": choice}).json()["output"]
+        is_form = item["type"] == "message" and item["content"][0]["text"] == '"yes"'
+        assert item["type"] == "function_call" or (is_form and choice == "auto")
+    offered = [
+        {"name": tool["function"]["name"],  # type: ignore[index]
+         "input_schema": tool["function"].get("parameters", {"type": "object"})}  # type: ignore[index]
+        for tool in TOOLS
+    ]  # fmt: skip
+    config = {"format": {"type": "json_schema", "schema": {"enum": ["yes"]}}}
+    asked = {"messages": CHAT, "max_tokens": 200, "tools": offered, "output_config": config}
+    for kind in ("auto", "any"):
+        reply = shared.post("/v1/messages", asked | {"tool_choice": {"type": kind}}).json()
+        [block] = reply["content"]
+        is_form = block["type"] == "text" and block["text"] == '"yes"'
+        assert block["type"] == "tool_use" or (is_form and kind == "auto")
+    shared.settle()
