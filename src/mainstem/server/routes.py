@@ -28,7 +28,7 @@ from mainstem.server.http.faults import (
     error_response,
     explained,
     from_wire,
-    is_messages_path,
+    is_anthropics,
 )
 from mainstem.server.http.sites import Sites
 from mainstem.wire.errors import WireError
@@ -75,7 +75,7 @@ class AccessMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
                 ]
-                if is_messages_path(scope["path"]):  # its clients read the id from this header
+                if is_anthropics(scope):  # its clients read the id from this header
                     message["headers"].append((b"request-id", request_id.encode()))
             await send(message)
 

@@ -123,6 +123,9 @@ def _in_session(call: Call, body: ResponsesBody, session_id: str | None) -> Call
 def _rename(error: ApiError | WireError) -> None:
     """Change an error so that it names the wrong field as this API does."""
     name = error.param or ""
+    if name.startswith("tools["):
+        error.param = name.replace(".function", "", 1)
+        error.message = error.message.replace(".function", "", 1)
     if name in ORIGINS:
         error.param = ORIGINS[name]
         if error.message.startswith(name):

@@ -30,13 +30,6 @@ def tool_name(place: int) -> str:
     return f"tools_{place}"
 
 
-def tool_place(name: str) -> int | None:
-    """The place of the tool that a schema belongs to; None: it belongs to no tool."""
-    first, _, rest = name.partition("_")
-    place = rest.partition("_")[0]
-    return int(place) if first == "tools" and place.isdecimal() else None
-
-
 def arguments_schemas(functions: Functions) -> dict[str, JsonView]:
     """The schemas of all functions' arguments, by name."""
     return {
