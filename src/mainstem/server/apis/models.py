@@ -84,6 +84,7 @@ class ModelRoutes:
             "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "max_input_tokens": self._gateway.engine.max_model_len,
             "max_tokens": self._gateway.engine.max_model_len,
+            "lifecycle": "active",
         }
 
     def _page(self, names: Sequence[str], request: Request) -> dict[str, object]:
@@ -101,10 +102,8 @@ class ModelRoutes:
         first = 0 if after is None else names.index(after) + 1
         end = len(names) if before is None else names.index(before)
         found = names[first:end]
-        if before is not None and after is None:
-            shown = found[-int(limit) :]
-        else:
-            shown = found[: int(limit)]
+        is_backwards = before is not None and after is None
+        shown = found[-int(limit) :] if is_backwards else found[: int(limit)]
         return {
             "data": [self._model_info(name) for name in shown],
             "has_more": len(shown) < len(found),

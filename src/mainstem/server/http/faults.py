@@ -92,13 +92,17 @@ def _clean(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def is_messages_path(path: str) -> bool:
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
 def is_anthropics(scope: Scope) -> bool:
     """Whether a request is to be answered in the format of Anthropic's API: by its path or, for
     paths that OpenAI's API has too, by its header."""
     path: str = scope["path"]
     if path == MODELS or path.startswith(f"{MODELS}/"):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])
-    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return is_messages_path(path)
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
