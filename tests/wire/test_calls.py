@@ -139,6 +139,18 @@ def test_a_required_call_goes_before_a_form_and_two_forms_exclude_each_other() -
     assert refused(CallKind.COMPLETION, **forms).param == "response_format"
 
 
+def test_the_limit_of_tokens_is_named_as_the_client_named_it() -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = refused(CallKind.CHAT, **{name: 0})
+        assert error.param == name
+        assert error.message.startswith(name)
+
+
+def test_a_chat_takes_options_of_responses_that_change_nothing() -> None:
+    chat(verbosity="medium", prompt_cache_options={"ttl": "1h"})
+    assert refused(CallKind.CHAT, verbosity="low").param == "verbosity"
+
+
 def test_a_strict_schema_allows_only_declared_properties() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     lax, strict, by_hand = (

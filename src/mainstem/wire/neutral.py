@@ -61,7 +61,9 @@ CHAT: Rules = {
     **_ANSWERS,
     "add_special_tokens": OnlyAt((False,), "the chat template writes them"),
     "echo": OnlyAt((False,), "only in /v1/completions"),
+    "prompt_cache_options": _ANY,
     "suffix": OnlyAt(("",), "not in a chat"),
+    "verbosity": OnlyAt(("medium",), "say in the prompt how long answers should be"),
 }
 COMPLETION: Rules = {
     **_ANSWERS,

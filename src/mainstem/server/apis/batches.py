@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import time
 
@@ -14,6 +14,7 @@ from mainstem.server.gateway import BatchService, Gateway
 from mainstem.server.http.auth import Tenant
 from mainstem.server.http.body import read_json
 from mainstem.server.http.faults import ApiError, busy, disk_is_needed, unavailable
+from mainstem.server.http.pages import page_of
 from mainstem.server.http.upload import expected_bytes, receive_form
 from mainstem.server.kept.batch_store import Batch
 from mainstem.server.kept.file_store import StoredFile
@@ -22,7 +23,6 @@ from mainstem.wire.bodies import BatchBody
 from mainstem.wire.fields import read_fields
 
 PURPOSE = "batch"
-MAX_LISTED = 100
 
 
 class BatchRoutes:
@@ -52,7 +52,6 @@ class BatchRoutes:
         """Store a file; it exists when the reply is sent."""
         self._service()
         owner, limits = _owner(request), self._gateway.limits
-        self._gateway.gate.allow(request.state.tenant)
         if self._gateway.is_draining:
             raise unavailable(SHUTTING_DOWN)
         async with self._room(owner, expected_bytes(request, limits)):
@@ -98,7 +97,7 @@ class BatchRoutes:
         files = await asyncio.to_thread(self._service().files.listed, _owner(request))
         purpose = request.query_params.get("purpose")
         chosen = [item for item in files if purpose in (None, item.purpose)]
-        return _page(request, [(item.file_id, self._shown(item)) for item in chosen])
+        return page_of(request, [(item.file_id, self._shown(item)) for item in chosen])
 
     async def file(self, request: Request) -> Response:
         return JSONResponse(self._shown(await self._found_file(request)))
@@ -131,7 +130,6 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> Response:
         service, owner, limits = self._service(), _owner(request), self._gateway.limits
-        self._gateway.gate.allow(request.state.tenant)
         body = read_fields(await read_json(request, limits), BatchBody)
         stored = await self._file_of(request, body.input_file_id, 400)
         await self._forget_one(owner)
@@ -173,7 +171,7 @@ class BatchRoutes:
 
     async def list_batches(self, request: Request) -> Response:
         batches = self._service().batches.listed(_owner(request))
-        return _page(request, [(batch.batch_id, batch.to_json()) for batch in batches])
+        return page_of(request, [(batch.batch_id, batch.to_json()) for batch in batches])
 
     async def batch(self, request: Request) -> Response:
         return JSONResponse(self._found_batch(request).to_json())
@@ -202,26 +200,3 @@ def _too_much(message: str) -> ApiError:
 def _owner(request: Request) -> str:
     tenant: Tenant = request.state.tenant
     return tenant.owner
-
-
-def _page(request: Request, items: Sequence[tuple[str, dict[str, object]]]) -> Response:
-    """Return at most `limit` items, latest first, starting after the id `after`."""
-    text = request.query_params.get("limit", "20")
-    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
-    if limit < 1:
-        raise ApiError(400, "limit: must be a whole number above 0", "limit", "invalid_value")
-    after = request.query_params.get("after")
-    ids = [item_id for item_id, _ in items]
-    if after is not None and after not in ids:
-        raise ApiError(400, "after: there is no item with this id", "after", "invalid_value")
-    start = 0 if after is None else ids.index(after) + 1
-    shown = items[start : start + min(limit, MAX_LISTED)]
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": [item for _, item in shown],
-            "first_id": shown[0][0] if shown else None,
-            "last_id": shown[-1][0] if shown else None,
-            "has_more": start + len(shown) < len(items),
-        }
-    )

@@ -10,13 +10,31 @@ response.completed, or response.incomplete, or response.failed
 
 from collections.abc import Iterator
 
-from mainstem.core.json import Json
+from mainstem.core.json import Json, JsonView
 from mainstem.core.request import FinishReason, Output
 from mainstem.text.tools import Part, Reasoning, ToolCall
 from mainstem.wire.answers import AnswerParts, Heading, PromptAnswers
 from mainstem.wire.calls import Call
 from mainstem.wire.events import named_event
 from mainstem.wire.responses.bodies import ResponsesBody, TextConfig
+
+_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def input_item(item: JsonView, number: str) -> Json:
+    """An item of a request's input as it is listed: complete, with an id."""
+    kind = item.get("type") or "message"
+    shown: Json = {"id": f"{_PREFIXES.get(str(kind), 'msg')}_{number}", "status": "completed"}
+    shown |= {name: value for name, value in item.items() if value is not None} | {"type": kind}
+    if kind == "message" and isinstance(text := item.get("content"), str):
+        if item.get("role") == "assistant":
+            part: Json = {"type": "output_text", "text": text, "annotations": []}
+        else:
+            part = {"type": "input_text", "text": text}
+        shown["content"] = [part]
+    if kind == "reasoning":
+        shown.setdefault("summary", [])
+    return shown
 
 
 class _TextItem:
