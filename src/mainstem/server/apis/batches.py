@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from time import time
 
@@ -19,7 +19,8 @@ from mainstem.server.http.upload import expected_bytes, receive_form
 from mainstem.server.kept.batch_store import Batch
 from mainstem.server.kept.file_store import StoredFile
 from mainstem.server.link.answering import SHUTTING_DOWN
-from mainstem.wire.bodies import BatchBody
+from mainstem.wire.bodies import BatchBody, ExpiresAfter
+from mainstem.wire.errors import WireError
 from mainstem.wire.fields import read_fields
 
 PURPOSE = "batch"
@@ -91,7 +92,9 @@ class BatchRoutes:
                 message = f"purpose: must be {PURPOSE!r}, got {purpose!r}"
                 raise ApiError(400, message, "purpose", "invalid_value")
             name = form.filename or ""
-            return await asyncio.to_thread(service.files.put, owner, file_id, name, purpose)
+            ttl_s = _ttl_s(form.fields)
+            put = service.files.put
+            return await asyncio.to_thread(put, owner, file_id, name, purpose, ttl_s)
 
     async def list_files(self, request: Request) -> Response:
         files = await asyncio.to_thread(self._service().files.listed, _owner(request))
@@ -140,7 +143,7 @@ class BatchRoutes:
 
     def _created(self, owner: str, stored: StoredFile, body: BatchBody) -> Batch:
         service, limits = self._service(), self._gateway.limits
-        if time() >= stored.created + limits.file_ttl_s:  # it may be removed at any moment
+        if time() >= stored.expires_s(limits.file_ttl_s):  # it may be removed at any moment
             message = f"the file {stored.file_id!r} has expired"
             raise ApiError(400, message, "input_file_id", "file_expired")
         if (
@@ -149,7 +152,7 @@ class BatchRoutes:
         ):
             raise busy(f"this key may have at most {limits.open_batches} open batches", 60)
         with disk_is_needed():
-            return service.batches.create(owner, body.endpoint, stored.file_id, body.metadata)
+            return service.batches.create(owner, body)
 
     async def _forget_one(self, owner: str) -> None:
         """Make room for one more batch of an owner; raises ApiError 413 if there is none. A batch
@@ -191,6 +194,25 @@ class BatchRoutes:
             message = "this server keeps no files: it was started without --data-dir"
             raise ApiError(404, message, code="not_enabled")
         return self._gateway.batches
+
+
+def _ttl_s(fields: Mapping[str, bytes]) -> int | None:
+    """When an uploaded file expires, by the fields `expires_after[...]` of its form."""
+    given = {
+        name.removeprefix("expires_after[").removesuffix("]"): value.decode(errors="replace")
+        for name, value in fields.items()
+        if name.startswith("expires_after[")
+    }
+    if not given:
+        return None
+    seconds = given.get("seconds", "")
+    is_number = seconds.isascii() and seconds.isdecimal() and len(seconds) < 9
+    try:
+        read = read_fields(given | {"seconds": int(seconds) if is_number else None}, ExpiresAfter)
+    except WireError as error:
+        message = f"expires_after: {error.message}"
+        raise ApiError(400, message, "expires_after", "invalid_value") from None
+    return read.seconds
 
 
 def _too_much(message: str) -> ApiError:

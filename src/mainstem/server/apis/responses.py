@@ -24,7 +24,7 @@ from mainstem.wire.calls import Call, CallKind
 from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
 from mainstem.wire.responses.bodies import ResponsesBody
-from mainstem.wire.responses.parsing import ORIGINS, ItemReader, chat_fields, input_items, read_body
+from mainstem.wire.responses.parsing import ItemReader, chat_fields, input_items, read_body, renamed
 from mainstem.wire.responses.rendering import ResponseStream, input_item
 
 
@@ -171,14 +171,7 @@ def _in_session(call: Call, body: ResponsesBody, session_id: str | None) -> Call
 
 def _rename(error: ApiError | WireError) -> None:
     """Change an error so that it names the wrong field as this API does."""
-    name = error.param or ""
-    if name.startswith("tools["):
-        error.param = name.replace(".function", "", 1)
-        error.message = error.message.replace(".function", "", 1)
-    if name in ORIGINS:
-        error.param = ORIGINS[name]
-        if error.message.startswith(name):
-            error.message = f"{error.param}{error.message.removeprefix(name)}"
+    error.message, error.param = renamed(error.message, error.param)
 
 
 def _not_found(response_id: str) -> ApiError:
