@@ -1,6 +1,7 @@
 """A body becomes a Call, or an error that names a field; the OpenAPI document agrees."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -372,6 +373,23 @@ def test_the_document_describes_every_field(body: type) -> None:
     described = schemas[body.__name__]["properties"]
     assert set(body.__struct_fields__) <= set(described)  # type: ignore[attr-defined]
     assert described["n"]["anyOf"][0]["maximum"] == 128
+
+
+def test_the_document_is_as_strict_as_the_server() -> None:
+    """Issue 51: it allowed other fields and any role, and demanded `type` in system blocks."""
+    schemas: Any = document()["components"]["schemas"]  # type: ignore[index]
+    for name in ("ChatBody", "ResponsesBody", "MessagesBody", "BatchBody", "TokenizeChatBody"):
+        assert schemas[name]["additionalProperties"] is False
+    fields = schemas["ChatBody"]["properties"]
+    assert fields["best_of"] == {"enum": [1, None]}
+    assert "description" in fields["store"]
+    assert "return_token_strs" in schemas["TokenizeChatBody"]["properties"]
+    assert "user" in schemas["Message"]["properties"]["role"]["enum"]
+    any_role: Any = document(has_any_role=True)["components"]
+    assert "enum" not in any_role["schemas"]["Message"]["properties"]["role"]
+    assert "OnlyTextBlock" in json.dumps(schemas["MessagesBody"]["properties"]["system"])
+    assert schemas["OnlyTextBlock"]["required"] == ["text"]
+    assert "type" in schemas["TextBlock"]["required"]
 
 
 def test_a_refusal_is_text() -> None:

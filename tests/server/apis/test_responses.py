@@ -76,11 +76,11 @@ def refused(running: Running, **fields: object) -> AnyJson:
 
 def test_the_tokens_of_an_input_are_counted(server: Running, client: OpenAI) -> None:
     """Issue 51: this path was taken for the id of a response."""
-    asked = {"model": "fake", "instructions": "Be brief.", "input": "Hi"}
+    asked: AnyJson = {"model": "fake", "instructions": "Be brief.", "input": "Hi"}
     first = client.responses.create(**asked, max_output_tokens=3)
     assert first.usage is not None
     assert client.responses.input_tokens.count(**asked).input_tokens == first.usage.input_tokens
-    more = {"model": "fake", "input": "And?", "previous_response_id": first.id}
+    more: AnyJson = {"model": "fake", "input": "And?", "previous_response_id": first.id}
     second = client.responses.create(**more, max_output_tokens=3)
     assert second.usage is not None
     assert client.responses.input_tokens.count(**more).input_tokens == second.usage.input_tokens
@@ -94,11 +94,11 @@ def test_the_items_of_an_input_are_listed(client: OpenAI) -> None:
     second = client.responses.create(
         model="fake", input="And?", previous_response_id=first.id, max_output_tokens=3
     )
-    listed = client.responses.input_items.list(second.id, order="asc", limit=3)
-    texts = [item.content[0].text for item in listed]  # type: ignore[union-attr]  # of all pages
+    listed: Any = client.responses.input_items.list(second.id, order="asc", limit=3)
+    texts = [item.content[0].text for item in listed]  # of all pages
     assert texts == ["Hi", "Yes?", first.output_text, "And?"]
-    last = client.responses.input_items.list(second.id, limit=1).data[0]
-    assert last.content[0].text == "And?"  # type: ignore[union-attr]
+    last: Any = client.responses.input_items.list(second.id, limit=1).data[0]
+    assert last.content[0].text == "And?"
     with pytest.raises(openai.NotFoundError):
         client.responses.input_items.list("resp_unknown")
 
