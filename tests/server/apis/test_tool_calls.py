@@ -64,6 +64,37 @@ def test_auto_leaves_the_answer_to_the_model(shared: Running) -> None:
     assert none["choices"] == bare["choices"]
 
 
+def test_a_wrong_schema_of_a_tool_is_named_as_each_api_calls_it(shared: Running) -> None:
+    """Issue 51: the error blamed response_format and printed the grammar."""
+    wrong = {"type": "object", "properties": {"a": {"not": {}}}}
+    function = {"name": "f", "parameters": wrong}
+    said: dict[str, object] = {"messages": CHAT, "max_tokens": 9}
+    for path, body, place in (
+        (
+            "/v1/chat/completions",
+            said | {"tools": [named("f") | {"function": function}], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "tools": [{"type": "function"} | function], "tool_choice": "required"},
+            "tools[0].parameters",
+        ),
+        (
+            "/v1/messages",
+            said
+            | {"tools": [{"name": "f", "input_schema": wrong}], "tool_choice": {"type": "any"}},
+            "tools[0].input_schema",
+        ),
+    ):
+        refused = shared.post(path, body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["message"] == f"{place}: at a: not supported: not"
+        assert error.get("param", place) == place
+    shared.settle()
+
+
 def test_the_template_sees_tools_and_earlier_calls() -> None:
     template = (
         "{% for t in tools %}{{ t.function.name }} {% endfor %}<tool_call>"
