@@ -176,6 +176,8 @@ class FakeRunner:
         self._tokens_in: list[list[int] | None] = [None] * num_states  # of each state
         self.steps: list[Step] = []
         self.at_launch: Callable[[Step], None] | None = None  # may raise
+        # how long a step takes on the fake device; None: as long as FakeRunner needs
+        self.seconds: Callable[[Step], float] | None = None
 
     @property
     def can_overlap(self) -> bool:
@@ -231,7 +233,8 @@ class FakeRunner:
             )
         )
         masses = tuple(self._masses(step, each) for each in step.weighings)
-        return _Done(StepResult(self._previous, logprobs, prompt, page_masses=masses))
+        device_s = None if self.seconds is None else self.seconds(step)
+        return _Done(StepResult(self._previous, logprobs, prompt, device_s, masses))
 
     def close(self) -> None:
         self.steps.clear()

@@ -166,6 +166,12 @@ def test_a_setting_that_would_be_ignored_is_refused(argv: str, refused: str, nee
         config.check()
 
 
+def test_a_time_limit_is_refused_where_answers_may_not_depend_on_time() -> None:
+    with pytest.raises(ConfigError, match=r"step_ms=50 and deterministic exclude each other"):
+        engine_config(parse(["--deterministic", "--step-ms", "50"])).check()
+    engine_config(parse(["--deterministic", "--step-ms", "0"])).check()
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -33,8 +33,9 @@ from mainstem.kv.loading import PageLoader
 from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
-from mainstem.sched.fetching import Fetching, StepTimes
+from mainstem.sched.fetching import Fetching
 from mainstem.sched.scheduler import Scheduler
+from mainstem.sched.step_times import StepTimes
 from mainstem.sched.truncation import Truncator
 from tests.builders import VOCAB
 from tests.fakes import fake_next_token

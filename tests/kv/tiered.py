@@ -21,8 +21,9 @@ from mainstem.kv.stack import TierStack
 from mainstem.kv.store import KVStore
 from mainstem.kv.tier import LowerTier
 from mainstem.kv.transfer import LoadId
-from mainstem.sched.fetching import Fetching, StepTimes
+from mainstem.sched.fetching import Fetching
 from mainstem.sched.scheduler import Scheduler
+from mainstem.sched.step_times import StepTimes
 from tests.builders import VOCAB
 from tests.fakes import FakeRunner
 

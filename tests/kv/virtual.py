@@ -31,8 +31,9 @@ from mainstem.kv.tier import FoundPage, Read, ReadJob, WriteJob, Written
 from mainstem.kv.transfer import LoadId, SharedLink
 from mainstem.sched import loading as loading_module
 from mainstem.sched import scheduler as scheduler_module
-from mainstem.sched.fetching import Fetching, StepTimes
+from mainstem.sched.fetching import Fetching
 from mainstem.sched.scheduler import Scheduler
+from mainstem.sched.step_times import StepTimes
 from tests.builders import a_request
 
 PAGE_BYTES = 2 << 20  # 16 tokens of Llama 8B in bf16

@@ -10,7 +10,8 @@ from mainstem.kv import transfer
 from mainstem.kv.loading import PageLoader
 from mainstem.kv.places import StoredCounts
 from mainstem.kv.transfer import SharedLink, TierLink
-from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
+from mainstem.sched.fetching import CAUTION, Fetching
+from mainstem.sched.step_times import StepTimes
 
 PAGE_BYTES = 2 << 20  # 16 tokens of Llama 8B in bf16
 TOKEN_S = 22e-6

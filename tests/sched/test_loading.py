@@ -9,8 +9,9 @@ import pytest
 from mainstem.core.config import StoreConfig
 from mainstem.core.step import Step, StepId
 from mainstem.sched import loading
-from mainstem.sched.fetching import CAUTION, Fetching, StepTimes
+from mainstem.sched.fetching import CAUTION, Fetching
 from mainstem.sched.loading import Loader
+from mainstem.sched.step_times import StepTimes
 
 TOKENS = 2000
 STEP_S = 0.04

@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mainstem.cli.serve import Parts, main
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
+from mainstem.server.build import STEP_MS
 from mainstem.server.http.logs import JsonLines
 from mainstem.server.kept.file_store import lock_folder
 from mainstem.server.link.kv_events import KvEventsConfig
@@ -161,6 +162,19 @@ def test_generation_config_is_used_unless_it_is_turned_off(
     monkeypatch.setattr(run, lambda server, sockets: served.append(server.gateway.model.sampling))
     main(["--port", "0", *flags], opener(FakeEngines(sampling_defaults={"temperature": 0.6})))
     assert served == [expected]
+
+
+@pytest.mark.parametrize(
+    ("flags", "step_ms"), [("", STEP_MS), ("--step-ms 40", 40.0), ("--deterministic", None)]
+)
+def test_only_a_server_limits_the_time_of_steps(flags: str, step_ms: float | None) -> None:
+    def look(config: EngineConfig, log_level: str, _: KvEventsConfig | None) -> Parts:
+        assert config.sched.step_ms == step_ms
+        raise ConfigError("seen")
+
+    assert EngineConfig().sched.step_ms is None
+    with pytest.raises(ConfigError, match="seen"):
+        main(["--port", "0", *flags.split()], look)
 
 
 def test_loading_a_model_is_logged_before_it_begins(

@@ -12,12 +12,13 @@ from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Output, Rendering, Request, SamplingParams
 from mainstem.text.answer_stream import TextStream
-from mainstem.text.grammar import Grammars
+from mainstem.text.grammar import Grammars, json_form
 from mainstem.text.parsers.formats import (
     MARKS,
     AnswerFormats,
     ReasoningFormat,
     ToolFormat,
+    ToolUse,
     find_formats,
     make_parser,
     offer_tools,
@@ -25,7 +26,7 @@ from mainstem.text.parsers.formats import (
 )
 from mainstem.text.text_engine import AnswerReader
 from mainstem.text.tokenizer import Tokenizer
-from mainstem.text.tools import ToolCall
+from mainstem.text.tools import Part, Reasoning, ToolCall
 from tests.fake_engines import TEMPLATE, a_tokenizer
 
 HERMES = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}<tool_call>" + TEMPLATE
@@ -233,6 +234,55 @@ def accepts(tokenizer: Tokenizer, form: str, text: str) -> bool:
     bits = [mask.allowed(_array(ids[:place]))[each // 8] >> each % 8 & 1 for place, each in
             enumerate(ids)]  # fmt: skip
     return all(bits)
+
+
+ANSWER = json_form({"type": "object", "properties": {"told": {"type": "string"}}})
+QUOTED = '{"told": "<tool_call>\\n{}\\n</tool_call> {\\"name\\": \\"clock\\"}"}'
+
+
+def parts_of(use: ToolUse, text: str) -> list[Part]:
+    """The parts of an answer that arrives character by character."""
+    parser = make_parser(use, None, is_call_or_form=True)
+    return [*(part for letter in text for part in parser.push(letter)), *parser.finish()]
+
+
+@pytest.mark.parametrize(("format", "has_special", "text", "arguments"), WRITTEN)
+def test_beside_tools_an_answer_is_a_call_or_has_the_form(
+    format: ToolFormat, has_special: bool, text: str, arguments: dict[str, object]
+) -> None:
+    """Issue 51: with a form beside tools the model could never call."""
+    tokenizer = a_marked_tokenizer(*(MARKS[format] if has_special else ()))
+    use = offer_tools([WEATHER, SEARCH, CLOCK], None, find_formats(tokenizer, format.value))
+    form = use.form_beside(ANSWER, has_one_call=False)
+    final = "<|channel|>final<|message|>" if format is ToolFormat.HARMONY else ""
+    assert accepts(tokenizer, form, text)
+    told = '{"told": "<b>"}' if has_special else QUOTED  # a mark would become a special token
+    assert accepts(tokenizer, form, final + told)
+    assert not accepts(tokenizer, form, "Hello")
+    several = format in (ToolFormat.HERMES, ToolFormat.QWEN_CODER)
+    assert accepts(tokenizer, form, f"{text}\n{text}") == several
+    assert not accepts(tokenizer, use.form_beside(ANSWER, has_one_call=True), f"{text}\n{text}")
+    [call] = parts_of(use, text)
+    assert isinstance(call, ToolCall)
+    assert (call.name, json.loads(call.arguments)) == ("search", arguments)
+    assert "".join(map(str, parts_of(use, final + QUOTED))) == QUOTED
+    for cut in ("{", "<", "[TOOL"):
+        assert "".join(map(str, parts_of(use, cut))) == cut
+
+
+def test_gpt_oss_may_reason_before_a_call_or_an_answer_in_a_form() -> None:
+    tokenizer = a_marked_tokenizer(*MARKS[ToolFormat.HARMONY])
+    use = offer_tools([CLOCK], None, find_formats(tokenizer, "openai"))
+    form = use.form_beside(ANSWER, has_one_call=False)
+    thought = "<|channel|>analysis<|message|>Is 1 < 2? Yes.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{}"
+    assert accepts(tokenizer, form, thought + call)
+    assert accepts(tokenizer, form, thought + '<|channel|>final<|message|>{"told": "<b>"}')
+    assert not accepts(tokenizer, form, thought + thought)
+    parser = make_parser(use, ReasoningFormat.HARMONY, is_call_or_form=True)
+    [reasoning, made] = [*parser.push(thought + call), *parser.finish()]
+    assert reasoning == Reasoning("Is 1 < 2? Yes.")
+    assert isinstance(made, ToolCall)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A body becomes a Call, or an error that names a field; the OpenAPI document agrees."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -131,11 +132,24 @@ def test_tools_are_ignored_if_there_are_none_or_tool_choice_is_none() -> None:
     assert prompt.tools == (CLOCK,)
 
 
-def test_a_required_call_and_a_form_exclude_each_other() -> None:
-    fields = {"tools": [CLOCK], "tool_choice": "required", "guided_regex": "a"}
-    assert refused(CallKind.CHAT, **fields).param == "response_format"
+def test_a_required_call_goes_before_a_form_and_two_forms_exclude_each_other() -> None:
+    call, _ = chat(tools=[CLOCK], tool_choice="required", response_format={"type": "json_object"})
+    assert call.tools is not None
+    assert call.sampling.grammar == call.tools.form
     forms = {"guided_regex": "a", "response_format": {"type": "json_object"}}
     assert refused(CallKind.COMPLETION, **forms).param == "response_format"
+
+
+def test_the_limit_of_tokens_is_named_as_the_client_named_it() -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = refused(CallKind.CHAT, **{name: 0})
+        assert error.param == name
+        assert error.message.startswith(name)
+
+
+def test_a_chat_takes_options_of_responses_that_change_nothing() -> None:
+    chat(verbosity="medium", prompt_cache_options={"ttl": "1h"})
+    assert refused(CallKind.CHAT, verbosity="low").param == "verbosity"
 
 
 def test_a_strict_schema_allows_only_declared_properties() -> None:
@@ -359,6 +373,23 @@ def test_the_document_describes_every_field(body: type) -> None:
     described = schemas[body.__name__]["properties"]
     assert set(body.__struct_fields__) <= set(described)  # type: ignore[attr-defined]
     assert described["n"]["anyOf"][0]["maximum"] == 128
+
+
+def test_the_document_is_as_strict_as_the_server() -> None:
+    """Issue 51: it allowed other fields and any role, and demanded `type` in system blocks."""
+    schemas: Any = document()["components"]["schemas"]  # type: ignore[index]
+    for name in ("ChatBody", "ResponsesBody", "MessagesBody", "BatchBody", "TokenizeChatBody"):
+        assert schemas[name]["additionalProperties"] is False
+    fields = schemas["ChatBody"]["properties"]
+    assert fields["best_of"] == {"enum": [1, None]}
+    assert "description" in fields["store"]
+    assert "return_token_strs" in schemas["TokenizeChatBody"]["properties"]
+    assert "user" in schemas["Message"]["properties"]["role"]["enum"]
+    any_role: Any = document(has_any_role=True)["components"]
+    assert "enum" not in any_role["schemas"]["Message"]["properties"]["role"]
+    assert "OnlyTextBlock" in json.dumps(schemas["MessagesBody"]["properties"]["system"])
+    assert schemas["OnlyTextBlock"]["required"] == ["text"]
+    assert "type" in schemas["TextBlock"]["required"]
 
 
 def test_a_refusal_is_text() -> None:

@@ -306,6 +306,10 @@ def _usage(body: JsonView) -> dict[str, int]:
     """Token counts of an answer; 0 if a server does not report them."""
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
-    details = usage.get("prompt_tokens_details") or {}
-    found = {name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")}
-    return found | {"cached_tokens": details.get("cached_tokens") or 0}
+    # a response has other names than a chat
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return {
+        "prompt_tokens": usage.get("prompt_tokens") or usage.get("input_tokens") or 0,
+        "completion_tokens": usage.get("completion_tokens") or usage.get("output_tokens") or 0,
+        "cached_tokens": details.get("cached_tokens") or 0,
+    }

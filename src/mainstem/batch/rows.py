@@ -26,6 +26,16 @@ from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
 from mainstem.wire.fields import read_fields
+from mainstem.wire.responses.bodies import ResponsesBody
+from mainstem.wire.responses.parsing import (
+    RESPONSES_URL,
+    ItemReader,
+    chat_fields,
+    in_responses_terms,
+    input_items,
+    read_body,
+)
+from mainstem.wire.responses.rendering import ResponseStream
 from mainstem.wire.scores import choices_reply, read_scores
 
 MAX_CUSTOM_ID_CHARS = 512
@@ -47,6 +57,12 @@ class Row:
     call: Call
     digest: str = ""  # hash of what the row asks for; empty if it is not needed
     choices: tuple[ChoiceTokens, ...] = ()  # the call's choices, as tokens
+    response: ResponsesBody | None = None  # the body of a row for /v1/responses
+
+    @property
+    def url(self) -> str:
+        """The path to which the row would be sent on a server."""
+        return self.call.url if self.response is None else RESPONSES_URL
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -103,6 +119,9 @@ def parse_row(
             raise WireError("unknown_field", f"the field {name!r} is not supported in rows", name)
     if "stream_options" in body:
         body = {name: value for name, value in body.items() if name != "stream_options"}
+    if url == RESPONSES_URL:
+        call, prompt, response = _read_response(parser, body)
+        return Row(line_number, custom_id, call, digest, response=response), prompt
     if url == SCORE_URL:
         asked = read_scores(parser, body)
         if asked.label_ids:
@@ -114,6 +133,22 @@ def parse_row(
         reason = "prompt: must be one text or one list of token ids; a row has one prompt"
         raise WireError("invalid_value", reason, "prompt")
     return Row(line_number, custom_id, call, digest), prompts[0]
+
+
+def _read_response(parser: CallParser, body: JsonView) -> tuple[Call, Prompt, ResponsesBody]:
+    """Read a body of /v1/responses. Its response is not stored, so nothing can continue it."""
+    read = read_body(body)
+    if read.previous_response_id is not None:
+        reason = "previous_response_id: not supported in rows; send the conversation as input"
+        raise WireError("unknown_field", reason, "previous_response_id")
+    conversation = ItemReader(read.instructions)
+    conversation.add(input_items(read))
+    try:
+        fields = chat_fields(read, conversation.messages)
+        call, [prompt] = parser.parse(fields, CallKind.CHAT)
+    except WireError as error:
+        raise in_responses_terms(error) from None
+    return call, prompt, read
 
 
 def _body(row: JsonView) -> tuple[JsonView, str]:
@@ -138,6 +173,9 @@ def answer_row(
 ) -> dict[str, object]:
     """The output line of a row that was answered; `now` is in seconds since 1970."""
     heading = Heading(_answer_id(row), model, now)
+    if row.response is not None:
+        stream = ResponseStream(row.call, heading, row.response)
+        return _answered(row, stream.whole(answers, tokenizer))
     return _answered(row, CompletionReply(row.call, heading, tokenizer).whole([answers]))
 
 
@@ -147,6 +185,8 @@ def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, 
 
 
 def _answer_id(row: Row) -> str:
+    if row.response is not None:
+        return f"resp_{_name(row.custom_id)}"
     prefix = "chatcmpl" if row.call.kind is CallKind.CHAT else "cmpl"
     return f"{'score' if row.call.choices else prefix}-{_name(row.custom_id)}"
 
@@ -166,7 +206,7 @@ def served_row(row: Row, body: JsonView, model: str, is_copy: bool) -> dict[str,
     tokens."""
     body = {**body, "id": _answer_id(row), "model": model}
     usage = body.get("usage")
-    if is_copy and isinstance(usage, dict):
+    if is_copy and isinstance(usage, dict) and row.response is None:
         details = {"cached_tokens": usage.get("prompt_tokens")}
         body["usage"] = {**usage, "prompt_tokens_details": details}
     return _answered(row, body)

@@ -27,7 +27,7 @@ from mainstem.cli.kv_event_flags import add_kv_event_flags, kv_events_config
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.server.apps import AppFile, AppRegistry
-from mainstem.server.build import GatewaySettings, make_gateway
+from mainstem.server.build import GatewaySettings, make_gateway, server_config
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Access, KeyRing
 from mainstem.server.http.connection import guarded_by
@@ -260,7 +260,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     Errors in the flags are found before the model is loaded.
     """
     args = parse(argv)
-    config = engine_config(args)
+    config = server_config(engine_config(args))
     config.check()
     _check_files(args)
     kv_events = kv_events_config(args)

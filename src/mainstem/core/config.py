@@ -309,9 +309,19 @@ class SchedConfig:
     chunk_tokens: int | None = field(
         default=None,
         metadata=about(
-            "maximum tokens per step: fewer make decodes smoother, more make prompts faster",
+            "maximum tokens per step; step_ms keeps streams smooth",
             unset="chosen for the device",
             range=at_least(1),
+        ),
+    )
+    step_ms: float | None = field(
+        default=None,
+        metadata=about(
+            "maximum milliseconds of a step that prompts share with answers in progress; prompts "
+            "still get 32 tokens of it. 0: no limit",
+            unset="250 in a server, unless deterministic; elsewhere no limit",
+            range=NOT_NEGATIVE,
+            metavar="MS",
         ),
     )
     max_seqs: int | None = field(
@@ -537,6 +547,12 @@ class EngineConfig:
             self._refuse("sched", "span_levels", "set share to reads")
         if self.cache.kv_tokens is not None:
             self._refuse("cache", "memory_share", "leave out kv_tokens")
+        if self.model.deterministic and self.sched.step_ms:
+            raise ConfigError(
+                f"step_ms={self.sched.step_ms:g} and deterministic exclude each other: where "
+                "prompts are cut would depend on time. Leave one of them out; chunk_tokens limits "
+                "steps, too"
+            )
 
     def _refuse(self, section: str, names: str, needed: str) -> None:
         """Raise ConfigError if one of these settings is not at its default."""

@@ -16,7 +16,8 @@ from mainstem.kv.tier import LowerTier
 from mainstem.plan.cost import Card, ModelSize, step_s
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.transfer import connect
-from mainstem.sched.fetching import Fetching, StepTimes
+from mainstem.sched.fetching import Fetching
+from mainstem.sched.step_times import StepTimes
 
 PROMPT_TOKENS = 512  # size of the step from which the cost of a prompt token is computed
 

@@ -60,6 +60,7 @@ class LoadedModel:
         states: int | None = None,
         gpu_memory_utilization: float | None = None,
         chunk_tokens: int | None = None,
+        step_ms: float | None = None,
         max_seqs: int | None = None,
         share: str = "reads",
         span_levels: int | None = None,

@@ -22,7 +22,7 @@ from mainstem.core.config import EngineConfig, with_arguments
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.request import SamplingParams
 from mainstem.server.apps import AppRegistry
-from mainstem.server.build import GatewaySettings, make_gateway
+from mainstem.server.build import GatewaySettings, make_gateway, server_config
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Access, KeyRing
 from mainstem.server.http.limits import ServerLimits
@@ -95,7 +95,7 @@ class Replica:
         """Return when the model is loaded and the apps are computed; Ray Serve awaits it."""
         self._boot = uuid4().hex
         set_up_logs(settings.log_level)
-        self._config = with_arguments(EngineConfig(), settings.engine, "engine")
+        self._config = server_config(with_arguments(EngineConfig(), settings.engine, "engine"))
         self._gateway = await asyncio.to_thread(open_gateway, settings, self._config)
         hosts = settings.allowed_hosts or None
         self._application: ASGIApp = make_app(self._gateway, settings.allowed_origins, hosts)

@@ -11,10 +11,9 @@ from mainstem.kv.loading import PageLoader
 from mainstem.kv.places import HOST, StoredCounts
 from mainstem.kv.stack import READ_LIMIT_S
 from mainstem.kv.transfer import TierLink
+from mainstem.sched.step_times import StepTimes
 
 BUSY_S = 0.03  # a link is busy if its queued work outlasts the next step by this much
-LEARNING = 0.3  # weight of the latest step in the running means
-SURPRISE = 2.0  # a step longer than twice its expectation is an outlier
 # a step is assumed to take at least this part of its expected time: if the next step started before
 # its loads were done, all sequences would wait
 CAUTION = 0.8
@@ -42,33 +41,6 @@ class StoredHistory:
     def wait_again(self) -> None:
         """The sequence was preempted: what is loaded must be decided again."""
         self.num_pages_then, self.num_to_compute = -1, None
-
-
-class StepTimes:
-    """How long a step takes: a fixed time for its decodes, and a time for each prompt token.
-
-    Begins with the card's figures. Then steps with few prompt tokens update the fixed time, and
-    steps with many prompt tokens update the time of a token.
-    """
-
-    def __init__(self, token_s: float, floor_s: float = 0.0) -> None:
-        self.token_s = token_s
-        self.floor_s = floor_s
-        self.interval_s = 0.0  # between the ends of the latest two steps
-
-    def expect_s(self, prompt_tokens: int) -> float:
-        """Expected seconds of a step with `prompt_tokens` tokens of prompts."""
-        return self.floor_s + prompt_tokens * self.token_s
-
-    def observe(self, prompt_tokens: int, device_s: float) -> None:
-        """Record that a step, which waited for no load, took `device_s`."""
-        seen_s = min(device_s, SURPRISE * self.expect_s(prompt_tokens))
-        prompts_s = prompt_tokens * self.token_s
-        if prompts_s < self.floor_s or not prompt_tokens:
-            self.floor_s += LEARNING * (max(seen_s - prompts_s, 0.0) - self.floor_s)
-        else:
-            token_s = max(seen_s - self.floor_s, 0.0) / prompt_tokens
-            self.token_s += LEARNING * (token_s - self.token_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,11 @@ class RunningSet:
         least = self.slots[priority == priority.max()]
         return SeqSlot(int(least[self.table.arrival[least].argmax()]))
 
+    def has_answers(self) -> bool:
+        """Whether a sequence is past its prompt."""
+        table, slots = self.table, self.slots
+        return bool((table.computed[slots] >= table.prefill_end[slots]).any())
+
     def unfinished(self) -> list[Sequence]:
         """Sequences whose prompts are being computed, the most urgent first."""
         table, slots = self.table, self.slots

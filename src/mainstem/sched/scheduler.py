@@ -66,7 +66,8 @@ class Scheduler:
         """`max_step_tokens` is the size of the runner's buffers; None: no limit. `fetching` decides
         what is loaded from tiers below the device; None: nothing is loaded."""
         self._config = config
-        self._size = StepSize(config.chunk_tokens, max_step_tokens)
+        step_s = None if not config.step_ms else config.step_ms * 1e-3
+        self._size = StepSize(config.chunk_tokens, max_step_tokens, step_s)
         self._store = self.store = store
         self._page_size = store.page_size
         self._bus = bus
@@ -166,7 +167,8 @@ class Scheduler:
         decodes = self._grow_decodes()
         if decodes is None:
             return None
-        work = StepWork(decodes, self._size.prompt_tokens(len(decodes)))
+        is_awaited = self._running.has_answers()
+        work = StepWork(decodes, self._size.prompt_tokens(len(decodes), is_awaited=is_awaited))
         self._starter.fill(work)
         self._store.loader.prefetch()
         if work.num_seqs == 0:
@@ -198,6 +200,8 @@ class Scheduler:
             self._running.in_flight = None
         self._store.saver.settle(step.step_id)
         self._loader.note_end(step, device_s)
+        if device_s and not len(step.load_ids):
+            self._size.note_time(step.num_tokens - step.num_decodes, device_s)
         slots, token_ids = step.sample_slots, result.token_ids
         is_alive = table.is_alive[slots]
         if not is_alive.all():

@@ -279,8 +279,8 @@ class BatchRunner:
         """Return the output line of a row; raises WireError. Waits while there is no engine, and
         tries again if the engine fails."""
         call = row.call
-        if call.url != batch.endpoint:
-            message = f"url: is {call.url}, but the batch is for {batch.endpoint}"
+        if row.url != batch.endpoint:
+            message = f"url: is {row.url}, but the batch is for {batch.endpoint}"
             raise WireError("mismatched_url", message, "url")
         try:
             request = Request(
@@ -470,6 +470,6 @@ def _part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str |
                         num_lines += 1
             if num_lines:
                 filename = f"{name.replace(' ', '_')}.jsonl"
-                files.put(batch.owner, file_id, filename, "batch_output")
+                files.put(batch.owner, file_id, filename, "batch_output", batch.output_ttl_s)
             ids.append(file_id if num_lines else None)
     return ids[0], ids[1]

@@ -1,7 +1,7 @@
 """Joins the parts of a server, for `mainstem serve` and for replicas under Ray Serve."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import time
 
@@ -22,6 +22,7 @@ from mainstem.text.tokenizer import Tokenizer
 
 SESSIONS_FILE = "sessions.sqlite"
 RESPONSES_FILE = "responses.sqlite"
+STEP_MS = 250.0  # a stream's longest gap because of other requests' prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,14 @@ class GatewaySettings:
     data_dir: Path | None = None  # folder for files and batches
     kept_in: Path | None = None  # folder for sessions and responses
     record: Path | None = None
+
+
+def server_config(config: EngineConfig) -> EngineConfig:
+    """The config of a server's engine: unless it says otherwise, steps that prompts share with
+    answers take at most STEP_MS, since clients watch the answers."""
+    if config.sched.step_ms is not None or config.model.deterministic:
+        return config
+    return replace(config, sched=replace(config.sched, step_ms=STEP_MS))
 
 
 def make_gateway(

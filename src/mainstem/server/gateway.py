@@ -254,8 +254,7 @@ class Gateway:
         prepare: Prepare,
     ) -> Response:
         """Return what a writer makes of the engine's answers, whole or as a stream; raises
-        WireError or ApiError. The caller has already counted the request in the tenant's rate.
-        """
+        WireError or ApiError."""
         tenant: Tenant = request.state.tenant
         model, app = self.apps.resolve(call, self.model.names)
         if self.is_draining:

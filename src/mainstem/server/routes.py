@@ -23,12 +23,13 @@ from mainstem.server.apis.responses import ResponseRoutes
 from mainstem.server.apis.scores import ScoreRoutes
 from mainstem.server.apis.status import StatusRoutes
 from mainstem.server.gateway import Gateway
+from mainstem.server.http.auth import Tenant
 from mainstem.server.http.faults import (
     ApiError,
     error_response,
     explained,
     from_wire,
-    is_messages_path,
+    is_anthropics,
 )
 from mainstem.server.http.sites import Sites
 from mainstem.wire.errors import WireError
@@ -75,7 +76,7 @@ class AccessMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
                 ]
-                if is_messages_path(scope["path"]):  # its clients read the id from this header
+                if is_anthropics(scope):  # its clients read the id from this header
                     message["headers"].append((b"request-id", request_id.encode()))
             await send(message)
 
@@ -86,6 +87,8 @@ class AccessMiddleware:
             refusal = self._sites.refusal(scope["method"], scope["path"], scope["headers"])
             if refusal is None and tenant is None:
                 refusal = self._gateway.access.refusal(scope["path"], scope["headers"])
+            if refusal is None and tenant is not None:
+                refusal = self._too_many(tenant, scope["path"])
             if refusal is not None:
                 await error_response(refusal, scope)(scope, receive, send_marked)
                 return
@@ -102,6 +105,16 @@ class AccessMiddleware:
             }
             is_quiet = scope["path"] in ("/health", "/ready", "/live", "/metrics")
             log.log(logging.DEBUG if is_quiet else logging.INFO, "request", extra={"facts": facts})
+
+    def _too_many(self, tenant: Tenant, path: str) -> ApiError | None:
+        """Count a request in its key's rate; returns the error if there were too many."""
+        if not self._gateway.access.is_counted(path):
+            return None
+        try:
+            self._gateway.gate.allow(tenant)
+        except ApiError as error:
+            return error
+        return None
 
 
 async def _error_reply(request: Request, error: Exception) -> Response:

@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from threading import Condition, Thread
 
 from mainstem.core.errors import TooManyForms
-from mainstem.text.grammar import FIELD, CompiledForm, Grammars
+from mainstem.text.form_errors import FIELD
+from mainstem.text.grammar import CompiledForm, Grammars
 
 NUM_THREADS = 2
 MAX_WAITING = 256  # maximum number of forms of one owner that wait

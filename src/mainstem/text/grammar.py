@@ -23,7 +23,10 @@ from weakref import WeakSet
 import numpy as np
 
 from mainstem.core.errors import InvalidRequest, MissingPackage, TooManyForms
+from mainstem.core.json import Json, JsonView
 from mainstem.core.step import Bytes, Int32s
+from mainstem.text.form_errors import FIELD, blamed
+from mainstem.text.late_checks import broken_rule, lowered
 from mainstem.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_FORM_CHARS = 1 << 16
 MAX_CHOICES = 1024
-FIELD = "response_format"
+CHECKS = "checks"  # in a form: schemas that parts of complete answers are checked against
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 # Limits for the cost of a form. Schemas of 64 KiB stay far below: they take 0.05 s and 1 MB.
@@ -64,13 +67,13 @@ def json_form(schema: object) -> str:
     """Return the form of JSON that a schema describes."""
     if not isinstance(schema, dict):
         raise InvalidRequest(FIELD, f"a JSON schema must be an object, got {schema!r}")
-    return _form({"json_schema": schema | {"x-guidance": JSON_SPACING}})
+    return _form(*_schema_grammars("answer_json", schema))
 
 
 def regex_form(pattern: str) -> str:
     """Return the form of text that a regular expression matches from beginning to end."""
     escaped = pattern.replace("/", r"\/")
-    return _form({"lark_grammar": f"start: /{escaped}/"})
+    return lark_form(f"start: /{escaped}/")
 
 
 def choice_form(choices: Sequence[str]) -> str:
@@ -80,13 +83,47 @@ def choice_form(choices: Sequence[str]) -> str:
     return lark_form("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
-def lark_form(text: str) -> str:
-    """Return the form of text that a grammar in llguidance's dialect of Lark describes."""
-    return _form({"lark_grammar": text})
+def lark_form(text: str, schemas: Mapping[str, JsonView] | None = None) -> str:
+    """Return the form of text that a grammar in llguidance's dialect of Lark describes. It may
+    refer to JSON schemas as `@name`."""
+    grammars: list[Json] = [{"lark_grammar": text}]
+    checks: Json = {}
+    for name, schema in (schemas or {}).items():
+        (first, *others), more = _schema_grammars(f"{name}_json", schema)
+        grammars += [{"name": name} | first, *others]
+        checks |= more
+    return _form(grammars, checks)
 
 
-def _form(grammar: dict[str, object]) -> str:
-    text = json.dumps({"grammars": [grammar]}, sort_keys=False)
+def joined_form(text: str, forms: Mapping[str, str]) -> str:
+    """Return the form of text that a grammar in Lark describes, which refers to other forms as
+    `@name`. Apart from these names, the forms' own must differ."""
+    joined: list[Json] = [{"lark_grammar": text}]
+    checks: Json = {}
+    for name, form in forms.items():
+        read = json.loads(form)
+        first, *others = read["grammars"]
+        joined += [first | {"name": name}, *others]
+        checks |= read.get(CHECKS, {})
+    return _form(joined, checks)
+
+
+def _schema_grammars(name: str, schema: JsonView) -> tuple[list[Json], Json]:
+    """Return the grammars of JSON that a schema describes. If answers must be checked against the
+    schema when they are complete, also returns it by the name of the part to check."""
+    low = lowered(schema)
+    grammar: Json = {"json_schema": {**low.schema, "x-guidance": JSON_SPACING}}
+    if not low.must_check:
+        return [grammar], {}
+    whole = f'start: whole\nwhole[capture="{name}"]: @{name}'
+    return [{"lark_grammar": whole}, grammar | {"name": name}], {name: schema}
+
+
+def _form(grammars: Sequence[Json], checks: JsonView | None = None) -> str:
+    form: Json = {"grammars": grammars}
+    if checks:
+        form[CHECKS] = checks
+    text = json.dumps(form, sort_keys=False)
     if len(text) > MAX_FORM_CHARS:
         raise InvalidRequest(
             FIELD, f"may have at most {MAX_FORM_CHARS} characters, has {len(text)}"
@@ -236,9 +273,11 @@ class Grammars:
         try:
             words = self._load_words()  # not counted as this form's cost
             began_s = thread_time()
+            form, checks = _without_checks(form)
             matcher = _matcher(form, words)
             cost_s = thread_time() - began_s
-            compiled = CompiledForm(matcher, partial(_matcher, form, words), cost_s, owner)
+            again = partial(_matcher, form, words)
+            compiled = CompiledForm(matcher, again, cost_s, owner, checks)
         except BaseException as error:
             with self._lock:
                 if self._forms.get(key) is wanted:
@@ -275,6 +314,18 @@ def _words_of(tokenizer: Tokenizer) -> "LLTokenizer":
         ) from None
 
 
+def _without_checks(form: str) -> tuple[str, JsonView]:
+    """Return a form as llguidance takes it, and what is to be checked at the end of an answer."""
+    if f'"{CHECKS}"' not in form:
+        return form, {}
+    try:
+        read = json.loads(form)
+    except ValueError:
+        return form, {}
+    checks = read.pop(CHECKS, {}) if isinstance(read, dict) else {}
+    return (json.dumps(read), checks) if checks else (form, {})
+
+
 def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
     """Return a new matcher; raises InvalidRequest."""
     from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
@@ -291,7 +342,7 @@ def _matcher(form: str, words: "LLTokenizer") -> "LLMatcher":
     )
     error = LLMatcher.validate_grammar(form, words, limits=limits)
     if error:
-        raise InvalidRequest(FIELD, " ".join(error.split()))
+        raise blamed(form, error, limits)
     matcher = LLMatcher(words, form, limits=limits, log_level=0)
     allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     if matcher.is_error():
@@ -341,9 +392,12 @@ class CompiledForm:
         compile_again: "Callable[[], LLMatcher]",
         cost_s: float,
         owner: str = "",
+        checks: JsonView | None = None,
     ) -> None:
-        """`cost_s`: processor time of compiling."""
+        """`cost_s`: processor time of compiling. `checks`: the schemas that the answer's parts of
+        these names must match when it is complete."""
         self.owner = owner
+        self._checks = checks or {}
         self.is_spent = False
         self._matcher = matcher
         self._compile_again = compile_again
@@ -363,6 +417,17 @@ class CompiledForm:
     def matcher(self) -> "LLMatcher":
         """A matcher at the beginning of an answer."""
         return self._matcher.deep_copy()
+
+    def fault(self, matcher: "LLMatcher") -> str | None:
+        """Return what a complete answer breaks that the form could not prevent; None: nothing, or
+        it is not complete."""
+        if not self._checks or not matcher.is_accepting():
+            return None
+        for name, text in matcher.get_captures():
+            schema = self._checks.get(name)
+            if isinstance(schema, Mapping) and (broken := broken_rule(text, schema)) is not None:
+                return f"it does not follow its schema: {broken}"
+        return None
 
     def count(self, num_tokens: int) -> None:
         """Record that answers have read `num_tokens` more tokens."""
@@ -411,6 +476,8 @@ class AnswerMask:
         else:
             self._note_time(thread_time() - began_s)
         self._form.count(num_read)
+        if self.fault is None and not self._matcher.is_error():
+            self.fault = self._form.fault(self._matcher)
         self._num_seen = len(output_ids)
         assert self._allowed is not None
         return self._allowed

@@ -6,8 +6,8 @@ from mainstem.core.json import JsonView
 
 NO_ARGUMENTS: JsonView = {"type": "object", "properties": {}, "additionalProperties": False}
 # keywords whose values are schemas by name, or a schema or list of schemas
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_NESTED = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+NESTED = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
 # keywords that describe the same object as the schema in which they are
 _PARTS = ("allOf", "anyOf", "oneOf", "$ref")
 _SHAPES = ("properties", "patternProperties", "additionalProperties", *_PARTS)
@@ -46,12 +46,12 @@ def _closed(schema: object, path: str, parts: frozenset[str]) -> object:
     if path in parts:
         return made
     for name, value in schema.items():
-        if name in _BY_NAME and isinstance(value, Mapping):
+        if name in BY_NAME and isinstance(value, Mapping):
             made[name] = {
                 key: _closed(each, f"{path}/{name}/{_escaped(key)}", parts)
                 for key, each in value.items()
             }
-        elif name in _NESTED and not _is_part(name, schema):
+        elif name in NESTED and not _is_part(name, schema):
             made[name] = _closed(value, f"{path}/{name}", parts)
     if "additionalProperties" not in schema and _is_whole(schema):
         made["additionalProperties"] = False

@@ -76,7 +76,7 @@ class Tokenizer:
         is_plain = self._parts.can_split or backend.normalizer is None
         self._control = ControlTokens(control) if is_plain else ControlTokens(control, self._normal)
         self._control_ids = frozenset(map(backend.token_to_id, control))
-        self._allows_special = allow_special_tokens
+        self.allows_special_tokens = allow_special_tokens
 
     @classmethod
     def load(
@@ -196,10 +196,10 @@ class Tokenizer:
         if not self._templates:
             reason = "this model has no chat template; send a prompt, or set --chat-template"
             raise InvalidRequest("messages", reason)
-        checked = checked_messages(messages, None if self._allows_special else ROLES)
+        checked = checked_messages(messages, None if self.allows_special_tokens else ROLES)
         given: tuple[Sequence[Message], Sequence[JsonView] | None, JsonView]
         given = (checked, tools, template_args or {})
-        if not self._allows_special:
+        if not self.allows_special_tokens:
             given = self._as_text(*given)
         template = self._template("tool_use" if tools else "default")
         text = template.render(given[0], given[1], add_generation_prompt, given[2])
@@ -227,7 +227,7 @@ class Tokenizer:
 
     def mark(self, text: str) -> str:
         """A message's text, marked as in `chat_text`."""
-        if self._allows_special:
+        if self.allows_special_tokens:
             return text
         return self._control.mark(text) if self._parts.can_split else self._control.fence(text)
 

@@ -1,11 +1,13 @@
 """The bodies of routes that return no answer, and the lines of batch files."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from mainstem.core.json import Json, JsonView
 from mainstem.wire.fields import Anything, Metadata, read_fields
+
+RowUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/score"]
 
 
 class TokenizeOptions(Struct, frozen=True):
@@ -29,19 +31,27 @@ class AppBody(Struct, frozen=True):
     prompt: str
 
 
+class ExpiresAfter(Struct, frozen=True, forbid_unknown_fields=True):
+    """When a file is removed; the range is that of OpenAI's API."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=30 * 86400)]
+
+
 class BatchBody(Struct, frozen=True):
     """`POST /v1/batches`."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/score"]
+    endpoint: RowUrl
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None  # of the files with answers and errors
 
 
 class RowEnvelope(Struct, frozen=True):
     """A line of a batch file, around the body of its request."""
 
-    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/score"]
+    url: RowUrl
     body: dict[str, object]
     custom_id: Anything = None
     method: Literal["POST"] = "POST"

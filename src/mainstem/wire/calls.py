@@ -92,7 +92,9 @@ class Call:
 
     def parser(self) -> AnswerParser:
         """Return the parser of one answer."""
-        return make_parser(self.tools, self.reasoning)
+        tools, form = self.tools, self.sampling.grammar
+        is_call_or_form = tools is not None and form not in (None, tools.form)
+        return make_parser(tools, self.reasoning, is_call_or_form=is_call_or_form)
 
     def rendering(self, prompt_ids: Sequence[int] | Int32s, tokenizer: Tokenizer) -> Rendering:
         """Return how answers to a prompt become the text that `parser` reads.

@@ -61,7 +61,9 @@ CHAT: Rules = {
     **_ANSWERS,
     "add_special_tokens": OnlyAt((False,), "the chat template writes them"),
     "echo": OnlyAt((False,), "only in /v1/completions"),
+    "prompt_cache_options": _ANY,
     "suffix": OnlyAt(("",), "not in a chat"),
+    "verbosity": OnlyAt(("medium",), "say in the prompt how long answers should be"),
 }
 COMPLETION: Rules = {
     **_ANSWERS,
@@ -105,9 +107,14 @@ MESSAGES: Rules = {
 }
 
 
+def is_harmless(rule: OnlyAt) -> bool:
+    """Whether every value of a field is neutral."""
+    return rule is _ANY
+
+
 def harmless(rules: Rules) -> list[str]:
     """The fields whose every value is neutral."""
-    return [name for name, rule in rules.items() if rule is _ANY]
+    return [name for name, rule in rules.items() if is_harmless(rule)]
 
 
 def without_neutral(fields: JsonView, rules: Rules) -> Json:

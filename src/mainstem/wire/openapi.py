@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from mainstem.core.json import Json
+from mainstem.core.neutral import OnlyAt
 from mainstem.core.request import SAMPLING_RANGES
 from mainstem.core.version import __version__
 from mainstem.wire import neutral
@@ -85,10 +86,9 @@ def _schema(body: type[Struct]) -> Json:
 
 
 _SCORES: Json = {"anyOf": [_schema(ScoreBody), _schema(LabelScoreBody)]}
-_TEXT: Json = {
-    "anyOf": [_schema(CompletionBody), _schema(ChatBody)],
-    "allOf": [_schema(TokenizeOptions)],
-}
+# a text or a conversation, with the options of /tokenize
+_TOKENIZED = {"TokenizeTextBody": CompletionBody, "TokenizeChatBody": ChatBody}
+_TEXT: Json = {"anyOf": [{"$ref": REFS.format(name=name)} for name in _TOKENIZED]}
 # path, method, summary, body
 ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
     ("/v1/models", "get", "The model, and the model with each app", None),
@@ -96,7 +96,10 @@ ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
     ("/v1/chat/completions", "post", "Answer a conversation", ChatBody),
     ("/v1/completions", "post", "Continue prompts", CompletionBody),
     ("/v1/responses", "post", "Answer items", ResponsesBody),
+    ("/v1/responses/input_tokens", "post", "The number of an input's tokens", ResponsesBody),
     ("/v1/responses/{response_id}", "get", "A kept response", None),
+    ("/v1/responses/{response_id}/input_items", "get", "What it answered", None),
+    ("/v1/responses/{response_id}/cancel", "post", "400: no response is in progress", None),
     ("/v1/responses/{response_id}", "delete", "Forget a response", None),
     ("/v1/messages", "post", "Answer a conversation, as Anthropic does", MessagesBody),
     ("/v1/messages/count_tokens", "post", "The number of a prompt's tokens", CountBody),
@@ -129,8 +132,8 @@ ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
 )
 
 
-def document() -> Json:
-    """The whole document."""
+def document(*, has_any_role: bool = False) -> Json:
+    """The whole document. `has_any_role`: the server allows any role in messages."""
     paths: dict[str, Json] = {}
     for path, method, summary, body in ROUTES:
         paths.setdefault(path, {})[method] = _operation(path, summary, body)
@@ -142,27 +145,55 @@ def document() -> Json:
                 "key": {"type": "http", "scheme": "bearer"},
                 "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
-            "schemas": _schemas(),
+            "schemas": _schemas(has_any_role=has_any_role),
         },
         "security": [{}, {"key": []}, {"api_key": []}],
         "paths": paths,
     }
 
 
-def _schemas() -> Json:
-    """The schemas of all bodies, by name; sampling fields get the ranges that the engine checks."""
+def _schemas(*, has_any_role: bool) -> Json:
+    """The schemas of all bodies, by name. They say what the records cannot: which other fields are
+    accepted, the ranges that the engine checks, and roles."""
     _, schemas = msgspec.json.schema_components(BODIES, ref_template=REFS)
+    if not has_any_role:
+        role = schemas["Message"]["properties"]["role"]
+        role["enum"] = role["examples"]
+    # `type` may be left out where there are only texts
+    block = schemas["TextBlock"]
+    schemas["OnlyTextBlock"] = block | {"required": ["text"]}
+    for name, field in (("MessagesBody", "system"), ("CountBody", "system"),
+                        ("ToolResultBlock", "content")):  # fmt: skip
+        for option in schemas[name]["properties"][field]["anyOf"]:
+            if "items" in option:
+                option["items"] = {"$ref": REFS.format(name="OnlyTextBlock")}
     for body, rules in RULES.items():
         properties = schemas[body.__name__]["properties"]
-        for name in neutral.harmless(rules):
-            properties[name] = {"description": "accepted, without effect"}
+        for name, rule in rules.items():
+            properties.setdefault(name, _neutral(rule))
         for name, described in properties.items():
             if name not in RANGES:
                 continue
             for option in described.get("anyOf", [described]):
                 if option.get("type") in ("integer", "number"):
                     option["minimum"], option["maximum"] = RANGES[name]
+    for body in BODIES:
+        schemas[body.__name__]["additionalProperties"] = False
+    for name, kind in _TOKENIZED.items():
+        parts = schemas[kind.__name__], schemas[TokenizeOptions.__name__]
+        properties = parts[0]["properties"] | parts[1]["properties"]
+        schemas[name] = parts[0] | {"title": name, "properties": properties}
     return schemas
+
+
+def _neutral(rule: OnlyAt) -> Json:
+    """A field that is accepted only with values that change nothing."""
+    if neutral.is_harmless(rule):
+        return {"description": "accepted, without effect"}
+    if type(rule) is not OnlyAt:  # it does not list its values
+        return {"description": "accepted if it changes nothing"}
+    values = [value for value in rule.values if not isinstance(value, float)]
+    return {"enum": [*values, None]}  # 1.0 is equal to 1
 
 
 def _operation(path: str, summary: str, body: type[Struct] | Json | None) -> Json:

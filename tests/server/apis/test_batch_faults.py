@@ -54,7 +54,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
             disk.check("answer")
             return super().write(data)
 
-    def checked_put(shelf: FileStore, owner: str, *names: str) -> object:
+    def checked_put(shelf: FileStore, owner: str, *names: Any) -> object:
         disk.check("file")
         return put(shelf, owner, *names)
 

@@ -110,6 +110,52 @@ def test_rows_may_have_tools(tmp_path: Path) -> None:
         server.settle()
 
 
+def test_responses_of_a_batch_are_answered(shared: Running) -> None:
+    """Issue 51: rows for /v1/responses were refused."""
+    asked = {"instructions": "Be brief.", "input": "Hi", "max_output_tokens": 7, "temperature": 0}
+    wrong: list[AnyJson] = [
+        {"input": "Hi", "previous_response_id": "resp_x"},
+        {"input": "Hi", "max_output_tokens": 0},
+    ]
+    rows: list[AnyJson] = [
+        {"custom_id": str(place), "method": "POST", "url": "/v1/responses", "body": body}
+        for place, body in enumerate([asked, *wrong])
+    ]
+    with a_client(shared) as client:
+        batch = run(client, [*rows, a_row("chat", "x")], endpoint="/v1/responses")
+        body = answers(client, batch.output_file_id)["0"]["response"]["body"]
+        alone = client.responses.create(model="fake", **asked)  # type: ignore[call-overload]
+        found = openai.types.responses.Response.model_validate(body)
+        assert found.output_text == alone.output_text
+        assert found.usage is not None
+        assert found.usage.output_tokens == alone.usage.output_tokens
+        assert found.instructions == "Be brief."
+        failed = answers(client, batch.error_file_id)
+    assert failed["1"]["error"]["param"] == "previous_response_id"
+    assert failed["2"]["error"]["param"] == "max_output_tokens"
+    assert failed["chat"]["error"]["code"] == "mismatched_url"
+
+
+def test_files_expire_when_the_client_says(shared: Running) -> None:
+    after: Any = {"anchor": "created_at", "seconds": 3600}
+    with a_client(shared) as client:
+        made = client.files.create(
+            file=("in.jsonl", lines([a_row("a", "x")])), purpose="batch", expires_after=after
+        )
+        assert made.expires_at == made.created_at + 3600
+        batch = run(client, [a_row("a", "x")], output_expires_after=after)
+        assert batch.output_file_id is not None
+        output = client.files.retrieve(batch.output_file_id)
+        assert output.expires_at == output.created_at + 3600
+        for wrong in ({"anchor": "created_at", "seconds": 5}, {"seconds": 3600}):
+            with pytest.raises(openai.BadRequestError, match="expires_after"):
+                client.files.create(
+                    file=("f", b"x"),
+                    purpose="batch",
+                    expires_after=wrong,  # type: ignore[arg-type]
+                )
+
+
 def test_a_batch_is_answered_as_the_client_expects(shared: Running) -> None:
     rows = [a_row(f"r{n}", f"row number {n}") for n in range(20)]
     rows += [a_row("bad", "x", temperature=-1), a_row("other", "x", model="gpt-9")]

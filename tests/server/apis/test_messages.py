@@ -147,6 +147,27 @@ def test_the_client_gets_a_tool_call_and_sends_its_result(
     assert answer.usage.output_tokens == 4
 
 
+def test_the_client_lists_models(server: Running) -> None:
+    """Issue 51: it got OpenAI's format, in which its fields are None."""
+    with a_client(server) as client:
+        names = [model["id"] for model in server.get("/v1/models").json()["data"]]
+        assert len(names) == 4
+        assert [model.id for model in client.models.list(limit=1)] == names
+        last = client.models.list(before_id=names[2], limit=1)
+        assert ([model.id for model in last.data], last.has_more) == ([names[1]], True)
+        model = client.models.retrieve("fake")
+        assert (model.type, model.display_name) == ("model", "fake")
+        assert model.created_at.tzinfo is not None
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            client.models.retrieve("claude")
+        assert unknown.value.body["error"]["type"] == "not_found_error"
+        for wrong in ({"limit": 0}, {"after_id": "claude"}):
+            with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
+                client.models.list(**wrong)
+    assert server.get("/v1/models").json()["object"] == "list"
+    assert "param" in server.get("/v1/models/claude").json()["error"]
+
+
 def test_the_client_raises_its_own_error_classes(locked: Running) -> None:
     asked: AnyJson = {"model": "fake", "max_tokens": 2, "messages": [ASK]}
     with a_client(locked, ALICE) as client:

@@ -71,6 +71,49 @@ def refused(running: Running, **fields: object) -> AnyJson:
     return error
 
 
+# --- other paths ---------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_an_input_are_counted(server: Running, client: OpenAI) -> None:
+    """Issue 51: this path was taken for the id of a response."""
+    asked: AnyJson = {"model": "fake", "instructions": "Be brief.", "input": "Hi"}
+    first = client.responses.create(**asked, max_output_tokens=3)
+    assert first.usage is not None
+    assert client.responses.input_tokens.count(**asked).input_tokens == first.usage.input_tokens
+    more: AnyJson = {"model": "fake", "input": "And?", "previous_response_id": first.id}
+    second = client.responses.create(**more, max_output_tokens=3)
+    assert second.usage is not None
+    assert client.responses.input_tokens.count(**more).input_tokens == second.usage.input_tokens
+    wrong = server.post("/v1/responses/input_tokens", {"input": [], "tools": [{"type": "x"}]})
+    assert wrong.json()["error"]["param"] == "tools"
+
+
+def test_the_items_of_an_input_are_listed(client: OpenAI) -> None:
+    items = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    first = client.responses.create(model="fake", input=items, max_output_tokens=3)  # type: ignore[arg-type]
+    second = client.responses.create(
+        model="fake", input="And?", previous_response_id=first.id, max_output_tokens=3
+    )
+    listed: Any = client.responses.input_items.list(second.id, order="asc", limit=3)
+    texts = [item.content[0].text for item in listed]  # of all pages
+    assert texts == ["Hi", "Yes?", first.output_text, "And?"]
+    last: Any = client.responses.input_items.list(second.id, limit=1).data[0]
+    assert last.content[0].text == "And?"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_unknown")
+
+
+def test_only_what_runs_in_the_background_can_be_cancelled(server: Running, client: OpenAI) -> None:
+    done = client.responses.create(model="fake", input="Hi", max_output_tokens=3)
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(done.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_unknown")
+    refused = server.post("/v1/responses/compact", {"input": "Hi"})
+    assert refused.status_code == 404
+    assert "not compacted" in refused.json()["error"]["message"]
+
+
 # --- answers -------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,37 @@ def test_auto_leaves_the_answer_to_the_model(shared: Running) -> None:
     assert none["choices"] == bare["choices"]
 
 
+def test_a_wrong_schema_of_a_tool_is_named_as_each_api_calls_it(shared: Running) -> None:
+    """Issue 51: the error blamed response_format and printed the grammar."""
+    wrong = {"type": "object", "properties": {"a": {"not": {}}}}
+    function = {"name": "f", "parameters": wrong}
+    said: dict[str, object] = {"messages": CHAT, "max_tokens": 9}
+    for path, body, place in (
+        (
+            "/v1/chat/completions",
+            said | {"tools": [named("f") | {"function": function}], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "tools": [{"type": "function"} | function], "tool_choice": "required"},
+            "tools[0].parameters",
+        ),
+        (
+            "/v1/messages",
+            said
+            | {"tools": [{"name": "f", "input_schema": wrong}], "tool_choice": {"type": "any"}},
+            "tools[0].input_schema",
+        ),
+    ):
+        refused = shared.post(path, body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["message"] == f"{place}: at a: not supported: not"
+        assert error.get("param", place) == place
+    shared.settle()
+
+
 def test_the_template_sees_tools_and_earlier_calls() -> None:
     template = (
         "{% for t in tools %}{{ t.function.name }} {% endfor %}<tool_call>"
@@ -94,10 +125,37 @@ def test_tools_for_a_model_without_tool_support_are_refused(server: Running) -> 
     assert "chat template" in response.json()["error"]["message"]
 
 
-def test_tools_are_refused_in_completions_and_with_another_form(shared: Running) -> None:
+def test_tools_are_refused_in_completions(shared: Running) -> None:
     prompt = shared.post("/v1/completions", {"prompt": "x", "tools": TOOLS})
     assert prompt.json()["error"]["param"] == "tools"
-    both = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required",
-            "response_format": {"type": "json_object"}}  # fmt: skip
-    response = shared.post("/v1/chat/completions", both)
-    assert response.json()["error"]["param"] == "response_format"
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes"]}}}
+
+
+def test_beside_tools_an_answer_is_a_call_or_in_the_form_in_each_api(shared: Running) -> None:
+    """Issue 51: an agent with tools and an output type never called a tool."""
+    found = set()
+    for number in range(12):
+        chat = [{"role": "user", "content": f"Will it rain on day {number}?"}]
+        body = {"messages": chat, "tools": TOOLS, "response_format": FORM}
+        message = shared.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        found.add(bool(message.get("tool_calls")))
+        assert message.get("tool_calls") or message["content"] == '"yes"'
+    assert found == {True, False}
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
+    text = {"format": {"type": "json_schema", "name": "a", "schema": {"enum": ["yes"]}}}
+    asked: dict[str, object] = {"input": "x", "tools": flat, "text": text}
+    for choice in ("auto", "required"):
+        [item] = shared.post("/v1/responses", asked | {"tool_choice": choice}).json()["output"]
+        is_form = item["type"] == "message" and item["content"][0]["text"] == '"yes"'
+        assert item["type"] == "function_call" or (is_form and choice == "auto")
+    offered = [{"name": f"f{days}", "input_schema": {"properties": {"a": {}}}} for days in (1, 2)]
+    config = {"format": {"type": "json_schema", "schema": {"enum": ["yes"]}}}
+    asked = {"messages": CHAT, "max_tokens": 200, "tools": offered, "output_config": config}
+    for kind in ("auto", "any"):
+        reply = shared.post("/v1/messages", asked | {"tool_choice": {"type": kind}}).json()
+        [block] = reply["content"]
+        is_form = block["type"] == "text" and block["text"] == '"yes"'
+        assert block["type"] == "tool_use" or (is_form and kind == "auto")
+    shared.settle()

@@ -410,6 +410,34 @@ def test_the_number_of_requests_per_key_and_minute_is_limited() -> None:
         gate.allow(ANYBODY)
 
 
+def test_every_request_of_a_key_counts_in_its_rate() -> None:
+    """Issue 51: lists, files and wrong paths did not count. Paths that watch the server do not."""
+    with a_server(limits=ServerLimits(requests_per_minute=3)) as running:
+        for path in ("/health", "/ready", "/metrics", "/live", "/version", "/"):
+            assert running.get(path).status_code == 200
+        found = [running.get(path).status_code for path in ("/v1/models", "/v1/x", "/v1/models")]
+        assert found == [200, 404, 200]
+        assert running.get("/v1/models").status_code == 429
+        refused = running.client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nhost: [::1]\r\nhost: x\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nhost: [::1]\r\n\r\n", b"200"),
+        (b"GET /health HTTP/1.0\r\n\r\n", b"200"),
+    ],
+)
+def test_a_request_names_one_host(tight: Running, head: bytes, status: bytes) -> None:
+    """RFC 9112, 3.2: without Host, or with several, the reply is 400."""
+    with socket.create_connection((tight.host, tight.port), timeout=60) as connection:
+        connection.sendall(head)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
 def test_the_rate_limit_is_reported_to_the_client() -> None:
     with a_server(limits=ServerLimits(requests_per_minute=1)) as running:
         assert running.post("/v1/completions", {"prompt": "x"}).status_code == 200

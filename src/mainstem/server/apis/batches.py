@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from time import time
 
@@ -14,15 +14,16 @@ from mainstem.server.gateway import BatchService, Gateway
 from mainstem.server.http.auth import Tenant
 from mainstem.server.http.body import read_json
 from mainstem.server.http.faults import ApiError, busy, disk_is_needed, unavailable
+from mainstem.server.http.pages import page_of
 from mainstem.server.http.upload import expected_bytes, receive_form
 from mainstem.server.kept.batch_store import Batch
 from mainstem.server.kept.file_store import StoredFile
 from mainstem.server.link.answering import SHUTTING_DOWN
-from mainstem.wire.bodies import BatchBody
+from mainstem.wire.bodies import BatchBody, ExpiresAfter
+from mainstem.wire.errors import WireError
 from mainstem.wire.fields import read_fields
 
 PURPOSE = "batch"
-MAX_LISTED = 100
 
 
 class BatchRoutes:
@@ -52,7 +53,6 @@ class BatchRoutes:
         """Store a file; it exists when the reply is sent."""
         self._service()
         owner, limits = _owner(request), self._gateway.limits
-        self._gateway.gate.allow(request.state.tenant)
         if self._gateway.is_draining:
             raise unavailable(SHUTTING_DOWN)
         async with self._room(owner, expected_bytes(request, limits)):
@@ -92,13 +92,15 @@ class BatchRoutes:
                 message = f"purpose: must be {PURPOSE!r}, got {purpose!r}"
                 raise ApiError(400, message, "purpose", "invalid_value")
             name = form.filename or ""
-            return await asyncio.to_thread(service.files.put, owner, file_id, name, purpose)
+            ttl_s = _ttl_s(form.fields)
+            put = service.files.put
+            return await asyncio.to_thread(put, owner, file_id, name, purpose, ttl_s)
 
     async def list_files(self, request: Request) -> Response:
         files = await asyncio.to_thread(self._service().files.listed, _owner(request))
         purpose = request.query_params.get("purpose")
         chosen = [item for item in files if purpose in (None, item.purpose)]
-        return _page(request, [(item.file_id, self._shown(item)) for item in chosen])
+        return page_of(request, [(item.file_id, self._shown(item)) for item in chosen])
 
     async def file(self, request: Request) -> Response:
         return JSONResponse(self._shown(await self._found_file(request)))
@@ -131,7 +133,6 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> Response:
         service, owner, limits = self._service(), _owner(request), self._gateway.limits
-        self._gateway.gate.allow(request.state.tenant)
         body = read_fields(await read_json(request, limits), BatchBody)
         stored = await self._file_of(request, body.input_file_id, 400)
         await self._forget_one(owner)
@@ -142,7 +143,7 @@ class BatchRoutes:
 
     def _created(self, owner: str, stored: StoredFile, body: BatchBody) -> Batch:
         service, limits = self._service(), self._gateway.limits
-        if time() >= stored.created + limits.file_ttl_s:  # it may be removed at any moment
+        if time() >= stored.expires_s(limits.file_ttl_s):  # it may be removed at any moment
             message = f"the file {stored.file_id!r} has expired"
             raise ApiError(400, message, "input_file_id", "file_expired")
         if (
@@ -151,7 +152,7 @@ class BatchRoutes:
         ):
             raise busy(f"this key may have at most {limits.open_batches} open batches", 60)
         with disk_is_needed():
-            return service.batches.create(owner, body.endpoint, stored.file_id, body.metadata)
+            return service.batches.create(owner, body)
 
     async def _forget_one(self, owner: str) -> None:
         """Make room for one more batch of an owner; raises ApiError 413 if there is none. A batch
@@ -173,7 +174,7 @@ class BatchRoutes:
 
     async def list_batches(self, request: Request) -> Response:
         batches = self._service().batches.listed(_owner(request))
-        return _page(request, [(batch.batch_id, batch.to_json()) for batch in batches])
+        return page_of(request, [(batch.batch_id, batch.to_json()) for batch in batches])
 
     async def batch(self, request: Request) -> Response:
         return JSONResponse(self._found_batch(request).to_json())
@@ -195,6 +196,25 @@ class BatchRoutes:
         return self._gateway.batches
 
 
+def _ttl_s(fields: Mapping[str, bytes]) -> int | None:
+    """When an uploaded file expires, by the fields `expires_after[...]` of its form."""
+    given = {
+        name.removeprefix("expires_after[").removesuffix("]"): value.decode(errors="replace")
+        for name, value in fields.items()
+        if name.startswith("expires_after[")
+    }
+    if not given:
+        return None
+    seconds = given.get("seconds", "")
+    is_number = seconds.isascii() and seconds.isdecimal() and len(seconds) < 9
+    try:
+        read = read_fields(given | {"seconds": int(seconds) if is_number else None}, ExpiresAfter)
+    except WireError as error:
+        message = f"expires_after: {error.message}"
+        raise ApiError(400, message, "expires_after", "invalid_value") from None
+    return read.seconds
+
+
 def _too_much(message: str) -> ApiError:
     return ApiError(413, f"{message}: delete some", "file", "storage_full")
 
@@ -202,26 +222,3 @@ def _too_much(message: str) -> ApiError:
 def _owner(request: Request) -> str:
     tenant: Tenant = request.state.tenant
     return tenant.owner
-
-
-def _page(request: Request, items: Sequence[tuple[str, dict[str, object]]]) -> Response:
-    """Return at most `limit` items, latest first, starting after the id `after`."""
-    text = request.query_params.get("limit", "20")
-    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
-    if limit < 1:
-        raise ApiError(400, "limit: must be a whole number above 0", "limit", "invalid_value")
-    after = request.query_params.get("after")
-    ids = [item_id for item_id, _ in items]
-    if after is not None and after not in ids:
-        raise ApiError(400, "after: there is no item with this id", "after", "invalid_value")
-    start = 0 if after is None else ids.index(after) + 1
-    shown = items[start : start + min(limit, MAX_LISTED)]
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": [item for _, item in shown],
-            "first_id": shown[0][0] if shown else None,
-            "last_id": shown[-1][0] if shown else None,
-            "has_more": start + len(shown) < len(items),
-        }
-    )

@@ -45,7 +45,6 @@ class CompletionRoutes:
 
     async def _answer(self, request: Request, kind: CallKind, reply_id: str) -> Response:
         gateway = self._gateway
-        gateway.gate.allow(request.state.tenant)
         call, prompts = gateway.parser.parse(await read_json(request, gateway.limits), kind)
         return await gateway.reply(request, call, prompts, reply_id, ReplyWriter)
 

@@ -80,7 +80,6 @@ class MessagesRoutes:
         self, request: Request, kind: type[CountBody]
     ) -> tuple[MessagesAsked, Call, Chat]:
         gateway = self._gateway
-        gateway.gate.allow(request.state.tenant)
         body = await read_json(request, gateway.limits)
         asked = read_messages(body, kind, gateway.engine.tokenizer.chat_template or "")
         try:

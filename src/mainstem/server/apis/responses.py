@@ -14,8 +14,9 @@ from mainstem.core.request import Output, Overflow
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.body import read_json
 from mainstem.server.http.faults import ApiError
+from mainstem.server.http.pages import page_of
 from mainstem.server.http.stream import PING
-from mainstem.server.kept.response_store import Exchanged, KeptResponse
+from mainstem.server.kept.response_store import Exchanged, Item, KeptResponse
 from mainstem.server.kept.turns import SessionTurn
 from mainstem.server.link.answering import Answering
 from mainstem.wire.answers import PromptAnswers
@@ -23,8 +24,8 @@ from mainstem.wire.calls import Call, CallKind
 from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
 from mainstem.wire.responses.bodies import ResponsesBody
-from mainstem.wire.responses.parsing import ORIGINS, ItemReader, chat_fields, input_items, read_body
-from mainstem.wire.responses.rendering import ResponseStream
+from mainstem.wire.responses.parsing import ItemReader, chat_fields, input_items, read_body, renamed
+from mainstem.wire.responses.rendering import ResponseStream, input_item
 
 
 class ResponseRoutes:
@@ -37,13 +38,16 @@ class ResponseRoutes:
     def listed(self) -> list[Route]:
         return [
             Route("/v1/responses", self.create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.count, methods=["POST"]),
+            Route("/v1/responses/compact", self.compact, methods=["POST"]),
             Route("/v1/responses/{response_id}", self.retrieve, methods=["GET"]),
             Route("/v1/responses/{response_id}", self.delete, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/input_items", self.list_input, methods=["GET"]),
+            Route("/v1/responses/{response_id}/cancel", self.cancel, methods=["POST"]),
         ]
 
     async def create(self, request: Request) -> Response:
         gateway = self._gateway
-        gateway.gate.allow(request.state.tenant)
         body = read_body(await read_json(request, gateway.limits))
         try:
             return await self._answer(request, body)
@@ -70,16 +74,49 @@ class ResponseRoutes:
         self._gateway.sessions.remove(owner, kept.session_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
+    async def count(self, request: Request) -> Response:
+        """Return how many tokens the prompt of a request has."""
+        gateway, tenant = self._gateway, request.state.tenant
+        body = read_body(await read_json(request, gateway.limits))
+        try:
+            fields = chat_fields(body, self._conversation(tenant.owner, body)[0].messages)
+            call, prompts = gateway.parser.parse(fields, CallKind.CHAT)
+            call = replace(call, overflow=Overflow.RECOMPUTE)  # it may exceed the context
+            _, app = gateway.apps.resolve(call, gateway.model.names)
+            ids = await gateway.encode(call, prompts, app, None, tenant.page_salt(call.cache_salt))
+            gateway.check_lengths(call, ids)
+        except (ApiError, WireError) as error:
+            _rename(error)
+            raise
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids[0])})
+
+    async def compact(self, request: Request) -> Response:
+        message = "conversations are not compacted; use truncation, or send a shorter input"
+        raise ApiError(404, message, code="unknown_url")
+
+    async def list_input(self, request: Request) -> Response:
+        """The items that a stored response answered, those of earlier responses included."""
+        owner, response_id = request.state.tenant.owner, request.path_params["response_id"]
+        if (found := self._store.find(owner, response_id)) is None:
+            raise _not_found(response_id)
+        *earlier, last = self._store.chain(owner, response_id) or [found]
+        items = [item for each in earlier for item in each.read().items] + last.read().input
+        number = response_id.removeprefix("resp_")
+        shown = [input_item(item, f"{number}{place:03x}") for place, item in enumerate(items)]
+        return page_of(request, [(str(item["id"]), item) for item in reversed(shown)])
+
+    async def cancel(self, request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        if self._store.find(request.state.tenant.owner, response_id) is None:
+            raise _not_found(response_id)
+        message = "only responses in the background can be cancelled, and there are none here"
+        raise ApiError(400, message, "response_id", "invalid_value")
+
     async def _answer(self, request: Request, body: ResponsesBody) -> Response:
         gateway, owner = self._gateway, request.state.tenant.owner
         response_id = f"resp_{token_hex(24)}"  # anyone with this key and id may read the response
-        earlier = self._earlier(owner, body.previous_response_id)
+        conversation, own_items, earlier = self._conversation(owner, body)
         session_id = earlier[0].session_id if earlier else response_id
-        own_items = [dict(item) for item in input_items(body)]
-        conversation = ItemReader(body.instructions)
-        for kept in earlier:
-            conversation.add(kept.read().items)
-        conversation.add(own_items)
         fields = chat_fields(body, conversation.messages)
         call, prompts = gateway.parser.parse(fields, CallKind.CHAT)
         is_kept = body.store is not False
@@ -99,6 +136,18 @@ class ResponseRoutes:
             return ResponseWriter(stream, answers, turn, keep)
 
         return await gateway.reply(request, call, prompts, response_id, writer)
+
+    def _conversation(
+        self, owner: str, body: ResponsesBody
+    ) -> tuple[ItemReader, list[Item], list[KeptResponse]]:
+        """Return the conversation of a request, its own items, and the responses before it."""
+        earlier = self._earlier(owner, body.previous_response_id)
+        own_items = [dict(item) for item in input_items(body)]
+        conversation = ItemReader(body.instructions)
+        for kept in earlier:
+            conversation.add(kept.read().items)
+        conversation.add(own_items)
+        return conversation, own_items, earlier
 
     def _earlier(self, owner: str, previous_id: str | None) -> list[KeptResponse]:
         """Return the responses that a request continues, in order."""
@@ -122,11 +171,7 @@ def _in_session(call: Call, body: ResponsesBody, session_id: str | None) -> Call
 
 def _rename(error: ApiError | WireError) -> None:
     """Change an error so that it names the wrong field as this API does."""
-    name = error.param or ""
-    if name in ORIGINS:
-        error.param = ORIGINS[name]
-        if error.message.startswith(name):
-            error.message = f"{error.param}{error.message.removeprefix(name)}"
+    error.message, error.param = renamed(error.message, error.param)
 
 
 def _not_found(response_id: str) -> ApiError:

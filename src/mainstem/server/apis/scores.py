@@ -63,7 +63,6 @@ class ScoreRoutes:
 
     async def _answer(self, request: HttpRequest, write: Write) -> Response:
         gateway = self._gateway
-        gateway.gate.allow(request.state.tenant)
         asked = read_scores(self._parser, await read_json(request, gateway.limits))
 
         async def prepare(heading: Heading, tenant: Tenant, app: App | None) -> Prepared:

@@ -77,7 +77,8 @@ class StatusRoutes:
         return JSONResponse(view)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(document())
+        tokenizer = self._gateway.engine.tokenizer
+        return JSONResponse(document(has_any_role=tokenizer.allows_special_tokens))
 
     async def list_sessions(self, request: Request) -> Response:
         sessions = self._gateway.sessions.listed(request.state.tenant.owner)

@@ -141,6 +141,12 @@ class Access:
             return self._admin(key)
         return found
 
+    def is_counted(self, path: str) -> bool:
+        """Whether requests for a path count in the rate of their key: all but those that watch or
+        administer the server."""
+        is_watched = path in self.OPEN or path in self.NUMBERS
+        return not is_watched and not path.startswith(("/page/", "/admin/"))
+
     @property
     def has_keys(self) -> bool:
         return self._keys is not None

@@ -72,6 +72,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if num_bytes > self.limits.header_bytes:
             self._is_head_too_large = True
             raise ValueError("the headers are too large")  # the parser ends with an error
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
+            raise ValueError("a request must name one host")
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

@@ -1,5 +1,5 @@
-"""Errors for clients: an HTTP status and an error object, which is Anthropic's for paths of the
-Messages API, and OpenAI's for all others."""
+"""Errors for clients: an HTTP status and an error object, which is Anthropic's for requests to
+its API, and OpenAI's for all others."""
 
 import logging
 import re
@@ -24,6 +24,7 @@ log = logging.getLogger("mainstem.server")
 
 INVALID = "invalid_request_error"
 MESSAGES = "/v1/messages"
+MODELS = "/v1/models"
 NOT_FOUND = ("model_not_found", "app_not_found")
 CHAT = "use POST /v1/chat/completions"
 # other APIs that clients may expect, by the beginning of their paths
@@ -95,10 +96,19 @@ def is_messages_path(path: str) -> bool:
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
+def is_anthropics(scope: Scope) -> bool:
+    """Whether a request is to be answered in the format of Anthropic's API: by its path or, for
+    paths that OpenAI's API has too, by its header."""
+    path: str = scope["path"]
+    if path == MODELS or path.startswith(f"{MODELS}/"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return is_messages_path(path)
+
+
 def error_response(error: ApiError, scope: Scope) -> Response:
     """The error in the format of this path's API."""
     response = error.response()
-    if not is_messages_path(scope["path"]):
+    if not is_anthropics(scope):
         return response
     body = messages_error(error, scope["state"]["request_id"])
     headers = {

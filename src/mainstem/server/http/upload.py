@@ -16,7 +16,7 @@ from mainstem.server.http.limits import ServerLimits
 
 WRITE_BYTES = 1 << 20  # bytes passed to the parser's thread at once
 MAX_FIELD_BYTES = 1024
-FIELDS = ("purpose",)
+FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 
 class Form:

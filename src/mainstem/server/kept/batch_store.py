@@ -10,6 +10,7 @@ from time import time
 
 from mainstem.core.files import write_whole
 from mainstem.server.kept.file_store import remove_fresh
+from mainstem.wire.bodies import BatchBody
 
 WINDOW = "24h"  # the only supported completion window
 WINDOW_S = 24 * 3600
@@ -51,6 +52,7 @@ class Batch:
     completed: int = 0
     failed: int = 0
     fault: str | None = None  # why it failed
+    output_ttl_s: int | None = None  # when its files expire, counted from its end
 
     @property
     def is_ended(self) -> bool:
@@ -109,14 +111,22 @@ class BatchStore:
         for batch in sorted(found, key=lambda batch: (batch.times["created_at"], batch.batch_id)):
             self._batches[batch.batch_id] = batch
 
-    def create(
-        self, owner: str, endpoint: str, input_file_id: str, metadata: dict[str, str] | None
-    ) -> Batch:
+    def create(self, owner: str, body: BatchBody) -> Batch:
         now = int(time())
         times = {"created_at": now, "expires_at": now + WINDOW_S}
         batch_id = f"batch_{token_hex(12)}"
         validating = BatchStatus.VALIDATING
-        batch = Batch(batch_id, owner, endpoint, input_file_id, validating, times, metadata)
+        after = body.output_expires_after
+        batch = Batch(
+            batch_id,
+            owner,
+            body.endpoint,
+            body.input_file_id,
+            validating,
+            times,
+            body.metadata,
+            output_ttl_s=None if after is None else after.seconds,
+        )
         (self.folder / owner).mkdir(mode=0o700, exist_ok=True)
         self.put(batch)
         return batch

@@ -34,6 +34,11 @@ class StoredFile:
     purpose: str
     num_bytes: int
     created: int
+    ttl_s: int | None = None  # when it expires, counted from `created`; None: with all others
+
+    def expires_s(self, ttl_s: float) -> float:
+        """When it expires, if files live for `ttl_s`: never later than the others."""
+        return self.created + (ttl_s if self.ttl_s is None else min(ttl_s, self.ttl_s))
 
     def to_json(self, ttl_s: float) -> dict[str, object]:
         return {
@@ -41,7 +46,7 @@ class StoredFile:
             "object": "file",
             "bytes": self.num_bytes,
             "created_at": self.created,
-            "expires_at": self.created + int(ttl_s),
+            "expires_at": int(self.expires_s(ttl_s)),
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
@@ -74,12 +79,15 @@ class FileStore:
             if not path.with_suffix(".json").exists():
                 path.unlink(missing_ok=True)
 
-    def put(self, owner: str, file_id: str, filename: str, purpose: str) -> StoredFile:
+    def put(
+        self, owner: str, file_id: str, filename: str, purpose: str, ttl_s: int | None = None
+    ) -> StoredFile:
         """Make a file visible, after its bytes were written."""
         path = self._path(owner, file_id, ".data")
         with path.open("rb") as data:
             os.fsync(data.fileno())
-        stored = StoredFile(file_id, filename, purpose, path.stat().st_size, int(time()))
+        num_bytes = path.stat().st_size
+        stored = StoredFile(file_id, filename, purpose, num_bytes, int(time()), ttl_s)
         write_whole(path.with_suffix(".json"), json.dumps(asdict(stored)).encode())
         return stored
 
@@ -100,12 +108,12 @@ class FileStore:
         files = [stored for stored in found if stored is not None]
         return sorted(files, key=lambda stored: (stored.created, stored.file_id), reverse=True)
 
-    def made_before(self, before_s: float) -> list[tuple[str, StoredFile]]:
-        """Return the files made before a time, of all owners, including owners whose keys were
+    def expired(self, now_s: float, ttl_s: float) -> list[tuple[str, StoredFile]]:
+        """Return the files that have expired, of all owners, including owners whose keys were
         removed."""
         owners = [folder.name for folder in self._folder.iterdir() if folder.is_dir()]
         files = [(owner, stored) for owner in owners for stored in self.listed(owner)]
-        return [(owner, stored) for owner, stored in files if stored.created < before_s]
+        return [(owner, stored) for owner, stored in files if stored.expires_s(ttl_s) < now_s]
 
     def remove(self, owner: str, file_id: str) -> bool:
         """Remove a file; returns whether there was one."""

@@ -48,14 +48,14 @@ class Pruner:
         in between cannot name an expired file, and the files of a batch that ends in between are
         new.
         """
-        before_s = time() - self._ttl_s
+        now_s = time()
         needed = self._needed()
         num_batches = num_files = 0
-        for batch in self._batches.ended_before(before_s):
+        for batch in self._batches.ended_before(now_s - self._ttl_s):
             self._batches.remove(batch)
             num_batches += 1
             await asyncio.sleep(0)  # let other tasks run
-        for owner, stored in await asyncio.to_thread(self._files.made_before, before_s):
+        for owner, stored in await asyncio.to_thread(self._files.expired, now_s, self._ttl_s):
             if (owner, stored.file_id) not in needed:
                 num_files += await asyncio.to_thread(self._files.remove, owner, stored.file_id)
         if num_batches or num_files:

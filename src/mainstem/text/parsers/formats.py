@@ -6,15 +6,15 @@ template or flag --find_formats--> AnswerFormats --make_parser--> AnswerParser, 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.json import JsonView
-from mainstem.text.grammar import lark_form
+from mainstem.text.grammar import joined_form, lark_form
 from mainstem.text.parsers import harmony, llama, mistral, tagged
-from mainstem.text.parsers.forms import spelled
-from mainstem.text.parsers.parser import AnswerParser, PlainParser
+from mainstem.text.parsers.forms import json_opening, spelled
+from mainstem.text.parsers.parser import AnswerParser, CallOrFormParser, PlainParser
 from mainstem.text.parsers.think import ThinkParser
 from mainstem.text.tokenizer import Tokenizer
 
@@ -53,13 +53,14 @@ MARKS: dict[Enum, tuple[str, ...]] = {  # they may be special tokens, which are 
     ReasoningFormat.HARMONY: harmony.MARKS,
     **THINK_MARKS,
 }
-_FORMS = {
-    ToolFormat.HERMES: tagged.hermes_form,
-    ToolFormat.QWEN_CODER: tagged.coder_form,
-    ToolFormat.LLAMA: llama.llama_form,
-    ToolFormat.MISTRAL: mistral.mistral_form,
-    ToolFormat.HARMONY: harmony.harmony_form,
+_CALLS = {
+    ToolFormat.HERMES: tagged.hermes_call,
+    ToolFormat.QWEN_CODER: tagged.coder_call,
+    ToolFormat.LLAMA: llama.llama_call,
+    ToolFormat.MISTRAL: mistral.mistral_call,
+    ToolFormat.HARMONY: harmony.harmony_call,
 }
+_SEVERAL = (ToolFormat.HERMES, ToolFormat.QWEN_CODER)  # calls follow each other, line by line
 TOOL_PARSERS = {each.value: each for each in ToolFormat}
 REASONING_PARSERS = {
     **{each.value: each for each in ReasoningFormat},
@@ -168,16 +169,49 @@ class ToolUse:
     tools: tuple[JsonView, ...]
     format: ToolFormat
     form: str | None = None
+    places: tuple[int, ...] = ()  # where the tools were in the request
+    special: Mapping[str, int] = field(default_factory=dict)  # special tokens among the marks
 
     @property
     def functions(self) -> list[JsonView]:
         return [_function(tool) for tool in self.tools]
 
+    def call_form(self, names: Sequence[str] | None = None) -> str:
+        """The form of one call, of one of these functions; None: of any."""
+        functions = {
+            place: function
+            for place, function in zip(self.places, self.functions, strict=True)
+            if names is None or function["name"] in names
+        }
+        call = _CALLS[self.format](functions, spelled(self.special))
+        return lark_form(call.lark, call.schemas)
+
+    def form_beside(self, answer: str, *, has_one_call: bool) -> str:
+        """The form of an answer that is a call, or else has the form `answer`. Several calls are
+        possible if they are written one after the other."""
+        if self.format is ToolFormat.HARMONY:
+            start = harmony.call_or_final(spelled(self.special))
+        elif self.format in _SEVERAL and not has_one_call:
+            start = 'start: @call ("\\n" @call)* | @answer'
+        else:
+            start = "start: @call | @answer"
+        return joined_form(start, {"call": self.call_form(), "answer": answer})
+
+    def openings(self) -> list[str]:
+        """How an answer in the form of `form_beside` begins if it is not only `answer`."""
+        if self.format is ToolFormat.LLAMA:
+            return [json_opening(function, llama.ARGUMENTS) for function in self.functions]
+        return [MARKS[self.format][0] if self.format is not ToolFormat.HARMONY else harmony.CHANNEL]
+
 
 def offer_tools(
-    tools: Sequence[JsonView], required: Sequence[str] | None, formats: AnswerFormats
+    tools: Sequence[JsonView],
+    required: Sequence[str] | None,
+    formats: AnswerFormats,
+    places: Sequence[int] | None = None,
 ) -> ToolUse:
     """Offer tools, given in OpenAI's format. If `required` names any, one of them must be called.
+    `places` says where the tools were in the request; None: these are all.
 
     Raises InvalidRequest if the model was not taught to call tools.
     """
@@ -189,12 +223,9 @@ def offer_tools(
             "server can give it another template (--chat-template FILE), or the name of the format "
             "(--tool-call-parser)",
         )
-    if required is None:
-        return ToolUse(tuple(tools), format)
-    functions = [_function(tool) for tool in tools]
-    wanted = [function for function in functions if function["name"] in required]
-    form = lark_form(_FORMS[format](wanted, spelled(formats.special)))
-    return ToolUse(tuple(tools), format, form)
+    found = tuple(range(len(tools)) if places is None else places)
+    use = ToolUse(tuple(tools), format, None, found, formats.special)
+    return use if required is None else replace(use, form=use.call_form(required))
 
 
 def _function(tool: JsonView) -> JsonView:
@@ -206,8 +237,14 @@ def _function(tool: JsonView) -> JsonView:
 # --- what comes back -----------------------------------------------------------------------------
 
 
-def make_parser(use: ToolUse | None, reasoning: ReasoningFormat | None) -> AnswerParser:
-    """Return the parser of one answer."""
+def make_parser(
+    use: ToolUse | None, reasoning: ReasoningFormat | None, *, is_call_or_form: bool = False
+) -> AnswerParser:
+    """Return the parser of one answer. `is_call_or_form`: the answer has the form of
+    `ToolUse.form_beside`."""
+    if is_call_or_form:
+        assert use is not None
+        return CallOrFormParser(use.openings(), make_parser(use, reasoning))
     is_harmony = reasoning is ReasoningFormat.HARMONY
     if is_harmony or (use is not None and use.format is ToolFormat.HARMONY):
         return harmony.HarmonyParser(has_reasoning=is_harmony, has_calls=use is not None)

@@ -11,11 +11,17 @@ prompt.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum, auto
 
-from mainstem.core.json import JsonView
-from mainstem.text.parsers.forms import Spell, arguments_rules, either
+from mainstem.text.parsers.forms import (
+    CallGrammar,
+    Functions,
+    Spell,
+    arguments_schemas,
+    either,
+    tool_name,
+)
 from mainstem.text.parsers.parser import overlap
 from mainstem.text.tools import Part, Reasoning, ToolCall, new_call_id
 
@@ -139,11 +145,26 @@ class HarmonyParser:
         return [self._call(arguments)]
 
 
-def harmony_form(functions: Sequence[JsonView], spell: Spell) -> str:
-    """Return a Lark grammar for one call."""
+def harmony_call(functions: Functions, spell: Spell) -> CallGrammar:
+    """Return the grammar of one call."""
     calls = []
-    for number, function in enumerate(functions):
+    for place, function in functions.items():
         opening = json.dumps(f"commentary to=functions.{function['name']} ")
         words = [spell(CHANNEL), opening, spell(CONSTRAIN), '"json"', spell(MESSAGE)]
-        calls.append(f"{' '.join(words)} arguments_{number}")
-    return "\n".join(["start: call", *either(calls), *arguments_rules(functions)])
+        calls.append(f"{' '.join(words)} @{tool_name(place)}")
+    lark = "\n".join(["start: call", *either(calls)])
+    return CallGrammar(lark, arguments_schemas(functions))
+
+
+def call_or_final(spell: Spell) -> str:
+    """Return a Lark grammar for the grammar `@call`, or a final message that is `@answer`. The
+    model always begins with a channel, so without `final` it could only ever call. It may reason
+    before that."""
+    thoughts = f'{spell(CHANNEL)} "analysis" {spell(MESSAGE)} TEXT {spell(END)}'
+    return "\n".join(
+        [
+            f'start: ({thoughts} {spell(START)} "assistant")? (@call | final)',
+            f'final: {spell(CHANNEL)} "final" {spell(MESSAGE)} @answer',
+            "TEXT: /[^<]([^<]|<[^|])*/",
+        ]
+    )

@@ -2,14 +2,16 @@
 separated by "; ", with or without <|python_tag|> before them. Text may come before
 <|python_tag|>."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from mainstem.core.json import JsonView
-from mainstem.text.parsers.forms import Spell, json_call_rules
+from mainstem.text.parsers.forms import CallGrammar, Functions, Spell, tool_name
 from mainstem.text.parsers.parser import overlap, read_calls
+from mainstem.text.schemas import arguments_schema
 from mainstem.text.tools import Part
 
 TAG = "<|python_tag|>"
+ARGUMENTS = "parameters"
 
 
 class LlamaParser:
@@ -50,6 +52,33 @@ class LlamaParser:
             yield before
 
 
-def llama_form(functions: Sequence[JsonView], _spell: Spell) -> str:
-    """Return a Lark grammar for one call."""
-    return "\n".join(["start: call", *json_call_rules(functions, "parameters")])
+def llama_call(functions: Functions, _spell: Spell) -> CallGrammar:
+    """Return the grammar of one call. The whole call is a schema: an answer in JSON may begin with
+    the same characters, and must then be read in the same pieces."""
+    schemas = {
+        tool_name(place): _call_schema(function["name"], arguments_schema(function.get(ARGUMENTS)))
+        for place, function in functions.items()
+    }
+    return CallGrammar(f"start: {' | '.join(f'@{name}' for name in schemas)}", schemas)
+
+
+def _call_schema(name: object, arguments: JsonView) -> JsonView:
+    properties = {"name": {"const": name}, ARGUMENTS: _moved(arguments)}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+
+
+def _moved(value: object) -> object:
+    """A schema whose references still hold when it is the schema of the property ARGUMENTS."""
+    if isinstance(value, list):
+        return [_moved(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    made = {key: _moved(each) for key, each in value.items()}
+    if isinstance(ref := value.get("$ref"), str) and ref.startswith("#"):
+        made["$ref"] = f"#/properties/{ARGUMENTS}{ref[1:]}"
+    return made

@@ -7,11 +7,18 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from secrets import token_hex
 
-from mainstem.core.json import JsonView
-from mainstem.text.parsers.forms import Spell, arguments_rules, either, json_call_rules
+from mainstem.text.parsers.forms import (
+    CallGrammar,
+    Functions,
+    Spell,
+    arguments_schemas,
+    either,
+    json_calls,
+    tool_name,
+)
 from mainstem.text.parsers.parser import call_of, overlap
 from mainstem.text.tools import Part, ToolCall
 
@@ -85,14 +92,13 @@ def _call_id(value: object) -> str:
     return token_hex(ID_CHARS)[:ID_CHARS]
 
 
-def mistral_form(functions: Sequence[JsonView], spell: Spell) -> str:
-    """A Lark grammar for one call, in the newer format if the vocabulary has [ARGS]."""
+def mistral_call(functions: Functions, spell: Spell) -> CallGrammar:
+    """The grammar of one call, in the newer format if the vocabulary has [ARGS]."""
     if spell(ARGS) == json.dumps(ARGS):
-        start = f'start: {spell(CALLS)} " [" call "]"'
-        return "\n".join([start, *json_call_rules(functions, "arguments")])
+        return json_calls(f'start: {spell(CALLS)} " [" call "]"', functions, "arguments")
     named = [
-        f"{json.dumps(function['name'])} {spell(ARGS)} arguments_{number}"
-        for number, function in enumerate(functions)
+        f"{json.dumps(function['name'])} {spell(ARGS)} @{tool_name(place)}"
+        for place, function in functions.items()
     ]
-    start = f"start: {spell(CALLS)} call"
-    return "\n".join([start, *either(named), *arguments_rules(functions)])
+    lark = "\n".join([f"start: {spell(CALLS)} call", *either(named)])
+    return CallGrammar(lark, arguments_schemas(functions))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 from mainstem.text.tools import Part, ToolCall, new_call_id
@@ -42,6 +43,37 @@ class PlainParser:
 
     def finish(self) -> list[Part]:
         return []
+
+
+class CallOrFormParser:
+    """An answer that is a call or has a form. If it does not begin like a call, all of it is text,
+    even if it quotes a call."""
+
+    def __init__(self, openings: Sequence[str], calls: AnswerParser) -> None:
+        """`openings`: how an answer begins that `calls` reads."""
+        self._openings = tuple(openings)
+        self._calls = calls
+        self._held = ""
+        self._rest: AnswerParser | None = None  # reads the answer; None: its kind is not known yet
+
+    @property
+    def is_plain(self) -> bool:
+        return self._rest is not None and self._rest.is_plain
+
+    def push(self, text: str) -> list[Part]:
+        if self._rest is not None:
+            return self._rest.push(text)
+        self._held += text
+        is_call = self._held.startswith(self._openings)
+        if not is_call and any(opening.startswith(self._held) for opening in self._openings):
+            return []
+        self._rest = self._calls if is_call else PlainParser()
+        return self._rest.push(self._held)
+
+    def finish(self) -> list[Part]:
+        if self._rest is not None:
+            return self._rest.finish()
+        return [self._held] if self._held else []
 
 
 def overlap(text: str, *marks: str) -> int:

@@ -20,7 +20,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mainstem.core.json import JsonView
-from mainstem.text.parsers.forms import Spell, either, json_call_rules, json_rule
+from mainstem.text.parsers.forms import (
+    CallGrammar,
+    Functions,
+    Spell,
+    either,
+    json_calls,
+    tool_name,
+)
 from mainstem.text.parsers.parser import overlap, read_calls
 from mainstem.text.schemas import closed
 from mainstem.text.tools import Part, ToolCall, new_call_id
@@ -93,10 +100,10 @@ def hermes_parser() -> TaggedParser:
     return TaggedParser([BEGIN], read_calls)
 
 
-def hermes_form(functions: Sequence[JsonView], spell: Spell) -> str:
-    """Return a Lark grammar for one call."""
+def hermes_call(functions: Functions, spell: Spell) -> CallGrammar:
+    """Return the grammar of one call."""
     start = f'start: {spell(BEGIN)} "\\n" call "\\n" {spell(END)}'
-    return "\n".join([start, *json_call_rules(functions, "arguments")])
+    return json_calls(start, functions, "arguments")
 
 
 # --- Qwen3-Coder ---------------------------------------------------------------------------------
@@ -156,37 +163,42 @@ def _properties(function: JsonView) -> JsonView:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def coder_form(functions: Sequence[JsonView], spell: Spell) -> str:
-    """Return a Lark grammar for one call, with required and optional parameters in the schema's
+def coder_call(functions: Functions, spell: Spell) -> CallGrammar:
+    """Return the grammar of one call, with required and optional parameters in the schema's
     order."""
-    calls, values = [], []
-    for number, function in enumerate(functions):
+    calls: list[str] = []
+    rules: list[str] = []
+    schemas: dict[str, JsonView] = {}
+    for place, function in functions.items():
         parameters = function.get("parameters")
         parameters = parameters if isinstance(parameters, Mapping) else {}
         required = parameters.get("required")
         words = []
-        for place, (name, schema) in enumerate(_properties(function).items()):
-            rule = f"value_{number}_{place}"
-            values.append(_value_rule(rule, schema, parameters))
+        for number, (name, schema) in enumerate(_properties(function).items()):
+            rule, value = f"value_{place}_{number}", f"{tool_name(place)}_{number}"
+            if _is_text(schema):
+                rules.append(_text_rule(rule, schema))
+            else:
+                assert isinstance(schema, Mapping)
+                rules.append(f"{rule}: @{value} {json.dumps(_CLOSING)}")
+                shared = {key: parameters[key] for key in _SHARED if key in parameters}
+                schemas[value] = closed({**shared, **schema})
             optional = "" if isinstance(required, list) and name in required else "?"
             words.append(f"({json.dumps(f'<parameter={name}>' + chr(10))} {rule}){optional}")
         opening = json.dumps(f"<function={function['name']}>\n")
         calls.append(" ".join([opening, *words, '"</function>"']))
     start = f'start: {spell(BEGIN)} "\\n" call "\\n" {spell(END)}'
-    return "\n".join([start, *either(calls), *values])
+    return CallGrammar("\n".join([start, *either(calls), *rules]), schemas)
 
 
 _CLOSING = "\n</parameter>\n"
+_SHARED = ("$defs", "definitions")  # what a parameter's schema may refer to
 
 
-def _value_rule(rule: str, schema: object, parameters: JsonView) -> str:
-    """Return the rule for a value and the end of its parameter."""
+def _text_rule(rule: str, schema: object) -> str:
+    """Return the rule for a value that is a text, and the end of its parameter."""
     closing = json.dumps(_CLOSING)
-    if _is_text(schema):
-        options = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(options, list) and options and all(isinstance(each, str) for each in options):
-            return f"{rule}: ({' | '.join(map(json.dumps, options))}) {closing}"
-        return f"{rule}[suffix={closing}]: /(?s:.*)/"
-    assert isinstance(schema, Mapping)
-    shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
-    return f"{rule}: {rule}_json {closing}\n{rule}_json: {json_rule(closed({**shared, **schema}))}"
+    options = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(options, list) and options and all(isinstance(each, str) for each in options):
+        return f"{rule}: ({' | '.join(map(json.dumps, options))}) {closing}"
+    return f"{rule}[suffix={closing}]: /(?s:.*)/"

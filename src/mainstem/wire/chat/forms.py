@@ -25,8 +25,8 @@ def offered_tools(body: ChatBody, fields: Json, formats: AnswerFormats) -> ToolU
         return None
     listed = fields["tools"]
     assert isinstance(listed, list)
-    tools = [tool for name, tool in zip(names, listed, strict=True) if name in offered]
-    return offer_tools(tools, required, formats)
+    places = [place for place, name in enumerate(names) if name in offered]
+    return offer_tools([listed[place] for place in places], required, formats, places)
 
 
 def _chosen_tools(
@@ -53,7 +53,8 @@ def _chosen_tools(
 
 def answer_form(body: AnswerBody, tools: ToolUse | None) -> str | None:
     """The form that answers must have: OpenAI's `response_format`, vLLM's `structured_outputs` or
-    `guided_...`, or a required tool call."""
+    `guided_...`. If there are tools, too, an answer may also be a call; if a call is required, it
+    is a call."""
     forms = [
         None if body.response_format is None else _response_form(body.response_format),
         None if body.guided_json is None else json_form(_schema(body.guided_json)),
@@ -64,11 +65,13 @@ def answer_form(body: AnswerBody, tools: ToolUse | None) -> str | None:
     wanted = [form for form in forms if form is not None]
     if len(wanted) > 1:
         raise InvalidRequest("response_format", "the answer can have one form only")
-    if tools is not None and tools.form is not None:
-        if wanted:
-            raise InvalidRequest("response_format", "cannot be combined with a required tool call")
+    form = wanted[0] if wanted else None
+    if tools is None:
+        return form
+    if tools.form is not None or form is None:
         return tools.form
-    return wanted[0] if wanted else None
+    has_one_call = isinstance(body, ChatBody) and body.parallel_tool_calls is False
+    return tools.form_beside(form, has_one_call=has_one_call)
 
 
 def _response_form(described: ResponseFormat) -> str | None:

@@ -97,6 +97,8 @@ class CallParser:
         try:
             return self._parse(read, kind, fields)
         except InvalidRequest as error:
+            if error.field == "max_tokens" and read.max_completion_tokens is not None:
+                error = InvalidRequest("max_completion_tokens", error.reason)
             raise from_invalid(error) from None
         except RecursionError:
             raise WireError("invalid_value", "a field of the body is nested too deeply") from None

@@ -104,11 +104,17 @@ _NAMES = {
 
 def in_messages_terms(error: WireError) -> WireError:
     """Return an error about a field of a chat, with the name that the field has in this API."""
+    if (error.param or "").startswith("tools["):
+        return WireError(error.code, *(_as_here(text) for text in (error.message, error.param)))
     name = _NAMES.get(error.param or "")
     if name is None:
         return error
     message = error.message.removeprefix(f"{error.param}: ")
     return WireError(error.code, f"{name}: {message}", name)
+
+
+def _as_here(text: str | None) -> str:
+    return (text or "").replace(".function.parameters", ".input_schema", 1)
 
 
 # --- as a chat -----------------------------------------------------------------------------------

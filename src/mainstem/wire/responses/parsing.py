@@ -43,6 +43,24 @@ ORIGINS = {
 }
 
 
+RESPONSES_URL = "/v1/responses"
+
+
+def in_responses_terms(error: WireError) -> WireError:
+    """Return an error about a field of a chat, with the name that the field has in this API."""
+    return WireError(error.code, *renamed(error.message, error.param))
+
+
+def renamed(message: str, param: str | None) -> tuple[str, str | None]:
+    """The message and the field of an error about a chat, with the names of this API."""
+    if (param or "").startswith("tools["):
+        return message.replace(".function", "", 1), (param or "").replace(".function", "", 1)
+    if param not in ORIGINS:
+        return message, param
+    name = ORIGINS[param]
+    return (name + message.removeprefix(param) if message.startswith(param) else message), name
+
+
 def read_body(fields: JsonView) -> ResponsesBody:
     """Read a body; raises WireError that names the unsupported or invalid field."""
     left = without_neutral(fields, RESPONSES)

@@ -10,13 +10,34 @@ response.completed, or response.incomplete, or response.failed
 
 from collections.abc import Iterator
 
-from mainstem.core.json import Json
+from mainstem.core.ids import RequestId
+from mainstem.core.json import Json, JsonView
 from mainstem.core.request import FinishReason, Output
+from mainstem.text.parsers.counting import count_reasoning
+from mainstem.text.tokenizer import Tokenizer
 from mainstem.text.tools import Part, Reasoning, ToolCall
 from mainstem.wire.answers import AnswerParts, Heading, PromptAnswers
 from mainstem.wire.calls import Call
 from mainstem.wire.events import named_event
 from mainstem.wire.responses.bodies import ResponsesBody, TextConfig
+
+_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def input_item(item: JsonView, number: str) -> Json:
+    """An item of a request's input as it is listed: complete, with an id."""
+    kind = item.get("type") or "message"
+    shown: Json = {"id": f"{_PREFIXES.get(str(kind), 'msg')}_{number}", "status": "completed"}
+    shown |= {name: value for name, value in item.items() if value is not None} | {"type": kind}
+    if kind == "message" and isinstance(text := item.get("content"), str):
+        if item.get("role") == "assistant":
+            part: Json = {"type": "output_text", "text": text, "annotations": []}
+        else:
+            part = {"type": "input_text", "text": text}
+        shown["content"] = [part]
+    if kind == "reasoning":
+        shown.setdefault("summary", [])
+    return shown
 
 
 class _TextItem:
@@ -59,6 +80,7 @@ class ResponseStream:
 
     def __init__(self, call: Call, heading: Heading, body: ResponsesBody) -> None:
         self._item_ids = heading.reply_id.removeprefix("resp_")
+        self._call = call
         self._parts = AnswerParts(call)
         self._num_events = 0
         self._num_reasoning_tokens = 0
@@ -97,6 +119,17 @@ class ResponseStream:
             "output": self._output,
         }
         return self._event("response.failed", {"response": self.response})
+
+    def whole(self, answers: PromptAnswers, tokenizer: Tokenizer) -> Json:
+        """Return the response to a request whose answer is complete."""
+        answer, reasoning = answers.answers[0], self._call.reasoning
+        if reasoning is not None:
+            ids = answer.token_ids
+            count = count_reasoning(reasoning, answer.text, ids, tokenizer)
+            self._num_reasoning_tokens = count or 0
+        end = Output(RequestId(""), 0, (), finish_reason=answer.finish_reason, text=answer.text)
+        self.events(end, answers)
+        return self.response
 
     # --- items ----------------------------------------------------------------------------------
 
