@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from mainstem.async_llm import AsyncLLM
 from mainstem.cli import generate
 from mainstem.cli.chat import common_tokens, stream_answer
 from mainstem.core.config import SETTINGS
@@ -174,6 +175,14 @@ def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
         kind = str if issubclass(row.kind, Enum | tuple) else row.kind
         others = {Path, Sequence[str]} if row.kind is tuple else {Path}
         assert kinds - others == {kind, *([NoneType] if row.is_optional else [])}
+
+
+def test_a_misspelled_setting_is_an_error_of_type_checkers_too() -> None:
+    """mypy reports an ignored line in which it finds no such error."""
+    with pytest.raises(ConfigError, match=r"'kv_token'\. Did you mean kv_tokens\?"):
+        LLM(kv_token=5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="'page_sise'"):
+        AsyncLLM(page_sise=16)  # type: ignore[call-arg]
 
 
 def test_special_tokens_in_messages_are_text_unless_allowed(

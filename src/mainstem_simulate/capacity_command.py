@@ -16,6 +16,7 @@ from time import perf_counter
 
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative_count, positive
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import InvalidRequest
 from mainstem.kv.eviction import POLICIES
 from mainstem_simulate.capacity import (
@@ -38,7 +39,7 @@ from mainstem_simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="mainstem capacity",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -6,10 +6,10 @@ folder, where `plan.cost.card_for` and `kernels.attention.tuning.with_fitted_pac
 attention is already tuned for this GPU, its costs are not saved.
 """
 
-import argparse
 import json
 from dataclasses import asdict
 
+from mainstem.cli.parser import Parser
 from mainstem.plan.cost import CARDS
 from mainstem.runner.calibrate import (
     is_tuned,
@@ -21,7 +21,7 @@ from mainstem.runner.calibrate import (
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("mainstem calibrate", description=__doc__)
+    parser = Parser("mainstem calibrate", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON line")
     parser.add_argument("--dry-run", action="store_true", help="measure, but save nothing")
     args = parser.parse_args(argv)

@@ -14,6 +14,7 @@ from time import perf_counter
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.metrics import Counters
@@ -50,7 +51,7 @@ class DemoPass:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem demo",
         usage="%(prog)s [flags]",
         description=__doc__,

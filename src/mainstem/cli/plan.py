@@ -25,6 +25,7 @@ from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
 from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
+from mainstem.cli.parser import Parser
 from mainstem.core.config import ModelConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import replacing
@@ -274,7 +275,7 @@ def _write_lines(name: str, lines: Iterable[bytes]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(

@@ -21,6 +21,7 @@ from time import perf_counter
 
 import torch
 
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
@@ -34,7 +35,7 @@ DEFAULT_RESULTS = Path("out/paper")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench paper",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
