@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict
 
 from mainstem.cli.parser import Parser
+from mainstem.core.words import with_prefix
 from mainstem.plan.cost import CARDS
 from mainstem.runner.calibrate import (
     is_tuned,
@@ -50,4 +51,4 @@ def main(argv: list[str]) -> int:
 
 
 def _short(value: str | float) -> str:
-    return str(value) if isinstance(value, str | int) else f"{value:.3g}"
+    return str(value) if isinstance(value, str | int) else with_prefix(value)

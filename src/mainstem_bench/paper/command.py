@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("items", nargs="*", metavar="ITEM", help="relay-fig7, relay, all")
     made.add_argument(
-        "--list", action="store_true", help="list the items and the seconds that each takes"
+        "--list", action="store_true", help="list the items and the minutes that each takes"
     )
     made.add_argument("--quick", action="store_true", help="tiny models on a CPU")
     made.add_argument(
@@ -106,7 +106,7 @@ def _check_model(args: argparse.Namespace, items: list[Item]) -> None:
 
 
 def listing() -> str:
-    """Every item with the seconds that it takes."""
+    """Every item with the minutes that it takes."""
     header = ["item", "what", "needs", "full, min", "quick, min"]
     rows = [
         [
