@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mainstem.ray.router import LOAD_BOUND
 from mainstem_simulate.plots import new_figure, save_figure
@@ -58,9 +59,9 @@ def plot_fleets(reports: Sequence[FleetReport], path: Path) -> None:
         row[1].minorticks_off()
         row[2].axhline(LOAD_BOUND, color="black", linewidth=0.8, linestyle="-.", label=bound)
         row[2].set_ylim(bottom=1)
-    shown = {}
+    shown: dict[str, Any] = {}
     for axes in (grid[0][0], grid[0][2]):
         handles, labels = axes.get_legend_handles_labels()
         shown |= dict(zip(labels, handles, strict=True))
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)
