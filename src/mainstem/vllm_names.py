@@ -50,7 +50,9 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "kv_cache_memory_bytes": OnlyAt((None,), _FIXED_MEMORY),
     "kv_transfer_config": OnlyAt((None,), "use host_gb and disk_dir"),
     "tokenizer": OnlyAt((None,), "the tokenizer is the one in the model's folder"),
-    "tokenizer_mode": OnlyAt(("auto", None), "the tokenizer is read from tokenizer.json"),
+    "tokenizer_mode": OnlyAt(
+        ("auto", None), "the format is found in the model's folder; leave it out"
+    ),
     "skip_tokenizer_init": OnlyAt((False, None), "always loaded; prompts may be token ids"),
     "revision": OnlyAt(
         (None,), "fetch it with `hf download ID --revision REV --local-dir DIR`, then LLM(DIR)"

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
         ),
         (["generate", "Hi", "--kv=4000"], "unrecognized arguments: --kv=4000."),
         (
-            ["batch", "in", "--owerwrite", "-o", "out"],
-            "unrecognized arguments: --owerwrite. Did you mean --overwrite?",
+            ["batch", "in", "--overwrit", "-o", "out"],
+            "unrecognized arguments: --overwrit. Did you mean --overwrite?",
         ),
         (["simulate"], "the following arguments are required:"),
         (
