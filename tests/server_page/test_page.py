@@ -598,3 +598,27 @@ def test_a_tab_with_a_key_that_cannot_be_sent_asks_again(chrome: Page) -> None:
         chrome.type("secret")
         chrome.press("Enter")
         chrome.wait("document.getElementById('model').textContent === 'tiny'")
+
+
+def test_two_tabs_show_the_same_conversation_and_lose_no_turn(
+    page: Page, server: StubServer
+) -> None:
+    say(page, "first")
+    wait_for_answers(page, 1)
+    page.run("window.talk = Object.keys(localStorage).find((name) => name.includes('talk'))")
+    kept = str(page.run("localStorage.getItem(window.talk)"))
+    turns = json.loads(kept)["turns"]
+    added = json.loads(kept) | {"version": 2, "turns": [*turns, {**turns[0], "content": "theirs"}]}
+    page.run(f"localStorage.setItem(window.talk, {json.dumps(json.dumps(added))})")
+    # a tab hears of what others changed; this event stands for another tab's change
+    page.run(
+        "dispatchEvent(new StorageEvent('storage', {key: window.talk,"
+        " newValue: localStorage.getItem(window.talk)}))"
+    )
+    assert texts_of(page, ".turn.user .said") == ["first", "theirs"]
+    page.run(f"localStorage.setItem(window.talk, {json.dumps(json.dumps(added | {'version': 9}))})")
+    say(page, "mine")
+    page.wait("document.querySelectorAll('.turn.user').length === 2")
+    wait_for_answers(page, 2)
+    click(page, "#history-button")
+    assert page.run("document.querySelectorAll('#history li').length") == 2  # one is a copy

@@ -329,10 +329,9 @@ class PageLoader:
 
     def _cut_at_lost(self, load: PageLoad) -> None:
         """Shorten a load whose pages are being read to those before the first that was lost."""
-        lost = [page.is_lost for page in load.pages]
-        if load.transfer is not None or not any(lost):
+        if load.transfer is not None or not any(page.is_lost for page in load.pages):
             return
-        size = lost.index(True)
+        size = next(index for index, page in enumerate(load.pages) if page.is_lost)
         device_pages, keys, pages = load.device_pages[size:], load.keys[size:], load.pages[size:]
         load.device_pages, load.keys = load.device_pages[:size], load.keys[:size]
         load.pages, load.tiers = load.pages[:size], load.tiers[:size]

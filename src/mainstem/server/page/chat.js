@@ -337,7 +337,7 @@ export function startChat(server) {
   });
   text.addEventListener("input", fitText);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") running?.abort();
+    if (event.key === "Escape" && !byId("metrics").open) running?.abort();
   });
   byId("stop").addEventListener("click", () => {
     running?.abort();
@@ -368,6 +368,7 @@ export function startChat(server) {
     if (!changed) deleted.add(id); // by another tab; it stays in view here
     else if (!running) {
       talk = changed;
+      settings.setSystem(talk.system ?? "");
       drawTalk();
     }
   });
