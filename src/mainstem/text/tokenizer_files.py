@@ -40,8 +40,8 @@ def load_backend(folder: Path, settings: JsonView, special: Mapping[str, str]) -
             raise ModelNotFound(f"{path} cannot be read: {error}") from error
     other = _other_file(folder)
     if other is None:
-        listed = ", ".join(OTHER_FILES)
-        raise ModelNotFound(f"{folder} has no tokenizer: neither {TOKENIZER_FILE} nor {listed}")
+        listed = f"neither {TOKENIZER_FILE} nor {', '.join(OTHER_FILES)}"
+        raise ModelNotFound(f"{folder} has no tokenizer that is read: {listed}. {CONVERT}")
     try:
         return _converted(other, settings, special)
     except ModelNotFound as error:
