@@ -5,21 +5,27 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from io import StringIO
 from pathlib import Path
 from threading import Event
 from types import NoneType
 from typing import get_args, get_type_hints
 
 import pytest
+from tqdm import tqdm
 
+from mainstem.async_llm import AsyncLLM
 from mainstem.cli import generate
 from mainstem.cli.chat import common_tokens, stream_answer
 from mainstem.core.config import SETTINGS
 from mainstem.core.errors import AnswerFailed, ConfigError, InvalidRequest
 from mainstem.core.events import StepFinished
+from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import Step
 from mainstem.llm import LLM
+from mainstem.llm.bar import PromptBar
+from mainstem.text.results import CompletionOutput, RequestOutput
 from tests.fake_engines import EOS_ID, FakeEngines, a_tokenizer
 from tests.fake_llm import a_fake_llm, patch_loading
 
@@ -161,6 +167,25 @@ def test_a_template_may_leave_out_a_message(template: str, common: int) -> None:
     assert common_tokens(a_tokenizer(template), []) == common
 
 
+def test_the_bar_of_a_call_moves_while_prompts_are_read() -> None:
+    counters, shown = Counters(), StringIO()
+    with tqdm(total=0, file=shown, mininterval=0, miniters=0) as bar:
+        progress = PromptBar(counters, bar)
+        for _ in range(4):
+            progress.add(RequestOutput("", None, [1] * 50, [CompletionOutput(0, "", [])]))
+        progress.reset(4)
+        counters.computed_tokens += 100
+        progress.update(0)
+        assert bar.n == 1.0
+        counters.computed_tokens += 100
+        progress.update(1)
+        assert bar.n == 2.5
+        progress.update(3)
+        assert bar.n == 4.0
+    assert " 25%|" in shown.getvalue()
+    assert "0/4 req, 100/200 prompt tok" in shown.getvalue()
+
+
 def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
     """The arguments are written out in the signature for readers and for editors."""
     made = dict(inspect.signature(LLM.__init__).parameters)
@@ -174,6 +199,14 @@ def test_arguments_of_llm_are_the_settings_and_their_defaults() -> None:
         kind = str if issubclass(row.kind, Enum | tuple) else row.kind
         others = {Path, Sequence[str]} if row.kind is tuple else {Path}
         assert kinds - others == {kind, *([NoneType] if row.is_optional else [])}
+
+
+def test_a_misspelled_setting_is_an_error_of_type_checkers_too() -> None:
+    """mypy reports an ignored line in which it finds no such error."""
+    with pytest.raises(ConfigError, match=r"'kv_token'\. Did you mean kv_tokens\?"):
+        LLM(kv_token=5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="'page_sise'"):
+        AsyncLLM(page_sise=16)  # type: ignore[call-arg]
 
 
 def test_special_tokens_in_messages_are_text_unless_allowed(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import mainstem
 from mainstem.core.config import SETTINGS
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.vllm_names import (
@@ -13,6 +14,7 @@ from mainstem.vllm_names import (
     SAME_MEANING,
     SAMPLING_ARGUMENTS,
     SamplingParams,
+    VllmArguments,
     own_arguments,
 )
 
@@ -76,6 +78,14 @@ def test_the_tables_name_nothing_that_is_a_setting_here() -> None:
     assert not own & {*LLM_ARGUMENTS, *SAME_MEANING}
     assert own >= set(SAME_MEANING.values())
     assert not {field.name for field in fields(SamplingParams)} & SAMPLING_ARGUMENTS.keys()
+
+
+def test_the_types_of_arguments_have_the_names_of_the_tables() -> None:
+    assert VllmArguments.__annotations__.keys() == {*SAME_MEANING, *LLM_ARGUMENTS}
+
+
+def test_dir_lists_names_that_are_imported_on_first_use() -> None:
+    assert set(mainstem.__all__) <= set(dir(mainstem))
 
 
 def test_sampling_params_declare_the_names_of_the_table_in_its_order() -> None:

@@ -72,3 +72,8 @@ def __getattr__(name: str) -> object:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    """All names, also those that are not imported yet."""
+    return sorted({*globals(), *__all__})

@@ -7,7 +7,7 @@ settings and not listed here.
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from mainstem.core import request
 from mainstem.core.config import SETTINGS
@@ -50,7 +50,9 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "kv_cache_memory_bytes": OnlyAt((None,), _FIXED_MEMORY),
     "kv_transfer_config": OnlyAt((None,), "use host_gb and disk_dir"),
     "tokenizer": OnlyAt((None,), "the tokenizer is the one in the model's folder"),
-    "tokenizer_mode": OnlyAt(("auto", None), "the tokenizer is read from tokenizer.json"),
+    "tokenizer_mode": OnlyAt(
+        ("auto", None), "the format is found in the model's folder; leave it out"
+    ),
     "skip_tokenizer_init": OnlyAt((False, None), "always loaded; prompts may be token ids"),
     "revision": OnlyAt(
         (None,), "fetch it with `hf download ID --revision REV --local-dir DIR`, then LLM(DIR)"
@@ -66,6 +68,44 @@ LLM_ARGUMENTS: dict[str, OnlyAt] = {
     "runner": OnlyAt(("auto", "generate", None), "only models that generate text are supported"),
     "task": OnlyAt(("auto", "generate", None), "only models that generate text are supported"),
 }
+
+
+class VllmArguments(TypedDict, total=False):
+    """The types of vLLM's arguments of LLM, for type checkers. Most have one accepted value."""
+
+    max_num_batched_tokens: int | None
+    block_size: int | None
+    max_num_seqs: int | None
+    tensor_parallel_size: int | None
+    pipeline_parallel_size: int | None
+    data_parallel_size: int | None
+    distributed_executor_backend: str | None
+    enforce_eager: bool | None
+    trust_remote_code: bool | None
+    quantization: str | None
+    kv_cache_dtype: str | None
+    enable_prefix_caching: bool | None
+    enable_chunked_prefill: bool | None
+    swap_space: float | None
+    cpu_offload_gb: float | None
+    num_gpu_blocks_override: object
+    kv_cache_memory_bytes: object
+    kv_transfer_config: object
+    tokenizer: object
+    tokenizer_mode: str | None
+    skip_tokenizer_init: bool | None
+    revision: str | None
+    download_dir: str | None
+    hf_token: object
+    hf_overrides: object
+    load_format: str | None
+    disable_log_stats: bool | None
+    enable_lora: bool | None
+    speculative_config: object
+    compilation_config: object
+    runner: str | None
+    task: str | None
+
 
 # in the order in which vLLM's SamplingParams declares them
 SAMPLING_ARGUMENTS: dict[str, OnlyAt] = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mainstem.cli.flag_types import positive_count
+from mainstem.cli.parser import Parser
 from mainstem.core.step import Int32s, Spans
 from mainstem.core.tables import table
 from mainstem.kernels.attention import cpu
@@ -21,7 +22,7 @@ from mainstem_bench.report import line, load_average
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench attention",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,

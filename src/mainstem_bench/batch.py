@@ -20,6 +20,7 @@ from mainstem.batch.files import InputFile
 from mainstem.cli import batch
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, given_settings
+from mainstem.cli.parser import Parser
 from mainstem.core.config import SETTINGS
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import table
@@ -44,7 +45,7 @@ class BatchPass:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench batch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--input", type=Path, metavar="FILE", help="documents and questions")

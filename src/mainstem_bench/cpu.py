@@ -16,6 +16,7 @@ import numpy as np
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request, SamplingParams
@@ -28,7 +29,7 @@ Prompts = list[list[int]]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench cpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--requests", type=positive_count, default=64)

@@ -5,7 +5,6 @@ Every way to cut the step that the planner compares is timed as in `mainstem ben
 that the planner chooses is timed again.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
+from mainstem.cli.parser import Parser
 from mainstem.kernels.attention.cutting import ways_to_cut
 from mainstem.kernels.attention.plan import Launches, plan_cut
 from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention, seen_spans
@@ -114,7 +114,7 @@ def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -
 
 def main(args: list[str]) -> int:
     """Print one line per step, and a summary."""
-    parser = argparse.ArgumentParser(prog="mainstem bench cuts")
+    parser = Parser(prog="mainstem bench cuts")
     parser.add_argument(
         "--steps", type=positive_count, default=40, help="random steps (default: 40)"
     )

@@ -10,6 +10,7 @@ from time import perf_counter
 
 from mainstem.cli.flag_types import comma_list, not_negative_count, positive_count
 from mainstem.cli.flags import add_engine_flags
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import ConfigError
 from mainstem.core.ids import RequestId
 from mainstem.core.metrics import Counters
@@ -31,7 +32,7 @@ LEAST_CHUNK = 128  # `num_outputs` assumes steps of at least this many prompt to
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem bench decode", description=__doc__)
+    made = Parser("mainstem bench decode", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
     add_weights_flag(made)
     made.add_argument(

@@ -27,6 +27,7 @@ from time import perf_counter
 from mainstem import LLM, SamplingParams
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import read_plain_or_gzip
@@ -190,7 +191,7 @@ def measure(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench fewshot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--file", type=Path, metavar="FILE", help="questions (some of MMLU)")

@@ -10,7 +10,6 @@ The limits: 1.6 times the floor plus 8 us in the mean over the random shapes, an
 floor plus 8 us for each random shape.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
+from mainstem.cli.parser import Parser
 from mainstem.plan.cost import H200
 from mainstem_bench.kernel import FIXED_US, Bench, fingerprint, floor_us
 from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, unequal_groups
@@ -147,7 +147,7 @@ def summary(lines: list[dict[str, object]], seed: int) -> dict[str, object]:
 def main(args: list[str]) -> int:
     """Print one line per shape, and a summary of the random ones; returns 1 if they miss a
     limit."""
-    parser = argparse.ArgumentParser(prog="mainstem bench heads")
+    parser = Parser(prog="mainstem bench heads")
     parser.add_argument(
         "--shapes", type=positive_count, default=24, help="random shapes (default: 24)"
     )

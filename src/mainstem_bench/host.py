@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.cli.flag_types import positive_count
+from mainstem.cli.parser import Parser
 from mainstem.core.config import SchedConfig
 from mainstem.core.events import EventBus
 from mainstem.core.ids import RequestId
@@ -24,7 +25,7 @@ Milliseconds = NDArray[np.float64]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem bench host", description=__doc__)
+    made = Parser("mainstem bench host", description=__doc__)
     made.add_argument("--seqs", type=positive_count, default=1000)
     made.add_argument("--groups", type=positive_count, default=64)
     made.add_argument("--prefix", type=int, default=2000)

@@ -5,7 +5,6 @@ with other data. The floor is the time to read every K and V byte once at the ca
 or to do the arithmetic at its sustained rate, whichever is longer.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from mainstem.cli.parser import Parser
 from mainstem.core.step import Spans
 from mainstem.kernels import AttentionLimits, SpanAttention
 from mainstem.kernels.attention import reference
@@ -302,7 +302,7 @@ def fingerprint() -> dict[str, object]:
 
 def main(args: list[str]) -> int:
     """Print one line per case; returns 1 if a case misses its limit."""
-    parser = argparse.ArgumentParser(prog="mainstem bench kernel")
+    parser = Parser(prog="mainstem bench kernel")
     parser.add_argument("--case", help="only the cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per case")
     parser.add_argument("--page-size", type=int, default=16, choices=[16, 32, 64])

@@ -14,6 +14,7 @@ import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
+from mainstem.cli.parser import Parser
 from mainstem.core.config import DType, EngineConfig, Quantize, Share
 from mainstem.core.errors import ConfigError
 from mainstem.core.plan import Prompts
@@ -43,7 +44,7 @@ NESTED = ("settings", "profile")  # only in JSON; the profile has separate table
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench offline", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="b2000-sd16")

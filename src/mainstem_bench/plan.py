@@ -6,13 +6,13 @@ grows with their number.
 Processor seconds are reported in addition to wall time, for machines that have other work.
 """
 
-import argparse
 import resource
 from time import perf_counter, process_time
 
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
+from mainstem.cli.parser import Parser
 from mainstem.core.plan import Prompts
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import build_tree
@@ -77,7 +77,7 @@ def measure(name: str, prompts: Prompts, repeats: int) -> tuple[float, float]:
 def main(argv: list[str]) -> int:
     """Print a line per workload and, if two differ in the number of prompts, a line about
     growth."""
-    parser = argparse.ArgumentParser("mainstem bench plan", description=__doc__)
+    parser = Parser("mainstem bench plan", description=__doc__)
     parser.add_argument(
         "--most",
         type=positive_count,

@@ -23,6 +23,7 @@ from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import comma_list, not_negative, one_of, positive, positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.cli.parser import Parser
 from mainstem.core.config import DType, EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -66,7 +67,7 @@ class Room(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench policies",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

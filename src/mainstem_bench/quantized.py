@@ -23,6 +23,7 @@ from torch import Tensor
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import Progress, StageBar, unseen
 from mainstem.cli.flag_types import member_of, not_negative_count, positive_count
+from mainstem.cli.parser import Parser
 from mainstem.core.config import Device, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
@@ -45,7 +46,7 @@ STEP = BATCH * SEQUENCE  # tokens of one step of training
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem bench quantized", description=__doc__)
+    made = Parser("mainstem bench quantized", description=__doc__)
     made.add_argument("--model", default="smollm2", help="folder, hub id or name (smollm2)")
     made.add_argument(
         "--text", required=True, type=Path, nargs="+", metavar="FILE", help="plain texts to score"

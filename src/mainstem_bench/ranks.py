@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mainstem.cli.flag_types import comma_list, positive_count
 from mainstem.cli.flags import add_engine_flags
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -73,7 +74,7 @@ def collectives_s(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem bench ranks", description=__doc__)
+    made = Parser("mainstem bench ranks", description=__doc__)
     made.add_argument(
         "--cases", type=comma_list(str), default=list(CASES), metavar="SHAPE:RANKS,..",
         help=f"({','.join(CASES)})",

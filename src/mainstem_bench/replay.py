@@ -15,6 +15,7 @@ from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import positive
 from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
@@ -28,7 +29,7 @@ DEFAULT_TOKENS = 128  # for requests without max_tokens
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("record", type=Path, help="what `mainstem serve --record` has written")

@@ -27,6 +27,7 @@ from time import perf_counter
 from tqdm import tqdm
 
 from mainstem.cli.flag_types import not_negative_count, positive_count
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
 from mainstem_bench.conversations import Dialogue, DialogueShape, Message, from_file, made_up
@@ -41,7 +42,7 @@ from mainstem_bench.sse_client import (
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench serve", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--url", default="http://127.0.0.1:8000", help="with or without /v1")

@@ -26,6 +26,7 @@ import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig, StoreConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
@@ -54,7 +55,7 @@ PARTS = ("turns", *OVERLAP, "document")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench sessions",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

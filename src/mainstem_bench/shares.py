@@ -4,13 +4,13 @@ The plan is synthetic: groups of 1 to 40 rows with prefixes of 50 to 2,000 token
 lengths, but no tokens. Planning itself is not timed (`mainstem bench plan`).
 """
 
-import argparse
 import resource
 from time import perf_counter, process_time
 
 import numpy as np
 
 from mainstem.cli.flag_types import positive, positive_count
+from mainstem.cli.parser import Parser
 from mainstem.core.plan import Int64s, Plan
 from mainstem.plan.cut import cut_plan
 from mainstem_bench.report import line, load_average
@@ -67,7 +67,7 @@ def measure(num_rows: int, num_workers: int, output_tokens: float) -> dict[str, 
 
 def main(argv: list[str]) -> int:
     """Print a line for each size."""
-    parser = argparse.ArgumentParser("mainstem bench shares", description=__doc__)
+    parser = Parser("mainstem bench shares", description=__doc__)
     parser.add_argument("--rows", type=positive_count, metavar="N", help="number (1M and 10M)")
     parser.add_argument("--workers", type=positive_count, metavar="N", help="number (8 and 1,000)")
     parser.add_argument(

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.ids import RequestId
@@ -45,7 +46,7 @@ ALLOWED_GROWTH_BYTES = 16 << 20  # bytes of the device's memory, since allocator
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--requests", type=positive_count, default=20_000, metavar="N")

@@ -38,6 +38,7 @@ import numpy as np
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -206,7 +207,7 @@ def _agreement(likeliest: dict[int, int], whole: Whole) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench truncation",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,

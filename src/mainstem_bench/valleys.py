@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
+from mainstem.cli.parser import Parser
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -71,7 +72,7 @@ class JobTrace:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench valleys", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="industry")

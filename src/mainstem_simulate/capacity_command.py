@@ -16,7 +16,9 @@ from time import perf_counter
 
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative_count, positive
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.words import counted
 from mainstem.kv.eviction import POLICIES
 from mainstem_simulate.capacity import (
     DEFAULT_TTL_S,
@@ -38,7 +40,7 @@ from mainstem_simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="mainstem capacity",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -111,9 +113,9 @@ def as_text(report: CapacityReport, prices: Prices) -> str:
     if report.context_tokens is not None:
         kind = "the context window"
     lines = [
-        f"sessions          {report.sessions:,} in {report.requests:,} requests",
+        f"sessions          {report.sessions:,} in {counted(report.requests, 'request')}",
         f"K and V           {report.kv_bytes_per_token:,.0f} bytes a token",
-        f"DSpUT             {report.dsput:,} sessions in {unit}",
+        f"DSpUT             {counted(report.dsput, 'session')} in {unit}",
         f"CCpS              {report.ccps_gb:,.3g} GB ({report.session_tokens:,.0f} tokens, {kind})",
         f"CCpUT             {report.ccput_gb:,.1f} GB",
         f"unbounded store   hit rate {report.hit_rate_unbounded:.4f}",

@@ -23,6 +23,7 @@ from mainstem.cli.flag_types import (
     one_of,
     positive_count,
 )
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
 from mainstem.kv.eviction import POLICIES
@@ -45,7 +46,7 @@ from mainstem_simulate.traces import read_trace
 
 def parser() -> argparse.ArgumentParser:
     prices = Prices()
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="mainstem simulate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

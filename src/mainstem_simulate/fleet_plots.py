@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from mainstem.ray.router import LOAD_BOUND
 from mainstem_simulate.plots import new_figure, save_figure
 from mainstem_simulate.replicas import FleetReport
 
@@ -16,9 +18,10 @@ PANELS: tuple[tuple[str, Callable[[FleetReport], float]], ...] = (
 
 def plot_fleets(reports: Sequence[FleetReport], path: Path) -> None:
     """Draw a row of plots for each memory size, with a line for each router and shared tier. Dotted
-    lines show one common memory, and in the plots of load the router's bound of 1.25."""
+    lines show one common memory, and in the plots of load a line shows the router's bound."""
     from matplotlib.ticker import LogLocator  # noqa: PLC0415  # an extra
 
+    bound = f"bound of affine ({LOAD_BOUND:g} times the mean)"
     sizes = list(dict.fromkeys(report.device_tokens for report in reports))
     figure = new_figure(13, 3.6 * len(sizes) + 0.4)
     grid = figure.subplots(len(sizes), len(PANELS), squeeze=False)
@@ -54,8 +57,11 @@ def plot_fleets(reports: Sequence[FleetReport], path: Path) -> None:
         row[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         row[1].yaxis.set_major_formatter("{x:g}")
         row[1].minorticks_off()
-        row[2].axhline(1.25, color="black", linewidth=0.8, linestyle=":")
+        row[2].axhline(LOAD_BOUND, color="black", linewidth=0.8, linestyle="-.", label=bound)
         row[2].set_ylim(bottom=1)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    shown: dict[str, Any] = {}
+    for axes in (grid[0][0], grid[0][2]):
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    figure.legend([*shown.values()], [*shown], loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)

@@ -113,7 +113,7 @@ def read_servegen(lines: Lines, page_tokens: int, options: ReadOptions) -> list[
     """
     if options.prompt_tokens is None or options.answer_tokens is None:
         reason = "the trace has rates but no lengths: set --prompt-tokens N and --answer-tokens N"
-        raise lines.error(reason)
+        raise InvalidRequest("--prompt-tokens", reason)
     windows = sorted(_client_windows(lines), key=lambda window: (window.begin_s, window.client))
     if not windows:
         return []

@@ -19,6 +19,7 @@ from mainstem.cli.flag_types import (
     positive,
     positive_count,
 )
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
 from mainstem.ray.router import RouterKind
@@ -42,7 +43,7 @@ SHARED_GB_PER_S = 10.0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="mainstem simulate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -98,7 +98,8 @@ class Lines:
             raise InvalidRequest(f"{self._path}:{self.number + 1}", str(error)) from None
 
     def error(self, reason: str) -> InvalidRequest:
-        return InvalidRequest(f"{self._path}:{self.number}", reason)
+        """An error in the line that was read last."""
+        return InvalidRequest(f"{self._path}:{max(1, self.number)}", reason)
 
     def rows(self) -> Iterator[Mapping[str, object]]:
         """Each line as a JSON object."""

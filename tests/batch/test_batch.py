@@ -477,7 +477,7 @@ def test_rows_that_name_another_model_are_answered_with_a_warning(
 ) -> None:
     folder.write([{"prompt": "a", "model": "gpt-9", "max_tokens": 1}])
     assert folder.run("--model", "fake") == 0
-    assert "1 rows name another model ('gpt-9'); fake answered" in capsys.readouterr().err
+    assert "1 row names another model ('gpt-9'); fake answered" in capsys.readouterr().err
 
 
 # --- wrong calls ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`mainstem batch --workers`: servers answer as one engine does, each row once despite kills."""
 
+import asyncio
 import json
 import random
 import signal
@@ -10,15 +11,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread
 from time import sleep
+from unittest.mock import Mock
 
 import pytest
+from httpx import ConnectError
 
+from mainstem.batch import http_worker
 from mainstem.batch.bundles import Bundle, Bundles, Task
+from mainstem.batch.driver import Desk, WorkerLost
+from mainstem.batch.http_worker import HttpWorker, _Answer
 from mainstem.cli.batch import main
 from mainstem.cli.batch_workers import join_ray_address
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import StepFinished
-from mainstem.core.json import AnyJson
+from mainstem.core.json import AnyJson, Json
 from tests.batch.test_kill import SOME_FAILED, essences, run, write_input
 from tests.fake_engines import FakeEngines, a_tokenizer
 from tests.server.checked_serve import SLOW_STEP_S
@@ -326,3 +332,32 @@ def test_two_kills_of_a_worker_lose_no_answer(tmp_path: Path, servers: list[Runn
 @pytest.mark.slow
 def test_ten_kills_of_a_worker_lose_no_answer(tmp_path: Path, servers: list[Running]) -> None:
     check_worker_kills(tmp_path, servers[0], 10, 1000)
+
+
+class Restarting(HttpWorker):
+    """A worker whose server refuses connections twice, is loading once, and is then ready."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1", None, 1, lambda _, body: body)
+        self.replies = [None, None, (503, "the model is loading"), (200, "")]
+
+    async def _request(self, method: str, path: str, body: Json | None) -> _Answer:
+        if path == "/v1/models":
+            return _Answer(200, {"data": [{"id": "fake"}]}, 0.0)
+        if (reply := self.replies.pop(0)) is None:
+            raise ConnectError("All connection attempts failed")
+        status, message = reply
+        return _Answer(status, {"error": {"message": message}}, 0.0)
+
+
+def test_a_lost_server_is_reported_at_once_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_worker, "RETRY_S", 0.0)
+    told: list[str] = []
+    desk = Mock(spec=Desk, say=told.append, take=Mock(side_effect=WorkerLost("the test ends")))
+    with pytest.raises(WorkerLost, match="the test ends"):
+        asyncio.run(Restarting().work(desk))
+    assert told == [
+        "is not ready (All connection attempts failed); it gets no rows, and is tried again for "
+        "60 s",
+        "is ready; it gets rows",
+    ]

@@ -547,7 +547,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "other tokenizer": (
         {"tokenizer.json": None, "tekken.json": "{}"},
-        r"has no tokenizer\.json, the only tokenizer format read",
+        r"has no tokenizer that is read: neither tokenizer\.json nor .*Convert it where",
     ),
     "broken tokenizer": ({"tokenizer.json": "{}"}, r"tokenizer\.json cannot be read"),
     "broken template": ({"chat_template.jinja": "{% if %}"}, "chat template is not valid"),

@@ -8,6 +8,7 @@ from transformers import Phi3Config
 
 from mainstem.core.config import CacheConfig, EngineConfig, SchedConfig
 from mainstem.runner.cpu_load import load_cpu_runner
+from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import load_runner
 from mainstem.runner.origin import folder_origin
 from tests.families.equality import CONTEXT, PREFIX_TOKENS, check_family
@@ -71,3 +72,20 @@ def test_a_warning_says_that_short_requests_use_long_factors(
     load_runner(folder_origin(tmp_path), long)
     (message,) = caplog.messages
     assert f"--max-model-len {ORIGINAL}" in message
+
+
+def test_the_short_factors_are_used_if_there_is_no_room_for_long_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(Phi3Config(**longrope(ORIGINAL, num_pairs=4)), tmp_path)
+
+    def loaded(kv_tokens: int, max_model_len: int | None) -> RunnerFacts:
+        cache = CacheConfig(kv_tokens=kv_tokens)
+        config = EngineConfig(cache=cache, sched=SchedConfig(max_model_len=max_model_len))
+        return load_runner(folder_origin(tmp_path), config)[1]
+
+    by_limit, by_room = loaded(8 * ORIGINAL, ORIGINAL), loaded(ORIGINAL, None)
+    assert not caplog.messages
+    assert by_room.max_model_len == ORIGINAL
+    assert by_room.identity == by_limit.identity != loaded(ORIGINAL + 1, None).identity
+    assert "LongRoPE" in caplog.text

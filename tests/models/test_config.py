@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mainstem.core.config import DType
+from mainstem.core.config import DType, EngineConfig, SchedConfig
 from mainstem.core.errors import ConfigError, UnsupportedModel
 from mainstem.models.families import read_spec, spec_from_config
 from mainstem.models.spec import NormPlace, Residual, RopeScaling
@@ -78,6 +78,10 @@ def test_yarn_may_say_that_the_model_was_finetuned() -> None:
 LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 
 
+def limited(max_model_len: int | None) -> EngineConfig:
+    return EngineConfig(sched=SchedConfig(max_model_len=max_model_len))
+
+
 @pytest.mark.parametrize(
     ("config", "positions"),
     [
@@ -94,9 +98,9 @@ LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 def test_a_stretched_rope_lengthens_the_context(config: dict[str, object], positions: int) -> None:
     spec = spec_from_config(config)
     assert spec.max_positions == positions
-    assert context_of(spec, None) == context_of(spec, positions) == positions
+    assert context_of(spec, limited(None)) == context_of(spec, limited(positions)) == positions
     with pytest.raises(ConfigError, match=f"the model's {positions} positions"):
-        context_of(spec, positions + 1)
+        context_of(spec, limited(positions + 1))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,8 @@ class Page:
             self._notice(news)
 
     def _notice(self, news: dict[str, object]) -> None:
+        if news.get("sessionId") != self._session:
+            return  # a tab of an earlier test, whose server is gone
         said = json.dumps(news.get("params"))
         is_error = news.get("method") == "Log.entryAdded" and '"level": "error"' in said
         if is_error or news.get("method") == "Runtime.exceptionThrown":

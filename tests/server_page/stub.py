@@ -45,7 +45,7 @@ LIVE = {
     "apps": ["legal", "support"],
     "recent": [
         {
-            "id": "chatcmpl-0123456789",
+            "id": "chatcmpl-0123456789abcdef00000011",
             "app": "legal",
             "prompt_tokens": 1600,
             "cached_tokens": 1536,
@@ -74,6 +74,21 @@ def first(x):
 ```
 
 That is all."""
+
+MARKDOWN = f"""# Title &amp; more
+
+**bold** and *slanted*, [site](https://example.com/a), ![picture](http://example.com/p.png),
+[bad](javascript:alert(1)) <script>alert(1)</script>
+
+| a | b |
+|---|---|
+| 1 | {HOSTILE} |
+
+1. outer
+   - inner
+
+<b onclick="alert(1)">block</b>
+"""
 
 
 class StubServer(ThreadingHTTPServer):
@@ -113,6 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"error": {"message": "no key"}}, 401)
         elif self.path == "/live":
             self._send_json(self.server.live)
+        elif self.path == "/metrics":
+            self._send(b"a_metric 1", "txt")
         elif self.path == "/v1/models":
             self._send_json({"object": "list", "data": [{"id": "tiny"}]})
         else:
@@ -151,6 +168,12 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.server.is_old:
                 self._event({"role": "assistant", "content": ""})
             self.server.is_prompt_read.wait(20)
+        if question == "cut":
+            yield "half of an"
+            raise ConnectionError
+        if question == "markdown":
+            yield from (MARKDOWN[start : start + 7] for start in range(0, len(MARKDOWN), 7))
+            return
         if question == "code":
             yield from (CODE[start : start + 40] for start in range(0, len(CODE), 40))
             return

@@ -1,5 +1,6 @@
 """The page in a real browser under a strict content security policy; also checks of its files."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from tests.server_page.stub import ANSWER_ID, CODE, HOSTILE, StubServer, stub_se
 
 FOLDER = files("mainstem.server") / "page"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
+VENDORED = {"marked.js", "marked-license.txt"}
+# lib/marked.esm.js of marked 18.2.0, from registry.npmjs.org
+MARKED_SHA256 = "162194ea902a9d6eca6011bb42b5732991ca650e017d0375b76f4204810c6c14"
 
 
 @pytest.fixture
@@ -52,8 +56,9 @@ def text_of(page: Page, selector: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_loads_nothing_from_other_sites(name: str) -> None:
     text = FOLDER.joinpath(name).read_text()
-    urls = set(re.findall(r"https?://[^\s\"'<>)]+", text))
-    assert urls <= {"http://www.w3.org/2000/svg"}  # a namespace, never fetched
+    if name not in VENDORED:
+        urls = set(re.findall(r"https?://[^\s\"'<>)]+", text))
+        assert urls <= {"http://www.w3.org/2000/svg"}  # a namespace, never fetched
     for named in re.findall(r'(?:src|href)="/page/([^"]+)"|from "\./([^"]+)"', text):
         assert (named[0] or named[1]) in NAMES
 
@@ -65,7 +70,15 @@ def test_the_page_has_no_inline_code_and_builds_no_html() -> None:
         if name.endswith(".js"):
             code = FOLDER.joinpath(name).read_text()
             assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", code)
-            assert "localStorage" not in code
+
+
+def test_the_vendored_library_is_unchanged_and_only_its_lexer_is_used() -> None:
+    found = hashlib.sha256(FOLDER.joinpath("marked.js").read_bytes()).hexdigest()
+    assert found == MARKED_SHA256
+    assert "MIT" in FOLDER.joinpath("marked-license.txt").read_text()
+    for name in set(NAMES) - VENDORED:
+        imports = re.findall(r"import (.*) from \"./marked.js\"", FOLDER.joinpath(name).read_text())
+        assert imports in ([], ["{ Lexer }"])
 
 
 def test_every_field_has_a_label() -> None:
@@ -102,19 +115,26 @@ def test_chat_streams_and_answers_are_shown_as_text(page: Page, server: StubServ
     assert page.complaints == []
 
 
+def open_talk(page: Page, number: int) -> None:
+    """Go to a conversation in the list; 0 is the one that changed last."""
+    if page.run("document.getElementById('history').hidden"):
+        click(page, "#history-button")
+    page.run(f"document.querySelectorAll('#history .title')[{number}].click()")
+
+
 def test_conversations_are_sessions_that_can_be_continued(page: Page, server: StubServer) -> None:
-    assert page.run("document.getElementById('session-field').hidden") is True
     say(page, "first")
     wait_for_answers(page, 1)
-    page.run("document.getElementById('new').click()")
+    click(page, "#new")
     say(page, "second")
     wait_for_answers(page, 1)
-    names = page.run("[...document.getElementById('session').options].map((o) => o.text)")
-    assert names == ["second", "first"]
+    click(page, "#history-button")
+    assert texts_of(page, "#history .title") == ["second", "first"]
+    assert texts_of(page, "#history .title[aria-current]") == ["second"]
     first, second = (asked["session_id"] for asked in server.asked)
     assert first != second
-    page.run("document.getElementById('session').selectedIndex = 1")
-    page.run("document.getElementById('session').dispatchEvent(new Event('change'))")
+    open_talk(page, 1)
+    assert page.run("document.getElementById('history').hidden") is True
     assert text_of(page, ".turn.user .said") == "first"
     say(page, "third")
     wait_for_answers(page, 2)
@@ -122,6 +142,73 @@ def test_conversations_are_sessions_that_can_be_continued(page: Page, server: St
     messages = server.asked[2]["messages"]
     assert isinstance(messages, list)
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+
+
+def test_conversations_are_kept_across_tabs_and_can_be_deleted(
+    page: Page, server: StubServer
+) -> None:
+    for number, question in enumerate(("first", "second")):
+        if number:
+            click(page, "#new")
+        say(page, question)
+        wait_for_answers(page, 1)
+    page.close()
+    page.open(server.url, 1280, 800, "light")
+    assert page.run("document.querySelectorAll('.turn').length") == 0  # a tab begins anew
+    open_talk(page, 1)
+    assert text_of(page, ".turn.user .said") == "first"
+    click(page, "#history-button")
+    click(page, "#history .delete")
+    assert texts_of(page, "#history .title") == ["first"]
+    assert text_of(page, "#history-deleted") == "Deleted \u201csecond\u201d."
+    click(page, "#history-undo")
+    assert texts_of(page, "#history .title") == ["second", "first"]
+    click(page, "#history-clear")
+    assert page.run("document.querySelectorAll('.turn').length") == 0
+    assert page.run("Object.keys(localStorage).filter((n) => n.includes('talk')).length") == 0
+    page.run("window.isOld = true; location.reload()")
+    page.wait("!window.isOld && document.readyState === 'complete'")
+    click(page, "#history-button")
+    assert page.run("document.getElementById('history-empty').hidden") is False
+    assert page.complaints == []
+
+
+def test_a_system_prompt_goes_with_every_question_and_is_kept(
+    page: Page, server: StubServer
+) -> None:
+    page.run("document.getElementById('settings-button').click()")
+    page.run("document.getElementById('system').focus()")
+    page.type("Be brief.")
+    say(page, "first")
+    wait_for_answers(page, 1)
+    click(page, "#new")
+    say(page, "second")
+    wait_for_answers(page, 1)
+    for asked in server.asked:
+        messages = asked["messages"]
+        assert isinstance(messages, list)
+        assert messages[0] == {"role": "system", "content": "Be brief."}
+    page.run("window.isOld = true; location.reload()")
+    page.wait("!window.isOld && document.readyState === 'complete'")
+    assert page.run("document.getElementById('system').value") == "Be brief."
+    assert page.run("document.querySelectorAll('.turn').length") == 2
+
+
+def test_markdown_is_drawn_without_making_html_of_it(page: Page) -> None:
+    say(page, "markdown")
+    wait_for_answers(page, 1)
+    assert texts_of(page, ".said [role=heading]") == ["Title & more"]
+    assert texts_of(page, ".said strong, .said em") == ["bold", "slanted"]
+    assert texts_of(page, ".said th") == ["a", "b"]
+    assert texts_of(page, ".said td") == ["1", f"{HOSTILE}"]
+    assert texts_of(page, ".said ol > li > ul > li") == ["inner"]
+    assert texts_of(page, ".said a") == ["site", "picture"]
+    links = page.run("[...document.querySelectorAll('.said a')].map((a) => [a.href, a.rel])")
+    rel = "noopener noreferrer nofollow"
+    assert links == [["https://example.com/a", rel], ["http://example.com/p.png", rel]]
+    assert "[bad](javascript:alert(1))" in text_of(page, ".assistant .said")
+    assert page.run("document.querySelectorAll('#log img, #log b, #log script').length") == 0
+    assert page.complaints == []
 
 
 def test_stopping_an_answer_disconnects_and_keeps_its_text(page: Page, server: StubServer) -> None:
@@ -133,6 +220,38 @@ def test_stopping_an_answer_disconnects_and_keeps_its_text(page: Page, server: S
     assert page.run("document.querySelector('.turn.failed')") is None
     assert "word0" in text_of(page, ".turn.assistant .said")
     assert page.run("document.getElementById('send').hidden") is False
+
+
+def test_stop_works_though_the_server_is_silent(page: Page, server: StubServer) -> None:
+    server.is_old = True
+    say(page, "slow")
+    page.wait("!document.getElementById('stop').hidden")
+    click(page, "#stop")
+    page.wait("document.getElementById('stop').hidden")
+    assert text_of(page, ".assistant .note") == "stopped"
+    server.is_prompt_read.set()
+    say(page, "again")
+    page.wait("document.querySelector('.assistant .note')?.textContent.includes('cached')")
+    assert texts_of(page, ".turn.user .said") == ["again"]  # in place of the unanswered one
+
+
+def test_a_dead_server_is_reported_in_words(chrome: Page) -> None:
+    with stub_server() as server:
+        chrome.open(server.url, 1280, 800, "light")
+        chrome.wait("document.getElementById('model').textContent === 'tiny'")
+        say(chrome, "cut")
+        chrome.wait("document.querySelector('.turn.failed')")
+        broken = "The connection to the server broke before the answer was complete."
+        assert text_of(chrome, ".turn.failed .note") == broken
+    chrome.wait("document.getElementById('state').textContent === 'not reachable'")
+    assert texts_of(chrome, "#running, #rate") == ["\u2013", "\u2013"]
+    assert text_of(chrome, "#waiting") == ""
+    assert text_of(chrome, "#stale").startswith("No connection since ")
+    assert "running" not in str(texts_of(chrome, "#recent .status"))
+    say(chrome, "hello")
+    chrome.wait("document.querySelectorAll('.turn.failed').length === 2")
+    unreachable = "The server cannot be reached. Is it still running?"
+    assert texts_of(chrome, ".turn.failed .note") == [broken, unreachable]
 
 
 def test_a_refusal_is_shown_and_can_be_tried_again(page: Page, server: StubServer) -> None:
@@ -162,6 +281,8 @@ def test_the_live_view_shows_the_tree_the_pages_and_the_requests(page: Page) -> 
     assert isinstance(rows, list)
     assert "running" in rows[0]  # the newest first
     assert "96 %" in rows[1]
+    assert "chat 18" in rows[1]
+    assert page.run("document.getElementById('change-key').hidden") is True  # there is no key
     assert "42 ms" in rows[1]
     assert page.complaints == []
 
@@ -191,6 +312,10 @@ def test_every_card_has_an_explanation(page: Page) -> None:
     )
     page.run("document.querySelector('.card').focus()")
     assert page.run("document.querySelector('.card .tip').offsetHeight > 10")
+    click(page, "#explain")
+    assert page.run(
+        "[...document.querySelectorAll('.live .tip')].every((tip) => tip.offsetHeight > 10)"
+    )
 
 
 def test_the_page_shows_prompt_progress_until_the_first_token(
@@ -318,15 +443,13 @@ def test_reload_and_back_lose_nothing(page: Page, server: StubServer) -> None:
     assert page.run("document.getElementById('text').value") == "half a thought"
     page.wait("document.getElementById('app').value === 'legal'")
 
-    click(page, ".live a")
+    page.run("location.href = '/metrics'")
     page.wait("location.pathname === '/metrics' && document.readyState === 'complete'")
     page.run("history.back()")
     page.wait("location.pathname === '/' && document.readyState === 'complete'")
     wait_for_answers(page, 1)
     assert texts_of(page, ".said, .note") == shown
-    assert texts_of(page, "#session option") == ["code", "first"]
-    page.run("document.getElementById('session').selectedIndex = 1")
-    page.run("document.getElementById('session').dispatchEvent(new Event('change'))")
+    open_talk(page, 1)
     assert text_of(page, ".turn.user .said") == "first"
     page.run("document.getElementById('text').value = ''")
     say(page, "third")
@@ -346,8 +469,7 @@ def test_an_answer_that_is_interrupted_by_leaving_is_kept_as_stopped(
         page.wait("!window.isOld && document.readyState === 'complete'")
     else:
         page.wait("document.getElementById('stop').hidden")
-        page.run("document.getElementById('session').selectedIndex = 1")
-        page.run("document.getElementById('session').dispatchEvent(new Event('change'))")
+        open_talk(page, 0)
     wait_for_answers(page, 1)
     assert "word5" in text_of(page, ".turn.assistant .said")
     assert text_of(page, ".turn.assistant .note").startswith("stopped")
@@ -358,7 +480,7 @@ def test_an_answer_that_is_interrupted_by_leaving_is_kept_as_stopped(
 def ask_for_scores(page: Page, choices: str) -> None:
     for name, text in (("context", "The capital of France is"), ("choices", choices)):
         page.run(f"document.getElementById('{name}').value = {json.dumps(text)}")
-    click(page, "#scoring button")
+    click(page, "#score")
 
 
 def test_choices_are_scored_in_a_tab(page: Page, server: StubServer) -> None:
@@ -386,7 +508,7 @@ def test_choices_are_scored_in_a_tab(page: Page, server: StubServer) -> None:
     assert widths == ["5%", "90%", "5%"]
 
     server.fails_next = True
-    click(page, "#scoring button")
+    click(page, "#score")
     page.wait("document.querySelector('#score-note.failed')?.textContent === 'the queue is full'")
     assert page.run("document.getElementById('score-table').hidden") is True
     click(page, "#chat-tab")
@@ -404,10 +526,10 @@ def test_on_a_phone_one_view_is_shown_and_nothing_overflows(
         chrome.run(f"document.getElementById('app').value = '{app}'")
         say(chrome, text)
         wait_for_answers(chrome, number)
-    for button in ("#settings-button", "#change-key", "#new"):
+    for button in ("#settings-button", "#change-key", "#new", "#explain"):
         click(chrome, button)
-    chrome.run("document.getElementById('session').selectedIndex = 1")
-    chrome.run("document.getElementById('session').dispatchEvent(new Event('change'))")
+    open_talk(chrome, 0)
+    click(chrome, "#history-button")
     assert chrome.run("document.querySelector('pre').scrollWidth > innerWidth")
     ask_for_scores(chrome, f" Rome\n {'P' * 60}\n a longer choice of several words")
     chrome.wait("!document.getElementById('score-table').hidden")
@@ -448,7 +570,11 @@ def test_a_key_is_asked_for_only_when_needed_and_kept_for_the_tab(chrome: Page) 
         chrome.press("Enter")
         chrome.wait("document.getElementById('model').textContent === 'tiny'")
         assert chrome.run("document.getElementById('key').hidden") is True
-        assert chrome.run("localStorage.length") == 0
+        kept = str(chrome.run("JSON.stringify({...localStorage})"))
+        assert "secret" not in kept
+        click(chrome, "#metrics-open")
+        chrome.wait("document.getElementById('metrics-text').textContent === 'a_metric 1'")
+        click(chrome, "#metrics-close")
         say(chrome, "hello")
         chrome.wait("document.querySelector('.assistant .note')?.textContent.includes('cached')")
         click(chrome, "#change-key")
@@ -465,8 +591,34 @@ def test_a_tab_with_a_key_that_cannot_be_sent_asks_again(chrome: Page) -> None:
     with stub_server("secret") as server:
         chrome.open(server.url, 1280, 800, "light")
         chrome.wait("!document.getElementById('key').hidden")
-        chrome.run("sessionStorage.setItem('mainstem-key', '\u0436'); location.reload()")
+        chrome.run("sessionStorage.setItem('mainstem-key', '\u0436')")
+        chrome.run("window.isOld = true; location.reload()")
+        chrome.wait("!window.isOld && document.readyState === 'complete'")
         chrome.wait("document.getElementById('key-hint')?.textContent.includes('asks for a key')")
         chrome.type("secret")
         chrome.press("Enter")
         chrome.wait("document.getElementById('model').textContent === 'tiny'")
+
+
+def test_two_tabs_show_the_same_conversation_and_lose_no_turn(
+    page: Page, server: StubServer
+) -> None:
+    say(page, "first")
+    wait_for_answers(page, 1)
+    page.run("window.talk = Object.keys(localStorage).find((name) => name.includes('talk'))")
+    kept = str(page.run("localStorage.getItem(window.talk)"))
+    turns = json.loads(kept)["turns"]
+    added = json.loads(kept) | {"version": 2, "turns": [*turns, {**turns[0], "content": "theirs"}]}
+    page.run(f"localStorage.setItem(window.talk, {json.dumps(json.dumps(added))})")
+    # a tab hears of what others changed; this event stands for another tab's change
+    page.run(
+        "dispatchEvent(new StorageEvent('storage', {key: window.talk,"
+        " newValue: localStorage.getItem(window.talk)}))"
+    )
+    assert texts_of(page, ".turn.user .said") == ["first", "theirs"]
+    page.run(f"localStorage.setItem(window.talk, {json.dumps(json.dumps(added | {'version': 9}))})")
+    say(page, "mine")
+    page.wait("document.querySelectorAll('.turn.user').length === 2")
+    wait_for_answers(page, 2)
+    click(page, "#history-button")
+    assert page.run("document.querySelectorAll('#history li').length") == 2  # one is a copy

@@ -55,12 +55,12 @@ def test_choices_are_scored(page: Page) -> None:
     page.run("document.getElementById('scores-tab').click()")
     page.run("document.getElementById('context').value = 'The capital of France is'")
     page.run("document.getElementById('choices').value = ' Rome\\n Paris'")
-    page.run("document.querySelector('#scoring button').click()")
+    page.run("document.getElementById('score').click()")
     page.wait("document.querySelectorAll('#score-table tbody tr').length === 2")
     assert page.run("document.querySelectorAll('#score-table tr.best').length") == 1
     assert " tokens cached" in str(page.run("document.getElementById('score-note').textContent"))
     page.run("document.getElementById('choices').value = ' '")
-    page.run("document.querySelector('#scoring button').click()")
+    page.run("document.getElementById('score').click()")
     page.wait("document.querySelector('#score-note.failed')?.textContent.includes('choices')")
 
 

@@ -4,6 +4,7 @@ import json
 from collections import OrderedDict
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from mainstem.core.errors import ConfigError
 from mainstem.ray.router import RouterKind
 from mainstem_simulate import command as cli
+from mainstem_simulate import fleet_plots, plots
 from mainstem_simulate.device_pages import PagedTrace, ReplicaPages
 from mainstem_simulate.replicas import (
     FleetConfig,
@@ -122,10 +124,16 @@ def test_on_the_sample_the_affine_router_beats_the_others() -> None:
 
 
 def test_the_command_prints_a_line_for_each_router(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    plot = tmp_path / "fleet.png"
+    plot, figures = tmp_path / "fleet.png", []
+
+    def save(figure: Any, path: Path) -> None:
+        figures.append(figure)
+        plots.save_figure(figure, path)
+
+    monkeypatch.setattr(fleet_plots, "save_figure", save)
     flags = ["--replicas", "1,2", "--router", "affine,random", "--shared-gb", "0,10", "--limit"]
     flags += ["300", "--kv-bytes-per-token", "131072", "--plot", str(plot), "--json"]
     assert cli.main([str(MOONCAKE), *flags]) == 0
@@ -138,6 +146,9 @@ def test_the_command_prints_a_line_for_each_router(
     ]
     assert all(line["requests"] == 300 for line in lines)
     assert plot.stat().st_size > 10_000
+    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert "bound of affine (1.25 times the mean)" in labels
+    assert len(labels) == len(set(labels))
 
 
 def test_wrong_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

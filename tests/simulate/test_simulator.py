@@ -1,6 +1,7 @@
 """Hits, times and costs of the simulator, on small synthetic traces and on the shipped samples."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -362,3 +363,15 @@ def test_a_trace_read_with_the_wrong_page_size_gives_no_hit_rate(
         cli.main(flags)
     assert cli.main([*flags, "--page-tokens", "256"]) == 0
     assert json.loads(capsys.readouterr().out)["hit_rate"] == pytest.approx(0.25, abs=0.001)
+
+
+def test_the_example_of_the_readme_uses_every_tier_and_tells_the_policies_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^mainstem simulate \$trace (.*) \$kv", text, re.MULTILINE)
+    kv = ["--kv-bytes-per-token", "131072"]
+    assert cli.main([str(MOONCAKE), *example.split(), *kv, "--json"]) == 0
+    ahead, lru = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert min(ahead["hit_rate_dram"], ahead["hit_rate_disk"]) > 0.05
+    assert ahead["hit_rate"] > 1.5 * lru["hit_rate"]

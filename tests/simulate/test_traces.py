@@ -237,7 +237,7 @@ def test_servegen_draws_as_many_requests_as_the_rates_say(tmp_path: Path) -> Non
 
 def test_servegen_needs_lengths_and_a_limit(tmp_path: Path) -> None:
     text = SERVEGEN + "0,0,9000,1,Gamma,1,1\n"
-    with pytest.raises(InvalidRequest, match="--prompt-tokens"):
+    with pytest.raises(InvalidRequest, match=r"^--prompt-tokens: .* set --prompt-tokens N and"):
         read(tmp_path, text)
     with pytest.raises(InvalidRequest, match=r"--limit: these rates make 5,400,000 requests"):
         read(tmp_path, text, LENGTHS)

@@ -231,7 +231,7 @@ def test_truncation_and_padding_of_training_are_ignored(
 
 
 def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelNotFound, match=r"no tokenizer that is read: neither tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelNotFound, match="cannot be read"):

@@ -60,6 +60,10 @@ class Desk:
         """Raise WorkerLost unless the worker's model has the same name as that of the others."""
         self._driver.check_model(name)
 
+    def say(self, text: str) -> None:
+        """Show a line about the worker to the user."""
+        self._driver.say(self._worker, text)
+
     def answer(self, task: Task, body: JsonView) -> None:
         """Record the answer to a row; `body` is OpenAI's completion object."""
         self._drop([task])
@@ -221,6 +225,10 @@ class Driver:
         if bundle is None and is_idle:
             bundle = self._bundles.take_from_others()
         return () if bundle is None else bundle.tasks
+
+    def say(self, worker: int, text: str) -> None:
+        """See Desk."""
+        self._bar.write(f"mainstem batch: {self._workers[worker].name} {text}")
 
     def check_model(self, name: str) -> None:
         """See Desk."""

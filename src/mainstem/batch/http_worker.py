@@ -182,12 +182,15 @@ class HttpWorker:
     # --- HTTP -----------------------------------------------------------------------------------
 
     async def _wait_until_ready(self, desk: Desk) -> None:
-        deadline_s = monotonic() + self._patience_s
+        deadline_s, has_waited = monotonic() + self._patience_s, False
         while True:
             try:
                 reply = await self._request("GET", "/ready", None)
                 if reply.status == OK:
-                    return await self._ask_model(desk)
+                    await self._ask_model(desk)
+                    if has_waited:
+                        desk.say("is ready; it gets rows")
+                    return
                 reason = f"HTTP {reply.status}: {_error(reply).message}"
                 if reply.status not in (BUSY, UNAVAILABLE):
                     raise WorkerLost(f"{reason}; is it a Mainstem server?")
@@ -195,6 +198,10 @@ class HttpWorker:
                 reason = str(error) or type(error).__name__
             if monotonic() > deadline_s:
                 raise WorkerLost(f"unreachable for {self._patience_s:.0f} s ({reason})")
+            if not has_waited:
+                has_waited = True
+                rest = f"it gets no rows, and is tried again for {self._patience_s:.0f} s"
+                desk.say(f"is not ready ({reason}); {rest}")
             await asyncio.sleep(RETRY_S)
 
     async def _ask_model(self, desk: Desk) -> None:

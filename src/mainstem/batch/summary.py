@@ -9,6 +9,7 @@ from mainstem.batch.ordering import PlannedWindow
 from mainstem.core.events import StoreOpened
 from mainstem.core.metrics import Counters
 from mainstem.core.tables import table
+from mainstem.core.words import counted
 
 OTHER_MODELS = 100  # at most this many names are counted separately
 
@@ -125,7 +126,7 @@ class Summary:
             ["requests/s", f"{self.answered / seconds:.2f}"],
             ["generated tokens/s", f"{counters.generated_tokens / seconds:.1f}"],
         ]
-        lines = [table([f"{self.rows:,} rows", ""], rows)]
+        lines = [table([counted(self.rows, "row"), ""], rows)]
         if self.errors:
             found = ", ".join(f"{code} {count:,}" for code, count in self.errors.most_common())
             lines.append(f"errors: {found}")
@@ -137,7 +138,10 @@ class Summary:
         if self.other_models:
             names = ", ".join(repr(name) for name, _ in self.other_models.most_common(3))
             total = sum(self.other_models.values())
-            lines.append(f"{total:,} rows name another model ({names}); {self.model} answered")
+            verb = "names" if total == 1 else "name"
+            lines.append(
+                f"{counted(total, 'row')} {verb} another model ({names}); {self.model} answered"
+            )
         if self.changed or self.of_other_model:
             lines.append(
                 f"stale: {self.changed:,} rows changed since they were answered, "

@@ -13,10 +13,10 @@ from tokenizers import (
 
 from mainstem.checkpoints.gguf_fields import Fields
 from mainstem.core.errors import ModelNotFound
+from mainstem.text.sentence_pieces import SPACE, merges_by_score
 
 # llama.cpp's token types; 1 is an ordinary token
 _CONTROL, _USER_DEFINED = 3, 4
-_SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -81,15 +81,15 @@ def _sentence_pieces(fields: Fields, tokens: list[str]) -> Tokenizer:
     unknown = tokens[fields.whole("tokenizer.ggml.unknown_token_id")]
     model = models.BPE(
         vocab=vocab,
-        merges=_merges(vocab, scores),
+        merges=merges_by_score(vocab, scores),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     if fields.text("tokenizer.ggml.add_bos_token") == "True":
         bos_id = fields.whole("tokenizer.ggml.bos_token_id")
@@ -100,17 +100,6 @@ def _sentence_pieces(fields: Fields, tokens: list[str]) -> Tokenizer:
             special_tokens=[(bos, bos_id)],
         )
     return tokenizer
-
-
-def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token; the pair with the best score comes first."""
-    found = [
-        (-scores[index], index, token[:cut], token[cut:])
-        for token, index in vocab.items()
-        for cut in range(1, len(token))
-        if token[:cut] in vocab and token[cut:] in vocab
-    ]
-    return [(left, right) for _, _, left, right in sorted(found)]
 
 
 def _settings(fields: Fields, tokens: list[str]) -> dict[str, object]:

@@ -24,6 +24,7 @@ from mainstem.checkpoints.embedded import (
 from mainstem.checkpoints.progress import Progress, unseen
 from mainstem.core.config import cache_dir
 from mainstem.core.errors import ModelNotFound
+from mainstem.text.tokenizer_files import OTHER_FILES, has_tokenizer
 
 CONFIG_FILE = "config.json"
 HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+")
@@ -32,7 +33,7 @@ SMALL_FILES = [
     "*.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
-    "tokenizer.model",
+    *OTHER_FILES,
 ]
 SMALL_SKIPPED = ["*/*.json", "consolidated*"]
 WEIGHTS = ["*.safetensors"]
@@ -84,7 +85,7 @@ def resolve_model(
             )
         if lacking := missing_part(folder):
             raise ModelNotFound(
-                f"{name}: {lacking} is missing. A model folder holds config.json, tokenizer.json "
+                f"{name}: {lacking} is missing. A model folder holds config.json, a tokenizer "
                 "and its weights as safetensors; pickled weights (.bin, .pt) are not read"
             )
         return folder.resolve()
@@ -105,7 +106,7 @@ def tokenizer_folder(name: str) -> Path:
         return resolve_model(name)
     with suppress(huggingface_hub.errors.LocalEntryNotFoundError):
         folder = _small_files(name, is_offline=True)
-        if (folder / CONFIG_FILE).is_file() and (folder / "tokenizer.json").is_file():
+        if (folder / CONFIG_FILE).is_file() and has_tokenizer(folder):
             return folder
     return _small_files(name)
 

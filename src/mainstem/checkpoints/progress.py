@@ -24,7 +24,7 @@ class StageBar:
     def __call__(self, stage: str, done: float) -> None:
         """`done` goes from 0 to 1 within a stage."""
         if stage != self._stage:
-            self._close()
+            self._close(is_done=True)
             self._stage = stage
         if self._bar is None and done < 1.0:
             form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}"
@@ -41,9 +41,11 @@ class StageBar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close()
+        self._close(is_done=error is None)
 
-    def _close(self) -> None:
+    def _close(self, is_done: bool) -> None:
         if self._bar is not None:
+            if is_done:  # work that needed fewer parts than expected
+                self._bar.update(1.0 - self._bar.n)
             self._bar.close()
             self._bar = None

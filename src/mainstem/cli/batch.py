@@ -48,6 +48,7 @@ from mainstem.cli.flags import (
     engine_config,
     model_defaults,
 )
+from mainstem.cli.parser import Parser
 from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
@@ -64,7 +65,7 @@ DEFAULT_FLAGS = ["max_tokens", *DRAW_FLAGS, "stop", "ignore_eos"]  # fields of S
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem batch",
         usage="%(prog)s IN -o OUT [--resume[=changed] | --overwrite] [flags]",
         description=__doc__,

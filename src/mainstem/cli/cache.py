@@ -17,6 +17,7 @@ from pathlib import Path
 from time import time
 from zlib import crc32
 
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import StoreError
 from mainstem.core.tables import gigabytes, table
 from mainstem.kv.bytes.folder import StoreFolder
@@ -50,7 +51,7 @@ class FolderVerdict:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem cache",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

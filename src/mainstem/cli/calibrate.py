@@ -6,10 +6,11 @@ folder, where `plan.cost.card_for` and `kernels.attention.tuning.with_fitted_pac
 attention is already tuned for this GPU, its costs are not saved.
 """
 
-import argparse
 import json
 from dataclasses import asdict
 
+from mainstem.cli.parser import Parser
+from mainstem.core.words import with_prefix
 from mainstem.plan.cost import CARDS
 from mainstem.runner.calibrate import (
     is_tuned,
@@ -21,7 +22,7 @@ from mainstem.runner.calibrate import (
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("mainstem calibrate", description=__doc__)
+    parser = Parser("mainstem calibrate", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON line")
     parser.add_argument("--dry-run", action="store_true", help="measure, but save nothing")
     args = parser.parse_args(argv)
@@ -50,4 +51,4 @@ def main(argv: list[str]) -> int:
 
 
 def _short(value: str | float) -> str:
-    return str(value) if isinstance(value, str | int) else f"{value:.3g}"
+    return str(value) if isinstance(value, str | int) else with_prefix(value)

@@ -10,6 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from mainstem.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
+from mainstem.cli.parser import Parser
 from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
@@ -23,7 +24,7 @@ SESSION = SessionId("chat")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem chat", usage="%(prog)s [flags]", description=__doc__)
+    made = Parser("mainstem chat", usage="%(prog)s [flags]", description=__doc__)
     made.add_argument("--system", metavar="TEXT", help="system prompt")
     made.add_argument(
         "--context-overflow",

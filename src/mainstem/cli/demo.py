@@ -14,11 +14,13 @@ from time import perf_counter
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
 from mainstem.core.tables import table
+from mainstem.core.words import counted
 from mainstem.llm import LLM
 from mainstem.text.results import RequestOutput
 
@@ -50,7 +52,7 @@ class DemoPass:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem demo",
         usage="%(prog)s [flags]",
         description=__doc__,
@@ -82,7 +84,7 @@ def main(argv: list[str]) -> int:
     questions = load_questions(args.input)[: args.limit]
     num_docs = len({question.doc_index for question in questions})
     make_writable(args.out)
-    print(f"{len(questions)} questions about {num_docs} documents\n")
+    print(f"{counted(len(questions), 'question')} about {counted(num_docs, 'document')}\n")
     config = engine_config(args)
     runs = [run(config, share, questions, args.max_tokens) for share in (Share.READS, Share.NONE)]
     write_answers(args.out, questions, runs[0])

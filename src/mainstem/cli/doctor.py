@@ -1,6 +1,5 @@
 """`mainstem doctor`: what this machine has, and what will be used and why."""
 
-import argparse
 import json
 import platform
 import shutil
@@ -8,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mainstem.checkpoints.hub import ModelRecord, ModelState, config_folder, list_models
+from mainstem.cli.parser import Parser
 from mainstem.core.config import CacheConfig, Device, DType, StoreConfig, cache_dir
 from mainstem.core.tables import gigabytes
 from mainstem.core.version import __version__
@@ -113,7 +113,7 @@ def find_warnings(cpu: DeviceFacts, default: ModelRecord, free_disk_bytes: int) 
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("mainstem doctor", description=__doc__)
+    parser = Parser("mainstem doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--model", help="also show the memory that this model needs, for each number of ranks"

@@ -8,6 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from mainstem.cli.flags import add_engine_flags, add_sampling_flags, engine_config, sampling_params
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import AnswerFailed
 from mainstem.core.ids import RequestId
 from mainstem.core.interrupts import guarded_interrupts
@@ -16,9 +17,7 @@ from mainstem.llm import LLM
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        "mainstem generate", usage="%(prog)s PROMPT [flags]", description=__doc__
-    )
+    made = Parser("mainstem generate", usage="%(prog)s PROMPT [flags]", description=__doc__)
     made.add_argument("prompt", help="the text to continue; -: standard input")
     made.add_argument("--chat", action="store_true", help="send the text as a chat message")
     made.add_argument("--json", action="store_true", help="print one JSON object at the end")

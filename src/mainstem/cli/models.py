@@ -7,6 +7,7 @@ from mainstem.checkpoints.embedded import SMOLLM2, FolderCheck
 from mainstem.checkpoints.fetch import fetch_model
 from mainstem.checkpoints.hub import list_models, resolve_model
 from mainstem.checkpoints.progress import StageBar
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig, with_arguments
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import gigabytes, table
@@ -15,7 +16,7 @@ from mainstem.models.quantized.packing import SUPPORTED
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("mainstem models", description=__doc__)
+    made = Parser("mainstem models", description=__doc__)
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument(
         "--families", action="store_true", help="the model families that can be loaded"

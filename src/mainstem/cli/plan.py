@@ -25,11 +25,13 @@ from mainstem.batch.ordering import output_limits
 from mainstem.batch.windows import Failure, RowReader, RowSource, WindowReader
 from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
+from mainstem.cli.parser import Parser
 from mainstem.core.config import ModelConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import replacing
 from mainstem.core.plan import Int64s, Plan, Prompts
 from mainstem.core.tables import table
+from mainstem.core.words import counted
 from mainstem.plan.cut import Cut, cut_plan
 from mainstem.plan.planner import PlanConfig, plan_tree
 from mainstem.plan.prefix_tree import PrefixTree, build_tree
@@ -161,7 +163,8 @@ def _report(read: ReadPrompts, plan: Plan, savings: Savings, plan_s: float, lru:
     biggest = biggest_groups(plan, read.prompts, GROUPS_DRAWN)
     return "\n".join(
         [
-            f"{count:,} requests, {total:,} prompt tokens, {plan.num_groups:,} groups",
+            f"{counted(count, 'request')}, {counted(total, 'prompt token')}, "
+            f"{counted(plan.num_groups, 'group')}",
             f"read {read.read_s:.2f} s, tokenized {read.tokenize_s:.2f} s, planned {plan_s:.3f} s",
             "",
             table(
@@ -169,7 +172,7 @@ def _report(read: ReadPrompts, plan: Plan, savings: Savings, plan_s: float, lru:
                 [[way, f"{100 * ratio:.2f} %"] for way, ratio in ways.items()],
             ),
             "",
-            f"the {len(biggest)} biggest groups",
+            "the biggest group" if len(biggest) == 1 else f"the {len(biggest)} biggest groups",
             _bars(biggest),
         ]
     )
@@ -274,7 +277,7 @@ def _write_lines(name: str, lines: Iterable[bytes]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
@@ -347,7 +350,8 @@ def main(args: list[str], load: Load = load_tokenizer) -> int:
         kept = KeptLines(source)
         lines = kept if flags.emit_order is not None else source
         read = read_prompts(WatchedLines(lines, line), rows)
-        what = f"{len(read.prompts):,} prompts of {len(read.prompts.token_ids):,} tokens"
+        num_tokens = len(read.prompts.token_ids)
+        what = f"{counted(len(read.prompts), 'prompt')} of {counted(num_tokens, 'token')}"
         line.begin(f"planning {what}")
         began_s = perf_counter()
         tree = build_tree(read.prompts)

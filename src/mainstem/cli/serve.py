@@ -24,6 +24,7 @@ from mainstem.cli.flags import (
     model_defaults,
 )
 from mainstem.cli.kv_event_flags import add_kv_event_flags, kv_events_config
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.server.apps import AppFile, AppRegistry
@@ -72,9 +73,7 @@ def host_name(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     defaults = ServerLimits()
-    made = argparse.ArgumentParser(
-        "mainstem serve", usage="%(prog)s [MODEL] [flags]", description=__doc__
-    )
+    made = Parser("mainstem serve", usage="%(prog)s [MODEL] [flags]", description=__doc__)
     made.add_argument("model_given", nargs="?", metavar="MODEL", help="the same as --model")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     made.add_argument(

@@ -2,7 +2,8 @@
 
     load: pages taken, named, LOADING ---> read into slots ---> copied: READY    or failed: no names
 
-A copy holds its pages, so they are neither lent nor evicted until it ends.
+A copy holds its pages, so they are neither lent nor evicted until it ends. If a page of a load
+cannot be read, the load goes on with the pages before it.
 
 A shared tier does not list its pages, so it is asked which it has. An answer may take long: a
 request that would wait too long for it starts without it, and the answer serves the next request.
@@ -59,7 +60,7 @@ class PageLoad:
     pages: list[Page]
     start_layers: int  # a prompt may start when this many layers are loaded
     began_s: float
-    num_below: dict[str, int]  # number of pages that are read from each tier
+    tiers: list[int]  # the number of the tier that had each page at the start
     transfer: Transfer | None = None  # None: still being read
     is_startable: bool = False
     has_failed: bool = False
@@ -248,11 +249,10 @@ class PageLoader:
         if not size:
             return None
         keys, device_pages, pages = keys[:size], device_pages[:size], pages[:size]
-        below = [fastest(page.full) for page in pages if not page.full & IN_HOST]
-        num_below = {tier.name: below.count(number) for number, tier in stack.below}
+        tiers = [fastest(page.full) for page in pages]
         stack.read([page for page in pages if not page.taken & IN_HOST], limit_s)
         load = PageLoad(
-            self.next_load_id(), keys, device_pages, pages, start_layers, perf_counter(), num_below
+            self.next_load_id(), keys, device_pages, pages, start_layers, perf_counter(), tiers
         )
         host.link.start(size * self.page_bytes)
         self._loads.append(load)
@@ -318,7 +318,9 @@ class PageLoader:
     def _poll_load(self, load: PageLoad, left_s: float) -> float:
         """Check a load. `left_s` is the time until a step reads its pages. Loads are copied one
         after the other, so this returns the time that is left for the next load."""
-        self._advance(load)
+        self._cut_at_lost(load)
+        if load.pages:
+            self._advance(load)
         host, num_done = self._stack.host, 0
         if load.transfer is not None:
             num_layers = host.num_layers_done(load.transfer)
@@ -326,7 +328,7 @@ class PageLoader:
             num_done = num_layers or 0
         if load.has_failed:
             load.pages[0].skips_load = True
-        if load.has_failed or (load.transfer is None and any(p.is_lost for p in load.pages)):
+        if load.has_failed or not load.pages:
             self._index.abort(load.device_pages)
             self._finish(load, None)
             return left_s
@@ -344,6 +346,27 @@ class PageLoader:
             self._news += load.keys
         return max(0.0, left_s - (self.num_layers - num_done) * layer_s)
 
+    def _cut_at_lost(self, load: PageLoad) -> None:
+        """Shorten a load whose pages are being read to those before the first that was lost."""
+        if load.transfer is not None or not any(page.is_lost for page in load.pages):
+            return
+        size = next(index for index, page in enumerate(load.pages) if page.is_lost)
+        device_pages, keys, pages = load.device_pages[size:], load.keys[size:], load.pages[size:]
+        load.device_pages, load.keys = load.device_pages[:size], load.keys[:size]
+        load.pages, load.tiers = load.pages[:size], load.tiers[:size]
+        self._index.abort(device_pages)
+        self._let_go(device_pages, keys)
+        self._stack.host.link.give_up(len(pages) * self.page_bytes)
+        for page in pages:
+            self._stack.release(page)
+
+    def _let_go(self, device_pages: Int32s, keys: Sequence[PageKey]) -> None:
+        """Note that a load no longer uses device pages."""
+        self._news += keys
+        for page in device_pages.tolist():
+            del self._load_of[page]
+        self._pool.end_copy(device_pages)
+
     def _advance(self, load: PageLoad) -> None:
         """Start the copy to the device once all pages of the load are in host memory."""
         if load.transfer is None and all(page.full & IN_HOST for page in load.pages):
@@ -355,10 +378,7 @@ class PageLoader:
     def _finish(self, load: PageLoad, seconds: float | None) -> None:
         """End a load that took `seconds`, or failed (None). First what the device's pages need: an
         error while tiers are told must not leave them held."""
-        self._news += load.keys
-        for page in load.device_pages.tolist():
-            del self._load_of[page]
-        self._pool.end_copy(load.device_pages)
+        self._let_go(load.device_pages, load.keys)
         self._end(load, seconds)
 
     def _end(self, load: PageLoad, seconds: float | None) -> None:
@@ -376,12 +396,11 @@ class PageLoader:
 
     def _publish_loaded(self, load: PageLoad) -> None:
         seconds = perf_counter() - load.began_s
-        num_from_host = len(load.pages) - sum(load.num_below.values())
-        counts = {"host": num_from_host} | load.num_below
-        for tier, number in reversed(counts.items()):  # slowest first: the load waited for it
-            if number:
-                self._bus.publish(PagesLoaded(number, tier, seconds))
-                seconds = 0.0
+        counts = Counter(load.tiers)
+        for number in sorted(counts, reverse=True):  # slowest first: the load waited for it
+            tier = self._stack.tiers[number].name
+            self._bus.publish(PagesLoaded(counts[number], tier, seconds))
+            seconds = 0.0
 
     def close(self) -> None:
         """Return when copies to the device have ended."""

@@ -12,9 +12,9 @@ from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import AnswerFailed, InvalidRequest
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.interrupts import guarded_interrupts
-from mainstem.core.metrics import Counters
 from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams, id_array
 from mainstem.core.step import Int32s
+from mainstem.llm.bar import PromptBar
 from mainstem.llm.loaded import LoadedModel, ReadyPrompt, overflow_policy
 from mainstem.llm.steps import SharedSteps
 from mainstem.text.control_tokens import without_marks
@@ -295,12 +295,11 @@ class LLM(LoadedModel):
                 if output.fault is not None:
                     faults[output.request_id] = output.fault
                 num_ended += result.finished
-            bar.set_postfix_str(progress.shown(), refresh=False)
             return num_ended
 
         with _bar("req", use_tqdm) as bar:
-            progress = _Progress(self.counters, bar)
-            self._steps.run(prompts, submit, hear, bar)
+            progress = PromptBar(self.counters, bar)
+            self._steps.run(prompts, submit, hear, progress)
         listed = [*results.values()]
         for index, reason in refusals.reasons.items():
             listed[index].outputs, listed[index].error = [], reason
@@ -357,28 +356,3 @@ class _GivenPrompts:
 
 def _bar(unit: str, is_shown: bool) -> "tqdm[Any]":
     return tqdm(total=0, unit=unit, disable=not is_shown, miniters=0, dynamic_ncols=True)
-
-
-class _Progress:
-    """What a call's bar says besides the number of answers."""
-
-    def __init__(self, counters: Counters, bar: "tqdm[Any]") -> None:
-        self._counters = counters
-        self._bar = bar
-        self._num_prompt = 0  # tokens of all prompts
-        self._prefilled = counters.computed_tokens + counters.cached_tokens
-        self._decoded = counters.decoded_tokens
-
-    def add(self, result: RequestOutput) -> None:
-        self._num_prompt += len(result.prompt_token_ids) * len(result.outputs)
-
-    def shown(self) -> str:
-        counters = self._counters
-        prefilled = counters.computed_tokens + counters.cached_tokens - self._prefilled
-        done = min(self._num_prompt, prefilled)
-        seconds = max(self._bar.format_dict["elapsed"], 1e-9)
-        rate = (counters.decoded_tokens - self._decoded) / seconds
-        return (
-            f"{done:,}/{self._num_prompt:,} prompt tok, {counters.saving_ratio:.0%} saved, "
-            f"{rate:.0f} tok/s out"
-        )

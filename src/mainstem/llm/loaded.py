@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import NoReturn, Self
+from typing import NoReturn, Self, Unpack
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from mainstem.text.sessions import SessionLimits, Sessions, said_before, spoken_
 from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
 from mainstem.vllm_names import SamplingParams as ScriptSamplingParams
-from mainstem.vllm_names import own_arguments
+from mainstem.vllm_names import VllmArguments, own_arguments
 
 
 class LoadedModel:
@@ -87,7 +87,7 @@ class LoadedModel:
         store_save: str = "decoding",
         store_fetch: str = "auto",
         preload: str = "auto",
-        **others: object,
+        **others: Unpack[VllmArguments],
     ) -> None:
         """Settings have the same meaning as the flags of the same names (docs/settings.md).
         `others` are arguments of vLLM: accepted if they mean the same here, otherwise refused

@@ -2,10 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from mainstem.core.ids import RequestId
 from mainstem.core.plan import Prompts
@@ -17,6 +16,13 @@ from mainstem.text.text_engine import TextEngine
 
 Submit = Callable[[RequestId, int | None], bool]  # gets the plan place; False: it was refused
 Hear = Callable[[list[Output]], int]  # gets a step's outputs; returns how many prompts ended
+
+
+class Bar(Protocol):
+    """What shows how many prompts have ended: a bar of tqdm, say."""
+
+    def reset(self, total: int) -> object: ...
+    def update(self, n: int) -> object: ...
 
 
 class SharedSteps:
@@ -65,7 +71,7 @@ class SharedSteps:
             self.step()
 
     def run(
-        self, prompts: Mapping[RequestId, Int32s], submit: Submit, hear: Hear, bar: "tqdm[Any]"
+        self, prompts: Mapping[RequestId, Int32s], submit: Submit, hear: Hear, bar: Bar
     ) -> None:
         """Submit the prompts of a call in the order to run, and step until all have ended. After
         an error or Ctrl-C none of them runs on."""

@@ -37,7 +37,7 @@ def load_cpu_runner(
     if model.threads is not None:
         torch.set_num_threads(model.threads)
     available = available_bytes()
-    context = context_of(origin.spec, config.sched.max_model_len)
+    context = context_of(origin.spec, config)
     spec = origin.spec.at_context(context)
     dtype = compute_dtype(model.dtype, spec.dtype)
     if model.quantize is Quantize.INT8:

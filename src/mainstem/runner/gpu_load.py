@@ -56,7 +56,7 @@ def load_gpu_runner(
         raise ConfigError("deterministic is not supported for recurrent layers yet")
     if model.threads is not None:
         torch.set_num_threads(model.threads)
-    context = context_of(origin.spec, config.sched.max_model_len)
+    context = context_of(origin.spec, config)
     spec = origin.spec.at_context(context)
     part = part_of(spec, ranks.shard)
     dtype = _dtype(model, spec)

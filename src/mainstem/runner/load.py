@@ -36,13 +36,13 @@ def load_runner(
 def _warn_of_long_factors(spec: ModelSpec, config: EngineConfig) -> None:
     """Say that LongRoPE's long factors are used for short requests, too. transformers uses the
     short factors for them."""
-    context = context_of(spec, config.sched.max_model_len)
+    context = context_of(spec, config)
     for rope in spec.ropes:
         if rope.scaling is RopeScaling.LONGROPE and context > rope.original_positions:
             log.warning(
                 "LongRoPE: requests of every length use the factors for contexts of more than %d "
-                "tokens. If all your requests are shorter, start with --max-model-len %d, which "
-                "uses the factors for short contexts",
+                "tokens. If all your requests are shorter, start with --max-model-len %d: then the "
+                "factors for short contexts are used",
                 rope.original_positions,
                 rope.original_positions,
             )

@@ -129,15 +129,18 @@ def make_facts(
     )
 
 
-def context_of(spec: ModelSpec, max_model_len: int | None) -> int:
-    """Return the maximum tokens of prompt and answer together; raises ConfigError if the model has
-    fewer positions."""
-    context = spec.max_positions if max_model_len is None else max_model_len
+def context_of(spec: ModelSpec, config: EngineConfig) -> int:
+    """Return the maximum tokens of prompt and answer together: max_model_len, or what kv_tokens has
+    room for if that is less. Raises ConfigError if the model has fewer positions."""
+    given, cache = config.sched.max_model_len, config.cache
+    context = spec.max_positions if given is None else given
     if context > spec.max_positions:
         raise ConfigError(
             f"max_model_len={context} is more than the model's {spec.max_positions} positions"
         )
-    return context
+    if cache.kv_tokens is None:
+        return context
+    return min(context, cache.num_pages(0, 0) * cache.page_size)
 
 
 def _identity(

@@ -3,7 +3,6 @@
 messages --chat_template--> text --parts--> ids ... ids --answer_stream--> text
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from mainstem.text.control_tokens import (
 from mainstem.text.incremental import ByteDecoder, IncrementalDecoder, TokenAlphabet, WindowDecoder
 from mainstem.text.parts import PartEncoder, Pending, encode_whole
 from mainstem.text.token_bound import TokenBound
+from mainstem.text.tokenizer_files import load_backend, read_json
 
 GENERATION_FILE = "generation_config.json"
 SETTINGS_FILE = "tokenizer_config.json"
@@ -84,19 +84,13 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Read a model folder; chats use the template in the file `template`, if one is given.
 
-        Raises ModelNotFound when tokenizer.json is unusable, or a template is not valid.
+        Raises ModelNotFound when there is no usable tokenizer, or a template is not valid.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelNotFound(f"{folder} has no tokenizer.json, the only tokenizer format read")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises plain Exception
-            raise ModelNotFound(f"{path} cannot be read: {error}") from error
+        settings = read_json(folder / SETTINGS_FILE)
+        special = _special_tokens(settings, read_json(folder / "special_tokens_map.json"))
+        backend = load_backend(folder, settings, special)
         backend.no_padding()  # published files contain settings for training
         backend.no_truncation()
-        settings = _read_json(folder / SETTINGS_FILE)
-        special = _special_tokens(settings, _read_json(folder / "special_tokens_map.json"))
         return cls(
             backend,
             _eos_ids(folder, backend, special),
@@ -313,19 +307,6 @@ def check_unicode(field: str, text: str) -> None:
         raise InvalidRequest(field, "is not valid Unicode (lone surrogates)") from error
 
 
-def _read_json(path: Path) -> dict[str, object]:
-    """Read a JSON object; an empty one if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelNotFound(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelNotFound(f"{path} does not hold a JSON object")
-    return value
-
-
 def _special_tokens(settings: JsonView, special_map: JsonView) -> dict[str, str]:
     """Return role ("eos_token") -> text. In the file a value is a string, or an object with a
     `content`."""
@@ -347,7 +328,7 @@ def _eos_ids(
     """
     ids: set[int] = set()
     for name in (GENERATION_FILE, "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        value = read_json(folder / name).get("eos_token_id")
         listed = value if isinstance(value, list) else [value]
         ids.update(token_id for token_id in listed if isinstance(token_id, int))
         if ids:
@@ -360,7 +341,7 @@ def _eos_ids(
 
 def _advice(folder: Path) -> dict[str, object]:
     """Return the fields of SamplingParams that generation_config.json sets."""
-    advice = _read_json(folder / GENERATION_FILE)
+    advice = read_json(folder / GENERATION_FILE)
     return {name: advice[name] for name in ADVISED if advice.get(name) is not None}
 
 
@@ -385,7 +366,7 @@ def _templates(folder: Path, settings: JsonView) -> dict[str, str]:
         found = _listed_templates(folder / SETTINGS_FILE, settings)
     if not found:
         path = folder / "chat_template.json"
-        found = _listed_templates(path, _read_json(path))
+        found = _listed_templates(path, read_json(path))
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
         found[path.stem] = _own_template(path)["default"]
     return found

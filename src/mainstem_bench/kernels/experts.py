@@ -16,7 +16,6 @@ steps the weights come from memory, not from the cache. --sweep times other tile
 --checks-only only checks.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mainstem.cli.parser import Parser
 from mainstem.kernels.dense.invariant import Tile, matmul
 from mainstem.kernels.experts import reference
 from mainstem.kernels.experts.choose import choose, hopper_kernels
@@ -442,7 +442,7 @@ def sweep(report: TimingLines, deadline: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     parser.add_argument("--checks-only", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=60.0)

@@ -7,7 +7,6 @@ Prints one JSON line per result, in microseconds. Inputs are used in turn, so th
 memory and not from the cache.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mainstem.cli.parser import Parser
 from mainstem.core.request import SamplingParams
 from mainstem.core.step import SampleBatch
 from mainstem.kernels.dense import invariant, reference
@@ -498,7 +498,7 @@ def run_checks(checks: Mapping[str, Callable[[], None]]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     parser.add_argument("--checks-only", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

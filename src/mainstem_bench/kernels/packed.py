@@ -9,7 +9,6 @@ weights are used in turn, so that they come from memory. A graph of several prod
 share.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mainstem.cli.parser import Parser
 from mainstem.kernels.dense.fp8 import Fp8Linear, quantize_rows
 from mainstem.kernels.dense.fp8_blocks import Fp8BlockLinear, quantize_groups
 from mainstem.kernels.dense.int4 import (
@@ -307,7 +307,7 @@ PARTS = {"int4": bench_int4, "experts": bench_experts, "fp8": bench_fp8}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--only", choices=list(PARTS))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--warm", metavar="I/N")

@@ -21,6 +21,7 @@ from time import perf_counter
 
 import torch
 
+from mainstem.cli.parser import Parser
 from mainstem.core.errors import ConfigError, MainstemError
 from mainstem.core.tables import table
 from mainstem_bench.paper.item import Item, Line, Outcome, Settings, Verdict, Where
@@ -34,14 +35,14 @@ DEFAULT_RESULTS = Path("out/paper")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench paper",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("items", nargs="*", metavar="ITEM", help="relay-fig7, relay, all")
     made.add_argument(
-        "--list", action="store_true", help="list the items and the seconds that each takes"
+        "--list", action="store_true", help="list the items and the minutes that each takes"
     )
     made.add_argument("--quick", action="store_true", help="tiny models on a CPU")
     made.add_argument(
@@ -105,7 +106,7 @@ def _check_model(args: argparse.Namespace, items: list[Item]) -> None:
 
 
 def listing() -> str:
-    """Every item with the seconds that it takes."""
+    """Every item with the minutes that it takes."""
     header = ["item", "what", "needs", "full, min", "quick, min"]
     rows = [
         [

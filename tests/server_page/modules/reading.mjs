@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-const { stateWords, stepWords, waitWords } = await import(`${process.env.PAGE}/reading.js`);
+const { nameOf, stateWords, stepWords, waitWords } = await import(`${process.env.PAGE}/reading.js`);
 
 const own = { id: "own", prompt_tokens: 3049, output_tokens: 0, state: "running" };
 const live = (fields) => ({ recent: [{ id: "other", state: "running" }, { ...own, ...fields }] });
@@ -39,4 +39,13 @@ test("only a long step is shown", () => {
   for (const step of [undefined, null, { tokens: 4, seconds: 0.02 }]) {
     assert.equal(stepWords(step), "");
   }
+});
+
+test("requests are named by API and number, which no other request has", () => {
+  const name = (id) => nameOf({ id });
+  assert.equal(name("chatcmpl-0123456789abcdef00000000"), "chat 1");
+  assert.equal(name("score-fedcba987654321000000000"), "score 1");
+  assert.equal(name("msg_0123456789abcdef0000000a"), "message 11");
+  assert.equal(name(`resp_${"ab".repeat(23)}cd`), "response ababcd");
+  assert.equal(name("<b>something</b>"), "hing</b>");
 });

@@ -1,12 +1,15 @@
 // The conversation: what was said, the answer as it streams, and what it cost.
 
 import { copyButton } from "./copy.js";
+import { startHistory } from "./history.js";
 import { count, rate, seconds } from "./numbers.js";
 import { waitWords } from "./reading.js";
 import { payloads, reasonOf } from "./replies.js";
 import { drawer } from "./said.js";
+import { startSettings } from "./settings.js";
 import {
-  dividerBefore, dropUnanswered, endTurn, load, messagesBefore, newTalk, save,
+  dividerBefore, dropUnanswered, endTurn, idOf, load, loadTab, messagesBefore, newTalk, save,
+  saveTab,
 } from "./talks.js";
 
 const byId = (id) => document.getElementById(id);
@@ -14,19 +17,36 @@ const byId = (id) => document.getElementById(id);
 export function startChat(server) {
   const log = byId("log");
   const text = byId("text");
-  const kept = load(sessionStorage);
-  let talk = kept?.talk ?? newTalk();
-  const talks = kept?.talks ?? []; // the latest begun first
-  if (!talks.includes(talk)) talks.unshift(talk);
+  const settings = startSettings({ onSystem: (prompt) => { talk.system = prompt; } });
+  const { tab, id: lastId, draft } = loadTab(sessionStorage);
+  let talk = load(localStorage, lastId, tab) ?? newTalk(settings.system());
+  const deleted = new Set(); // ids; they are kept again only if a question is asked
+  const history = startHistory({
+    tab,
+    shown: () => talk,
+    onChoose: (id) => {
+      const chosen = id === talk.id ? null : load(localStorage, id, tab);
+      if (chosen) goTo(chosen);
+    },
+    onDelete: (ids) => {
+      for (const id of ids) deleted.add(id);
+      if (ids.includes(talk.id)) startOver();
+    },
+  });
   let model = null;
   let live = null; // what /live answered last
   let running = null; // the AbortController of the answer in progress
   let drawWait = () => {}; // says what the answer in progress waits for
 
+  /** Keep the conversation, after a change. */
   function keep() {
-    const isKept = save(sessionStorage, { talks, talk, draft: text.value });
+    const isKept = !talk.turns.length || deleted.has(talk.id) || save(localStorage, talk);
     byId("not-kept").hidden = isKept;
+    history.draw();
+    keepTab();
   }
+
+  const keepTab = () => saveTab(sessionStorage, { tab, id: talk.id, draft: text.value });
 
   // --- what is shown ---------------------------------------------------------------------------
 
@@ -127,13 +147,11 @@ export function startChat(server) {
     const app = chosenApp();
     const sessionId = talk.id;
     const base = await findModel(signal);
-    const temperature = byId("temperature").value; // "": the server's default for the model
     return {
       model: app ? `${base}:${app}` : base,
       session_id: sessionId,
       messages,
-      temperature: temperature === "" ? null : Number(temperature),
-      max_tokens: Number(byId("max-tokens").value),
+      ...settings.chosen(),
       stream: true,
       stream_options: { include_usage: true },
     };
@@ -144,7 +162,8 @@ export function startChat(server) {
    * when the new answer has ended or was stopped by the user.
    */
   async function answer(earlier = "") {
-    const turn = { role: "assistant", content: "", state: "open", note: "", earlier };
+    const turn = { role: "assistant", content: "", state: "open", note: "", earlier, tab };
+    const answered = talk; // another one may be shown when the answer ends
     talk.turns.push(turn);
     const messages = messagesBefore(talk, turn);
     keep();
@@ -171,9 +190,10 @@ export function startChat(server) {
     let finish = null;
     let failure = null;
     let isThinking = null; // until the first token
-    drawWait = () => {
+    const drawOwnWait = () => {
       if (first === null) note.textContent = waitWords(live, id);
     };
+    drawWait = drawOwnWait;
     drawWait();
     toEnd();
     try {
@@ -211,19 +231,19 @@ export function startChat(server) {
     } catch (error) {
       failure = error;
     }
-    drawWait = () => {};
+    if (drawWait === drawOwnWait) drawWait = () => {};
     const wasStopped = signal.aborted;
     const isFailed = failure && !wasStopped;
     const words = isFailed
-      ? failure.message || "The server cannot be reached."
+      ? failure.message || "The answer failed."
       : describe({ began, first, last, usage, finish, wasStopped });
     endTurn(turn, wasStopped ? "stopped" : isFailed ? "failed" : "done", words);
     draw();
     const follow = isAtEnd();
     shown.classList.remove("streaming");
-    setRunning(null);
+    if (running === controller) setRunning(null);
+    if (answered !== talk) return; // it was kept when the user went to another one
     keep();
-    if (!shown.isConnected) return; // another conversation is shown
     showEnd(parts, turn);
     if (follow) toEnd();
     byId("announce").textContent = isFailed ? turn.note : turn.content;
@@ -232,7 +252,7 @@ export function startChat(server) {
 
   /** Answer the last question once more, in place of this answer. */
   function answerAgain(turn) {
-    if (running || talk.turns.at(-1) !== turn || !areSettingsValid()) return;
+    if (running || talk.turns.at(-1) !== turn || !settings.areValid()) return;
     talk.turns.pop();
     talk.app = chosenApp();
     talk.turns.at(-1).app = talk.app;
@@ -261,17 +281,9 @@ export function startChat(server) {
 
   // --- what the user does ----------------------------------------------------------------------
 
-  function areSettingsValid() {
-    const wrong = ["temperature", "max-tokens"].map(byId).find((field) => !field.checkValidity());
-    if (!wrong) return true;
-    openSettings(true); // a hidden field cannot show what is wrong
-    wrong.reportValidity();
-    return false;
-  }
-
   function send() {
     const content = text.value.trim();
-    if (!content || running || !areSettingsValid()) return;
+    if (!content || running || !settings.areValid()) return;
     text.value = "";
     fitText();
     talk.app = chosenApp();
@@ -281,39 +293,36 @@ export function startChat(server) {
     talk.turns.push(question);
     if (last && !talk.turns.includes(last)) drawTalk();
     else addQuestion(question);
-    drawTalks();
+    deleted.delete(talk.id);
     answer();
   }
 
-  /** Begin a new conversation; the user can go back to this one. */
+  /** Begin a new conversation, with this one's app and system prompt. */
   function startOver() {
-    const empty = talks.find(({ turns }) => !turns.length) ?? newTalk();
-    if (!talks.includes(empty)) talks.unshift(empty);
-    empty.app = chosenApp();
-    goTo(empty);
+    const made = newTalk(talk.system);
+    made.app = chosenApp();
+    goTo(made);
   }
 
   function goTo(other) {
-    running?.abort();
+    stop();
     talk = other;
+    settings.setSystem(talk.system ?? "");
     chooseApp();
     drawTalk();
-    drawTalks();
-    keep();
+    keepTab();
+    history.draw();
     text.focus();
   }
 
-  /** Offer the conversations of this tab, each named by its first words. */
-  function drawTalks() {
-    const named = ({ id, turns }) => new Option(turns[0]?.content.slice(0, 40) ?? "new", id);
-    byId("session").replaceChildren(...talks.map(named));
-    byId("session").value = talk.id;
-    byId("session-field").hidden = talks.length < 2;
-  }
-
-  function openSettings(isOpen) {
-    byId("settings").hidden = !isOpen;
-    byId("settings-button").setAttribute("aria-expanded", String(isOpen));
+  /** End the answer in progress, whatever the server does. */
+  function stop() {
+    if (!running) return;
+    running.abort();
+    setRunning(null);
+    const open = talk.turns.at(-1); // only its end is missing
+    endTurn(open, "stopped", "stopped");
+    keep();
   }
 
   byId("composer").addEventListener("submit", (event) => {
@@ -328,29 +337,40 @@ export function startChat(server) {
   });
   text.addEventListener("input", fitText);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") running?.abort();
+    if (event.key === "Escape" && !byId("metrics").open) running?.abort();
   });
   byId("stop").addEventListener("click", () => {
     running?.abort();
     text.focus();
   });
-  byId("new").addEventListener("click", startOver);
-  byId("session").addEventListener("change", (event) => {
-    goTo(talks.find(({ id }) => id === event.target.value));
+  byId("new").addEventListener("click", () => {
+    history.close();
+    startOver();
   });
-  byId("settings-button").addEventListener("click", () => openSettings(byId("settings").hidden));
-
   byId("app").addEventListener("change", () => {
     talk.app = byId("app").value;
     keep();
   });
   // the browser closes connections when the page is left: that is no failure
   window.addEventListener("pagehide", () => {
-    keep();
-    running?.abort();
+    stop();
+    keepTab();
   });
   document.addEventListener("visibilitychange", () => {
-    if (document.hidden) keep(); // a phone may end the tab without another event
+    if (document.hidden) keepTab(); // a phone may end the tab without another event
+    if (document.hidden && running) keep();
+  });
+  window.addEventListener("storage", ({ key, newValue }) => {
+    const id = idOf(key);
+    history.draw();
+    if (id !== talk.id) return;
+    const changed = newValue && load(localStorage, id, tab);
+    if (!changed) deleted.add(id); // by another tab; it stays in view here
+    else if (!running) {
+      talk = changed;
+      settings.setSystem(talk.system ?? "");
+      drawTalk();
+    }
   });
 
   /** Choose the app of this conversation, if the server still has it. */
@@ -370,12 +390,10 @@ export function startChat(server) {
     byId("app-field").hidden = names.length === 0;
   }
 
-  if (kept) {
-    text.value = kept.draft;
-    fitText();
-    drawTalk();
-    drawTalks();
-  }
+  text.value = draft;
+  settings.setSystem(talk.system ?? "");
+  fitText();
+  drawTalk();
 
   /** Take in what /live answered. */
   function look(news) {

@@ -1,7 +1,7 @@
 // The live view: asks /live once a second while the page is in view, and draws the reply.
 
 import { count, duration, percent, rate, seconds } from "./numbers.js";
-import { stateWords, stepWords } from "./reading.js";
+import { nameOf, stateWords, stepWords } from "./reading.js";
 
 const EACH_MS = 1000;
 const SLOW_MS = 5000; // after a failure
@@ -138,7 +138,7 @@ function drawRecent(recent) {
       ...[...recent].reverse().map((request) => {
         const row = element("tr", request.state);
         const name = element("td");
-        const label = element("span", "id", request.id.slice(-8));
+        const label = element("span", "id", nameOf(request));
         label.title = request.id;
         name.append(label);
         if (request.app) name.append(" ", element("span", "tag", request.app));
@@ -177,10 +177,37 @@ function startTips() {
   }
 }
 
+/** Buttons do what hovering does on a desktop: all explanations at once. */
+function startExplaining() {
+  const button = byId("explain");
+  button.addEventListener("click", () => {
+    const isShown = document.querySelector(".live").classList.toggle("explained");
+    button.setAttribute("aria-pressed", String(isShown));
+  });
+}
+
+/** Show that nothing is known about the present; what was counted so far stays. */
+function drawLost(last, since) {
+  byId("stale").hidden = false;
+  const time = since.toLocaleTimeString(undefined, { timeStyle: "medium" });
+  setText("stale", `No connection since ${time}; trying again. The totals below are the last ones.`);
+  for (const id of ["rate", "running"]) setText(id, "\u2013");
+  for (const id of ["waiting", "step", "uptime"]) setText(id, "");
+  drawStems([]);
+  byId("stems-empty").hidden = true;
+  const isOpen = ({ state }) => state === "running" || state === "waiting";
+  drawRecent(last.recent.map((each) => (isOpen(each) ? { ...each, state: "not known" } : each)));
+}
+
 export function startLive(server, { onLook }) {
   const points = [];
+  let last = null; // what /live answered last
+  let lastSeen = null; // when
 
   function draw(live) {
+    last = live;
+    lastSeen = new Date();
+    byId("stale").hidden = true;
     setState("up", live.running ? "busy" : "idle");
     setText("model", live.model);
     setText("uptime", `up ${duration(live.uptime_s)}`);
@@ -212,6 +239,8 @@ export function startLive(server, { onLook }) {
           await server.keyGiven();
         } else {
           setState("down", "not reachable");
+          points.length = 0;
+          if (last) drawLost(last, lastSeen);
           await sleep(SLOW_MS);
         }
       }
@@ -219,5 +248,6 @@ export function startLive(server, { onLook }) {
   }
 
   startTips();
+  startExplaining();
   watch();
 }

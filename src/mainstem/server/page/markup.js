@@ -1,82 +1,53 @@
-// Code in an answer: fenced blocks and inline spans. Everything else stays as it was written.
+// An answer's Markdown as data: said.js makes elements of it, from text nodes only.
 //
-// Pure functions from text to data; said.js makes elements of it, from text nodes only.
+// Only marked's lexer is used, never its HTML: what a model wrote as HTML stays text, and a link
+// leads only to addresses that `safeLink` accepts.
 
-const FENCE = /^([ \t]*)(`{3,}|~{3,})(.*)$/;
+import { Lexer } from "./marked.js";
+
+const OPTIONS = { gfm: true, breaks: true };
+const INVISIBLE = new Set(["space", "def"]);
+const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
+const MAX_NESTED = 100; // levels of quotes and lists; deeper text is shown as it was written
 
 /**
- * The blocks of an answer, in order: {kind: "text", text} and {kind: "code", text, language}.
- * A block whose closing fence has not come yet runs to the end, so that a stream can be drawn.
+ * The blocks of an answer, in order, as marked's tokens. A block that is not complete yet runs to
+ * the end, so that a stream can be drawn.
  */
 export function blocksOf(text) {
-  const blocks = [];
-  let lines = [];
-  let fence = null; // of the open code block: {indent, marks, language}
-  const close = () => {
-    const joined = lines.join("\n");
-    lines = [];
-    if (fence) blocks.push({ kind: "code", text: joined, language: fence.language });
-    else if (joined.trim()) blocks.push({ kind: "text", text: joined.replace(/^\n+/, "").trimEnd() });
-  };
-  for (const line of text.split("\n")) {
-    const [, indent, marks, info] = FENCE.exec(line) ?? [];
-    const isFence = marks !== undefined && !(marks[0] === "`" && info.includes("`"));
-    if (!fence && isFence) {
-      close();
-      fence = { indent, marks, language: info.trim().split(/\s/)[0] };
-    } else if (fence && isFence && marks.startsWith(fence.marks) && !info.trim()) {
-      close();
-      fence = null;
-    } else if (fence && line.startsWith(fence.indent)) {
-      lines.push(line.slice(fence.indent.length)); // a block within a list is indented as a whole
-    } else {
-      lines.push(line);
-    }
+  if (isTooDeep(text)) return [plain(text)];
+  try {
+    return new Lexer(OPTIONS).lex(text).filter(({ type }) => !INVISIBLE.has(type));
+  } catch {
+    return [plain(text)];
   }
-  close();
-  return blocks;
 }
 
-/**
- * A text in parts {isCode, text}: a code span is closed by as many backticks as opened it, on
- * the same line. Backticks without a partner stay text.
- */
-export function partsOf(text) {
-  const parts = [];
-  const add = (isCode, piece) => {
-    const last = parts.at(-1);
-    if (last && last.isCode === isCode && !isCode) last.text += piece;
-    else if (piece) parts.push({ isCode, text: piece });
-  };
-  text.split("\n").forEach((line, index) => {
-    if (index) add(false, "\n");
-    let end = 0; // the line is added up to here
-    for (const [open, close] of spans(line)) {
-      add(false, line.slice(end, open.index));
-      const inside = line.slice(open.index + open[0].length, close.index);
-      add(true, /^ .*[^ ].* $/.test(inside) ? inside.slice(1, -1) : inside);
-      end = close.index + close[0].length;
-    }
-    add(false, line.slice(end));
+const plain = (text) => ({ type: "text", raw: text, text });
+
+/** marked reads nested quotes and lists by recursion. */
+function isTooDeep(text) {
+  return text.split("\n").some((line) => {
+    const marks = /^(?:\s*(?:>|[-*+]\s|\d+[.)]\s))*/.exec(line)[0];
+    return marks.replace(/\s|\d/g, "").length > MAX_NESTED;
   });
-  return parts;
 }
 
-/** The pairs of backtick runs that enclose code, in one pass over the line's runs. */
-function spans(line) {
-  const runs = [...line.matchAll(/`+/g)];
-  const partner = new Map(); // a run's index -> the next run of the same length
-  const nextOfLength = new Map();
-  for (let i = runs.length - 1; i >= 0; i -= 1) {
-    partner.set(i, nextOfLength.get(runs[i][0].length));
-    nextOfLength.set(runs[i][0].length, i);
+/** A text token's characters: marked leaves references such as &lt; as they are. */
+export function plainText(text) {
+  return text.replace(/&(?:#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6})|(\w+));/g, (all, tens, hex, name) => {
+    if (name) return NAMED[name] ?? all;
+    const code = tens ? Number(tens) : parseInt(hex, 16);
+    return code > 0 && code <= 0x10ffff ? String.fromCodePoint(code) : all;
+  });
+}
+
+/** The address that a link may lead to, or null: only the web and mail, never a script. */
+export function safeLink(address) {
+  try {
+    const url = new URL(plainText(address));
+    return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
+  } catch {
+    return null; // relative, or not an address
   }
-  const found = [];
-  for (let i = 0; i < runs.length; i += 1) {
-    const close = partner.get(i);
-    if (close === undefined) continue;
-    found.push([runs[i], runs[close]]);
-    i = close;
-  }
-  return found;
 }

@@ -5,6 +5,8 @@
 import { startChat } from "./chat.js";
 import { refusal } from "./key.js";
 import { startLive } from "./live.js";
+import { startMetrics } from "./metrics.js";
+import { fetchOrSay } from "./replies.js";
 import { startScoring } from "./scoring.js";
 
 const KEY_NAME = "mainstem-key";
@@ -20,8 +22,9 @@ async function ask(path, options = {}) {
   const key = sessionStorage.getItem(KEY_NAME);
   const headers = { ...options.headers };
   if (key) headers.Authorization = `Bearer ${key}`;
-  const reply = await fetch(path, { ...options, headers });
+  const reply = await fetchOrSay(path, { ...options, headers });
   if (reply.status === 401) {
+    showChangeKey();
     if (key === sessionStorage.getItem(KEY_NAME)) {
       byId("key-cancel").hidden = true; // nothing works without a key
       showKeyField(key ? "The server did not accept this key." : "This server asks for a key.");
@@ -30,6 +33,9 @@ async function ask(path, options = {}) {
   }
   return reply;
 }
+
+/** Without a key that was given or asked for there is none to change. */
+const showChangeKey = () => { byId("change-key").hidden = false; };
 
 function showKeyField(hint) {
   byId("key-hint").textContent = hint;
@@ -47,6 +53,7 @@ function hideKeyField() {
 function startKey() {
   const stored = sessionStorage.getItem(KEY_NAME);
   if (stored !== null && refusal(stored)) sessionStorage.removeItem(KEY_NAME);
+  else if (stored !== null) showChangeKey();
   byId("key").addEventListener("submit", (event) => {
     event.preventDefault();
     const key = byId("key-text").value.trim();
@@ -57,6 +64,7 @@ function startKey() {
       return;
     }
     sessionStorage.setItem(KEY_NAME, key);
+    showChangeKey();
     hideKeyField();
     const waiting = whenKeyed;
     whenKeyed = [];
@@ -118,3 +126,4 @@ const server = { ask, keyGiven, KeyNeeded };
 const chat = startChat(server);
 startScoring(server);
 startLive(server, { onLook: chat.look });
+startMetrics(server);

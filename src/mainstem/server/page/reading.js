@@ -17,6 +17,18 @@ export function waitWords(live, id) {
   return `reading ${count(own.prompt_tokens)} ${tokens}\u2026 ${readShare(own)}`.trim();
 }
 
+const KINDS = {
+  chatcmpl: "chat", cmpl: "completion", msg: "message", resp: "response", score: "score",
+};
+
+/** A short name of a request: its API and its number there, or the end of another id. */
+export function nameOf({ id }) {
+  const [, prefix, number] = /^([a-z]+)[-_][0-9a-f]{16}([0-9a-f]{8})$/.exec(id) ?? [];
+  if (KINDS[prefix]) return `${KINDS[prefix]} ${parseInt(number, 16) + 1}`;
+  const kind = KINDS[/^[a-z]+(?=[-_])/.exec(id)?.[0]];
+  return kind ? `${kind} ${id.slice(-6)}` : id.slice(-8);
+}
+
 /** The state of a request in the list. A client that left is no failure: its user stopped it. */
 export function stateWords(request) {
   if (request.state === "aborted") return "stopped";

@@ -41,18 +41,26 @@ function drawRow({ text, share, probability, logprob, tokens, isBest }) {
 export function startScoring(server) {
   const table = byId("score-table");
   const note = byId("score-note");
-  let isRunning = false;
+  let running = null; // the AbortController of the request in progress
+
+  function setRunning(controller) {
+    running = controller;
+    byId("score").hidden = controller !== null;
+    byId("score-stop").hidden = controller === null;
+  }
 
   function show(rows, words, isFailed = false) {
     table.hidden = rows.length === 0;
+    byId("score-legend").hidden = table.hidden;
     table.querySelector("tbody").replaceChildren(...rows.map(drawRow));
     note.textContent = words;
     note.classList.toggle("failed", isFailed);
   }
 
   async function score() {
-    if (isRunning) return;
-    isRunning = true;
+    if (running) return;
+    const controller = new AbortController();
+    setRunning(controller);
     show([], "scoring\u2026");
     const asked = scoreBody(byId("context").value, byId("choices").value, byId("app").value);
     const began = performance.now();
@@ -61,6 +69,7 @@ export function startScoring(server) {
         method: "POST",
         headers: { "Content-Type": "application/json" },
         body: JSON.stringify(asked),
+        signal: controller.signal,
       });
       if (!reply.ok) throw new Error(await reasonOf(reply));
       const scores = await reply.json();
@@ -68,11 +77,19 @@ export function startScoring(server) {
       const words = [usageWords(scores.usage), taken].filter(Boolean).join(" \u00b7 ");
       show(scoreRows(scores), words);
     } catch (error) {
-      show([], error.message || "The server cannot be reached.", true);
+      const isStopped = controller.signal.aborted;
+      show([], isStopped ? "stopped" : error.message, !isStopped);
       if (error instanceof server.KeyNeeded) server.keyGiven().then(score);
     }
-    isRunning = false;
+    setRunning(null);
   }
+
+  byId("score-stop").addEventListener("click", () => running?.abort());
+  byId("score-example").addEventListener("click", () => {
+    byId("context").value = "Question: What is the capital of France?\nAnswer:";
+    byId("choices").value = " Paris\n London\n Madrid";
+    score();
+  });
 
   byId("scoring").addEventListener("submit", (event) => {
     event.preventDefault();

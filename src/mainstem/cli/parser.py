@@ -1,0 +1,31 @@
+"""The parser of every command: flags are written in full, and errors are short."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from mainstem.core.spelling import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses abbreviated flags, which would change their meaning when a flag is added."""
+
+    def __init__(self, prog: str | None = None, **named: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, **named)
+
+    def parse_args(  # type: ignore[override]  # typeshed's overloads say the same
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Like argparse's; the error for unknown flags names those that were probably meant."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
+            hints = "".join(dict.fromkeys(did_you_mean(flag, known) for flag in flags))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}.{hints}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 and one line; the usage of a command with many flags would hide it."""
+        end = "" if message.endswith(("?", ".")) else "."
+        self.exit(2, f"{self.prog}: error: {message}{end} {self.prog} --help lists the flags\n")

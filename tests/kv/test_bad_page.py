@@ -1,0 +1,80 @@
+"""A damaged page on disk costs the history after it, never what is intact before it."""
+
+import os
+from contextlib import closing
+from pathlib import Path
+from sqlite3 import connect
+
+import numpy as np
+import pytest
+
+from mainstem.core.events import EventBus, PagesLoaded, PagesLost
+from mainstem.core.ids import PageKey
+from mainstem.kv.bytes.segments import ALIGNMENT
+from tests.builders import VOCAB, a_request, run_all
+from tests.fakes import fake_answer
+from tests.kv.tiered import Tiered, a_tiered_engine
+
+PAGE_SIZE = 4
+NUM_PAGES = 72  # read in three pieces
+CHAT = np.random.default_rng(1).integers(0, VOCAB, NUM_PAGES * PAGE_SIZE + 2).tolist()
+
+
+def open_engine(folder: Path, bus: EventBus | None = None, can_overlap: bool = False) -> Tiered:
+    return a_tiered_engine(
+        num_pages=256,
+        page_size=PAGE_SIZE,
+        num_slots=256,
+        num_records=256,
+        disk_dir=folder,
+        bus=bus,
+        can_overlap=can_overlap,
+    )
+
+
+def ask(tiered: Tiered, prompts: list[list[int]]) -> list[int]:
+    """Answer prompts at once and check the answers; returns cached tokens of each."""
+    requests = [a_request(prompt, 4) for prompt in prompts]
+    got = run_all(tiered.engine, requests)
+    cached = {output.request_id: output.num_cached_tokens for output in got.outputs}
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert got.tokens[str(request.request_id), 0] == fake_answer(prompt, 4, VOCAB)
+    return [cached[request.request_id] for request in requests]
+
+
+def damage(folder: Path, key: PageKey) -> None:
+    """Overwrite 4 bytes of a page."""
+    with closing(connect(folder / "index.sqlite")) as index:
+        (record,) = index.execute("SELECT record FROM pages WHERE key = ?", (key,)).fetchone()
+    with (folder / "0000.pages").open("rb+") as file:
+        os.pwrite(file.fileno(), b"\xff\xfe\xfd\xfc", record * ALIGNMENT + 8)
+
+
+@pytest.mark.parametrize("patience", [0, 3])
+@pytest.mark.parametrize("can_overlap", [False, True])
+@pytest.mark.parametrize("bad", [(0,), (1,), (20,), (32,), (20, 21, 40), (71,)])
+def test_pages_before_a_damaged_one_are_loaded(
+    bad: tuple[int, ...], can_overlap: bool, patience: int, tmp_path: Path
+) -> None:
+    tiered = open_engine(tmp_path)
+    ask(tiered, [CHAT])
+    chain = tiered.store.chain(np.array(CHAT, np.int32), b"")
+    tiered.engine.close()
+    for number in bad:
+        damage(tmp_path, chain.keys[number])
+    bus, lost, loaded = EventBus(), list[PagesLost](), list[PagesLoaded]()
+    bus.subscribe(PagesLost, lost.append)
+    bus.subscribe(PagesLoaded, loaded.append)
+    again = open_engine(tmp_path, bus, can_overlap)
+    again.copier.patience = patience
+    intact = PAGE_SIZE * bad[0]
+    cached = ask(again, [CHAT, [*CHAT[:200], 1]])
+    assert min(cached) == min(intact, 200), "one of them computes the page for both"
+    assert cached[0] >= intact
+    assert lost == [PagesLost(1, "disk", "checksum")] * len(bad)
+    assert sum(event.num_pages for event in loaded) >= bad[0]
+    assert ask(again, [CHAT])[0] >= NUM_PAGES * PAGE_SIZE
+    again.engine.flush()
+    again.engine.clear_device()
+    assert ask(again, [CHAT]) == [NUM_PAGES * PAGE_SIZE], "the damaged pages were saved again"
+    again.engine.close()
