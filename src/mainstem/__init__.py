@@ -22,6 +22,7 @@ from mainstem.vllm_names import SamplingParams
 if TYPE_CHECKING:
     from mainstem.async_llm import AsyncLLM
     from mainstem.llm import LLM
+    from mainstem.map_table import map
     from mainstem.text.grammar import StructuredOutputsParams
     from mainstem.text.results import AnswerPiece, CompletionOutput, Logprob, RequestOutput
     from mainstem.text.scoring import ChoiceScore, ScoreOutput
@@ -47,6 +48,7 @@ __all__ = [
     "Tokenizer",
     "UnsupportedModel",
     "__version__",
+    "map",
 ]
 
 # imported on first use: LLM and AsyncLLM import torch, the others the tokenizer's library
@@ -61,6 +63,7 @@ _LAZY = {
     "ScoreOutput": "mainstem.text.scoring",
     "StructuredOutputsParams": "mainstem.text.grammar",
     "Tokenizer": "mainstem.text.tokenizer",
+    "map": "mainstem.map_table",
 }
 
 keep_freed_memory()

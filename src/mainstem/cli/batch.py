@@ -192,6 +192,7 @@ class _FileInput:
         self.name = name
         self._source = InputFile(name)
         if self._source.is_same_file(output):
+            self._source.close()
             raise InvalidRequest("-o", "is the input itself")
 
     def lines(self, tokenizer: Tokenizer) -> RowSource:

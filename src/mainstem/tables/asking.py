@@ -84,8 +84,8 @@ class TextAnswer:
 
 
 class SchemaAnswer:
-    """JSON of a schema. If the schema is an object, each of its properties is a column; otherwise
-    the whole is one."""
+    """JSON of a schema. If the schema is an object, each of its properties is a column (and all are
+    required if it does not say which); otherwise the whole is one."""
 
     def __init__(self, schema: object, answer: str = "answer") -> None:
         """Raises InvalidRequest if the schema is not an object."""
@@ -99,6 +99,8 @@ class SchemaAnswer:
             if self._is_object
             else {answer: _kind_of(schema)}
         )
+        if self._is_object:
+            schema = {"required": [*named], **schema}
         described = {"name": "answer", "schema": schema, "strict": True}
         self.fields: JsonView = {
             "response_format": {"type": "json_schema", "json_schema": described}
