@@ -237,7 +237,11 @@ class LLM(LoadedModel):
         with self._call():
             if not self._steps.is_idle:
                 raise InvalidRequest("LLM", "has open streams; read them to their end first")
-            yield self.text_engine
+            try:
+                yield self.text_engine
+            finally:
+                if not self._is_closed:
+                    self._steps.settle()  # requests that were aborted end with a step
 
     @contextmanager
     def _call(self) -> Iterator[None]:
