@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "llm": "core plan engine text checkpoints vllm_names",
     "async_llm": "core text llm",
     "map_table": "core plan text wire batch tables llm",
-    "ray": "core plan checkpoints text wire batch server llm vllm_names",
+    "ray": "core plan checkpoints text wire batch tables server llm vllm_names map_table",
     "cli": "core plan kv checkpoints text wire batch tables server llm models runner ray",
     "mainstem_simulate": "core kv runner checkpoints ray cli",
 }

@@ -15,8 +15,7 @@ from mainstem.batch.windows import RowReader, WindowReader
 from mainstem.core.errors import InvalidRequest
 from mainstem.llm.llm import LLM
 from mainstem.plan.planner import PlanConfig
-from mainstem.tables.fields import Reorder
-from mainstem.tables.job import TableJob, Wish
+from mainstem.tables.job import TableJob, wish_for
 from mainstem.tables.memory import MemoryTable
 from mainstem.tables.results import HeldOutcomes, answer_columns
 from mainstem.text.parsers.formats import find_formats
@@ -56,13 +55,13 @@ def map(  # noqa: PLR0913  # by keyword, as the flags of `mainstem map`
 
     Raises InvalidRequest for a call that is wrong; a row without an answer gets an error instead.
     """
-    wish = Wish(
-        prompt=prompt,
+    wish = wish_for(
+        prompt,
         template=template,
         system=system,
-        is_chat=chat,
+        chat=chat,
         fields=fields,
-        reorder=_reorder(reorder),
+        reorder=reorder,
         answer=answer,
         schema=schema,
         choices=choices,
@@ -82,14 +81,6 @@ def map(  # noqa: PLR0913  # by keyword, as the flags of `mainstem map`
             outcomes = _run(job, engine, dict(sampling or {}), use_tqdm, lambda: llm.is_closed)
     cells = [outcomes.of(number) for number in range(1, job.num_rows + 1)]
     return given.with_answers(answer_columns(job.asking, answer), cells)
-
-
-def _reorder(text: str) -> Reorder:
-    try:
-        return Reorder(text)
-    except ValueError:
-        known = ", ".join(each.value for each in Reorder)
-        raise InvalidRequest("reorder", f"must be one of {known}, got {text!r}") from None
 
 
 def _run(

@@ -42,6 +42,37 @@ class Wish:
     may_score: bool = True
 
 
+def wish_for(  # noqa: PLR0913  # by keyword
+    prompt: str | None,
+    *,
+    template: str | None = None,
+    system: str | None = None,
+    chat: bool = True,
+    fields: Sequence[str] | None = None,
+    reorder: str = "columns",
+    answer: str = "answer",
+    schema: object = None,
+    choices: Sequence[str] | None = None,
+) -> Wish:
+    """What the arguments of `mainstem.map` ask; raises InvalidRequest for an unknown `reorder`."""
+    try:
+        kind = Reorder(reorder)
+    except ValueError:
+        known = ", ".join(each.value for each in Reorder)
+        raise InvalidRequest("reorder", f"must be one of {known}, got {reorder!r}") from None
+    return Wish(
+        prompt=prompt,
+        template=template,
+        system=system,
+        is_chat=chat,
+        fields=fields,
+        reorder=kind,
+        answer=answer,
+        schema=schema,
+        choices=choices,
+    )
+
+
 class TableJob:
     """A table, and what is asked of its rows. `prepare` comes before everything else."""
 
