@@ -1,5 +1,6 @@
 """The order of a table's columns, compared with every permutation."""
 
+from dataclasses import replace
 from itertools import permutations
 from math import prod
 
@@ -20,13 +21,17 @@ def computed(table: list[Column], orders: list[tuple[int, ...]]) -> int:
     seen: set[tuple[tuple[int, int], ...]] = set()
     total = 0
     for row, order in enumerate(orders):
-        prefix: tuple[tuple[int, int], ...] = ()
+        path: tuple[tuple[int, int], ...] = ()
         for number in order:
-            code = int(table[number].codes[row])
-            prefix += ((number, code),)
-            if prefix not in seen:
-                seen.add(prefix)
-                total += int(table[number].tokens[code])
+            column = table[number]
+            code = int(column.codes[row])
+            begin, path = (*path, (number, -1)), (*path, (number, code))
+            if begin not in seen:
+                seen.add(begin)
+                total += column.prefix
+            if path not in seen:
+                seen.add(path)
+                total += int(column.tokens[code]) - column.prefix
     return total
 
 
@@ -45,8 +50,9 @@ def tables(draw: st.DrawFn) -> list[Column]:
         if values and draw(st.booleans()):
             column = [code // 2 for code in values[-1]]  # the last column determines this one
         values.append(column)
-    sizes = st.lists(st.integers(0, 50), min_size=5, max_size=5)
-    return a_table(values, [draw(sizes) for _ in values])
+    sizes = st.lists(st.integers(8, 50), min_size=5, max_size=5)
+    table = a_table(values, [draw(sizes) for _ in values])
+    return [replace(column, prefix=draw(st.integers(0, 8))) for column in table]
 
 
 @given(tables())
@@ -123,6 +129,8 @@ def test_rows_with_a_dear_value_get_an_order_of_their_own() -> None:
 def test_a_column_without_tokens_for_a_value_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="must have an entry for every value"):
         Column(np.array([0, 3]), np.array([1, 1]))
+    with pytest.raises(InvalidRequest, match="must not be longer than a value"):
+        Column(np.array([0]), np.array([1]), prefix=2)
     with pytest.raises(InvalidRequest, match="same number of rows"):
         choose_order([Column(np.zeros(2, np.int64), np.ones(1, np.int64)), *a_table([[0]], [[1]])])
 

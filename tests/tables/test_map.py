@@ -416,11 +416,11 @@ def test_a_row_with_other_cells_than_the_header_is_refused(folder: Folder) -> No
 
 
 def test_bytes_that_are_not_utf8_stay_in_the_table(folder: Folder) -> None:
-    folder.input.write_bytes(b"review,product\ncaf\xe9,pen\nfine,b\xff\n")
+    folder.input.write_bytes(b"review,product\nna\xefve,pen\nfine,b\xff\n")
     assert folder.run() == 1
     rows = list(csv.reader(io.StringIO(folder.output.read_bytes().decode("latin-1"))))
-    assert [row[:2] for row in rows[1:]] == [["café", "pen"], ["fine", "bÿ"]]
-    assert rows[1][3] == r"invalid_row: review: the cell is not UTF-8: 'caf\\xe9'"
+    assert [row[:2] for row in rows[1:]] == [["naïve", "pen"], ["fine", "bÿ"]]
+    assert rows[1][3] == r"invalid_row: review: the cell is not UTF-8: 'na\\xefve'"
     assert rows[2][2:] == [chat_answer("Is fine ok?"), ""]
     folder.input.write_bytes(b"r\xe9view,product\n")
     with pytest.raises(InvalidRequest, match=r"the column .* is not UTF-8"):

@@ -74,5 +74,6 @@ def test_answers_of_20_rows_equal_those_of_single_prompts(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_answers_of_300_rows_equal_those_of_single_prompts(tmp_path: Path) -> None:
     check_answers(tmp_path, many_rows(300), LONG)

@@ -3,14 +3,17 @@
     prompt of a row:   value of column a | value of column b | value of column c
 
 Rows run sorted, so rows that agree in the first columns share the tokens of these values. The rows
-that agree in a set of columns S form groups, whatever the order within S. If column c is the last
-of S, its value is computed once per group, which saves
+that agree in a set of columns S form groups, whatever the order within S. If column c comes after
+the columns S, its value is computed once per group of S and c together. All values of a column may
+begin alike (at least with its name); this prefix is computed once per group of S. That saves
 
-    saving(S, c) = sum over groups of (rows - 1) * tokens of the group's value of c
+    saving(S, c) = spare(S) * prefix of c
+                   + sum over groups of (S, c) of (rows - 1) * other tokens of the group's value
 
-so the best order is found set by set, not permutation by permutation:
+where spare(S) is the number of rows minus that of groups. So the best order is found set by set, not
+permutation by permutation:
 
-    best(S) = max over c in S of  best(S without c) + saving(S, c)
+    best(S) = max over c in S of  best(S without c) + saving(S without c, c)
 
 Only groups of two rows or more are kept (a row that is alone shares nothing more), which makes
 deep sets cheap. A column that others determine does not divide groups; this is seen exactly, since
@@ -30,6 +33,7 @@ EXACT_COLUMNS = 12
 WINDOW = 5  # columns that are put in the best order together, after the greedy choice
 MANY_PICKS = 32  # values that `order_rows` gives an order of their own, at each level
 LEAST_PART = 64  # rows; fewer are not given an order of their own
+NONE = -1
 LEVELS = 3  # how often the rows of a value may be divided again
 
 
@@ -39,15 +43,18 @@ class Column:
 
     codes: Int64s  # [rows] a number for each value, from 0; equal for equal values
     tokens: Int64s  # [values] tokens of each value in a prompt
+    prefix: int = 0  # tokens that all values begin with
 
     def __post_init__(self) -> None:
+        if self.prefix < 0 or (len(self.tokens) and self.prefix > int(self.tokens.min())):
+            raise InvalidRequest("prefix", "must not be longer than a value")
         if len(self.codes) and int(self.codes.max(initial=0)) >= len(self.tokens):
             raise InvalidRequest("tokens", "must have an entry for every value")
 
     def of(self, rows: Int64s) -> "Column":
         """The column of a part of the rows."""
         values, codes = np.unique(self.codes[rows], return_inverse=True)
-        return Column(codes, self.tokens[values])
+        return Column(codes, self.tokens[values], self.prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +143,9 @@ class _Groups:
         return _Groups(self.rows[order[np.repeat(kept, counts)]], starts)
 
     def saving(self, column: Column) -> int:
-        """Tokens of `column`, in which the rows of each group agree, that are not computed."""
-        tokens = column.tokens[column.codes[self.rows[self.starts[:-1]]]]
+        """Tokens of `column`, in which the rows of each group agree, that are not computed, without
+        its prefix."""
+        tokens = column.tokens[column.codes[self.rows[self.starts[:-1]]]] - column.prefix
         return int((tokens * (np.diff(self.starts) - 1)).sum())
 
 
@@ -178,18 +186,30 @@ class _Search:
                     break
             else:
                 units.append([number])
-        return [tuple(unit) for unit in units]
+        # only the first of a unit is computed by groups that it divides
+        return [
+            tuple(sorted(unit, key=lambda number: -self.columns[number].prefix)) for unit in units
+        ]
 
     def _divide(self, groups: _Groups, unit: tuple[int, ...]) -> _Groups:
         self._room -= len(groups.rows)
         return groups.divide(self.columns[unit[0]])
 
     def _saving(self, groups: _Groups, unit: tuple[int, ...]) -> int:
-        return sum(groups.saving(self.columns[column]) for column in unit)
+        """What a unit saves, without the prefix of its first column; the rows of each group agree
+        in the unit."""
+        others = sum(self.columns[number].prefix for number in unit[1:])
+        return groups.spare * others + sum(groups.saving(self.columns[each]) for each in unit)
+
+    def _prefix(self, unit: tuple[int, ...]) -> int:
+        return self.columns[unit[0]].prefix
 
     def _exact(self, root: _Groups, units: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """The best order of `units` for rows that already agree as in `root`."""
-        savings: dict[int, list[int]] = {}  # by set of units, as bits: saving of each as the last
+        savings: dict[
+            int, list[int]
+        ] = {}  # by set of units, as bits: `_saving` of each as the last
+        spare = {0: root.spare}
 
         def visit(groups: _Groups, chosen: int, next_unit: int) -> None:
             for place in range(next_unit, len(units)):
@@ -197,6 +217,7 @@ class _Search:
                 if not len(divided.rows):
                     continue  # no larger set saves anything
                 together = chosen | 1 << place
+                spare[together] = divided.spare
                 savings[together] = [
                     self._saving(divided, unit) if together >> other & 1 else 0
                     for other, unit in enumerate(units)
@@ -204,14 +225,19 @@ class _Search:
                 visit(divided, together, place + 1)
 
         visit(root, 0, 0)
-        best, last = [0] * (1 << len(units)), [0] * (1 << len(units))
+        best, last = [0] * (1 << len(units)), [NONE] * (1 << len(units))
         none = [0] * len(units)
         for chosen in range(1, len(best)):
             saved = savings.get(chosen, none)
             # on a tie, the unit that was given last stays last
-            ends = (place for place in reversed(range(len(units))) if chosen >> place & 1)
-            last[chosen] = max(ends, key=lambda end: best[chosen & ~(1 << end)] + saved[end])
-            best[chosen] = best[chosen & ~(1 << last[chosen])] + saved[last[chosen]]
+            for end in reversed(range(len(units))):
+                before = chosen & ~(1 << end)
+                if before == chosen:
+                    continue
+                total = best[before] + saved[end]
+                total += spare.get(before, 0) * self._prefix(units[end])
+                if last[chosen] == NONE or total > best[chosen]:
+                    best[chosen], last[chosen] = total, end
         order: list[tuple[int, ...]] = []
         left = len(best) - 1
         while left:
@@ -236,7 +262,8 @@ class _Search:
                 spare: int = groups.spare,
             ) -> float:
                 others = sum(wishes.values()) - wishes[unit]
-                return self._saving(divided[unit], unit) + others * divided[unit].spare / spare
+                own = self._saving(divided[unit], unit) + spare * self._prefix(unit)
+                return own + others * divided[unit].spare / spare
 
             chosen = max(left, key=score)
             order.append(chosen)
@@ -270,6 +297,7 @@ class _Search:
     def _saved(self, groups: _Groups, order: Sequence[tuple[int, ...]]) -> int:
         saved = 0
         for unit in order:
+            saved += groups.spare * self._prefix(unit)
             groups = self._divide(groups, unit)
             saved += self._saving(groups, unit)
         return saved

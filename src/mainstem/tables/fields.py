@@ -125,13 +125,22 @@ class _ColumnScan:
         chars = sizes[firsts]
         lines = [readable(text) for text in self.sample]
         frame = len(tokenizer.encode(""))  # begin and end tokens of a prompt
-        counts = np.array([len(ids) - frame for ids in tokenizer.encode_batch(lines)], np.int64)
+        encoded = tokenizer.encode_batch(lines)
+        counts = np.array([len(ids) - frame for ids in encoded], np.int64)
         rate = counts.sum() / max(1, self.num_chars) if len(counts) else 1 / CHARS_PER_TOKEN
         tokens = np.maximum(1, np.rint(chars * rate)).astype(np.int64)
         tokens[chars == 0] = 0
         known = np.fromiter(map(hash, self.sample), np.int64, len(lines))
         tokens[np.searchsorted(values, known)] = counts
-        return Column(codes.astype(np.int64), tokens)
+        prefix = _common(min(encoded), max(encoded)) if len(encoded) > 1 else 0
+        prefix = max(0, min(prefix - frame, int(tokens.min())))
+        return Column(codes.astype(np.int64), tokens, prefix)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _line(name: str, cell: object) -> str:
