@@ -10,8 +10,8 @@ begin alike (at least with its name); this prefix is computed once per group of 
     saving(S, c) = spare(S) * prefix of c
                    + sum over groups of (S, c) of (rows - 1) * other tokens of the group's value
 
-where spare(S) is the number of rows minus that of groups. So the best order is found set by set, not
-permutation by permutation:
+where spare(S) is the number of rows minus that of groups. So the best order is found set by set,
+not permutation by permutation:
 
     best(S) = max over c in S of  best(S without c) + saving(S without c, c)
 
