@@ -22,7 +22,9 @@ from mainstem.vllm_names import SamplingParams
 if TYPE_CHECKING:
     from mainstem.async_llm import AsyncLLM
     from mainstem.llm import LLM
-    from mainstem.map_table import map
+
+    # not in __all__: `from mainstem import *` would hide Python's own `map`
+    from mainstem.map_table import map as map
     from mainstem.text.grammar import StructuredOutputsParams
     from mainstem.text.results import AnswerPiece, CompletionOutput, Logprob, RequestOutput
     from mainstem.text.scoring import ChoiceScore, ScoreOutput
@@ -48,7 +50,6 @@ __all__ = [
     "Tokenizer",
     "UnsupportedModel",
     "__version__",
-    "map",
 ]
 
 # imported on first use: LLM and AsyncLLM import torch, the others the tokenizer's library

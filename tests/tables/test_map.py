@@ -16,6 +16,7 @@ from mainstem.core.step import Step
 from mainstem.tables import fields
 from tests.builders import BEYOND
 from tests.fake_engines import FakeEngines, a_tokenizer, expected_text
+from tests.needs import is_here
 
 Row = dict[str, Any]
 HEADER = ["id", "review", "product"]
@@ -426,6 +427,33 @@ def test_bytes_that_are_not_utf8_stay_in_the_table(folder: Folder) -> None:
     folder.input.write_bytes(b"r\xe9view,product\n")
     with pytest.raises(InvalidRequest, match=r"the column .* is not UTF-8"):
         folder.run("--overwrite")
+
+
+def test_lone_surrogates_are_error_cells_and_can_be_written(folder: Folder) -> None:
+    folder.input = folder.path / "in.jsonl"
+    folder.input.write_text('{"review": "a\\ud800", "n": ["\\ud801"]}\n')
+    for name in ("out.csv", "out.jsonl", "out.parquet"):
+        if name != "out.parquet" or is_here("pyarrow"):
+            assert folder.run(output=folder.path / name) == 1
+    (row,) = folder.rows()
+    assert (row["review"], row["n"]) == (r"a\ud800", r'["\\ud801"]')
+    assert row["answer_error"].startswith("invalid_row: review: the cell is not UTF-8")
+    found = json.loads((folder.path / "out.jsonl").read_text())
+    assert (found["review"], found["n"]) == (r"a\ud800", [r"\ud801"])
+
+
+def test_a_table_that_changes_meanwhile_gets_no_answers(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.write(some_rows(6))
+    folder.engines.at_step = lambda _: folder.write(some_rows(7)[1:])
+    assert folder.run() == 1
+    assert not folder.output.exists()
+    assert "in.csv has changed while the job ran" in capsys.readouterr().err
+    folder.engines.at_step = None
+    assert folder.run("--resume") == 0
+    assert [row["id"] for row in folder.rows()] == ["1", "2", "3", "4", "5", "6"]
+    assert folder.rows()[0]["answer"] == chat_answer("Is text 1 ok?")
 
 
 def test_a_huge_cell_is_an_error_and_stays_in_the_table(folder: Folder) -> None:

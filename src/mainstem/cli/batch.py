@@ -174,6 +174,11 @@ class JobInput(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def output(self) -> str:
+        """The name of what the job makes, for the summary."""
+        ...
+
     def lines(self, tokenizer: Tokenizer) -> RowSource:
         """The rows, to be read once."""
         ...
@@ -189,7 +194,7 @@ class _FileInput:
     """A batch file, or standard input."""
 
     def __init__(self, name: str, output: str) -> None:
-        self.name = name
+        self.name, self.output = name, output
         self._source = InputFile(name)
         if self._source.is_same_file(output):
             self._source.close()
@@ -236,7 +241,7 @@ def run_job(
         _try_summary(args.summary_json)
     stop = StopSignals()
     with closing(open_input()) as given, ExitStack() as opened:
-        summary = Summary(given.name, args.output, config.model.model)
+        summary = Summary(given.name, given.output, config.model.model)
         out = opened.enter_context(AnswerFile(args.output, _existing(args)))
         engine = None if is_spread else load(config)
         tokenizer = load_words(config) if engine is None else engine.tokenizer

@@ -152,8 +152,8 @@ def _json_file(path: Path) -> object:
 class _TableInput:
     """A table as the input of a job."""
 
-    def __init__(self, name: str, job: TableJob) -> None:
-        self.name = name
+    def __init__(self, name: str, output: str, job: TableJob) -> None:
+        self.name, self.output = name, output
         self._job = job
 
     def lines(self, tokenizer: Tokenizer) -> TableRows:
@@ -190,8 +190,9 @@ def main(
         if target.is_complete():
             print(f"mainstem map: {args.output} is complete already", file=sys.stderr)
             return 0
+        given = _TableInput(args.table, args.output, job)
         args.output, args.resume = str(target.journal), target.resume
-        end = run_job(args, lambda: _TableInput(args.table, job), load, load_words)
+        end = run_job(args, lambda: given, load, load_words)
         return target.finish(end, job.asking, job.num_rows)
 
 

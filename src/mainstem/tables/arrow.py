@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.tables.asking import Kind
-from mainstem.tables.cells import cell_text, is_empty, json_value, readable
+from mainstem.tables.cells import MISSING, is_empty, json_value, readable
 from mainstem.tables.formats import Format
-from mainstem.tables.text import Row, check_names
+from mainstem.tables.text import Row, check_names, shown_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -147,18 +147,17 @@ class ArrowWriter:
 
 def array_of(pa: Any, values: Sequence[object], kind: Any) -> Any:
     """Values as an array of a type; texts of other values if the type is text."""
-    plain = [
-        None if is_empty(value) and not isinstance(value, float) else value for value in values
-    ]
+    plain = [_plain(value) for value in values]
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        plain = [None if value is None else readable(_text(value)) for value in plain]
+        plain = [None if is_empty(value) else readable(shown_text(value)) for value in plain]
     return pa.array(plain, kind)
 
 
-def _text(value: object) -> str:
-    return (
-        value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else cell_text(value)
-    )
+def _plain(value: object) -> object:
+    """A cell with None for no value; "not a number" stays."""
+    if isinstance(value, list | dict):
+        return json_value(value)
+    return None if value is MISSING else value
 
 
 def inferred_schema(columns: Sequence[str], rows: Iterator[Row]) -> "pa.Schema":

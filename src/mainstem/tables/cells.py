@@ -48,12 +48,14 @@ def json_value(value: object) -> object:
     """A cell as a JSON value: as it is where JSON has its type, otherwise its text."""
     if is_empty(value):
         return None
-    if value is None or isinstance(value, str | bool | int):
+    if isinstance(value, str):
+        return readable(value)
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(name): json_value(item) for name, item in value.items()}
+        return {readable(str(name)): json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
     return cell_text(value)
@@ -69,7 +71,19 @@ def is_unicode(text: str) -> bool:
 
 
 def readable(text: str) -> str:
-    """The text with bytes that are not UTF-8 as `\\xff`."""
+    """The text with bytes that are not UTF-8 as `\\xff`, and lone surrogates as `\\ud800`."""
     if is_unicode(text):
         return text
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    if has_bytes_only(text):
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def has_bytes_only(text: str) -> bool:
+    """Whether all surrogates in a text stand for bytes, so that it can be written as it was
+    read."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True

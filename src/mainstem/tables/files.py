@@ -1,5 +1,6 @@
 """A table in one file or several, and the file that gets its rows with their answers."""
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -41,6 +42,7 @@ class FileTable:
         """Only the first `limit` rows are read. Raises InvalidRequest if the files cannot be read,
         or have different columns."""
         self.kind, self._limit = kind, limit
+        self._states = {name: _state_of(name) for name in names}
         self._parts = [_part(name, kind) for name in names]
         first = self._parts[0]
         columns = dict.fromkeys(name for part in self._parts for name in part.columns)
@@ -66,6 +68,14 @@ class FileTable:
     def has_file(self, path: Path) -> bool:
         """Whether one of the files is this one."""
         return path.exists() and any(path.samefile(part.name) for part in self._parts)
+
+    def check_unchanged(self) -> None:
+        """Raise FileFault if a file has changed since the table was opened: answers would be
+        written beside other rows."""
+        for name, state in self._states.items():
+            if _state_of(name) != state:
+                advice = "the answers are kept, and --resume uses those of rows that are the same"
+                raise FileFault(f"{name} has changed while the job ran; {advice}")
 
     def _check_types(self, first: ArrowFile) -> None:
         for part in self._parts[1:]:
@@ -117,6 +127,15 @@ class FileTable:
                 left -= min(left, batch.num_rows)
 
 
+def _state_of(name: str) -> tuple[int, int] | None:
+    """The size and time of a file; None if there is none."""
+    try:
+        status = os.stat(name)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
 def _part(name: str, kind: Format) -> Part:
     if kind is Format.JSON_LINES:
         return JsonLinesFile(name)
@@ -136,6 +155,7 @@ def write_answers(
 ) -> None:
     """Write the table with the answers' columns, in the table's order. A file appears only when it
     is complete; raises FileFault if it cannot be written."""
+    table.check_unchanged()
     try:
         if name == STANDARD:
             sys.stdout.flush()
@@ -144,8 +164,9 @@ def write_answers(
             return
         with replacing(Path(name)) as file:
             _write(table, outcomes, answers, file, (name, kind))
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        # the last three: a value does not fit the type of its column in an Arrow output
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise FileFault(f"cannot write {name}: {reason}; the answers are kept") from None
 
 

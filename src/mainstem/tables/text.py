@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from mainstem.batch.files import FileFault, buffered, new_pack, unpack_error, unpacker
 from mainstem.core.errors import InvalidRequest
-from mainstem.tables.cells import MISSING, cell_text, json_value, readable
+from mainstem.tables.cells import MISSING, cell_text, has_bytes_only, json_value, readable
 from mainstem.tables.formats import Format
 
 LARGEST_CELL = (1 << 31) - 1  # more than this is not a table
@@ -98,14 +98,16 @@ class SeparatedWriter:
 
     def write(self, cells: Row) -> None:
         """Append a row."""
-        self._writer.writerow([_writable(value) for value in cells])
+        texts = (shown_text(value) for value in cells)
+        self._writer.writerow([text if has_bytes_only(text) else readable(text) for text in texts])
 
     def close(self) -> None:
         """Write what is left."""
         self._out.end()
 
 
-def _writable(value: object) -> str:
+def shown_text(value: object) -> str:
+    """A cell as text in an output: bytes, too."""
     return (
         value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else cell_text(value)
     )
@@ -179,11 +181,7 @@ class JsonLinesWriter:
 
 
 def _json(value: object) -> object:
-    if isinstance(value, str):
-        return readable(value)
-    return (
-        value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else json_value(value)
-    )
+    return shown_text(value) if isinstance(value, bytes) else json_value(value)
 
 
 class _PackedText:

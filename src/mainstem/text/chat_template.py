@@ -124,9 +124,9 @@ _TEMPLATE_FAULTS = (
 )
 
 
-def render_bounded(template: jinja2.Template, variables: JsonView, field: str, who: str) -> str:
+def render_bounded(template: jinja2.Template, variables: JsonView, field: str, name: str) -> str:
     """The text of a template; raises InvalidRequest(field) if it is longer than MAX_RENDERED_CHARS,
-    or with the error of the template, which the message calls `who`."""
+    or with the error of the template, which the message calls `name`."""
     parts: list[str] = []
     num_chars = 0
     try:
@@ -137,7 +137,7 @@ def render_bounded(template: jinja2.Template, variables: JsonView, field: str, w
             parts.append(part)
     except _TEMPLATE_FAULTS as error:
         reason = str(error) or type(error).__name__
-        raise InvalidRequest(field, f"refused by {who}: {reason}") from error
+        raise InvalidRequest(field, f"refused by {name}: {reason}") from error
     return "".join(parts)
 
 
