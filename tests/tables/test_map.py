@@ -42,7 +42,7 @@ class Folder:
         return main(argv, self.engines, lambda _: a_tokenizer())
 
     def rows(self, output: Path | None = None) -> list[Row]:
-        with (output or self.output).open(newline="") as file:
+        with (output or self.output).open(newline="", errors="surrogateescape") as file:
             return list(csv.DictReader(file))
 
     @property
