@@ -47,7 +47,8 @@ def tables(draw: st.DrawFn) -> list[Column]:
     values: Rows = []
     for _ in range(num_columns):
         column = draw(st.lists(st.integers(0, 4), min_size=num_rows, max_size=num_rows))
-        if values and draw(st.booleans()):
+        is_determined = draw(st.booleans())
+        if values and is_determined:
             column = [code // 2 for code in values[-1]]  # the last column determines this one
         values.append(column)
     sizes = st.lists(st.integers(8, 50), min_size=5, max_size=5)

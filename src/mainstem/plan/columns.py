@@ -34,7 +34,7 @@ WINDOW = 5  # columns that are put in the best order together, after the greedy 
 MANY_PICKS = 32  # values that `order_rows` gives an order of their own, at each level
 LEAST_PART = 64  # rows; fewer are not given an order of their own
 NONE = -1
-LEVELS = 3  # how often the rows of a value may be divided again
+LEVELS = 2  # how often the rows of a value may be divided again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
