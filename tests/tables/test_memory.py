@@ -1,6 +1,6 @@
 """`mainstem.map` over a fake model: tables in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -121,6 +121,7 @@ def test_an_llm_is_as_before_after_a_job(llm: LLM) -> None:
     next(stream)
     with pytest.raises(InvalidRequest, match="has open streams"):
         ask(ROWS, llm)
+    assert isinstance(stream, Generator)
     stream.close()
     assert ask(ROWS, llm)[0]["answer"] == ANSWERS[0]
 
