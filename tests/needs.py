@@ -17,7 +17,7 @@ PROGRAMS = {  # and Debian's packages
     "chromium": "chromium",
     "node": "nodejs",
 }
-PACKAGES = ("ray", "compressed_tensors")
+PACKAGES = ("ray", "compressed_tensors", "pyarrow", "pandas", "polars")
 OTHER_NAMES = {"chromium": "chromium-browser"}
 
 

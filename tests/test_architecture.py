@@ -38,12 +38,14 @@ MAY_IMPORT = {
     "checkpoints": "core models text",
     "wire": "core text",
     "batch": "core plan text wire",
+    "tables": "core plan text batch",
     "server": "core plan engine text wire batch",
     "vllm_names": "core",
     "llm": "core plan engine text checkpoints vllm_names",
     "async_llm": "core text llm",
-    "ray": "core plan checkpoints text wire batch server llm vllm_names",
-    "cli": "core plan kv checkpoints text wire batch server llm models runner ray",
+    "map_table": "core plan text wire batch tables llm",
+    "ray": "core plan checkpoints text wire batch tables server llm vllm_names map_table",
+    "cli": "core plan kv checkpoints text wire batch tables server llm models runner ray",
     "mainstem_simulate": "core kv runner checkpoints ray cli",
 }
 # these join the packages; `mainstem.LLM` is imported when it is first used

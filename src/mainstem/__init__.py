@@ -22,6 +22,9 @@ from mainstem.vllm_names import SamplingParams
 if TYPE_CHECKING:
     from mainstem.async_llm import AsyncLLM
     from mainstem.llm import LLM
+
+    # not in __all__: `from mainstem import *` would hide Python's own `map`
+    from mainstem.map_table import map as map
     from mainstem.text.grammar import StructuredOutputsParams
     from mainstem.text.results import AnswerPiece, CompletionOutput, Logprob, RequestOutput
     from mainstem.text.scoring import ChoiceScore, ScoreOutput
@@ -61,6 +64,7 @@ _LAZY = {
     "ScoreOutput": "mainstem.text.scoring",
     "StructuredOutputsParams": "mainstem.text.grammar",
     "Tokenizer": "mainstem.text.tokenizer",
+    "map": "mainstem.map_table",
 }
 
 keep_freed_memory()

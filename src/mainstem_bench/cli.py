@@ -21,6 +21,8 @@ BENCHES = {
         "a whole job on random weights, compared with the card's limit",
     ),
     "score": ("mainstem_bench.score", "choices after shared contexts, on random weights"),
+    "columns": ("mainstem_bench.columns", "the order of a table's columns, against all orders"),
+    "tables": ("mainstem_bench.tables", "a table's rows, by order of columns and of rows"),
     "fewshot": ("mainstem_bench.fewshot", "few-shot questions with and without sharing"),
     "decode": ("mainstem_bench.decode", "milliseconds per decode step on random weights"),
     "ranks": ("mainstem_bench.ranks", "time of a step on several cards, projected from one card"),

@@ -19,13 +19,13 @@ from mainstem.batch.answer_file import AnswerFile
 from mainstem.batch.bar import JobBar
 from mainstem.batch.bundles import Bundles, Task, cut_window
 from mainstem.batch.done import ENGINE_FAILED
-from mainstem.batch.files import FileFault, InputFile, Line
+from mainstem.batch.files import FileFault, Line
 from mainstem.batch.job import JobConfig
 from mainstem.batch.ordering import LengthEstimate, PlannedWindow
 from mainstem.batch.rows import Row, error_row, served_row
 from mainstem.batch.summary import Summary
 from mainstem.batch.suspects import Suspects, is_at_fault
-from mainstem.batch.windows import Failure
+from mainstem.batch.windows import Failure, RowSource
 from mainstem.core.json import JsonView
 from mainstem.wire.errors import WireError
 
@@ -115,7 +115,7 @@ class Worker(Protocol):
 class KeptLines:
     """An input that keeps its lines, by number, until the driver removes them."""
 
-    def __init__(self, source: InputFile) -> None:
+    def __init__(self, source: RowSource) -> None:
         self._source = source
         self.lines: dict[int, Line] = {}
 

@@ -56,10 +56,12 @@ class Pack(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of an input; `data` is None if it is longer than MAX_LINE_BYTES."""
+    """One line of an input; `data` is None if it is longer than MAX_LINE_BYTES, or if the row of a
+    table gives no request: `fault` says why."""
 
     number: int  # from 1
     data: bytes | None
+    fault: str | None = None
 
 
 # --- reading -------------------------------------------------------------------------------------

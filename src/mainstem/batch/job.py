@@ -23,7 +23,7 @@ from mainstem.core.events import StoreOpened
 from mainstem.core.ids import RequestId
 from mainstem.core.plan import Int32s
 from mainstem.core.request import Delivery, Output, Request, SamplingParams
-from mainstem.text.scoring import SCORE_SAMPLING, ContextScoring
+from mainstem.text.scoring import SCORE_SAMPLING, ContextScoring, ScoreOutput
 from mainstem.text.text_engine import TextEngine
 from mainstem.wire.answers import PromptAnswers
 from mainstem.wire.errors import WireError, from_invalid
@@ -56,9 +56,10 @@ class _OpenRow:
 
 @dataclass(slots=True)
 class _Scored:
-    """A row whose choices are being scored."""
+    """A row whose choices are being scored, and the rows that get the same scores."""
 
     row: Row
+    copies: list[Row]
     scoring: ContextScoring
     open_ids: set[str]  # requests that are not answered
 
@@ -127,6 +128,13 @@ class BatchJob:
                     raise windows.fault
                 self._summary.is_complete = True
                 return
+
+    def abort_open(self) -> None:
+        """Stop the rows that are being answered, after a run that did not end by itself."""
+        for request_id in (*self._open, *self._scored):
+            self._engine.abort(request_id)
+        self._open.clear()
+        self._scored.clear()
 
     @property
     def started_lines(self) -> list[int]:
@@ -203,7 +211,7 @@ class BatchJob:
     def _submit_scored(self, item: _Next) -> None:
         row = item.row
         scoring = ContextScoring(item.prompt_ids.tolist(), row.choices)
-        opened = _Scored(row, scoring, set())
+        opened = _Scored(row, item.copies, scoring, set())
         asked = scoring.prompts()
         for place, (ids, wanted) in enumerate(asked):
             request = Request(
@@ -238,17 +246,28 @@ class BatchJob:
         opened.scoring.take(place, output)
         opened.open_ids.discard(output.request_id)
         if not opened.open_ids:
-            row, result = opened.row, opened.scoring.result()
-            line = score_row(row, result, self._config.model_name, int(time()))
-            self._note_answered(row, line, len(result.context_token_ids), is_copy=False)
+            result = opened.scoring.result()
+            self._note_scored(opened.row, result, is_copy=False)
+            result.num_cached_tokens = len(result.context_token_ids)  # a copy computes nothing
+            for row in opened.copies:
+                self._note_scored(row, result, is_copy=True)
+                self._note_copy(len(result.context_token_ids))
+
+    def _note_scored(self, row: Row, result: ScoreOutput, is_copy: bool) -> None:
+        line = score_row(row, result, self._config.model_name, int(time()))
+        self._note_answered(row, line, len(result.context_token_ids), is_copy)
+
+    def _note_copy(self, prompt_tokens: int) -> None:
+        self._summary.deduplicated += 1
+        self._summary.deduplicated_tokens += prompt_tokens
 
     def _drop_scored(self, opened: _Scored, fault: WireError) -> None:
         """Drop all choices of a row that cannot be scored."""
         for request_id in opened.open_ids:
             self._scored.pop(request_id, None)
             self._engine.abort(request_id)
-        row = opened.row
-        self._fail(Failure(row.line, row.custom_id, fault, row.digest))
+        for row in (opened.row, *opened.copies):
+            self._fail(Failure(row.line, row.custom_id, fault, row.digest))
 
     def _hear(self, output: Output) -> None:
         if output.request_id in self._scored:
@@ -275,8 +294,7 @@ class BatchJob:
         answers.cached_tokens = answers.prompt_tokens  # a copy computes nothing
         for row in opened.copies:
             self._answer(row, answers, is_copy=True)
-            self._summary.deduplicated += 1
-            self._summary.deduplicated_tokens += answers.prompt_tokens * row.call.sampling.n
+            self._note_copy(answers.prompt_tokens * row.call.sampling.n)
 
     def _give_up(self, request_id: str, opened: _OpenRow, fault: WireError) -> None:
         """Write error rows for a row that cannot be answered, and for its copies."""

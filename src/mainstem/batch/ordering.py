@@ -42,12 +42,12 @@ UNLIMITED_TOKENS = 512  # assumed as the limit of a row without max_tokens
 
 def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
     """Return which rows must run and, for each of them, the later rows that get its answer: those
-    with the same prompt, salt and greedy settings."""
+    with the same prompt, salt, choices and settings that are greedy or have the same seed."""
     leaders: dict[bytes, int] = {}
     groups: dict[int, list[int]] = {}
     settings: dict[int, bytes] = {}  # by id(): rows with equal settings share one SamplingParams
     for index, row in enumerate(rows):
-        if row.choices or not row.call.sampling.is_greedy:
+        if not row.call.sampling.is_greedy and row.call.sampling.seed is None:
             groups[index] = []
             continue
         setting = settings.get(id(row.call.sampling))
@@ -55,6 +55,8 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
             setting = settings[id(row.call.sampling)] = _setting(row.call.sampling)
         digest = blake2b(prompts[index].tobytes(), digest_size=16, key=setting)
         digest.update(row.call.cache_salt)
+        if row.choices:
+            digest.update(b"\0choices" + repr(row.choices).encode())
         if row.call.is_parsed:
             digest.update(b"\0parsed")  # the text of a parsed answer may show special tokens
         leader = leaders.setdefault(digest.digest(), index)
@@ -66,7 +68,8 @@ def group_equals(rows: Sequence[Row], prompts: Prompts) -> dict[int, list[int]]:
 
 
 def _setting(sampling: SamplingParams) -> bytes:
-    same = replace(sampling, seed=None)  # greedy answers do not depend on the seed
+    # greedy answers do not depend on the seed
+    same = replace(sampling, seed=None) if sampling.is_greedy else sampling
     return blake2b(repr(same).encode(), digest_size=32).digest()
 
 

@@ -70,6 +70,8 @@ class Row:
 
 def parse_json(line: Line) -> dict[str, object]:
     """The JSON object on a line; raises WireError."""
+    if line.fault is not None:
+        raise WireError("invalid_row", line.fault)
     if line.data is None:
         raise WireError("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
     try:

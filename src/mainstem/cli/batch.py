@@ -14,22 +14,24 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 from mainstem.batch.ahead import Ahead
 from mainstem.batch.answer_file import AnswerFile, Existing
 from mainstem.batch.bar import JobBar, read_so_far
 from mainstem.batch.done import Stale, find_stale
 from mainstem.batch.driver import Driver, KeptLines
-from mainstem.batch.files import FileFault, InputFile
+from mainstem.batch.files import FileFault, InputFile, Line
 from mainstem.batch.job import BatchJob, JobConfig
 from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import PlannedWindow, WindowPlanner
 from mainstem.batch.summary import Summary
-from mainstem.batch.windows import RowReader, WindowReader
+from mainstem.batch.windows import RowReader, RowSource, WindowReader
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
 from mainstem.cli.batch_workers import (
     Team,
@@ -84,6 +86,13 @@ def parser() -> argparse.ArgumentParser:
         "they were answered, or that another model answered",
     )
     existing.add_argument("--overwrite", action="store_true", help="replace an existing OUT")
+    add_job_flags(made)
+    return made
+
+
+def add_job_flags(made: argparse.ArgumentParser) -> None:
+    """Add the flags that say how a job's rows are planned and answered."""
+    made.set_defaults(command=made.prog)
     add_app_flag(made)
     made.add_argument("--no-plan", action="store_true", help="keep the input's order")
     made.add_argument(
@@ -111,7 +120,6 @@ def parser() -> argparse.ArgumentParser:
     add_worker_flags(made)
     _add_default_flags(made)
     add_engine_flags(made)
-    return made
 
 
 def _add_default_flags(made: argparse.ArgumentParser) -> None:
@@ -158,6 +166,67 @@ def main(
         raise InvalidRequest(
             "--resume=changed", "needs an input file: standard input cannot be read twice"
         )
+    return run_job(args, lambda: _FileInput(args.input, args.output), load, load_words).status
+
+
+class JobInput(Protocol):
+    """Where the rows of a job come from."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def output(self) -> str:
+        """The name of what the job makes, for the summary."""
+        ...
+
+    def lines(self, tokenizer: Tokenizer) -> RowSource:
+        """The rows, to be read once."""
+        ...
+
+    def again(self) -> AbstractContextManager[Iterable[Line]]:
+        """The same rows, to be compared with those of an earlier run; called after `lines`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _FileInput:
+    """A batch file, or standard input."""
+
+    def __init__(self, name: str, output: str) -> None:
+        self.name, self.output = name, output
+        self._source = InputFile(name)
+        if self._source.is_same_file(output):
+            self._source.close()
+            raise InvalidRequest("-o", "is the input itself")
+
+    def lines(self, tokenizer: Tokenizer) -> RowSource:
+        return self._source
+
+    def again(self) -> AbstractContextManager[Iterable[Line]]:
+        return closing(InputFile(self.name))
+
+    def close(self) -> None:
+        self._source.close()
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended."""
+
+    status: int  # exit status of the command
+    summary: Summary
+
+
+def run_job(
+    args: argparse.Namespace,
+    open_input: Callable[[], JobInput],
+    load: Callable[[EngineConfig], TextEngine],
+    load_words: Callable[[EngineConfig], Tokenizer],
+) -> JobEnd:
+    """Answer the rows of an input into `args.output`; `args` are those of `add_job_flags`, and
+    `resume` and `overwrite`."""
     is_spread = has_workers(args)
     config = engine_config(args)
     config.check()
@@ -171,11 +240,9 @@ def main(
     window_bytes = _window_bytes(args.window_mib)
     if args.summary_json is not None:
         _try_summary(args.summary_json)
-    summary = Summary(args.input, args.output, config.model.model)
     stop = StopSignals()
-    with closing(InputFile(args.input)) as source, ExitStack() as opened:
-        if source.is_same_file(args.output):
-            raise InvalidRequest("-o", "is the input itself")
+    with closing(open_input()) as given, ExitStack() as opened:
+        summary = Summary(given.name, given.output, config.model.model)
         out = opened.enter_context(AnswerFile(args.output, _existing(args)))
         engine = None if is_spread else load(config)
         tokenizer = load_words(config) if engine is None else engine.tokenizer
@@ -189,7 +256,8 @@ def main(
             limit = engine.engine.max_model_len
             identity = engine.engine.identity or identity
         marker = Marker(call_parser.defaults, args.seed, identity)
-        summary.redone = _forget_stale(args, out, marker)
+        source = given.lines(tokenizer)
+        summary.redone = _forget_stale(args, given, out, marker)
         summary.failed_before = out.done.num_failed
         rows = RowReader(call_parser, lambda: tokenizer, find_app, limit, marker)
         kept = KeptLines(source)  # whole lines are sent to workers
@@ -212,14 +280,14 @@ def main(
         fault = _run(run, map(planner.plan, reader), out, summary, stop)
     print(summary.to_text(), file=sys.stderr)
     if fault is not None:
-        print(f"mainstem batch: {fault}", file=sys.stderr)
+        print(f"{args.command}: {fault}", file=sys.stderr)
     if args.summary_json is not None:
         said = json.dumps(summary.to_json(), indent=1) + "\n"
         args.summary_json.write_text(said, encoding="utf-8")
     if stop.received is not None:
-        return 128 + stop.received
+        return JobEnd(128 + stop.received, summary)
     has_failed = fault is not None or summary.failed or summary.failed_before
-    return 1 if has_failed else 0
+    return JobEnd(1 if has_failed else 0, summary)
 
 
 def _run(
@@ -263,17 +331,19 @@ def _joined(argv: list[str]) -> list[str]:
     return found
 
 
-def _forget_stale(args: argparse.Namespace, out: AnswerFile, marker: Marker) -> int:
+def _forget_stale(
+    args: argparse.Namespace, given: JobInput, out: AnswerFile, marker: Marker
+) -> int:
     """Remove the output lines whose rows must be answered again, and return their number: errors
     that this machine caused and, with =changed, also changed rows and answers of another model.
     """
     stale = Stale()
-    if args.resume == REDO_CHANGED:
-        with closing(InputFile(args.input)) as source:
+    if args.resume == REDO_CHANGED and out.done.num_bytes:
+        with given.again() as source:
             stale = find_stale(source, marker, out.done)
     elif num_others := out.done.models.total() - out.done.models[marker.model]:
         print(
-            f"mainstem batch: {num_others:,} lines of {args.output} are of another model (other "
+            f"{args.command}: {num_others:,} lines of {args.output} are of another model (other "
             "weights, dtype or kind of device); --resume=changed answers their rows again",
             file=sys.stderr,
         )

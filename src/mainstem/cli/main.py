@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": Command("mainstem.cli.demo", "questions about shared documents, sharing on and off"),
     "serve": Command("mainstem.cli.serve", "an OpenAI-compatible server with a web page"),
     "batch": Command("mainstem.cli.batch", "answer a file of requests, planned and resumable"),
+    "map": Command("mainstem.cli.map", "a prompt for every row of a table"),
     "plan": Command("mainstem.cli.plan", "what a batch of prompts shares, and the best order"),
     "bench": Command("mainstem_bench.cli", "measure the parts and the whole"),
     "simulate": Command(

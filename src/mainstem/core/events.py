@@ -1,7 +1,8 @@
 """Events as typed records. Metrics, progress bars, logs and tests subscribe to them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -282,6 +283,16 @@ class EventBus:
         for event in self._openings:
             if isinstance(event, kind):
                 listener(event)
+
+    @contextmanager
+    def guests(self) -> Iterator[None]:
+        """Listeners that subscribe within the block leave at its end."""
+        before = {kind: len(listeners) for kind, listeners in self._listeners.items()}
+        try:
+            yield
+        finally:
+            for kind, listeners in self._listeners.items():
+                del listeners[before.get(kind, 0) :]
 
     def has_listeners(self, kind: type[Event | PageEvent]) -> bool:
         """Whether anybody listens to this kind of event; if not, a hot path need not build it."""

@@ -33,6 +33,7 @@ from mainstem.text.prompts import (
 )
 from mainstem.text.results import AnswerPiece, RequestOutput, add_piece, empty_result, piece_of
 from mainstem.text.scoring import ContextScoring, ScoreOutput
+from mainstem.text.text_engine import TextEngine
 
 
 class LLM(LoadedModel):
@@ -228,6 +229,19 @@ class LLM(LoadedModel):
         self._is_closed = True
         with self._lock, guarded_interrupts():
             self.text_engine.engine.close()
+
+    @contextmanager
+    def lent_engine(self) -> Iterator[TextEngine]:
+        """Lend the engine to a job that submits and steps by itself. Other calls wait until it is
+        given back, with nothing running; raises InvalidRequest while streams are open."""
+        with self._call():
+            if not self._steps.is_idle:
+                raise InvalidRequest("LLM", "has open streams; read them to their end first")
+            try:
+                yield self.text_engine
+            finally:
+                if not self._is_closed:
+                    self._steps.settle()  # requests that were aborted end with a step
 
     @contextmanager
     def _call(self) -> Iterator[None]:

@@ -123,6 +123,11 @@ class LoadedModel:
         )
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.text_engine.tokenizer
 

@@ -99,15 +99,29 @@ def plan(
     Rows that share a prefix are neighbours, if possible in one bundle. Bundles take about the same
     time; there are up to four per worker. The whole Dataset is held in the caller's memory.
     """
-    import pyarrow as pa  # noqa: PLC0415  # comes with the extra
-    import ray  # noqa: PLC0415  # an extra
-
-    tables = ray.get(dataset.to_arrow_refs())
-    table = pa.concat_tables(tables, promote_options="default")
+    table = whole_table(dataset)
     if prompt not in table.column_names:
         raise InvalidRequest("prompt", f"the Dataset has no column {prompt!r}")
     tokenizer = fetch_tokenizer(ModelConfig(model))
     prompts = _tokenized(tokenizer, table[prompt].to_pylist())
+    return in_bundles(table, prompts, num_workers, expected_tokens)
+
+
+def whole_table(dataset: "Dataset") -> Any:
+    """All rows of a Dataset as one Arrow table."""
+    import pyarrow as pa  # noqa: PLC0415  # comes with the extra
+    import ray  # noqa: PLC0415  # an extra
+
+    return pa.concat_tables(ray.get(dataset.to_arrow_refs()), promote_options="default")
+
+
+def in_bundles(
+    table: Any, prompts: Prompts, num_workers: int, expected_tokens: int = EXPECTED_TOKENS
+) -> "Dataset":
+    """The rows of a table in planned order, as a Dataset with a block for each bundle; `prompts`
+    are those of its rows."""
+    import ray  # noqa: PLC0415  # an extra
+
     made = plan_prompts(prompts)
     outputs = np.full(len(prompts), float(expected_tokens))
     cut = cut_plan(made, prompts.num_tokens, outputs, num_workers * BUNDLES_PER_WORKER)

@@ -96,18 +96,7 @@ class ChatTemplate:
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        parts: list[str] = []
-        num_chars = 0
-        try:
-            for part in self._template.generate(variables):
-                num_chars += len(part)
-                if num_chars > MAX_RENDERED_CHARS:
-                    raise InvalidRequest("messages", f"longer than {MAX_RENDERED_CHARS} characters")
-                parts.append(part)
-        except _TEMPLATE_FAULTS as error:
-            reason = str(error) or type(error).__name__
-            raise InvalidRequest("messages", f"refused by the chat template: {reason}") from error
-        return "".join(parts)
+        return render_bounded(self._template, variables, "messages", "the chat template")
 
     def _in_known_role(self, message: Message) -> Message:
         """Return a message in a role that the template knows; most drop others without an error.
@@ -133,6 +122,23 @@ _TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
 )
+
+
+def render_bounded(template: jinja2.Template, variables: JsonView, field: str, name: str) -> str:
+    """The text of a template; raises InvalidRequest(field) if it is longer than MAX_RENDERED_CHARS,
+    or with the error of the template, which the message calls `name`."""
+    parts: list[str] = []
+    num_chars = 0
+    try:
+        for part in template.generate(variables):
+            num_chars += len(part)
+            if num_chars > MAX_RENDERED_CHARS:
+                raise InvalidRequest(field, f"longer than {MAX_RENDERED_CHARS} characters")
+            parts.append(part)
+    except _TEMPLATE_FAULTS as error:
+        reason = str(error) or type(error).__name__
+        raise InvalidRequest(field, f"refused by {name}: {reason}") from error
+    return "".join(parts)
 
 
 def checked_messages(messages: object, roles: Container[str] | None) -> list[dict[str, object]]:

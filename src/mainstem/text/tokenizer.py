@@ -126,6 +126,25 @@ class Tokenizer:
         check_unicode("prompt", text)
         return encode_whole(self._backend, text)
 
+    def encode_as_text(self, text: str) -> list[int]:
+        """Like `encode`, but special tokens written out in the text are text; raises
+        InvalidRequest if the tokenizer cannot read one as text."""
+        before, after = self._frame
+        return [*before, *self.encode_chat_text(self._fenced(text)), *after]
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The ids that `encode` puts before and after those of a text."""
+        whole, inner = self.encode("x"), self.encode_plain("x")
+        for begin in range(len(whole) - len(inner) + 1):
+            if whole[begin : begin + len(inner)] == inner:
+                return whole[:begin], whole[begin + len(inner) :]
+        raise AssertionError("a prompt's ids do not contain those of its text")
+
+    def _fenced(self, text: str) -> str:
+        """A text in which nothing can become a special token."""
+        return self._control.mark(text) if self._parts.can_split else self._control.refuse(text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Like `encode`, for many prompts, on all cores."""
         for text in texts:
@@ -206,7 +225,7 @@ class Tokenizer:
     ) -> tuple[Sequence[Message], Sequence[JsonView] | None, JsonView]:
         """Return the messages of a request, with marks, so that nothing in them becomes a special
         token."""
-        change = self._control.mark if self._parts.can_split else self._control.refuse
+        change = self._fenced
         try:
             changed = [
                 {**_object(map_texts(message, change)), "role": message["role"]}

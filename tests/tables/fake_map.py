@@ -1,0 +1,15 @@
+"""Runs `mainstem map` over FakeRunner. Tests of kills run it as a program.
+
+python -m tests.tables.fake_map KILL_AT_BYTES TABLE -o OUT [flags]    (0: not killed)
+"""
+
+import sys
+
+from mainstem.cli.map import main
+from tests.batch.fake_batch import kill_at
+from tests.fake_engines import FakeEngines, a_tokenizer
+
+if __name__ == "__main__":
+    if int(sys.argv[1]):
+        kill_at(int(sys.argv[1]))
+    sys.exit(main(sys.argv[2:], FakeEngines(num_pages=128), lambda _: a_tokenizer()))
