@@ -125,6 +125,7 @@ def _run(
     )
     if torch.cuda.get_device_capability()[0] == 9:
         has_own_kernels = dtype != torch.float32 and deterministic_keys is None
+        has_own_kernels &= case.head_dim <= 256  # larger ones run in the portable kernel
         assert (attention._hopper is not None) == has_own_kernels
     launches = attention.plan(spans)
     lse = torch.full((case.num_tokens, case.heads), float("nan"), device="cuda")
@@ -168,7 +169,7 @@ def test_named_cases_agree_with_the_reference(name: str) -> None:
 def test_every_shape_and_dtype_agrees(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim, page_size = shape
     if dtype == torch.float32 and head_dim > 128:
-        page_size = min(page_size, 32)
+        page_size = min(page_size, 32 if head_dim == 256 else 16)
     runs = (
         *_decode([5, 200, 64, 1, 33], [(range(5), 130), (range(2, 5), 300)]),
         Run(tuple(range(5, 45)), 100, is_causal=True),
@@ -207,7 +208,7 @@ KINDS = {
 def test_kinds_of_attention_agree(name: str, dtype: torch.dtype) -> None:
     (heads, kv_heads, head_dim, page_size), kind = KINDS[name]
     if dtype == torch.float32 and head_dim > 128:
-        page_size = min(page_size, 32)
+        page_size = min(page_size, 32 if head_dim == 256 else 16)
     runs = (
         *_decode([5, 200, 64, 1, 33, 700], [(range(6), 130), (range(2, 5), 300)]),
         Run(tuple(range(6, 600)), 900, is_causal=True),
