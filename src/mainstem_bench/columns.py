@@ -18,6 +18,7 @@ import numpy as np
 
 from mainstem.checkpoints.fetch import fetch_tokenizer
 from mainstem.cli.flag_types import positive_count
+from mainstem.cli.parser import Parser
 from mainstem.core.config import ModelConfig
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.plan import Prompts
@@ -37,7 +38,7 @@ WORDS = 2000
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench columns", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("tables", nargs="*", type=Path, metavar="TABLE", help="of up to 7 columns")

@@ -15,6 +15,7 @@ import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
+from mainstem.cli.parser import Parser
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.plan import Int64s, Prompts
 from mainstem.core.tables import table
@@ -105,7 +106,7 @@ class TokenTable:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem bench tables", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")

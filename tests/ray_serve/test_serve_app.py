@@ -227,7 +227,8 @@ def test_a_killed_replica_ends_only_its_own_streams(fleet: Fleet) -> None:
         list(stream)
     waiting.join(300)
     other = 1 - place
-    assert [answered[0] for answered in answers] == [other], "another replica answers"  # type: ignore[index]
+    # another replica answers, or this one after its restart, if that was quicker
+    assert len(answers) == 1, "the request was lost"
     assert other in {fleet.ask(f"{n} and now?")[0] for n in range(4)}
     until(lambda: fleet.states() == UP, within_s=120)
     assert place in {fleet.ask(f"{n} again " * 40)[0] for n in range(8)}, (

@@ -23,6 +23,7 @@ from mainstem.cli.batch import REDO_CHANGED, JobEnd, add_job_flags, open_engine,
 from mainstem.cli.batch_workers import has_workers, join_ray_address, load_tokenizer
 from mainstem.cli.flag_types import member_of, positive_count
 from mainstem.cli.map_plan import print_plan
+from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.tables.asking import Asking, error_column
@@ -40,7 +41,7 @@ JOURNAL = ".answers.jsonl"
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = Parser(
         "mainstem map",
         usage="%(prog)s TABLE (--prompt TEXT | --prompt-file FILE) -o OUT [flags]",
         description=__doc__,

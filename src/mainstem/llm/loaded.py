@@ -57,6 +57,7 @@ class LoadedModel:
         quantize: str = "none",
         page_size: int = 16,
         kv_tokens: int | None = None,
+        expected_tokens: int | None = None,
         states: int | None = None,
         gpu_memory_utilization: float | None = None,
         chunk_tokens: int | None = None,

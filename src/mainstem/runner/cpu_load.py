@@ -62,11 +62,15 @@ def load_cpu_runner(
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
     budget -= state_memory
     left = available_bytes()  # before any rank allocates pages
-    budget = smallest(budget, ranks, torch.device("cpu"))
     chunk_tokens = config.sched.chunk_tokens or DEFAULT_CHUNK_TOKENS
     kv = divide(KvCosts.of(part, dtype.itemsize), cache, budget, context, chunk_tokens)
     if num_parts is not None:
         kv = replace(kv, num_parts=num_parts)
+    kv = replace(
+        kv,
+        num_pages=smallest(kv.num_pages, ranks, torch.device("cpu")),
+        num_parts=smallest(kv.num_parts, ranks, torch.device("cpu")),
+    )
     cache.check_fits(ranks.shard.of * (kv.num_bytes + state_memory), left)
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
     facts = facts.with_states(num_states, per_state)

@@ -88,10 +88,15 @@ def load_gpu_runner(
         has_tiers=config.store.host_bytes > 0,
     )
     state_memory = (num_states + 1) * state_bytes  # one slot is for padding
-    free_bytes = smallest(free_bytes - state_memory, ranks, device)
+    free_bytes -= state_memory
     kv = divide(KvCosts.of(part, dtype.itemsize), cache, free_bytes, context, max_tokens)
     if num_parts is not None:
         kv = replace(kv, num_parts=num_parts)
+    kv = replace(
+        kv,
+        num_pages=smallest(kv.num_pages, ranks, device),
+        num_parts=smallest(kv.num_parts, ranks, device),
+    )
     if device.type == "cuda":
         needed = kv.num_bytes + state_memory
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
