@@ -7,7 +7,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -18,7 +18,7 @@ FLAGS = (
     "--disable-background-networking --disable-component-update --disable-dev-shm-usage "
     "--remote-debugging-pipe"
 )
-WAIT_S = 20.0
+WAIT_S = 60.0
 # Chromium listens on descriptor 3 and answers on 4: put the pipes there, then become Chromium
 PUT_PIPES = """
 import os, sys
@@ -30,6 +30,19 @@ os.dup2(listen, 3)
 os.dup2(answer, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
+
+
+# in errors of Chromium: the page for which a call was meant is being replaced
+GONE = (
+    "navigated or closed",
+    "context was destroyed",
+    "Cannot find context",
+    "Cannot find default",
+)
+
+
+class PageGone(Exception):
+    """A call had no answer, because its page was replaced."""
 
 
 class Page:
@@ -80,10 +93,19 @@ class Page:
         assert isinstance(result, dict)
         return result.get("value")
 
+    def leave(self, script: str) -> None:
+        """Run a script that may end the page before there is a value."""
+        with suppress(PageGone):
+            self.run(script)
+
     def wait(self, script: str) -> None:
-        """Return when the expression is true; fails after WAIT_S."""
+        """Return when the expression is true; fails after WAIT_S. While another page is loading it
+        has no value."""
         deadline_s = monotonic() + WAIT_S
-        while not self.run(f"Boolean({script})"):
+        while True:
+            with suppress(PageGone):
+                if self.run(f"Boolean({script})"):
+                    return
             assert monotonic() < deadline_s, f"never true: {script}"
             sleep(0.05)
 
@@ -112,7 +134,10 @@ class Page:
         while True:
             news = self._read(deadline_s)
             if news.get("id") == self._last_id:
-                assert "error" not in news, f"{method}: {news['error']}"
+                fault = json.dumps(news.get("error", ""))
+                if any(words in fault for words in GONE):
+                    raise PageGone(fault)
+                assert "error" not in news, f"{method}: {fault}"
                 result = news["result"]
                 assert isinstance(result, dict)
                 return result

@@ -166,7 +166,7 @@ def test_conversations_are_kept_across_tabs_and_can_be_deleted(
     click(page, "#history-clear")
     assert page.run("document.querySelectorAll('.turn').length") == 0
     assert page.run("Object.keys(localStorage).filter((n) => n.includes('talk')).length") == 0
-    page.run("window.isOld = true; location.reload()")
+    page.leave("window.isOld = true; location.reload()")
     page.wait("!window.isOld && document.readyState === 'complete'")
     click(page, "#history-button")
     assert page.run("document.getElementById('history-empty').hidden") is False
@@ -188,7 +188,7 @@ def test_a_system_prompt_goes_with_every_question_and_is_kept(
         messages = asked["messages"]
         assert isinstance(messages, list)
         assert messages[0] == {"role": "system", "content": "Be brief."}
-    page.run("window.isOld = true; location.reload()")
+    page.leave("window.isOld = true; location.reload()")
     page.wait("!window.isOld && document.readyState === 'complete'")
     assert page.run("document.getElementById('system').value") == "Be brief."
     assert page.run("document.querySelectorAll('.turn').length") == 2
@@ -420,8 +420,8 @@ def test_a_change_of_the_app_is_marked_in_the_conversation(page: Page) -> None:
     assert texts_of(page, ".divider") == words
     after = page.run("document.querySelector('.divider').nextSibling.textContent")
     assert after == "question 3"
-    page.run("location.reload()")
-    page.wait("document.readyState === 'complete'")
+    page.leave("window.isOld = true; location.reload()")
+    page.wait("!window.isOld && document.readyState === 'complete'")
     wait_for_answers(page, 4)
     assert texts_of(page, ".divider") == words
 
@@ -436,16 +436,16 @@ def test_reload_and_back_lose_nothing(page: Page, server: StubServer) -> None:
     page.run("document.getElementById('text').focus()")
     page.type("half a thought")
     shown = texts_of(page, ".said, .note")
-    page.run("window.isOld = true; location.reload()")
+    page.leave("window.isOld = true; location.reload()")
     page.wait("!window.isOld && document.readyState === 'complete'")
     wait_for_answers(page, 1)
     assert texts_of(page, ".said, .note") == shown
     assert page.run("document.getElementById('text').value") == "half a thought"
     page.wait("document.getElementById('app').value === 'legal'")
 
-    page.run("location.href = '/metrics'")
+    page.leave("location.href = '/metrics'")
     page.wait("location.pathname === '/metrics' && document.readyState === 'complete'")
-    page.run("history.back()")
+    page.leave("history.back()")
     page.wait("location.pathname === '/' && document.readyState === 'complete'")
     wait_for_answers(page, 1)
     assert texts_of(page, ".said, .note") == shown
@@ -464,7 +464,7 @@ def test_an_answer_that_is_interrupted_by_leaving_is_kept_as_stopped(
 ) -> None:
     say(page, "endless")
     page.wait("document.querySelector('.turn.assistant .said')?.textContent.includes('word5')")
-    page.run(f"window.isOld = true; {leave}")
+    page.leave(f"window.isOld = true; {leave}")
     if "reload" in leave:
         page.wait("!window.isOld && document.readyState === 'complete'")
     else:
@@ -592,7 +592,7 @@ def test_a_tab_with_a_key_that_cannot_be_sent_asks_again(chrome: Page) -> None:
         chrome.open(server.url, 1280, 800, "light")
         chrome.wait("!document.getElementById('key').hidden")
         chrome.run("sessionStorage.setItem('mainstem-key', '\u0436')")
-        chrome.run("window.isOld = true; location.reload()")
+        chrome.leave("window.isOld = true; location.reload()")
         chrome.wait("!window.isOld && document.readyState === 'complete'")
         chrome.wait("document.getElementById('key-hint')?.textContent.includes('asks for a key')")
         chrome.type("secret")
