@@ -2,7 +2,7 @@
 
 A page can be shared in part; a state is valid after exactly one token. So states are kept only
 where some sequence will probably continue: where queued prompts part, at boundaries between
-messages, at the end of prompts and of turns (sched/forks.py decides).
+messages, at the end of prompts and of turns (sched/states.py decides).
 
     take -> a sequence's own slot --(its end: keep)--> kept --(least recently used: take)--> ...
     take -> written once at a planned position, and kept -------^
