@@ -4,7 +4,10 @@ BIN := .venv/bin
 TORCH := 2.13.0
 PYTEST := $(BIN)/python -m pytest -q --durations=10
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+SERIAL = $(shell grep -rl "mark\.serial" --include="test_*.py" tests)
 PYTHON_CHECK := (3, 11) <= sys.version_info < (3, 13) or sys.exit("needs Python 3.11 or 3.12: make PYTHON=python3.12")
+
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes: none should compile again
 
 help:        ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 13
@@ -24,12 +27,12 @@ demo: setup  ## answer questions over shared documents, sharing on and off
 
 test: setup lint  ## lint, types, tests: 18 minutes on 2 quiet cores
 	$(PYTEST) $(WORKERS) -m "not gpu and not slow and not serial"
-	$(PYTEST) -m "not gpu and not slow and serial"
+	$(PYTEST) -m "not gpu and not slow and serial" $(SERIAL)
 	@$(BIN)/python -m tests.needs
 
 test-full: setup lint  ## the long tests too
 	$(PYTEST) $(WORKERS) -m "not gpu and not serial"
-	$(PYTEST) -m "not gpu and serial"
+	$(PYTEST) -m "not gpu and serial" $(SERIAL)
 	@$(BIN)/python -m tests.needs
 
 test-hard: setup  ## make test three times, with busy cores, on one core, as on an older CPU

@@ -42,6 +42,15 @@ LONGEST_FIRST = (
 )
 
 
+SLOW_TO_COLLECT = ("test_fuzz_long.py",)  # all of their tests are slow ones
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that only a run with slow tests needs; None means no opinion."""
+    is_short = "not slow" in config.getoption("markexpr")
+    return True if is_short and collection_path.name in SLOW_TO_COLLECT else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take half a minute or more run first, so that no worker ends with one of them."""
     tests = Path(__file__).parent

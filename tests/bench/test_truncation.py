@@ -37,6 +37,18 @@ CONFIG = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_
 
 
 @pytest.fixture(scope="module")
+def short(smollm2_folder: Path) -> KeptModel:
+    """For a window of 64 tokens; loaded once."""
+    return KeptModel(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
+def longer(smollm2_folder: Path) -> KeptModel:
+    """For a window of 256 tokens; loaded once."""
+    return KeptModel(smollm2_folder)
+
+
+@pytest.fixture(scope="module")
 def text_ids(smollm2_folder: Path) -> list[int]:
     path = Path(__file__).parents[1] / "data" / "wikitext2_head.txt"
     return Tokenizer.load(smollm2_folder).encode(path.read_text(encoding="utf-8")[:1500])[:136]
@@ -94,25 +106,20 @@ def test_a_model_of_one_layer_cannot_tell_moved_from_recomputed_keys(tmp_path: P
 
 
 def test_moved_keys_predict_better_than_misplaced_ones(
-    smollm2_folder: Path, text_ids: list[int]
+    short: KeptModel, text_ids: list[int]
 ) -> None:
-    kv, naive = (
-        read_on(KeptModel(smollm2_folder), CONFIG, WAYS[name], text_ids, TURN)
-        for name in ("kv", "naive")
-    )
+    kv, naive = (read_on(short, CONFIG, WAYS[name], text_ids, TURN) for name in ("kv", "naive"))
     assert kv.perplexity < naive.perplexity
 
 
-def test_a_text_too_short_for_many_cuts_is_refused(
-    smollm2_folder: Path, text_ids: list[int]
-) -> None:
+def test_a_text_too_short_for_many_cuts_is_refused(short: KeptModel, text_ids: list[int]) -> None:
     with pytest.raises(ConfigError, match="too short"):
-        read_on(KeptModel(smollm2_folder), CONFIG, WAYS["kv"], text_ids[:100], TURN)
+        read_on(short, CONFIG, WAYS["kv"], text_ids[:100], TURN)
 
 
 @pytest.mark.parametrize("way", ["kv", "important"])
 def test_questions_are_asked_after_the_cut(
-    way: str, smollm2_folder: Path, text_ids: list[int], tmp_path: Path
+    way: str, longer: KeptModel, text_ids: list[int], tmp_path: Path
 ) -> None:
     path = tmp_path / "questions.jsonl"
     question = "\n\nQuestion: What is the name of the cat?\nAnswer:"
@@ -124,26 +131,26 @@ def test_questions_are_asked_after_the_cut(
     documents = tuple(read_documents(path))
     assert documents[0].questions[0] == ("What is the name of the cat?", "Tom")
     questions = QuestionSet(documents, filler)
-    score = ask(KeptModel(smollm2_folder), config, WAYS[way], questions)
+    score = ask(longer, config, WAYS[way], questions)
     assert score.questions == 2
     assert score.moved_pages > 0
     assert score.accuracy == 100.0
 
 
 def test_answers_have_at_most_the_tokens_that_were_asked_for(
-    smollm2_folder: Path, text_ids: list[int]
+    longer: KeptModel, text_ids: list[int]
 ) -> None:
     """A longer answer needs a longer part of the window."""
     document = Document("The cat is called Tom.", (("What is the name of the cat?", "Tom"),))
     config = EngineConfig(model=ModelConfig(threads=1), sched=SchedConfig(max_model_len=256))
-    model, filler = KeptModel(smollm2_folder), [*text_ids, *text_ids]
-    short, longer = (
-        ask(model, config, WAYS["kv"], QuestionSet((document,), filler, answer_tokens=count))
+    filler = [*text_ids, *text_ids]
+    cut, whole = (
+        ask(longer, config, WAYS["kv"], QuestionSet((document,), filler, answer_tokens=count))
         for count in (1, 9)
     )
-    assert (short.accuracy, longer.accuracy) == (0.0, 100.0)  # "The name of the cat is Tom."
+    assert (cut.accuracy, whole.accuracy) == (0.0, 100.0)  # "The name of the cat is Tom."
     with pytest.raises(InvalidRequest, match="no document is short enough"):
-        ask(model, config, WAYS["kv"], QuestionSet((document,), filler, answer_tokens=100))
+        ask(longer, config, WAYS["kv"], QuestionSet((document,), filler, answer_tokens=100))
 
 
 def test_methods_are_compared_question_by_question() -> None:

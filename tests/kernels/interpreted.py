@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.drawn import is_recorded
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,9 +39,12 @@ short_and_slow = pytest.mark.parametrize(
 
 
 def run_interpreted(folder: Path, names: Iterable[str], which: str) -> None:
-    """Run tests of files in a folder under the interpreter, in another process; all must pass."""
+    """Run tests of files in a folder under the interpreter, in another process; all must pass. The
+    short run draws a part of them if all have passed with the same sources (drawn.py)."""
+    draw = ["-p", "tests.kernels.drawn"] if which != "slow" and is_recorded(folder.name) else []
+    files = [str(folder / name) for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", which, *(folder / n for n in names)],
+        [sys.executable, "-m", "pytest", "-q", "-x", *draw, "-m", which, *files],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -32,12 +32,14 @@ LONG = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes with one thread 
 
 SETTINGS: dict[str, dict[str, int | str]] = {
     "chunk 16": {"chunk_tokens": 16},
-    "chunk 64": {"chunk_tokens": 64},
-    "chunk 2048": {"chunk_tokens": 2048},
-    "page size 1": {"page_size": 1},
     "page size 64": {"page_size": 64},
     "stored once, read by each": {"share": "storage"},
     "no sharing": {"share": "none"},
+}
+MORE_SETTINGS: dict[str, dict[str, int | str]] = {
+    "chunk 64": {"chunk_tokens": 64},
+    "chunk 2048": {"chunk_tokens": 2048},
+    "page size 1": {"page_size": 1},
 }
 
 
@@ -130,11 +132,13 @@ def test_greedy_tokens_equal_hugging_face(
     )
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [*SETTINGS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_SETTINGS)]
+)
 def test_settings_do_not_change_the_answer(
     name: str, oracle: torch.nn.Module, asked: Asked, batched: list[list[int]]
 ) -> None:
-    got = answer(asked, **SETTINGS[name])
+    got = answer(asked, **(SETTINGS | MORE_SETTINGS)[name])
     for prompt, expected, tokens in zip(asked.prompts, batched, got, strict=True):
         assert_same_or_tied(oracle, prompt, expected, tokens)
 

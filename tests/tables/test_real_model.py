@@ -69,8 +69,8 @@ def check_answers(tmp_path: Path, rows: list[dict[str, str]], fields: Sequence[s
                 assert is_near_tie(alone[text]), text
 
 
-def test_answers_of_20_rows_equal_those_of_single_prompts(tmp_path: Path) -> None:
-    check_answers(tmp_path, many_rows(20), SHORT)
+def test_answers_of_8_rows_equal_those_of_single_prompts(tmp_path: Path) -> None:
+    check_answers(tmp_path, many_rows(8), SHORT)
 
 
 @pytest.mark.slow
