@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 import schemathesis
 from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from mainstem.wire.chat.bodies import ChatBody, CompletionBody
 from mainstem.wire.neutral import is_harmless
@@ -35,7 +36,7 @@ def loosened() -> Any:
     return found
 
 
-def the_schema() -> Any:
+def the_schema() -> OpenApiSchema:
     schema = schemathesis.openapi.from_dict(loosened())
     schema.config.generation.update(modes=list(GenerationMode))
     return schema
