@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,9 @@ if os.environ.get("MAINSTEM_TEST_ONEDNN") == "off":  # as if the CPU were older;
     import torch
 
     torch._C._set_mkldnn_enabled(False)
+
+# a shell that starts `make test &` lets it ignore Ctrl-C, which tests send to themselves
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with suppress(ImportError):  # not on every machine with a GPU
     from hypothesis import settings

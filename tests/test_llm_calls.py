@@ -1,5 +1,6 @@
 """LLM and `mainstem chat` over a fake model: several threads, Ctrl-C, settings and templates."""
 
+import gc
 import inspect
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from threading import Event
 from types import NoneType
 from typing import get_args, get_type_hints
+from weakref import ref
 
 import pytest
 from tqdm import tqdm
@@ -68,6 +70,22 @@ def test_closing_ends_a_call_of_another_thread_after_its_step(
     assert num_steps < 4
     with pytest.raises(InvalidRequest, match="LLM: is closed"):
         llm.generate("one", LONG, use_tqdm=False)
+
+
+def test_the_memory_is_freed_with_the_last_reference(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without waiting for the garbage collector, which does not know how large the weights are."""
+    llm = a_fake_llm(engines, monkeypatch)
+    llm.generate("one", SamplingParams(max_tokens=3), use_tqdm=False)
+    steps, loaded = ref(llm._steps), ref(llm)  # what could hold each other
+    gc.disable()
+    try:
+        llm.close()
+        del llm
+        assert (steps(), loaded()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_a_signal_handler_may_close_the_llm_within_a_call(llm: LLM, engines: FakeEngines) -> None:

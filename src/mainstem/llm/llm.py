@@ -54,7 +54,7 @@ class LLM(LoadedModel):
         self._lock = RLock()
         self._is_called = False
         shares = config.sched.share is not Share.NONE
-        self._steps = SharedSteps(self.text_engine, shares, self._check_open)
+        self._steps = SharedSteps(self.text_engine, shares)
 
     def generate(
         self,
@@ -302,6 +302,7 @@ class LLM(LoadedModel):
             return False
 
         def hear(outputs: list[Output]) -> int:
+            self._check_open()
             num_ended = 0
             for output in outputs:
                 result = results[output.request_id]
@@ -343,6 +344,7 @@ class LLM(LoadedModel):
             return False
 
         def hear(outputs: list[Output]) -> int:
+            self._check_open()
             for output in outputs:
                 index, place, _ = asked[output.request_id]
                 if output.fault is not None:

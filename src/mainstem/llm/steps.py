@@ -15,7 +15,8 @@ from mainstem.plan.planner import plan_prompts
 from mainstem.text.text_engine import TextEngine
 
 Submit = Callable[[RequestId, int | None], bool]  # gets the plan place; False: it was refused
-Hear = Callable[[list[Output]], int]  # gets a step's outputs; returns how many prompts ended
+# gets a step's outputs, returns how many prompts ended; raises if the LLM was closed meanwhile
+Hear = Callable[[list[Output]], int]
 
 
 class Bar(Protocol):
@@ -28,14 +29,11 @@ class Bar(Protocol):
 class SharedSteps:
     """Advances the engine: outputs of streams wait for their readers, a call gets the others."""
 
-    def __init__(
-        self, text_engine: TextEngine, shares: bool, check_open: Callable[[], None]
-    ) -> None:
+    def __init__(self, text_engine: TextEngine, shares: bool) -> None:
         """`shares`: prompts of a call are ordered so that those with a common prefix are
-        neighbours. `check_open` is called after each step and raises if the LLM was closed."""
+        neighbours."""
         self._text_engine = text_engine
         self._shares = shares
-        self._check_open = check_open
         self._streams: dict[str, deque[Output]] = {}  # outputs not read yet, by request
         self._abandoned: deque[str] = deque()  # streams that are no longer read
 
@@ -86,7 +84,6 @@ class SharedSteps:
             while self._text_engine.has_work and (num_open or not self._streams):
                 # a call that was interrupted may have left outputs
                 num_ended = hear([each for each in self.step() if each.request_id in running])
-                self._check_open()
                 num_open -= num_ended
                 bar.update(num_ended)
         except BaseException:
