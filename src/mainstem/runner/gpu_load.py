@@ -52,8 +52,6 @@ def load_gpu_runner(
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
     _check(config)
-    if model.deterministic and origin.spec.recurrences:
-        raise ConfigError("deterministic is not supported for recurrent layers yet")
     if model.threads is not None:
         torch.set_num_threads(model.threads)
     context = context_of(origin.spec, config)
@@ -105,7 +103,13 @@ def load_gpu_runner(
     recurrence = None
     if num_states:
         states = DeviceStates(part, num_states, dtype, device, pages.page_bytes)
-        recurrence = Recurrence(part, decoder.recurrent, states, recurrent_kernels)
+        recurrence = Recurrence(
+            part,
+            decoder.recurrent,
+            states,
+            recurrent_kernels,
+            is_deterministic=model.deterministic,
+        )
     runner = GpuRunner(decoder, pages, attention, max_tokens, device, recurrence=recurrence)
     # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)

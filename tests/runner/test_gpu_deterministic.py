@@ -1,0 +1,92 @@
+"""With `deterministic`, models with recurrent layers answer with the same bits alone, from kept
+states, in a batch, with prompts cut otherwise, and after preemption (interpreted)."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mainstem.core.config import CacheConfig, DType, EngineConfig, ModelConfig, SchedConfig
+from mainstem.core.events import EventBus, SequencePreempted
+from mainstem.core.request import SamplingParams
+from mainstem.engine.build import join
+from mainstem.engine.engine import Engine
+from tests.builders import a_request, run_all
+from tests.runner.recipes import RECIPES, RecipeOrigin
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs TRITON_INTERPRET=1; see test_interpreter.py",
+)
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
+Bits = list[tuple[int, float]]  # tokens and their logprobs, not rounded
+
+
+def a_config(dtype: DType, chunk_tokens: int, kv_tokens: int) -> EngineConfig:
+    return EngineConfig(
+        ModelConfig(dtype=dtype, deterministic=True),
+        CacheConfig(page_size=16, kv_tokens=kv_tokens, states=9),
+        SchedConfig(chunk_tokens=chunk_tokens),
+    )
+
+
+def an_engine(name: str, config: EngineConfig, device: str, bus: EventBus) -> Engine:
+    from mainstem.runner.gpu_load import load_gpu_runner  # noqa: PLC0415  # needs the interpreter
+
+    runner, facts = load_gpu_runner(RecipeOrigin(RECIPES[name]), config, torch.device(device))
+    return join(runner, facts, config, bus)
+
+
+def ask(engine: Engine, prompts: dict[str, list[int]], salt: bytes) -> tuple[dict[str, Bits], int]:
+    """The answers, and how many tokens of prompts were not computed."""
+    requests = [
+        replace(a_request(ids, name=name, sampling=SAMPLING, salt=salt), expected_tokens=1)
+        for name, ids in prompts.items()
+    ]
+    outputs = run_all(engine, requests).outputs
+    bits = {
+        str(each.request_id): [
+            (token, record.logprob)
+            for token, record in zip(each.token_ids, each.logprobs, strict=True)
+        ]
+        for each in outputs
+    }
+    return bits, sum(each.num_cached_tokens for each in outputs)
+
+
+def check_bits(name: str, dtype: DType = DType.FP32, device: str = "cpu") -> None:
+    """Both prompts share a page and grow into a third one, and the narrow engine has four."""
+    rng = np.random.default_rng(5)
+    head = rng.integers(3, 96, 21).tolist()
+    prompts = {str(n): head + rng.integers(3, 96, n).tolist() for n in (9, 10)}
+    wide = an_engine(name, a_config(dtype, 64, 512), device, EventBus())
+    alone: dict[str, Bits] = {}
+    for number, ids in prompts.items():
+        found, num_cached = ask(wide, {number: ids}, salt=number.encode())
+        assert num_cached == 0
+        alone |= found
+    again, num_cached = ask(wide, prompts, salt=b"9")
+    assert num_cached > len(head)
+    assert again == alone, "from kept states"
+    bus = EventBus()
+    preempted: list[SequencePreempted] = []
+    bus.subscribe(SequencePreempted, preempted.append)
+    narrow = an_engine(name, a_config(dtype, 7, 64), device, bus)
+    found, num_cached = ask(narrow, prompts, salt=b"")
+    assert found == alone, "in a batch"
+    assert num_cached > 0
+    assert preempted
+
+
+@interpreted
+def test_a_convolution_answers_with_the_same_bits_in_any_batch() -> None:
+    check_bits("Lfm2MoeForCausalLM")
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3_5MoeForCausalLM", "NemotronHForCausalLM"])
+def test_recurrent_layers_answer_with_the_same_bits_in_any_batch(name: str) -> None:
+    check_bits(name)
