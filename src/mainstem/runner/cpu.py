@@ -50,7 +50,9 @@ class CpuRunner:
         self._decoder = decoder
         self._pages = pages
         self._gate = OpenGate() if gate is None else gate
-        self._attention = CpuAttention(decoder.spec, pages, max_positions, decoder.sinks)
+        self._attention = CpuAttention(
+            decoder.spec, pages, max_positions, decoder.sinks, decoder.query_gains
+        )
         self._recurrence: Recurrence | None = None
         self.states: DeviceStates | None = None  # of a model with recurrent layers
         if decoder.recurrent:

@@ -99,7 +99,9 @@ def load_gpu_runner(
         needed = kv.num_bytes + state_memory
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(part, kv.num_pages, cache.page_size, dtype, device, kv.num_parts)
-    attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
+    attention = GpuAttention(
+        part, pages, spans, space, decoder.head_norms, decoder.sinks, decoder.query_gains
+    )
     recurrence = None
     if num_states:
         states = DeviceStates(part, num_states, dtype, device, pages.page_bytes)
