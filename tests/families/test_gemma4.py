@@ -9,6 +9,7 @@ from transformers import Gemma4TextConfig
 from mainstem.runner.cpu_load import load_cpu_runner
 from tests.families.equality import check_family
 from tests.models.checkpoints import SMALL
+from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 
 SIZES: dict[str, Any] = SMALL | {
     "num_hidden_layers": 5,
@@ -46,7 +47,6 @@ OWN_INPUTS = {
     "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
 }
-from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 
 
 @pytest.mark.parametrize("changes", [KEYS_AS_VALUES, {"attention_bias": True}], ids=str)

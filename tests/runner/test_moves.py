@@ -55,7 +55,7 @@ def test_moved_keys_equal_keys_computed_at_the_new_position(name: str, tmp_path:
 
 def test_moved_keys_are_right_where_heads_are_normed_after_rotation(tmp_path: Path) -> None:
     """A gain after rotation differs from dim to dim. A key with such a gain cannot be rotated."""
-    write_checkpoint(HunYuanDenseV1Config(**SMALL), tmp_path)
+    write_checkpoint(HunYuanDenseV1Config(**SMALL, head_dim=16), tmp_path)
     check_moved_keys(tmp_path)
 
 
