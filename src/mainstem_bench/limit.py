@@ -57,7 +57,7 @@ class ModelCost:
         size = ModelSize(
             num_params=shape.num_layer_params,
             num_head_params=shape.num_head_params,
-            kv_bytes_per_token=len(shape.attentions) * heads.key_bytes,
+            kv_bytes_per_token=shape.kv_elements_per_token * element_bytes,
             bytes_per_param=shape.bytes_per_param(element_bytes),
             num_idle_params=shape.num_idle_params,
             elementwise_bytes_per_token=ELEMENTWISE_MOVES

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from transformers import Gemma4TextConfig
 
+from mainstem.runner.cpu_load import load_cpu_runner
 from tests.families.equality import check_family
 from tests.models.checkpoints import SMALL
+from tests.runner.recipes import RECIPES, RecipeOrigin, a_config
 
 SIZES: dict[str, Any] = SMALL | {
     "num_hidden_layers": 5,
@@ -60,3 +62,11 @@ def test_models_with_inputs_of_layers_and_shared_keys_answer_as_transformers(
     tmp_path: Path,
 ) -> None:
     check_family(Gemma4TextConfig(**SIZES | OWN_INPUTS), tmp_path)
+
+
+def test_costs_are_those_of_layers_without_a_window() -> None:
+    """They read long shared prefixes; here their heads are larger, and there are fewer."""
+    spec = RECIPES["Gemma 4 with experts"]
+    _, facts = load_cpu_runner(RecipeOrigin(spec), a_config())
+    assert (spec.num_kv_heads, spec.head_dim) == (2, 64)
+    assert (facts.num_kv_heads, facts.head_dim) == (1, 128)

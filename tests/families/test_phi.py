@@ -17,3 +17,7 @@ def test_phi_2_answers_as_transformers(tmp_path: Path) -> None:
 
 def test_phi_with_grouped_keys_and_tied_embeddings_answers_as_transformers(tmp_path: Path) -> None:
     check_family(PhiConfig(**SMALL, tie_word_embeddings=True), tmp_path)
+
+
+def test_phi_with_norms_of_heads_answers_as_transformers(tmp_path: Path) -> None:
+    check_family(PhiConfig(**SMALL, qk_layernorm=True), tmp_path)

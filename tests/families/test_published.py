@@ -170,7 +170,6 @@ def test_llama_1_is_read(name: str) -> None:
         ("tiiuae/falcon-7b", {"alibi": True}),
         ("tiiuae/falcon-7b", {"apply_residual_connection_post_layernorm": True}),
         ("tiiuae/falcon-11B", {"ff_factor": 3}),
-        ("microsoft/phi-2", {"qk_layernorm": True}),
         ("microsoft/Phi-4-mini-instruct", {"lm_head_bias": True}),
         ("microsoft/Phi-4-mini-instruct", {"interpolate_factor": 2}),
         ("HuggingFaceTB/SmolLM3-3B", {"no_rope_layers": [1, 0]}),

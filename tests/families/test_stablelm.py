@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from transformers import StableLmConfig
 
-from mainstem.core.errors import UnsupportedModel
 from mainstem.models.families import spec_from_config
 from tests.families.equality import check_family
 from tests.families.published import PUBLISHED
@@ -22,13 +21,16 @@ def test_stablelm_answers_as_transformers(is_parallel: bool, tmp_path: Path) -> 
     check_family(config, tmp_path)
 
 
-def test_the_error_for_norms_of_heads_names_the_field() -> None:
-    published = PUBLISHED["stabilityai/stablelm-2-1_6b"]
-    (attention,) = spec_from_config(published).attention_kinds
+def test_stablelm_with_norms_of_heads_answers_as_transformers(tmp_path: Path) -> None:
+    """As in StableLM 2 12B, every head has a gain of its own."""
+    config = StableLmConfig(**HEADS_OF_16, qk_layernorm=True, use_parallel_residual=True)
+    check_family(config, tmp_path)
+
+
+def test_a_quarter_of_each_head_is_rotated() -> None:
+    (attention,) = spec_from_config(PUBLISHED["stabilityai/stablelm-2-1_6b"]).attention_kinds
     assert attention.rope is not None
     assert attention.rope.rotary_dim == 16
-    with pytest.raises(UnsupportedModel, match="qk_layernorm"):
-        spec_from_config({**published, "qk_layernorm": True})
 
 
 def test_the_page_about_adding_a_model_shows_this_family() -> None:

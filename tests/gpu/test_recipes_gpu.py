@@ -17,6 +17,7 @@ from mainstem.kernels.attention.plan import Launches
 from mainstem.models.block import Gate
 from mainstem.runner.cpu_load import load_cpu_runner
 from tests.runner.recipes import RECIPES, RecipeOrigin, a_config, deeper
+from tests.runner.test_gpu_deterministic import PREEMPTED_TOKENS, check_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,6 +71,12 @@ def logprobs_of_cpu(origin: RecipeOrigin, dtype: DType) -> np.ndarray:
     config = a_config(dtype)
     runner, facts = load_cpu_runner(origin, config)
     return logprobs(join(runner, facts, config, EventBus()))
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name].recurrences])
+def test_deterministic_hybrids_have_the_same_bits_in_any_batch(name: str, dtype: DType) -> None:
+    check_bits(name, PREEMPTED_TOKENS, dtype, "cuda")
 
 
 LARGE = tuple(range(10, 70))  # tokens of each prompt after the shared ones: a step of 2,400 tokens

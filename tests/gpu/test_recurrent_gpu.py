@@ -14,8 +14,10 @@ from tests.kernels.recurrent import (
     Shape,
     a_delta_rule,
     a_mamba_scan,
+    a_serial_step,
     a_step,
     assert_as_reference,
+    cut_otherwise,
 )
 
 pytestmark = [
@@ -66,3 +68,25 @@ def test_heads_as_large_as_those_of_models(dims: tuple[int, int], dtype: torch.d
     for make in (a_delta_rule, a_mamba_scan):
         case = make(a_step(*parts, num_decodes=num_decodes), dtype, Shape(1, 2, *dims))
         assert_as_reference(case, OnCard(), TRITON_TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", list(TRITON_TOLERANCE), ids=str)
+@pytest.mark.parametrize("operation", list(CASES))
+def test_serial_steps_agree_and_have_the_same_bits_however_they_are_cut(
+    operation: str, dtype: torch.dtype
+) -> None:
+    for parts, _ in STEPS.values():
+        case = CASES[operation](a_serial_step(*parts), dtype)
+        assert_as_reference(case, OnCard(), TRITON_TOLERANCE)
+    cut_otherwise(CASES[operation], OnCard(), dtype)
+
+
+@pytest.mark.parametrize("dtype", list(TRITON_TOLERANCE), ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 64)])
+def test_serial_steps_of_heads_as_large_as_those_of_models(
+    dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for make in (a_delta_rule, a_mamba_scan):
+        cut_otherwise(
+            lambda step, dtype, make=make: make(step, dtype, Shape(1, 2, *dims)), OnCard(), dtype
+        )

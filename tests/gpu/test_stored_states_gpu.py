@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3NextConfig
+from transformers import GraniteMoeHybridConfig, Lfm2Config, PreTrainedConfig, Qwen3NextConfig
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -33,25 +33,41 @@ SIZES = {
     "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
     "max_position_embeddings": 1024,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "delta rule": Qwen3NextConfig(
+        **SIZES,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    ),
+    "mamba 2": GraniteMoeHybridConfig(
+        **SIZES,
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_d_state=64,
+        mamba_n_groups=2,
+        num_local_experts=0,
+        shared_intermediate_size=128,
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+    ),
+    "convolution": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv", "conv"]),
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("hybrid")
-    write_checkpoint(Qwen3NextConfig(**SIZES), folder, dtype=torch.bfloat16)
+    write_checkpoint(CONFIGS[request.param], folder, dtype=torch.bfloat16)
     return folder
 
 

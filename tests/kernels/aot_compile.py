@@ -80,11 +80,17 @@ from mainstem.kernels.recurrent.conv import _convolve_decode_kernel, _convolve_k
 from mainstem.kernels.recurrent.delta import (
     _delta_decode_kernel,
     _delta_pass_kernel,
+    _delta_serial_kernel,
     _delta_solve_kernel,
     pass_columns,
 )
 from mainstem.kernels.recurrent.gated_norm import _gated_norm_kernel
-from mainstem.kernels.recurrent.scan import _scan_decode_kernel, _scan_kernel, scan_columns
+from mainstem.kernels.recurrent.scan import (
+    _scan_decode_kernel,
+    _scan_kernel,
+    _scan_serial_kernel,
+    scan_columns,
+)
 from mainstem.kernels.recurrent.segments import TILE
 from mainstem.kernels.sampling.sample import (
     _argmax_kernel,
@@ -494,14 +500,16 @@ def _state_jobs(
     overlaps, lanes, warps = {"OVERLAPS": dots["OVERLAPS"]}, lanes_of(dim), {"num_warps": 4}
     tiles, factors = tile_options(dim, size, is_hopper), {"factors_ptr": "*fp32"}
     delta = {"GROUP": 3, "K": dim, "V": dim}
-    yield _delta_decode_kernel, {**delta, **overlaps, "K_LANES": lanes, "BLOCK_V": 32}, {}, warps
+    for kernel in (_delta_decode_kernel, _delta_serial_kernel):
+        yield kernel, {**delta, **overlaps, "K_LANES": lanes, "BLOCK_V": 32}, {}, warps
     solve = {**delta, **dots, "BLOCK_K": 64, "BLOCK_V": 64}
     alone = {"num_warps": 4 if size == 2 else 8, "num_stages": 1}
     yield _delta_solve_kernel, solve, factors, alone
     columns: dict[str, object] = {"K_LANES": lanes, "BLOCK_V": pass_columns(dim, size)}
     yield _delta_pass_kernel, {**delta, **dots, **columns}, factors, tiles
     scan = {"GROUP": 16, "N": dim, "P": 64, "N_LANES": lanes}
-    yield _scan_decode_kernel, {**scan, **overlaps, "BLOCK_P": 32}, {}, warps
+    for kernel in (_scan_decode_kernel, _scan_serial_kernel):
+        yield kernel, {**scan, **overlaps, "BLOCK_P": 32}, {}, warps
     yield _scan_kernel, {**scan, **dots, "BLOCK_P": scan_columns(dim, 64, size)}, {}, tiles
 
 

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.kernels.recurrent import reference
-from mainstem.kernels.recurrent.segments import Segments, make_segments
+from mainstem.kernels.recurrent.segments import Segments, make_segments, make_serial_segments
 
 SLOTS = 24
+Ints = NDArray[np.int32]
 # Relative to the largest value of the answer. fp32: sums of some hundred products in another order.
 # 16 bits: the answer is rounded, by 2^-9 or 2^-12 of a value.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -29,13 +31,21 @@ class Part:
 
 
 def a_step(*parts: Part, num_decodes: int = 0) -> Segments:
+    return make_segments(*_arrays(parts), num_decodes)
+
+
+def a_serial_step(*parts: Part) -> Segments:
+    """Whose tokens are computed one after the other."""
+    return make_serial_segments(*_arrays(parts))
+
+
+def _arrays(parts: tuple[Part, ...]) -> tuple[Ints, Ints, Ints, Ints]:
     lengths = [n for part in parts for n in part.lengths]
-    return make_segments(
+    return (
         np.cumsum([0, *lengths], dtype=np.int32),
         np.array([slot for part in parts for slot in part.writes], dtype=np.int32),
         np.cumsum([0, *(len(part.lengths) for part in parts)], dtype=np.int32),
         np.array([part.read for part in parts], dtype=np.int32),
-        num_decodes,
     )
 
 
@@ -249,3 +259,41 @@ def assert_same(found: Tensor, right: Tensor) -> None:
 def steps() -> Iterator[tuple[str, Segments]]:
     for name, (parts, num_decodes) in STEPS.items():
         yield name, a_step(*parts, num_decodes=num_decodes)
+
+
+def cut_otherwise(make: Callable[..., Case], operations: object, dtype: torch.dtype) -> None:
+    """Tokens of a serial step have the same bits in one piece, beside another sequence, and in
+    several steps of which some have one token; so have the states."""
+    one = make(a_serial_step(Part((70,), 0, (9,))), dtype)
+    out, states = one.run(operations)
+    pieces = make(a_serial_step(Part((1, 4, 64, 1), 0, (10, 11, 12, 9))), dtype)
+    found, cut_states = pieces.run(operations)
+    assert_same(found, out)
+    assert_same(cut_states[9], states[9])
+    beside = make(a_serial_step(Part((70,), 0, (9,)), Part((3, 20), 1, (13, 14))), dtype)
+    for name, value in one.args.items():
+        if isinstance(value, Tensor) and len(value) == 70:
+            beside.args[name][:70] = value  # type: ignore[index]
+        elif name != "segments":
+            beside.args[name] = value
+    beside.states = one.states
+    found, states_beside = beside.run(operations)
+    assert_same(found[:70], out)
+    assert_same(states_beside[9], states[9])
+    first = 0
+    kept = one.states
+    for count in (1, 3, 1, 1, 64):
+        step = a_serial_step(Part((count,), 9 if first else 0, (9,)))
+        args = {
+            name: value[first : first + count]
+            if isinstance(value, Tensor) and len(value) == 70
+            else value
+            for name, value in one.args.items()
+        }
+        args["segments"] = step
+        shape = (count, *one.out_shape[1:])
+        found, kept = Case(one.name, args, kept, dtype, shape).run(operations)
+        assert_same(found, out[first : first + count])
+        first += count
+    assert kept is not None
+    assert_same(kept[9], states[9])

@@ -27,10 +27,12 @@ from tests.kernels.recurrent import (  # noqa: E402
     a_delta_rule,
     a_gated_norm,
     a_mamba_scan,
+    a_serial_step,
     a_step,
     assert_as_reference,
     assert_near,
     assert_same,
+    cut_otherwise,
 )
 
 pytestmark = pytest.mark.torch
@@ -148,6 +150,19 @@ def test_a_sequence_has_the_same_bits_beside_other_sequences() -> None:
         right_out, right_states = alone.run(KERNELS)
         assert_same(out[91:], right_out)
         assert_same(states[8:10], right_states[8:10])
+
+
+@pytest.mark.parametrize("operation", list(CASES))
+@pytest.mark.parametrize("name", list(STEPS))
+def test_every_serial_step_agrees_with_the_reference(name: str, operation: str) -> None:
+    parts, _ = STEPS[name]
+    step = a_serial_step(*parts)
+    check(a_convolution(step) if operation == "convolve" else CASES[operation](step))
+
+
+@pytest.mark.parametrize("operation", list(CASES))
+def test_a_serial_step_has_the_same_bits_however_it_is_cut(operation: str) -> None:
+    cut_otherwise(CASES[operation], KERNELS, torch.float32)
 
 
 def test_padding_of_a_graph_writes_only_its_slot() -> None:

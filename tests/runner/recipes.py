@@ -37,6 +37,20 @@ _CONFIGS: dict[str, Mapping[str, object]] = {
         "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5, "num_key_value_heads": 2,
         "head_dim": None, "rms_norm_eps": None,
     },
+    "Phi with norms of heads": {
+        "architectures": ["PhiForCausalLM"], "qk_layernorm": True, "layer_norm_eps": 1e-5,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": None, "hidden_size": 256,
+        "rms_norm_eps": None,
+    },
+    "StableLM with norms of heads": {
+        "architectures": ["StableLmForCausalLM"], "qk_layernorm": True, "head_dim": None,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256,
+        "rms_norm_eps": None,
+    },
+    "HunYuanDenseV1ForCausalLM": {
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
     "FalconForCausalLM": {
         "new_decoder_architecture": True, "parallel_attn": True, "bias": False, "alibi": False,
         "num_kv_heads": 1, "layer_norm_epsilon": 1e-5, "multi_query": False,

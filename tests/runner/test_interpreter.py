@@ -6,7 +6,13 @@ from tests.kernels.interpreted import in_another_process, run_interpreted, short
 
 pytestmark = in_another_process
 
-MODULES = ["test_gpu.py", "test_gpu_recipes.py", "test_gpu_packed.py", "test_gpu_linears.py"]
+MODULES = [
+    "test_gpu.py",
+    "test_gpu_deterministic.py",
+    "test_gpu_recipes.py",
+    "test_gpu_packed.py",
+    "test_gpu_linears.py",
+]
 
 
 @short_and_slow

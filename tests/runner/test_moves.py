@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import HunYuanDenseV1Config
 
 from mainstem.core.config import CacheConfig, EngineConfig
 from mainstem.core.step import Step
@@ -16,7 +17,7 @@ from mainstem.models.spec import RopeSpec
 from mainstem.runner.cpu import CpuRunner
 from mainstem.runner.cpu_load import load_cpu_runner
 from mainstem.runner.origin import folder_origin
-from tests.models.checkpoints import CONFIGS, VOCAB, make_checkpoint
+from tests.models.checkpoints import CONFIGS, SMALL, VOCAB, make_checkpoint, write_checkpoint
 from tests.runner.steps import Seq, Work, a_step, run
 
 pytestmark = pytest.mark.torch
@@ -47,11 +48,21 @@ def moving(step: Step, source: list[int], target: list[int], by: list[int]) -> S
 
 @pytest.mark.parametrize("name", KINDS)
 def test_moved_keys_equal_keys_computed_at_the_new_position(name: str, tmp_path: Path) -> None:
-    """Keys and values of the first layer depend on token and position alone, so a moved page must
-    equal a page that is computed at its new position."""
     assert name in CONFIGS
     make_checkpoint(name, tmp_path)
-    runner = a_runner(tmp_path)
+    check_moved_keys(tmp_path)
+
+
+def test_moved_keys_are_right_where_heads_are_normed_after_rotation(tmp_path: Path) -> None:
+    """A gain after rotation differs from dim to dim. A key with such a gain cannot be rotated."""
+    write_checkpoint(HunYuanDenseV1Config(**SMALL, head_dim=16), tmp_path)
+    check_moved_keys(tmp_path)
+
+
+def check_moved_keys(folder: Path) -> None:
+    """Keys and values of the first layer depend on token and position alone, so a moved page must
+    equal a page that is computed at its new position."""
+    runner = a_runner(folder)
     ids = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 64)]
     filled(runner, ids, list(range(16)))
     again = filled(runner, ids[48:56], [40, 41])  # the same tokens at positions 0 to 7

@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig
+from transformers import (
+    FalconH1Config,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+)
 
 from mainstem.core.config import (
     CacheConfig,
@@ -29,11 +35,17 @@ from mainstem.runner.pages import DevicePages
 from mainstem.runner.states import DeviceStates, pages_per_state
 from mainstem.runner.transfer import CpuCopier
 from tests.builders import a_request, run_all
+from tests.families.test_mamba import GRANITE, MAMBA, STD
 from tests.families.test_qwen_hybrid import HYBRID
-from tests.models.checkpoints import write_checkpoint
+from tests.models.checkpoints import SMALL, write_checkpoint
 
 PAGE = 4
 ANSWER = 9
+OTHERS: dict[str, PreTrainedConfig] = {
+    "mamba 2": GraniteMoeHybridConfig(**GRANITE, num_local_experts=0),
+    "convolution": Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]),
+    "beside attention": FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=96),
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +102,25 @@ def restart(folder: Path, disk_dir: Path, engine: Engine) -> Engine:
 def test_turns_are_continued_from_tiers(
     folder: Path, tmp_path: Path, between: Callable[[Path, Path, Engine], Engine]
 ) -> None:
+    check_turns(folder, tmp_path, between, num_turns=6)
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_other_recurrences_are_continued_after_a_restart(name: str, tmp_path: Path) -> None:
+    folder, disk_dir = tmp_path / "model", tmp_path / "disk"
+    write_checkpoint(OTHERS[name], folder, std=STD)
+    check_turns(folder, disk_dir, restart, num_turns=3)
+
+
+def check_turns(
+    folder: Path, tmp_path: Path, between: Callable[[Path, Path, Engine], Engine], num_turns: int
+) -> None:
+    """Every turn but the first starts less than a page before the end of the last one, and its
+    answer is that of an engine that computes everything."""
     rng = np.random.default_rng(0)
     fresh = an_engine(folder, None)
     engine, said, end = an_engine(folder, tmp_path), rng.integers(3, 90, 45).tolist(), 0
-    for _ in range(6):
+    for _ in range(num_turns):
         found, start = answer(engine, said)
         assert end - PAGE < start <= end
         fresh.clear_cache()

@@ -57,11 +57,14 @@ class Residual(Enum):
 
 
 class QkNorm(Enum):
-    """RMS norm of queries and keys before they are rotated."""
+    """Norm of queries and keys. It is an RMS norm before they are rotated, unless noted."""
 
     NONE = "none"
     HEADS = "heads"  # each head separately, with the same gain (Qwen 3, Gemma 3)
     ROWS = "rows"  # all heads of a token together (OLMo 2)
+    TURNED_HEADS = "turned heads"  # like HEADS, after they are rotated (Hunyuan)
+    LAYER = "layer"  # LayerNorm of each head, with the same gain and bias (Phi)
+    LAYER_EACH = "layer each"  # LayerNorm with a gain for each head, without bias (StableLM 2 12B)
 
 
 class Activation(Enum):

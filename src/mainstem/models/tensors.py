@@ -130,6 +130,9 @@ class LayerTensors:
     branch_norms: BranchTensors | None = None
     layer_input: LayerInputTensors | None = None
     scale: Tensor | None = None  # [1] fp32, of x at the end of the layer
+    # LayerNorm of heads: [query heads + key heads, dim] in fp32
+    head_norm: NormTensors | None = None
+    query_gain: Tensor | None = None  # [dim] fp32, of queries after they are rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +191,12 @@ class TensorReader:
         mlp = layer.mlp
         has_own_norms = isinstance(mlp, ExpertsSpec) and mlp.has_own_norms
         qkv, out, q_norm, k_norm, sinks = None, None, None, None, None
+        head_norm, query_gain = None, None
         if layer.attention is not None:
             q_norm, k_norm = self._qk_norms(prefix, layer)
+            if spec.qk_norm is QkNorm.TURNED_HEADS:
+                query_gain, q_norm, k_norm = _before_rotation(q_norm, k_norm)
+            head_norm = self._head_norm(prefix, layer)
             qkv = self._qkv(prefix, layer)
             out = self._attention_out(prefix, layer.attention)
             if layer.attention.has_sinks:
@@ -221,6 +228,8 @@ class TensorReader:
             scale=self._source.take_wide(prefix + names.layer_scale, (1,))
             if spec.has_layer_scale
             else None,
+            head_norm=head_norm,
+            query_gain=query_gain,
         )
 
     def _branch_norms(self, prefix: str) -> BranchTensors:
@@ -327,18 +336,40 @@ class TensorReader:
     def _qk_norms(self, prefix: str, layer: LayerSpec) -> tuple[Tensor | None, Tensor | None]:
         """The gains of queries and keys; a layer that reads another one's K has none of keys."""
         spec, names, shape = self._spec, self._names, self._spec.new_kv(layer)
-        if spec.qk_norm is QkNorm.NONE:
+        if spec.qk_norm in (QkNorm.NONE, QkNorm.LAYER, QkNorm.LAYER_EACH):
             return None, None
         gains: list[Tensor | None] = []
         for name, count in ((names.q_norm, spec.num_heads), (names.k_norm, shape.heads)):
             if count == 0:
                 gains.append(None)
-            elif spec.qk_norm is QkNorm.HEADS:
-                gains.append(self._gain(f"{prefix}{name}.weight", shape.dim))
-            else:
+            elif spec.qk_norm is QkNorm.ROWS:
                 part = times(self._cut.heads(count), shape.dim)
                 gains.append(self._gain(f"{prefix}{name}.weight", count * shape.dim, part))
+            else:
+                gains.append(self._gain(f"{prefix}{name}.weight", shape.dim))
         return gains[0], gains[1]
+
+    def _head_norm(self, prefix: str, layer: LayerSpec) -> NormTensors | None:
+        """The LayerNorms of heads, with a gain for each head even if they have the same."""
+        spec, names, shape = self._spec, self._names, self._spec.new_kv(layer)
+        gains: list[Tensor] = []
+        biases: list[Tensor] = []
+        for name, count in ((names.q_norm, spec.num_heads), (names.k_norm, shape.heads)):
+            heads = range(count)[self._cut.heads(count)]
+            if spec.qk_norm is QkNorm.LAYER:
+                gain, bias = (
+                    self._take(f"{prefix}{name}.{part}", shape.dim) for part in ("weight", "bias")
+                )
+                gains.append(gain.float().expand(len(heads), -1))
+                biases.append(bias.float().expand(len(heads), -1))
+            elif spec.qk_norm is QkNorm.LAYER_EACH:
+                every = [f"{prefix}{name}.norms.{head}.weight" for head in range(count)]
+                gains += [self._take(every[head], shape.dim).float()[None] for head in heads]
+                for other in set(range(count)) - set(heads):
+                    self._source.drop(every[other])
+        if not gains:
+            return None
+        return NormTensors(torch.cat(gains), torch.cat(biases) if biases else None)
 
     def _product(self, rows: Sequence[Rows], width: int, has_bias: bool) -> Product:
         """A product made by stacking these rows."""
@@ -483,6 +514,16 @@ class TensorReader:
         if experts.is_unpacked:
             self._unpacked.append(f"the experts of {prefix[:-1]}")
         return experts
+
+
+def _before_rotation(q_gain: Tensor | None, k_gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a gain of rotated queries, and gains of norms before rotation, for norms after it with
+    these gains. A rotation keeps the norm of a head, and only the products of queries and keys
+    count: so keys are normed without a gain before they are rotated, and can be moved later."""
+    assert q_gain is not None
+    assert k_gain is not None
+    ones = torch.ones_like(q_gain)
+    return q_gain.float() * k_gain.float(), ones, ones
 
 
 def _times(product: Product, factor: float) -> Product:

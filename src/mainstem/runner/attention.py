@@ -39,6 +39,7 @@ class CpuAttention:
         pages: DevicePages,
         max_positions: int,
         sinks: Sequence[Tensor | None],
+        query_gains: Sequence[Tensor | None],
     ) -> None:
         self.spec = spec
         self.pages = pages
@@ -48,6 +49,7 @@ class CpuAttention:
         self.kinds = spec.attentions
         self.places = spec.kv_places  # of each layer's K and V in a page
         self.sinks = sinks
+        self.query_gains = query_gains
         self.heads = [
             self._heads(layer, place)
             for layer, place in zip(spec.attention_layers, self.places, strict=True)
@@ -159,6 +161,8 @@ class AttentionPlan:
             if part.copies is not None:
                 pages.copy(place, *part.copies)
         q, sinks = heads[:, : sizes.num], self._layers.sinks[layer]
+        if (gain := self._layers.query_gains[layer]) is not None:
+            q.mul_(gain)
         if layer == len(self._layers.kinds) - 1 and self._wanted is not None:
             mixed = self._run_wanted(q, pages.slots(place), sinks)
         else:

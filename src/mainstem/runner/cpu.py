@@ -13,7 +13,7 @@ from mainstem.runner.attention import CpuAttention
 from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
-from mainstem.runner.recurrence import HybridAttention, Recurrence, step_segments
+from mainstem.runner.recurrence import HybridAttention, Recurrence
 from mainstem.runner.sampler import Sampler, start_logprobs
 from mainstem.runner.single import SingleTokenPass
 from mainstem.runner.states import DeviceStates
@@ -50,7 +50,9 @@ class CpuRunner:
         self._decoder = decoder
         self._pages = pages
         self._gate = OpenGate() if gate is None else gate
-        self._attention = CpuAttention(decoder.spec, pages, max_positions, decoder.sinks)
+        self._attention = CpuAttention(
+            decoder.spec, pages, max_positions, decoder.sinks, decoder.query_gains
+        )
         self._recurrence: Recurrence | None = None
         self.states: DeviceStates | None = None  # of a model with recurrent layers
         if decoder.recurrent:
@@ -121,7 +123,7 @@ class CpuRunner:
         planned = self._attention.plan(inputs, step.spans)
         token_ids, rows, decoder = inputs.token_ids, inputs.hidden_rows, self._decoder
         if self._recurrence is not None:
-            segments = step_segments(step, torch.device("cpu"))
+            segments = self._recurrence.step_segments(step, torch.device("cpu"))
             hybrid = HybridAttention(
                 decoder.spec, planned, self._recurrence, segments, step.num_tokens
             )

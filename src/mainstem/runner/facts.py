@@ -16,7 +16,7 @@ class RunnerFacts:
     identity: bytes  # weights, dtype, quantization and page layout: part of every PageKey
     num_params: int  # weights of the layers that one token uses
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # of layers without a window, if there are any; so is head_dim
     head_dim: int
     dtype: DType  # the compute dtype
     # If layers with a window keep their K and V apart, in places of their own (Step.window_parts):

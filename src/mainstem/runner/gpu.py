@@ -33,13 +33,7 @@ from mainstem.runner.gpu_attention import GpuAttention
 from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padded_size
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import FEW_TOKENS, StepGraphs
-from mainstem.runner.recurrence import (
-    DecodeStates,
-    HybridAttention,
-    Recurrence,
-    one_prompt,
-    step_segments,
-)
+from mainstem.runner.recurrence import DecodeStates, HybridAttention, Recurrence
 from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs, to_host
 from mainstem.runner.states import DeviceStates
 from mainstem.runner.uploads import Uploads
@@ -86,7 +80,12 @@ class GpuRunner:
         self._recurrence = recurrence
         self._decode_states: DecodeStates | None = None
         if recurrence is not None:
-            self._decode_states = DecodeStates(max_tokens, recurrence.states.num_states, device)
+            self._decode_states = DecodeStates(
+                max_tokens,
+                recurrence.states.num_states,
+                device,
+                is_serial=recurrence.is_deterministic,
+            )
         self._decoder = decoder
         self._pages = pages
         self._attention = attention
@@ -144,8 +143,9 @@ class GpuRunner:
                 attention.bind(inputs, launches)
                 mixer = self._decode_mixer(tokens)
                 hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
-            if self._decode_states is not None:  # recurrent layers have other kernels for prompts
-                prompt = one_prompt(tokens, self._decode_states.trash, self._device)
+            if self._recurrence is not None:  # recurrent layers have other kernels for prompts
+                trash = self._recurrence.states.num_states
+                prompt = self._recurrence.one_prompt(tokens, trash, self._device)
                 mixer = self._hybrid(prompt, tokens)
                 hidden = decoder.forward(inputs.token_ids, None, mixer, self._gate)
             rows = min(tokens, len(self._logits))
@@ -274,7 +274,7 @@ class GpuRunner:
         """What runs attention and recurrent layers of a step."""
         if self._recurrence is None:
             return self._attention
-        segments = step_segments(step, self._device)
+        segments = self._recurrence.step_segments(step, self._device)
         return self._hybrid(segments, step.num_tokens)
 
     def _decode_mixer(self, size: int) -> Attention:

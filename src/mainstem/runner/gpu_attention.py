@@ -129,6 +129,7 @@ class GpuAttention:
         space: Workspace,
         head_norms: Sequence[HeadNorms | None],
         sinks: Sequence[Tensor | None],
+        query_gains: Sequence[Tensor | None],
     ) -> None:
         self._pages = pages
         self._spans = spans
@@ -147,6 +148,7 @@ class GpuAttention:
         self._has_gate = [kind.has_gate for kind in spec.attentions]
         self._head_norms = head_norms
         self._sinks = sinks
+        self._query_gains = query_gains
         self._inputs: GpuInputs | None = None
         self._launches = ALL_LAUNCHES
 
@@ -178,6 +180,8 @@ class GpuAttention:
                 q, q[:, : pages[0].shape[1]], q[:, : pages[0].shape[1]], *pages,
                 self._inputs.positions, self._no_slots[:tokens], self._frequencies[layer],
             )  # fmt: skip
+        if (gain := self._query_gains[layer]) is not None:
+            q.mul_(gain)
         mixed = self._space.mixed_rows(tokens, heads * new.dim)
         out = mixed.view(tokens, heads, new.dim)
         self._spans.run(layer, q, pages, out, self._sinks[layer], self._launches)

@@ -52,8 +52,6 @@ def load_gpu_runner(
     A device of "cpu" runs the kernels in Triton's interpreter, for tests."""
     model, cache = config.model, config.cache
     _check(config)
-    if model.deterministic and origin.spec.recurrences:
-        raise ConfigError("deterministic is not supported for recurrent layers yet")
     if model.threads is not None:
         torch.set_num_threads(model.threads)
     context = context_of(origin.spec, config)
@@ -101,11 +99,19 @@ def load_gpu_runner(
         needed = kv.num_bytes + state_memory
         cache.check_fits(needed, torch.cuda.mem_get_info(device)[0])
     pages = GpuPages(part, kv.num_pages, cache.page_size, dtype, device, kv.num_parts)
-    attention = GpuAttention(part, pages, spans, space, decoder.head_norms, decoder.sinks)
+    attention = GpuAttention(
+        part, pages, spans, space, decoder.head_norms, decoder.sinks, decoder.query_gains
+    )
     recurrence = None
     if num_states:
         states = DeviceStates(part, num_states, dtype, device, pages.page_bytes)
-        recurrence = Recurrence(part, decoder.recurrent, states, recurrent_kernels)
+        recurrence = Recurrence(
+            part,
+            decoder.recurrent,
+            states,
+            recurrent_kernels,
+            is_deterministic=model.deterministic,
+        )
     runner = GpuRunner(decoder, pages, attention, max_tokens, device, recurrence=recurrence)
     # Nobody has measured how much memory collectives take in graphs, so ranks capture few sizes.
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)

@@ -109,6 +109,9 @@ def make_facts(
     layout += layout_of(spec)
     if not shard.is_whole:
         layout += f":rank {shard.rank} of {shard.of}".encode()
+    # long shared prefixes are read by layers without a window
+    kinds = spec.attentions
+    shape = spec.kv_shape(next((kind for kind in kinds if kind.window is None), kinds[0]))
     return RunnerFacts(
         num_pages=division.num_pages,
         num_parts=division.num_parts,
@@ -123,8 +126,8 @@ def make_facts(
         num_idle_params=spec.num_idle_params,
         bytes_per_param=spec.bytes_per_param(dtype.itemsize),
         num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=shape.heads,
+        head_dim=shape.dim,
         dtype=DType(str(dtype).removeprefix("torch.")),
     )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mainstem.core.step import Step
-from mainstem.kernels.recurrent.segments import Segments, make_segments
+from mainstem.kernels.recurrent.segments import Segments, make_segments, make_serial_segments
 from mainstem.kv.states import NO_STATE
 from mainstem.models.block import Attention
 from mainstem.models.recurrence import DeltaSpec, GateOrder, MambaSpec, RecurrentSpec
@@ -19,7 +19,8 @@ from mainstem.runner.uploads import Uploads
 
 
 class Recurrence:
-    """The recurrent layers of a decoder. `kernels` is a backend of kernels/recurrent."""
+    """The recurrent layers of a decoder. `kernels` is a backend of kernels/recurrent. On a GPU, if
+    deterministic, all tokens are computed one after the other."""
 
     def __init__(
         self,
@@ -27,11 +28,32 @@ class Recurrence:
         tensors: Sequence[RecurrentTensors],
         states: DeviceStates,
         kernels: ModuleType,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
         self.states = states
+        self.is_deterministic = is_deterministic
         self._kernels = kernels
         self._layers = list(zip(spec.recurrences, tensors, states.layers, strict=True))
         self._eps = spec.norm.eps
+
+    def step_segments(self, step: Step, device: torch.device) -> Segments:
+        """The segments of a step."""
+        use = step.states
+        assert use is not None, "a step says nothing of states"
+        found = (use.segment_starts, use.writes, use.seq_segments, use.reads)
+        if self.is_deterministic:
+            return make_serial_segments(*found, device)
+        return make_segments(*found, step.num_decodes, device)
+
+    def one_prompt(self, num_tokens: int, slot: int, device: torch.device) -> Segments:
+        """The segments of one sequence that begins with its first token and writes its state to
+        `slot`."""
+        reads, writes = np.full(1, NO_STATE, np.int32), np.full(1, slot, np.int32)
+        found = (np.array([0, num_tokens], np.int32), writes, np.array([0, 1], np.int32), reads)
+        if self.is_deterministic:
+            return make_serial_segments(*found, device)
+        return make_segments(*found, 0, device)
 
     def run(self, number: int, first: Tensor, segments: Segments, num_tokens: int) -> Tensor:
         """Run recurrent layer `number` on the output of its first product; returns the input of its
@@ -139,29 +161,16 @@ class Recurrence:
         self._kernels.gated_norm(x, gate, gain, self._eps, x, group=group, gate_first=is_gate_first)
 
 
-def step_segments(step: Step, device: torch.device) -> Segments:
-    """The segments of a step of a model that has recurrent layers."""
-    use = step.states
-    assert use is not None, "a step says nothing of states"
-    return make_segments(
-        use.segment_starts, use.writes, use.seq_segments, use.reads, step.num_decodes, device
-    )
-
-
-def one_prompt(num_tokens: int, slot: int, device: torch.device) -> Segments:
-    """The segments of one sequence that begins with its first token and writes its state to
-    `slot`."""
-    starts = np.array([0, num_tokens], np.int32)
-    reads, writes = np.full(1, NO_STATE, np.int32), np.full(1, slot, np.int32)
-    return make_segments(starts, writes, np.array([0, 1], np.int32), reads, 0, device)
-
-
 class DecodeStates:
     """The slots of steps that only decode, in buffers at fixed addresses for CUDA graphs. Padding
     uses the slot after the last one."""
 
-    def __init__(self, max_tokens: int, num_states: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, num_states: int, device: torch.device, *, is_serial: bool = False
+    ) -> None:
+        """is_serial: see Segments."""
         self.trash = num_states
+        self._is_serial = is_serial
         self._numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self._slots = torch.full((2, max_tokens), num_states, dtype=torch.int32, device=device)
         self._uploads = Uploads(device)
@@ -179,7 +188,8 @@ class DecodeStates:
         """The segments of `size` decodes."""
         ones = self._numbers[: size + 1]
         reads, writes = self._slots[:, :size]
-        return Segments(ones, writes, ones, reads, size, size, 1)
+        num_decodes = 0 if self._is_serial else size
+        return Segments(ones, writes, ones, reads, num_decodes, size, 1)
 
 
 class HybridAttention:

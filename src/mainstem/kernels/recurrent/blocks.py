@@ -3,9 +3,9 @@
 multiplied, and checks of arguments.
 
 In every kernel a program computes a part of one sequence, in tiles that depend only on the lengths
-of the sequence's own segments. So a sequence's bits do not depend on other sequences. If all
-sequences are decodes, all indices are read from tensors and nothing is allocated: safe in a CUDA
-graph.
+of the sequence's own segments. So a sequence's bits do not depend on other sequences. But they
+depend on where its segments end, unless tokens are computed one after the other. If all sequences
+have one token, all indices are read from tensors and nothing is allocated: safe in a CUDA graph.
 
 A decay is the exponential of a difference of sums of logarithms that is never positive: it
 underflows to 0, and is never NaN. The weights a_log, dt_bias, d, gains and those of convolutions

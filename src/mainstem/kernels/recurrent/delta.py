@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The gated delta rule as Triton kernels. A decode reads its state once and writes it once. Other
-sequences are computed in tiles of 64 tokens. With G_i the product of a tile's decays up to token i,
+"""The gated delta rule as Triton kernels. A decode reads its state once and writes it once, and so
+does a segment whose tokens are computed one after the other (`Segments.is_serial`). Other sequences
+are computed in tiles of 64 tokens. With G_i the product of a tile's decays up to token i,
 and S the state before the tile:
 
     u_i = beta_i (v_i - G_i k_i^T S - sum_{j<i} (G_i/G_j) (k_i . k_j) u_j)
@@ -46,26 +47,13 @@ EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _delta_decode_kernel(
-    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrix_ptr, out_ptr,
-    writes_ptr, reads_ptr,
-    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, scale,
-    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_LANES: tl.constexpr,
-    BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
+def _delta_token(
+    state, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, out_ptr, token, head, dims, columns,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_out, scale,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence, value head and BLOCK_V columns of its state."""
-    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head, seq = tl.program_id(0) // blocks, tl.program_id(1)
-    dims = tl.arange(0, K_LANES)
-    columns = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    """Store a token's output in columns of a head; returns these columns of the state after it."""
     is_dim, is_column = dims < K, columns < V
-    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
-    wait_for_ahead(OVERLAPS)
-    slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
-    cells = head * K * V + dims[:, None] * V + columns[None, :]
-    is_cell = is_dim[:, None] & is_column[None, :]
-    state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
-    token = seq.to(tl.int64)
     key_cells = (head // GROUP) * K + dims
     q = tl.load(q_ptr + token * stride_q + key_cells, mask=is_dim, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + token * stride_k + key_cells, mask=is_dim, other=0.0).to(tl.float32)
@@ -78,9 +66,67 @@ def _delta_decode_kernel(
     u = beta * (v.to(tl.float32) - tl.sum(k[:, None] * state, 0))
     state += k[:, None] * u[None, :]
     out = tl.sum(q[:, None] * state, 0)
-    write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
     out_ptrs = out_ptr + token * stride_out + head * V + columns
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_column)
+    return state
+
+
+@triton.jit
+def _delta_decode_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrix_ptr, out_ptr,
+    writes_ptr, reads_ptr,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, scale,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_LANES: tl.constexpr,
+    BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence, value head and BLOCK_V columns of its state."""
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+    dims = tl.arange(0, K_LANES)
+    columns = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+    wait_for_ahead(OVERLAPS)
+    slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
+    cells = head * K * V + dims[:, None] * V + columns[None, :]
+    is_cell = (dims < K)[:, None] & (columns < V)[None, :]
+    state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
+    state = _delta_token(
+        state, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, out_ptr, seq.to(tl.int64),
+        head, dims, columns,
+        stride_q, stride_k, stride_v, stride_a, stride_b, stride_out, scale, GROUP, K, V,
+    )  # fmt: skip
+    write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
+
+
+@triton.jit
+def _delta_serial_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, matrix_ptr, out_ptr,
+    starts_ptr, writes_ptr, seq_segments_ptr, reads_ptr,
+    stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_out, scale,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_LANES: tl.constexpr,
+    BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Likewise for sequences of any number of segments and tokens."""
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+    dims = tl.arange(0, K_LANES)
+    columns = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+    wait_for_ahead(OVERLAPS)
+    cells = head * K * V + dims[:, None] * V + columns[None, :]
+    is_cell = (dims < K)[:, None] & (columns < V)[None, :]
+    state = read_state(matrix_ptr, tl.load(reads_ptr + seq), cells, is_cell, stride_slot)
+    first, end = tl.load(seq_segments_ptr + seq), tl.load(seq_segments_ptr + seq + 1)
+    for segment in range(first, end):
+        start = tl.load(starts_ptr + segment)
+        for index in range(0, tl.load(starts_ptr + segment + 1) - start):
+            state = _delta_token(
+                state, q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, a_log, dt_bias, out_ptr,
+                (start + index).to(tl.int64), head, dims, columns,
+                stride_q, stride_k, stride_v, stride_a, stride_b, stride_out, scale, GROUP, K, V,
+            )  # fmt: skip
+        write = tl.load(writes_ptr + segment)
+        write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
 
 
 @triton.jit
@@ -275,15 +321,25 @@ def delta_rule(
     for name, x in (("a_log", a_log), ("dt_bias", dt_bias)):
         check_per_head(name, x, heads)
     check_matrix(matrix, (heads, key_dim, value_dim))
-    group = heads // key_heads
+    block = min(lanes_of(value_dim), DECODE_COLUMNS)
+    strides = (
+        q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), matrix.stride(0),
+        out.stride(0),
+    )  # fmt: skip
+    options = {
+        "GROUP": heads // key_heads, "K": key_dim, "V": value_dim, "K_LANES": lanes_of(key_dim),
+        "BLOCK_V": block, **overlap_options(q.device),
+    }  # fmt: skip
+    if segments.is_serial:
+        _delta_serial_kernel[(heads * cdiv(value_dim, block), segments.num_seqs)](
+            q, k, v, a, b, a_log, dt_bias, matrix, out,
+            segments.starts, segments.writes, segments.seq_segments, segments.reads,
+            *strides, key_dim**-0.5, **options,
+        )  # fmt: skip
     if segments.num_decodes:
-        block = min(lanes_of(value_dim), DECODE_COLUMNS)
         _delta_decode_kernel[(heads * cdiv(value_dim, block), segments.num_decodes)](
             q, k, v, a, b, a_log, dt_bias, matrix, out, segments.writes, segments.reads,
-            q.stride(0), k.stride(0), v.stride(0), a.stride(0), b.stride(0), matrix.stride(0),
-            out.stride(0), key_dim**-0.5,
-            GROUP=group, K=key_dim, V=value_dim, K_LANES=lanes_of(key_dim), BLOCK_V=block,
-            **overlap_options(q.device),
+            *strides, key_dim**-0.5, **options,
         )  # fmt: skip
     if segments.tiles is not None:
         _run_tiles((q, k, v, a, b), (a_log, dt_bias), segments, segments.tiles, matrix, out)

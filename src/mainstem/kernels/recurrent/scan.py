@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 # ruff: noqa: PLR0917
-"""The recurrence of Mamba-2 as Triton kernels. A decode reads its state once and writes it once.
-Other sequences are computed in tiles of 64 tokens. With G_i the product of a tile's decays up to
-token i, and S the state before the tile:
+"""The recurrence of Mamba-2 as Triton kernels. A decode reads its state once and writes it once. So
+does a segment whose tokens are computed one after the other (`Segments.is_serial`). Other sequences
+are computed in tiles of 64 tokens. With G_i the product of a tile's decays up to token i, and S the
+state before the tile:
 
     y_i = G_i c_i^T S + sum_{j<=i} (G_i/G_j) (c_i . b_j) dt_j x_j + d x_i
     S'  = G_n S + sum_j (G_n/G_j) b_j dt_j x_j^T
@@ -39,6 +40,28 @@ DECODE_COLUMNS = 32
 
 
 @triton.jit
+def _scan_token(
+    state, x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, out_ptr, token, head, dims, columns,
+    stride_x, stride_b, stride_c, stride_dt, stride_out, least, most,
+    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Store a token's output in columns of a head; returns these columns of the state after it."""
+    is_dim, is_column = dims < N, columns < P
+    group_cells = (head // GROUP) * N + dims
+    b = tl.load(b_ptr + token * stride_b + group_cells, mask=is_dim, other=0.0).to(tl.float32)
+    c = tl.load(c_ptr + token * stride_c + group_cells, mask=is_dim, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * stride_x + head * P + columns, mask=is_column, other=0.0)
+    x = x.to(tl.float32)
+    dt = softplus(tl.load(dt_ptr + token * stride_dt + head).to(tl.float32) + dt_bias)
+    dt = tl.minimum(tl.maximum(dt, least), most)
+    state = state * tl.exp(log_decay(dt, a_log)) + (dt * b)[:, None] * x[None, :]
+    out = tl.sum(c[:, None] * state, 0) + skip * x
+    out_ptrs = out_ptr + token * stride_out + head * P + columns
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_column)
+    return state
+
+
+@triton.jit
 def _scan_decode_kernel(
     x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
     writes_ptr, reads_ptr,
@@ -51,27 +74,51 @@ def _scan_decode_kernel(
     head, seq = tl.program_id(0) // blocks, tl.program_id(1)
     dims = tl.arange(0, N_LANES)
     columns = (tl.program_id(0) % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
-    is_dim, is_column = dims < N, columns < P
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     skip = tl.load(d_ptr + head)
     wait_for_ahead(OVERLAPS)
     slot, write = tl.load(reads_ptr + seq), tl.load(writes_ptr + seq)
     cells = head * N * P + dims[:, None] * P + columns[None, :]
-    is_cell = is_dim[:, None] & is_column[None, :]
+    is_cell = (dims < N)[:, None] & (columns < P)[None, :]
     state = read_state(matrix_ptr, slot, cells, is_cell, stride_slot)
-    token = seq.to(tl.int64)
-    group_cells = (head // GROUP) * N + dims
-    b = tl.load(b_ptr + token * stride_b + group_cells, mask=is_dim, other=0.0).to(tl.float32)
-    c = tl.load(c_ptr + token * stride_c + group_cells, mask=is_dim, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + token * stride_x + head * P + columns, mask=is_column, other=0.0)
-    x = x.to(tl.float32)
-    dt = softplus(tl.load(dt_ptr + token * stride_dt + head).to(tl.float32) + dt_bias)
-    dt = tl.minimum(tl.maximum(dt, least), most)
-    state = state * tl.exp(log_decay(dt, a_log)) + (dt * b)[:, None] * x[None, :]
-    out = tl.sum(c[:, None] * state, 0) + skip * x
+    state = _scan_token(
+        state, x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, out_ptr, seq.to(tl.int64),
+        head, dims, columns,
+        stride_x, stride_b, stride_c, stride_dt, stride_out, least, most, GROUP, N, P,
+    )  # fmt: skip
     write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
-    out_ptrs = out_ptr + token * stride_out + head * P + columns
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _scan_serial_kernel(
+    x_ptr, b_ptr, c_ptr, dt_ptr, a_log_ptr, dt_bias_ptr, d_ptr, matrix_ptr, out_ptr,
+    starts_ptr, writes_ptr, seq_segments_ptr, reads_ptr,
+    stride_x, stride_b, stride_c, stride_dt, stride_slot, stride_out, least, most,
+    GROUP: tl.constexpr, N: tl.constexpr, P: tl.constexpr, N_LANES: tl.constexpr,
+    BLOCK_P: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Likewise for sequences of any number of segments and tokens."""
+    blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    head, seq = tl.program_id(0) // blocks, tl.program_id(1)
+    dims = tl.arange(0, N_LANES)
+    columns = (tl.program_id(0) % blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+    skip = tl.load(d_ptr + head)
+    wait_for_ahead(OVERLAPS)
+    cells = head * N * P + dims[:, None] * P + columns[None, :]
+    is_cell = (dims < N)[:, None] & (columns < P)[None, :]
+    state = read_state(matrix_ptr, tl.load(reads_ptr + seq), cells, is_cell, stride_slot)
+    first, end = tl.load(seq_segments_ptr + seq), tl.load(seq_segments_ptr + seq + 1)
+    for segment in range(first, end):
+        start = tl.load(starts_ptr + segment)
+        for index in range(0, tl.load(starts_ptr + segment + 1) - start):
+            state = _scan_token(
+                state, x_ptr, b_ptr, c_ptr, dt_ptr, a_log, dt_bias, skip, out_ptr,
+                (start + index).to(tl.int64), head, dims, columns,
+                stride_x, stride_b, stride_c, stride_dt, stride_out, least, most, GROUP, N, P,
+            )  # fmt: skip
+        write = tl.load(writes_ptr + segment)
+        write_state(matrix_ptr, write, cells, is_cell, stride_slot, state)
 
 
 @triton.jit(do_not_specialize=("first_seq",))
@@ -169,8 +216,14 @@ def mamba_scan(
         "GROUP": heads // groups, "N": state_dim, "P": head_dim, "N_LANES": lanes,
         **overlap_options(x.device),
     }  # fmt: skip
+    block = min(lanes_of(head_dim), DECODE_COLUMNS)
+    if segments.is_serial:
+        _scan_serial_kernel[(heads * cdiv(head_dim, block), segments.num_seqs)](
+            x, b, c, dt, a_log, dt_bias, d, matrix, out,
+            segments.starts, segments.writes, segments.seq_segments, segments.reads,
+            *strides, *limits, BLOCK_P=block, **common,
+        )  # fmt: skip
     if decodes:
-        block = min(lanes_of(head_dim), DECODE_COLUMNS)
         _scan_decode_kernel[(heads * cdiv(head_dim, block), decodes)](
             x, b, c, dt, a_log, dt_bias, d, matrix, out, segments.writes, segments.reads,
             *strides, *limits, BLOCK_P=block, **common,

@@ -48,7 +48,14 @@ class Segments:
     num_decodes: int  # the leading sequences that have one segment of one token
     num_seqs: int
     max_tokens: int  # of the longest sequence in this step, or more
-    tiles: TileList | None = None  # for GPUs; None only if all sequences are decodes
+    tiles: TileList | None = None  # for GPUs; None if all sequences are decodes, or if serial
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether GPUs compute every sequence's tokens one after the other, without tiles. Then a
+        token has the same bits wherever its sequence was cut, and decodes are no case of their
+        own."""
+        return self.tiles is None and self.num_decodes < self.num_seqs
 
 
 def make_segments(
@@ -61,28 +68,50 @@ def make_segments(
 ) -> Segments:
     """Copy a step's segments to a device, in one piece, and cut them into tiles. No segment is
     empty; the arrays have the meaning that they have in Segments."""
-    num_seqs = len(reads)
-    seq_starts = starts[seq_segments]
+    _check(starts, writes, seq_segments, reads)
+    assert starts[seq_segments][num_decodes] == num_decodes, "a decode has more than one token"
+    cut = _cut(starts, writes, seq_segments, num_decodes) if num_decodes < len(reads) else []
+    return _on_device((starts, writes, seq_segments, reads), cut, num_decodes, device)
+
+
+def make_serial_segments(
+    starts: Ints,
+    writes: Ints,
+    seq_segments: Ints,
+    reads: Ints,
+    device: torch.device | str = "cpu",
+) -> Segments:
+    """Likewise for tokens that are computed one after the other; see `Segments.is_serial`."""
+    _check(starts, writes, seq_segments, reads)
+    return _on_device((starts, writes, seq_segments, reads), [], 0, device)
+
+
+def _check(starts: Ints, writes: Ints, seq_segments: Ints, reads: Ints) -> None:
     lengths = np.diff(starts)
     assert len(writes) == len(lengths) == seq_segments[-1], "writes: one slot a segment"
-    assert len(seq_segments) == num_seqs + 1, "seq_segments: one more than reads"
+    assert len(seq_segments) == len(reads) + 1, "seq_segments: one more than reads"
     assert (lengths > 0).all(), "a segment is empty"
-    assert seq_starts[num_decodes] == num_decodes, "a decode has more than one token"
-    arrays = [starts, writes, seq_segments, reads]
-    if num_decodes < num_seqs:
-        arrays += _cut(starts, writes, seq_segments, num_decodes)
-    parts = _to_device(arrays, torch.device(device))
+
+
+def _on_device(
+    of_segments: tuple[Ints, Ints, Ints, Ints],
+    of_tiles: list[Ints],
+    num_decodes: int,
+    device: torch.device | str,
+) -> Segments:
+    starts, _, seq_segments, reads = of_segments
+    parts = _to_device([*of_segments, *of_tiles], torch.device(device))
     tiles = None
-    if num_decodes < num_seqs:
-        tiles = TileList(parts[4], parts[5], parts[6], parts[7], len(arrays[4]))
+    if of_tiles:
+        tiles = TileList(parts[4], parts[5], parts[6], parts[7], len(of_tiles[0]))
     return Segments(
         parts[0],
         parts[1],
         parts[2],
         parts[3],
         num_decodes=num_decodes,
-        num_seqs=num_seqs,
-        max_tokens=int(np.diff(seq_starts).max(initial=0)),
+        num_seqs=len(reads),
+        max_tokens=int(np.diff(starts[seq_segments]).max(initial=0)),
         tiles=tiles,
     )
 

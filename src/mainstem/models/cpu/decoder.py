@@ -40,9 +40,11 @@ from mainstem.models.cpu.layers import (
     norm_scale,
 )
 from mainstem.models.expert_tensors import ExpertTensors
+from mainstem.models.head_layer_norm import HeadLayerNorm
 from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.rope import adjacent_pairs, reordered_heads
 from mainstem.models.spec import (
+    AttentionSpec,
     ExpertsSpec,
     LayerSpec,
     ModelSpec,
@@ -81,7 +83,7 @@ class Layer:
     end: LayerEnd | None = None  # after the MLP
 
 
-AnyHeadNorm = HeadNorm | QueryNorm | SplitRowNorm
+AnyHeadNorm = HeadNorm | HeadLayerNorm | QueryNorm | SplitRowNorm
 AnyMlp = Mlp | CpuExperts | NormedExperts
 
 
@@ -150,6 +152,8 @@ class Decoder:
         self.sinks = tuple(sinks) or (None,) * len(spec.attentions)
         self.recurrent = tuple(recurrent)  # of layers with a recurrence
         self.inputs: LayerInputs | None = None  # if layers have inputs of their own
+        # of layers with attention: gains of rotated queries, [dim]
+        self.query_gains: Sequence[Tensor | None] = [None] * len(spec.attentions)
         self._page_layers = spec.page_layers
         # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
@@ -229,19 +233,20 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     part = reader.part
     embedding = reader.embedding()
     inputs = _inputs(reader.inputs(), part, checkpoint.dtype)
-    layers, sinks, recurrent = [], [], []
+    layers, sinks, gains, recurrent = [], [], [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         layers.append(_compile(tensors, part, index, checkpoint.dtype, ranks))
-        if part.layers[index].attention is not None:
+        if (attention := part.layers[index].attention) is not None:
             sinks.append(tensors.sinks)
+            gains.append(_query_gain(tensors, part, attention))
         if tensors.recurrent is not None:
             recurrent.append(tensors.recurrent)
     ends = reader.ends(embedding)
     head = _linear(ends.head, checkpoint.dtype)
     norm = _norm(ends.norm, part)
     decoder = Decoder(part, embedding, layers, norm, head, sinks, ranks, recurrent)
-    decoder.inputs = inputs
+    decoder.inputs, decoder.query_gains = inputs, gains
     return decoder
 
 
@@ -403,13 +408,24 @@ def _tail(tensors: NormTensors | None, spec: ModelSpec, ranks: Collectives) -> N
     return tail if ranks.shard.is_whole else Summed(ranks, tail)
 
 
+def _query_gain(tensors: LayerTensors, spec: ModelSpec, attention: AttentionSpec) -> Tensor | None:
+    if tensors.query_gain is None:
+        return None
+    return tensors.query_gain[adjacent_pairs(spec.head_dim, spec.rotary_dim(attention))]
+
+
 def _head_norm(
     tensors: LayerTensors, spec: ModelSpec, layer: LayerSpec, ranks: Collectives
 ) -> AnyHeadNorm | None:
-    if tensors.q_norm is None or layer.attention is None:
+    if layer.attention is None:
         return None
     shape, eps = spec.kv_shape(layer.attention), spec.norm.eps
     dim, pairs = shape.dim, adjacent_pairs(shape.dim, spec.rotary_dim(layer.attention))
+    if (found := tensors.head_norm) is not None:
+        bias = None if found.bias is None else found.bias[:, pairs]
+        return HeadLayerNorm(found.gain[:, pairs], bias, eps)
+    if tensors.q_norm is None:
+        return None
     q_gain = tensors.q_norm.view(-1, dim)[:, pairs].reshape(-1)
     if tensors.k_norm is None:
         return QueryNorm(RmsNorm(norm_scale(q_gain), dim, eps), dim)
@@ -419,7 +435,7 @@ def _head_norm(
         return SplitRowNorm(q_gain, k_gain, widths, eps, ranks)
     q_norm = RmsNorm(norm_scale(q_gain), len(q_gain), eps)
     k_norm = RmsNorm(norm_scale(k_gain), len(k_gain), eps)
-    kind = HeadNorm if spec.qk_norm is QkNorm.HEADS else RowNorm
+    kind = RowNorm if spec.qk_norm is QkNorm.ROWS else HeadNorm
     if spec.has_value_norm:
         kind = ValueNorm
     return kind(q_norm, k_norm, spec.num_heads, shape.heads, dim)

@@ -134,7 +134,7 @@ def quantize_decoder(decoder: Decoder) -> Decoder:
         _quantize_layer(layer, inputs) for layer, inputs in zip(decoder.layers, heard, strict=True)
     ]
     head = _quantize(decoder.head, hidden)
-    return Decoder(
+    quantized = Decoder(
         decoder.spec,
         decoder.embedding,
         layers,
@@ -143,6 +143,8 @@ def quantize_decoder(decoder: Decoder) -> Decoder:
         decoder.sinks,
         decoder.ranks,
     )
+    quantized.query_gains = decoder.query_gains
+    return quantized
 
 
 def _quantize_layer(layer: Layer, inputs: "_Heard") -> Layer:
@@ -228,8 +230,8 @@ class _ListeningLayer:
 
 
 class _OneSequence:
-    """Causal attention over the tokens of the pass, without pages. Windows, softcaps and sinks are
-    left out, since loudness need not be exact."""
+    """Causal attention over the tokens of the pass, without pages. Windows, softcaps, sinks and
+    gains of queries are left out, since loudness need not be exact."""
 
     def __init__(self, spec: ModelSpec, num_tokens: int) -> None:
         self._spec = spec

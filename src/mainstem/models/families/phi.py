@@ -11,13 +11,15 @@ from mainstem.models.families.common import (
     read_sizes,
 )
 from mainstem.models.names import Names
-from mainstem.models.spec import MlpSpec, ModelSpec, Residual, same_layers
+from mainstem.models.spec import MlpSpec, ModelSpec, QkNorm, Residual, same_layers
 
 _NAMES = Names(
     final_norm="model.final_layernorm",
     out="self_attn.dense",
     gate_up=("mlp.fc1",),
     down="mlp.fc2",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
 )
 
 
@@ -37,6 +39,7 @@ def _read(config: Config) -> ModelSpec:
         layer_norm(config),
         names=_NAMES,
         residual=Residual.PARALLEL,
+        qk_norm=QkNorm.LAYER if config.flag("qk_layernorm") else QkNorm.NONE,
         has_qkv_bias=True,
         has_out_bias=True,
         has_head_bias=True,

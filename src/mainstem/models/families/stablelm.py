@@ -1,4 +1,4 @@
-"""StableLM 3B and StableLM 2 1.6B: Llama's block, LayerNorm, a quarter of each head rotated."""
+"""StableLM 3B and StableLM 2: Llama's block, LayerNorm, a quarter of each head rotated."""
 
 from mainstem.models.config_file import Config
 from mainstem.models.families.common import (
@@ -10,12 +10,14 @@ from mainstem.models.families.common import (
     read_rope,
     read_sizes,
 )
-from mainstem.models.spec import ModelSpec, Residual, same_layers
+from mainstem.models.names import Names
+from mainstem.models.spec import ModelSpec, QkNorm, Residual, same_layers
+
+_NAMES = Names(q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm")
 
 
 def _read(config: Config) -> ModelSpec:
     sizes = read_sizes(config)
-    config.only("qk_layernorm", False)  # StableLM 2 12B has norms of heads
     attention = full_attention(sizes.head_dim, read_rope(config, sizes, rotary_share=0.25))
     is_parallel = config.flag("use_parallel_residual")
     return make_spec(
@@ -23,9 +25,11 @@ def _read(config: Config) -> ModelSpec:
         sizes,
         same_layers(attention, gated_mlp(config), sizes.layers),
         layer_norm(config),
+        names=_NAMES,
         residual=Residual.PARALLEL if is_parallel else Residual.SERIAL,
+        qk_norm=QkNorm.LAYER_EACH if config.flag("qk_layernorm") else QkNorm.NONE,
         has_qkv_bias=config.flag("use_qkv_bias"),
     )
 
 
-FAMILY = Family("StableLM", ("StableLmForCausalLM",), _read, notes="without norms of heads")
+FAMILY = Family("StableLM", ("StableLmForCausalLM",), _read)

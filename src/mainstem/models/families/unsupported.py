@@ -33,8 +33,6 @@ REASONS = {
     "Mamba2ForCausalLM": _ONLY_MAMBA,
     "BambaForCausalLM": "Mamba-2 layers, but its config is not read yet",
     "Zamba2ForCausalLM": "layers with attention that share their weights",
-    "HunYuanDenseV1ForCausalLM": "queries and keys that are normed after they are rotated",
-    "HunYuanMoEV1ForCausalLM": "queries and keys that are normed after they are rotated",
     "PhiMoEForCausalLM": "a router that chooses experts one after the other (SparseMixer)",
     "PhimoeForCausalLM": "a router that chooses experts one after the other (SparseMixer)",
 }

@@ -32,6 +32,7 @@ from mainstem.models.gpu.layer_inputs import GpuLayerEnd, GpuLayerInputBlock, Gp
 from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
 from mainstem.models.gpu.mlp import BranchNorms, DenseMlp, ExpertsMlp, GpuMlp, NormedExpertsMlp
 from mainstem.models.gpu.workspace import Workspace, only_experts, shared_mlp
+from mainstem.models.head_layer_norm import HeadLayerNorm
 from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
 from mainstem.models.tensors import (
@@ -102,6 +103,8 @@ class GpuDecoder:
         self._page_layers = spec.page_layers
         self._embedding = embedding
         self.inputs: GpuLayerInputs | None = None  # if layers have inputs of their own
+        # of layers with attention: gains of rotated queries, [dim]
+        self.query_gains: Sequence[Tensor | None] = [None] * len(sinks)
         self._layers = layers
         self._head = head
         self._space = space
@@ -244,12 +247,13 @@ def load_gpu_decoder(
     compiler = _Compiler(spec, space, linears, is_deterministic, ranks)
     embedding = reader.embedding()
     inputs = compiler.inputs(reader.inputs())
-    pieces, sinks = [], []
+    pieces, sinks, query_gains = [], [], []
     for index in range(spec.num_layers):
         tensors = reader.layer(index)
         pieces.append(compiler.pieces(tensors, index))
         if spec.layers[index].attention is not None:
             sinks.append(tensors.sinks)
+            query_gains.append(tensors.query_gain)
     ends = reader.ends(embedding)
     last = InputReader(make_norm(ends.norm, spec), fp8_per=None, room=space.normed)
     following = [piece.reads for piece in pieces[1:]] + [last]
@@ -259,7 +263,7 @@ def load_gpu_decoder(
     head = linears.head(ends.head)
     linears.finish()
     decoder = GpuDecoder(spec, embedding, layers, head, space, sinks, ranks)
-    decoder.inputs = inputs
+    decoder.inputs, decoder.query_gains = inputs, query_gains
     return decoder
 
 
@@ -400,7 +404,10 @@ class _Compiler:
         self, tensors: LayerTensors, index: int
     ) -> tuple[HeadNorms | None, EarlyNorm | None]:
         """Return the norms of single heads, which attention applies, and norms that are applied
-        before attention: of all heads together, of values, or of queries without keys."""
+        before attention: of all heads together, LayerNorms, of values, or of queries without
+        keys."""
+        if (found := tensors.head_norm) is not None:
+            return None, HeadLayerNorm(found.gain, found.bias, self.spec.norm.eps)
         if tensors.q_norm is None:
             return None, None
         spec, ranks = self.spec, self.ranks
@@ -419,7 +426,7 @@ class _Compiler:
 
             return HeadNorms(q_norm, k_norm), norm_values
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        if spec.qk_norm is QkNorm.HEADS:
+        if spec.qk_norm is not QkNorm.ROWS:
             return HeadNorms(q_norm, k_norm), None
         if ranks.shard.is_whole:
             return None, lambda qkv: joint_norm_(qkv, q_norm, k_norm, *heads)
