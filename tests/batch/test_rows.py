@@ -253,3 +253,14 @@ def test_a_line_that_is_too_long_is_refused() -> None:
     with pytest.raises(WireError) as caught:
         parse_json(Line(1, None))
     assert caught.value.code == "line_too_long"
+
+
+def test_a_row_of_messages_is_read_as_the_api_does() -> None:
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    row, prompt = parsed({"url": "/v1/messages", "body": body})
+    assert row.url == "/v1/messages"
+    assert isinstance(prompt, Chat)
+    assert prompt.messages == body["messages"]
+    assert row.call.sampling.max_tokens == 9
+    assert refused({"url": "/v1/messages", "body": body | {"stop": "x"}}).param == "stop"
+    assert refused({"url": "/v1/messages", "body": body | {"stream": True}}).param == "stream"

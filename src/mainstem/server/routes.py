@@ -17,6 +17,7 @@ from mainstem.core.ids import unique_ids
 from mainstem.server.apis.admin import AdminRoutes
 from mainstem.server.apis.batches import BatchRoutes
 from mainstem.server.apis.completions import CompletionRoutes
+from mainstem.server.apis.message_batches import MessageBatchRoutes
 from mainstem.server.apis.messages import MessagesRoutes
 from mainstem.server.apis.models import ModelRoutes
 from mainstem.server.apis.responses import ResponseRoutes
@@ -40,6 +41,7 @@ APIS = (
     CompletionRoutes,
     ResponseRoutes,
     MessagesRoutes,
+    MessageBatchRoutes,
     BatchRoutes,
     ScoreRoutes,
     AdminRoutes,

@@ -12,6 +12,7 @@ from mainstem.core.version import __version__
 from mainstem.wire import neutral
 from mainstem.wire.bodies import AppBody, BatchBody, DetokenizeBody, TokenizeOptions
 from mainstem.wire.chat.bodies import ChatBody, CompletionBody
+from mainstem.wire.messages.batches import BATCHES_URL, MessageBatchBody
 from mainstem.wire.messages.bodies import CountBody, MessagesBody
 from mainstem.wire.responses.bodies import ResponsesBody
 from mainstem.wire.scores import LabelScoreBody, ScoreBody
@@ -22,6 +23,7 @@ BODIES = (
     ResponsesBody,
     MessagesBody,
     CountBody,
+    MessageBatchBody,
     TokenizeOptions,
     DetokenizeBody,
     AppBody,
@@ -103,6 +105,12 @@ ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
     ("/v1/responses/{response_id}", "delete", "Forget a response", None),
     ("/v1/messages", "post", "Answer a conversation, as Anthropic does", MessagesBody),
     ("/v1/messages/count_tokens", "post", "The number of a prompt's tokens", CountBody),
+    (BATCHES_URL, "get", "The message batches of this key", None),
+    (BATCHES_URL, "post", "Answer many requests", MessageBatchBody),
+    (f"{BATCHES_URL}/{{batch_id}}", "get", "A message batch", None),
+    (f"{BATCHES_URL}/{{batch_id}}", "delete", "Remove a batch that has ended", None),
+    (f"{BATCHES_URL}/{{batch_id}}/cancel", "post", "End a message batch early", None),
+    (f"{BATCHES_URL}/{{batch_id}}/results", "get", "Its results as JSON lines", None),
     ("/v1/score", "post", "How likely choices are after a context", _SCORES),
     ("/score", "post", "Same as /v1/score", _SCORES),
     ("/generative_scoring", "post", "The first label's probability", LabelScoreBody),
