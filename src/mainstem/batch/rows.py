@@ -46,7 +46,7 @@ MAX_CUSTOM_ID_CHARS = 512
 # fields that only the server supports
 SERVER_ONLY = frozenset(
     [
-        "context_overflow", "echo", "return_token_ids", "session_id", "stream",
+        "context_overflow", "echo", "return_token_ids", "session_id", "store", "stream",
         "truncate_prompt_tokens",
     ]
 )  # fmt: skip

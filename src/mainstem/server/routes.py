@@ -23,6 +23,7 @@ from mainstem.server.apis.models import ModelRoutes
 from mainstem.server.apis.responses import ResponseRoutes
 from mainstem.server.apis.scores import ScoreRoutes
 from mainstem.server.apis.status import StatusRoutes
+from mainstem.server.apis.stored_chats import StoredChatRoutes
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Tenant
 from mainstem.server.http.faults import (
@@ -39,6 +40,7 @@ APIS = (
     StatusRoutes,
     ModelRoutes,
     CompletionRoutes,
+    StoredChatRoutes,
     ResponseRoutes,
     MessagesRoutes,
     MessageBatchRoutes,

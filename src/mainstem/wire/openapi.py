@@ -12,6 +12,7 @@ from mainstem.core.version import __version__
 from mainstem.wire import neutral
 from mainstem.wire.bodies import AppBody, BatchBody, DetokenizeBody, TokenizeOptions
 from mainstem.wire.chat.bodies import ChatBody, CompletionBody
+from mainstem.wire.chat.stored import CHATS_URL, ChatUpdate, StoredChatFields
 from mainstem.wire.messages.batches import BATCHES_URL, MessageBatchBody
 from mainstem.wire.messages.bodies import CountBody, MessagesBody
 from mainstem.wire.responses.bodies import ResponsesBody
@@ -20,6 +21,8 @@ from mainstem.wire.scores import LabelScoreBody, ScoreBody
 BODIES = (
     ChatBody,
     CompletionBody,
+    StoredChatFields,
+    ChatUpdate,
     ResponsesBody,
     MessagesBody,
     CountBody,
@@ -96,6 +99,11 @@ ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
     ("/v1/models", "get", "The model, and the model with each app", None),
     ("/v1/models/{name}", "get", "One model", None),
     ("/v1/chat/completions", "post", "Answer a conversation", ChatBody),
+    (CHATS_URL, "get", "The stored chats of this key", None),
+    (f"{CHATS_URL}/{{chat_id}}", "get", "A stored chat", None),
+    (f"{CHATS_URL}/{{chat_id}}", "post", "Replace its metadata", ChatUpdate),
+    (f"{CHATS_URL}/{{chat_id}}", "delete", "Forget a stored chat", None),
+    (f"{CHATS_URL}/{{chat_id}}/messages", "get", "The messages that it answered", None),
     ("/v1/completions", "post", "Continue prompts", CompletionBody),
     ("/v1/responses", "post", "Answer items", ResponsesBody),
     ("/v1/responses/input_tokens", "post", "The number of an input's tokens", ResponsesBody),
@@ -185,6 +193,8 @@ def _schemas(*, has_any_role: bool) -> Json:
             for option in described.get("anyOf", [described]):
                 if option.get("type") in ("integer", "number"):
                     option["minimum"], option["maximum"] = RANGES[name]
+    stored = schemas[StoredChatFields.__name__]["properties"]
+    schemas[ChatBody.__name__]["properties"] |= stored
     for body in BODIES:
         schemas[body.__name__]["additionalProperties"] = False
     for name, kind in _TOKENIZED.items():

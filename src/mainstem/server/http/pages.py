@@ -1,6 +1,7 @@
 """Pages of a list, as in OpenAI's and in Anthropic's API."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -8,13 +9,21 @@ from starlette.responses import JSONResponse, Response
 from mainstem.core.json import Json
 from mainstem.server.http.faults import ApiError
 
+T = TypeVar("T")
+
 MAX_LISTED = 100
 MAX_MESSAGES_LISTED = 1000  # in Anthropic's API
 
 
-def page_of(request: Request, items: Sequence[tuple[str, Json]], order: str = "desc") -> Response:
+def page_of(
+    request: Request,
+    items: Sequence[tuple[str, T]],
+    order: str = "desc",
+    show: Callable[[T], object] = lambda item: item,
+) -> Response:
     """Return at most `limit` items with their ids, starting after the id `after`. They are given
-    with the latest first; the request's `order`, or else this one, says how they are listed."""
+    with the latest first; the request's `order`, or else this one, says how they are listed. `show`
+    makes the JSON of an item, only of those on the page."""
     text = request.query_params.get("limit", "20")
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
     if limit < 1:
@@ -32,7 +41,7 @@ def page_of(request: Request, items: Sequence[tuple[str, Json]], order: str = "d
     return JSONResponse(
         {
             "object": "list",
-            "data": [item for _, item in shown],
+            "data": [show(item) for _, item in shown],
             "first_id": shown[0][0] if shown else None,
             "last_id": shown[-1][0] if shown else None,
             "has_more": start + len(shown) < len(ordered),
