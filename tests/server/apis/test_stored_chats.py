@@ -87,7 +87,7 @@ def test_messages_are_listed_in_pages(client: OpenAI) -> None:
     assert [message.id for message in found] == [f"{chat.id}-{place}" for place in range(4)]
     assert [message.content for message in found] == ["Be brief.", "Hi", "Hm.", None]
     assert found[1].model_dump()["name"] == "Ann"
-    assert [part.text for part in found[3].content_parts or []] == ["How", "so?"]  # type: ignore[union-attr]
+    assert [part.text for part in found[3].content_parts or []] == ["How", "so?"]
     latest = client.chat.completions.messages.list(chat.id, order="desc", limit=1)
     assert latest.data[0].id == f"{chat.id}-3"
 
