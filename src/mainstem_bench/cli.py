@@ -13,6 +13,7 @@ BENCHES = {
     "plan": ("mainstem_bench.plan", "seconds and memory of planning up to 1M prompts"),
     "shares": ("mainstem_bench.shares", "a plan of 10M rows cut for 1,000 workers"),
     "serve": ("mainstem_bench.serve", "load on any OpenAI-compatible server"),
+    "gaps": ("mainstem_bench.gaps", "how long streams stop beside another client's prompt"),
     "replay": ("mainstem_bench.replay", "recorded requests of a server, on the engine alone"),
     "policies": ("mainstem_bench.policies", "the same arrivals under lookahead, LRU and FIFO"),
     "valleys": ("mainstem_bench.valleys", "tokens per step over a job, planner off and on"),

@@ -89,12 +89,14 @@ async def find_model(endpoint: Endpoint, timeout_s: float) -> str:
     raise ServerRefused("the server lists no model")
 
 
-async def stream_chat(endpoint: Endpoint, body: JsonView, timeout_s: float) -> StreamedAnswer:
+async def stream_chat(
+    endpoint: Endpoint, body: JsonView, timeout_s: float, answer: StreamedAnswer | None = None
+) -> StreamedAnswer:
     """Send a request and read the answer to its end. Errors of the server or the network are in
-    `error`."""
+    `error`. An `answer` that is given is filled as pieces come."""
     wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
     payload = json.dumps(wanted).encode()
-    answer = StreamedAnswer(perf_counter())
+    answer = answer or StreamedAnswer(perf_counter())
     try:
         async with (
             asyncio.timeout(timeout_s),

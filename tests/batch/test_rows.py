@@ -148,7 +148,7 @@ def test_sampling_fields_are_read() -> None:
 
 def test_harmless_fields_are_accepted() -> None:
     values = dict.fromkeys(neutral.harmless(neutral.CHAT), "whatever")
-    parsed(chat_row(**values))
+    parsed(chat_row(**values | {"store": False}))
 
 
 def test_fields_that_ask_for_the_default_behaviour_are_accepted() -> None:
@@ -253,3 +253,19 @@ def test_a_line_that_is_too_long_is_refused() -> None:
     with pytest.raises(WireError) as caught:
         parse_json(Line(1, None))
     assert caught.value.code == "line_too_long"
+
+
+def test_a_row_of_messages_is_read_as_the_api_does() -> None:
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    row, prompt = parsed({"url": "/v1/messages", "body": body})
+    assert row.url == "/v1/messages"
+    assert isinstance(prompt, Chat)
+    assert prompt.messages == body["messages"]
+    assert row.call.sampling.max_tokens == 9
+    assert refused({"url": "/v1/messages", "body": body | {"stop": "x"}}).param == "stop"
+    assert refused({"url": "/v1/messages", "body": body | {"stream": True}}).param == "stream"
+
+
+def test_rows_are_not_stored() -> None:
+    assert refused(chat_row(store=True)).param == "store"
+    parsed(chat_row(store=False, metadata={"a": "b"}))

@@ -13,6 +13,7 @@ from time import monotonic, sleep
 import pytest
 
 from mainstem.core.errors import ConfigError, MainstemError
+from mainstem_bench import gaps
 from mainstem_bench.conversations import Dialogue, DialogueShape, from_file, made_up
 from mainstem_bench.serve import LoadLimits, main, summary, take
 from mainstem_bench.sse_client import Endpoint, StreamedAnswer
@@ -228,6 +229,24 @@ def test_our_own_server_reports_cached_tokens(capsys: pytest.CaptureFixture[str]
     result = json.loads(capsys.readouterr().out)
     assert result["output_tokens"] == 30
     assert result["cached_tokens"] > result["prompt_tokens"] // 2
+
+
+def test_gaps_of_streams_are_measured_beside_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    """The streams still run when the prompts are answered; the lines name their tokens."""
+    with a_server() as running:
+        flags = ["--url", running.url, "--streams", "2", "--prompts", "9,60", "--alone-s", "0"]
+        assert gaps.main(flags) == 0
+        running.settle()
+    alone, *beside = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (alone["bench"], alone["streams"], alone["prompt_tokens"]) == ("gaps", 2, 0)
+    assert 9 < beside[0]["prompt_tokens"] < beside[1]["prompt_tokens"]
+    assert all(each["prompt_ttft_s"] >= 0 for each in beside)
+    assert "gap_ms_max" in alone
+
+
+def test_gaps_need_a_server() -> None:
+    with pytest.raises(MainstemError, match="Connect call failed"):
+        gaps.main(["--url", "http://127.0.0.1:9"])
 
 
 def test_without_json_the_result_is_a_table(

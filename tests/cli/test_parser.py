@@ -18,7 +18,18 @@ ROOT = Path(__file__).parents[2]
             ["generate", "Hi", "--temperatur", "2"],
             "unrecognized arguments: --temperatur 2. Did you mean --temperature?",
         ),
-        (["generate", "Hi", "--kv=4000"], "unrecognized arguments: --kv=4000."),
+        (
+            ["generate", "Hi", "--kv=4000"],
+            "unrecognized arguments: --kv=4000. Did you mean --kv-tokens?",
+        ),
+        (
+            ["serve", "--max-bod-mib", "smollm2"],
+            "unrecognized arguments: --max-bod-mib. Did you mean --max-body-mib?",
+        ),
+        (
+            ["serve", "smollm2", "--max-stor=3"],
+            "unrecognized arguments: --max-stor=3. Did you mean --max-stored-gib?",
+        ),
         (
             ["batch", "in", "--overwrit", "-o", "out"],
             "unrecognized arguments: --overwrit. Did you mean --overwrite?",

@@ -98,6 +98,10 @@ async def looked(front: Front, replicas: list[PlayedReplica]) -> None:
 
 
 async def post(front: Front, **body: object) -> Response:
+    return await send(front, "POST", "/v1/responses", body)
+
+
+async def send(front: Front, method: str, path: str, body: object) -> Response:
     data = json.dumps(body).encode()
 
     async def receive() -> dict[str, object]:
@@ -105,8 +109,8 @@ async def post(front: Front, **body: object) -> Response:
 
     scope = {
         "type": "http",
-        "method": "POST",
-        "path": "/v1/responses",
+        "method": method,
+        "path": path,
         "root_path": "",
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
@@ -155,6 +159,23 @@ def test_a_response_whose_replica_is_unknown_is_searched_for() -> None:
             assert (reply.status_code, reply.headers[REPLICA_HEADER]) == (200, str(home))
         reply = await post(front, input="go on", previous_response_id="resp_of_nobody")
         assert reply.status_code == 404
+
+    play(scene)
+
+
+def test_a_stored_chat_is_searched_for_and_chats_are_not_listed() -> None:
+    async def scene(front: Front, replicas: list[PlayedReplica]) -> None:
+        replicas[0].status_code = 404
+        path = "/v1/chat/completions/chatcmpl-1"
+        assert (await send(front, "POST", path, {"metadata": None})).status_code == 200
+        assert [replica.num_asked for replica in replicas] == [1, 1]
+        replicas[1].status_code = 404
+        assert (await send(front, "POST", path, {"metadata": None})).status_code == 404
+        refused = await send(front, "GET", "/v1/chat/completions", {})
+        batches = await send(front, "GET", "/v1/messages/batches", {})
+        assert refused.status_code == batches.status_code == 501
+        assert json.loads(bytes(batches.body))["type"] == "error"
+        assert [replica.num_asked for replica in replicas] == [2, 2]
 
     play(scene)
 

@@ -69,6 +69,27 @@ def test_names_from_a_list_are_enforced() -> None:
     assert verdict(form, '{"a": {"mid": 1}}') == "refused"
 
 
+def test_sets_of_few_options_are_enforced() -> None:
+    """pydantic's set[Level]; the model would otherwise repeat an option until it is cut off."""
+    levels = {"type": "array", "items": {"$ref": "#/$defs/Level"}, "uniqueItems": True}
+    form = json_form(LEVELS | in_a(levels))
+    for text in ("[]", '["high"]', '["high", "low"]', '["low", "high"]'):
+        assert verdict(form, f'{{"a": {text}}}') is None
+    for text in ('["low", "low"]', '["low", "high", "low"]', '["mid"]'):
+        assert verdict(form, f'{{"a": {text}}}') == "refused"
+    bounded = json_form(LEVELS | levels | {"minItems": 1.0, "maxItems": 1})
+    assert [verdict(bounded, text) for text in ("[]", '["low"]', '["low", "high"]')] == [
+        "refused", None, "refused"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "items", [{"enum": [1, 2, 3, 4, 5]}, {"enum": ["a"], "minLength": 1}, {"type": "boolean"}]
+)
+def test_other_sets_are_checked_at_the_end(items: dict[str, Any]) -> None:
+    assert lowered({"type": "array", "items": items, "uniqueItems": True}).must_check
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "words"),
     [

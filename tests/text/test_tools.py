@@ -107,7 +107,8 @@ def test_the_format_of_reasoning_is_found_in_the_template(
 
 def test_a_flag_overrides_the_template() -> None:
     thinking = a_tokenizer("<think>" + HERMES)
-    assert find_formats(thinking, "none", "none") == AnswerFormats(efforts={"medium": {}})
+    plain = AnswerFormats(efforts={"medium": {}}, template="<think>" + HERMES)
+    assert find_formats(thinking, "none", "none") == plain
     named = find_formats(thinking, "mistral", "deepseek_r1")
     assert (named.tools, named.reasoning) == (ToolFormat.MISTRAL, ReasoningFormat.THINK)
     unseen = find_formats(a_tokenizer(), "hermes", "qwen3")  # its template shows no tools

@@ -382,7 +382,8 @@ def test_the_document_is_as_strict_as_the_server() -> None:
         assert schemas[name]["additionalProperties"] is False
     fields = schemas["ChatBody"]["properties"]
     assert fields["best_of"] == {"enum": [1, None]}
-    assert "description" in fields["store"]
+    assert "description" in fields["user"]
+    assert fields["store"]["anyOf"][0] == {"type": "boolean"}
     assert "return_token_strs" in schemas["TokenizeChatBody"]["properties"]
     assert "user" in schemas["Message"]["properties"]["role"]["enum"]
     any_role: Any = document(has_any_role=True)["components"]

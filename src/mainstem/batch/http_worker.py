@@ -140,8 +140,8 @@ class HttpWorker:
                     reason = "choices: not supported with --workers; leave them out, or use --ray"
                     desk.fail(task, WireError("not_supported", reason, "choices"))
                     continue
-                if task.row.response is not None:
-                    reason = "url: /v1/responses is not supported with --workers; send chats"
+                if (url := task.row.url) != task.row.call.kind.value:
+                    reason = f"url: {url} is not supported with --workers; send chats"
                     desk.fail(task, WireError("not_supported", reason, "url"))
                     continue
                 self._running[asyncio.create_task(self._ask(task))] = task

@@ -1,6 +1,7 @@
 """Reads the lines of a batch file, and renders the lines of the output.
 
     {"custom_id": ..., "url": "/v1/chat/completions", "body": {...}, ...}     OpenAI batch
+    {"custom_id": ..., "url": "/v1/messages", "body": {...}, ...}             Anthropic's messages
     {"custom_id": ..., "messages": [...], "temperature": 0, ...}              plain chat
     {"prompt": text or token ids, "max_tokens": 8, ...}                       plain prompt
     {"prompt": ... or "messages": [...], "choices": [text, ...]}              choices to be scored
@@ -9,7 +10,7 @@ Bodies are read by the parser that the server uses (wire/chat/parsing.py).
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import msgspec
@@ -26,6 +27,9 @@ from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
 from mainstem.wire.fields import read_fields
+from mainstem.wire.messages.bodies import MessagesBody
+from mainstem.wire.messages.parsing import MESSAGES_URL, MessagesAsked, read_call
+from mainstem.wire.messages.rendering import MessageReply
 from mainstem.wire.responses.bodies import ResponsesBody
 from mainstem.wire.responses.parsing import (
     RESPONSES_URL,
@@ -42,7 +46,7 @@ MAX_CUSTOM_ID_CHARS = 512
 # fields that only the server supports
 SERVER_ONLY = frozenset(
     [
-        "context_overflow", "echo", "return_token_ids", "session_id", "stream",
+        "context_overflow", "echo", "return_token_ids", "session_id", "store", "stream",
         "truncate_prompt_tokens",
     ]
 )  # fmt: skip
@@ -58,10 +62,13 @@ class Row:
     digest: str = ""  # hash of what the row asks for; empty if it is not needed
     choices: tuple[ChoiceTokens, ...] = ()  # the call's choices, as tokens
     response: ResponsesBody | None = None  # the body of a row for /v1/responses
+    message: MessagesAsked | None = None  # what a row for /v1/messages asks, without its fields
 
     @property
     def url(self) -> str:
         """The path to which the row would be sent on a server."""
+        if self.message is not None:
+            return MESSAGES_URL
         return self.call.url if self.response is None else RESPONSES_URL
 
 
@@ -124,6 +131,10 @@ def parse_row(
     if url == RESPONSES_URL:
         call, prompt, response = _read_response(parser, body)
         return Row(line_number, custom_id, call, digest, response=response), prompt
+    if url == MESSAGES_URL:
+        message, call, chat = read_call(parser, body, MessagesBody)
+        message = replace(message, fields={}, marks=[])
+        return Row(line_number, custom_id, call, digest, message=message), chat
     if url == SCORE_URL:
         asked = read_scores(parser, body)
         if asked.label_ids:
@@ -178,6 +189,9 @@ def answer_row(
     if row.response is not None:
         stream = ResponseStream(row.call, heading, row.response)
         return _answered(row, stream.whole(answers, tokenizer))
+    if row.message is not None:
+        made = MessageReply(row.call, heading, shows_thinking=row.message.shows_thinking)
+        return _answered(row, json.loads(msgspec.json.encode(made.whole(answers))))
     return _answered(row, CompletionReply(row.call, heading, tokenizer).whole([answers]))
 
 
@@ -189,6 +203,8 @@ def score_row(row: Row, result: ScoreOutput, model: str, now: int) -> dict[str, 
 def _answer_id(row: Row) -> str:
     if row.response is not None:
         return f"resp_{_name(row.custom_id)}"
+    if row.message is not None:
+        return f"msg_{_name(row.custom_id)}"
     prefix = "chatcmpl" if row.call.kind is CallKind.CHAT else "cmpl"
     return f"{'score' if row.call.choices else prefix}-{_name(row.custom_id)}"
 
@@ -208,7 +224,7 @@ def served_row(row: Row, body: JsonView, model: str, is_copy: bool) -> dict[str,
     tokens."""
     body = {**body, "id": _answer_id(row), "model": model}
     usage = body.get("usage")
-    if is_copy and isinstance(usage, dict) and row.response is None:
+    if is_copy and isinstance(usage, dict) and "prompt_tokens" in usage:
         details = {"cached_tokens": usage.get("prompt_tokens")}
         body["usage"] = {**usage, "prompt_tokens_details": details}
     return _answered(row, body)

@@ -17,11 +17,19 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Like argparse's; the error for unknown flags names those that were probably meant."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+        return self._checked(*self.parse_known_args(args, namespace))
+
+    def parse_intermixed_args(  # type: ignore[override]  # as above
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Like `parse_args`; positional arguments may stand between flags."""
+        return self._checked(*self.parse_known_intermixed_args(args, namespace))
+
+    def _checked(self, parsed: argparse.Namespace, unknown: list[str]) -> argparse.Namespace:
         if unknown:
             known = [flag for action in self._actions for flag in action.option_strings]
             flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
-            hints = "".join(dict.fromkeys(did_you_mean(flag, known) for flag in flags))
+            hints = "".join(dict.fromkeys(_hint(flag, known) for flag in flags))
             self.error(f"unrecognized arguments: {' '.join(unknown)}.{hints}")
         return parsed
 
@@ -29,3 +37,9 @@ class Parser(argparse.ArgumentParser):
         """Exit with 2 and one line; the usage of a command with many flags would hide it."""
         end = "" if message.endswith(("?", ".")) else "."
         self.exit(2, f"{self.prog}: error: {message}{end} {self.prog} --help lists the flags\n")
+
+
+def _hint(flag: str, known: Sequence[str]) -> str:
+    """Which flags were probably meant: those that `flag` abbreviates, or else the nearest."""
+    meant = [each for each in known if flag.startswith("--") and each.startswith(flag)]
+    return f" Did you mean {' or '.join(meant)}?" if meant else did_you_mean(flag, known)

@@ -52,6 +52,7 @@ from mainstem.server.http.faults import (
 )
 from mainstem.server.http.limits import ServerLimits
 from mainstem.server.http.stream import PING
+from mainstem.wire.chat.stored import CHATS_URL
 
 LOOK_S = 1.0  # between two status calls to a replica
 STATUS_S = 5.0  # timeout of a status call; then the replica counts as down
@@ -63,7 +64,7 @@ NOT_ANSWERED = 300  # and above: refused, failed or redirected
 REPLICA_HEADER = "x-mainstem-replica"  # number of the replica that answered
 STREAM_TYPE = b"text/event-stream"
 MAX_DEPTH = ServerLimits().max_depth
-NOT_OVER_REPLICAS = ("/v1/files", "/v1/batches")
+NOT_OVER_REPLICAS = ("/v1/files", "/v1/batches", "/v1/messages/batches")
 OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
 UNKNOWN_ID = b'"previous_response_not_found"'  # another replica may have the response
 EVENT = b"data: "
@@ -142,7 +143,10 @@ class Front:
             return await self._admin(call)
         if path.startswith("/admin/") and call.method != "GET":
             return await self._ask_all(call, self._places(path))
-        if path.startswith(("/v1/responses/", "/v1/sessions/")):
+        if path == CHATS_URL and request.method == "GET":
+            message = "stored chats of many replicas are not listed; ask for one by its id"
+            raise ApiError(501, message, code="not_supported")
+        if path.startswith(("/v1/responses/", "/v1/sessions/", f"{CHATS_URL}/")):
             return await self._ask_home(call)
         if path == "/v1/sessions":
             return await self._list_sessions(call)
@@ -217,7 +221,7 @@ class Front:
     async def _ask_home(self, call: HttpCall) -> Response:
         """Ask for what is stored under an id: one replica after the other, its known replica first.
         A stored response with a known replica is asked for only there."""
-        kind, name = call.path.removeprefix("/v1/").split("/")[:2]
+        kind, name = call.path.removeprefix("/v1/").removeprefix("chat/").split("/")[:2]
         field = "session_id" if kind == "sessions" else PREVIOUS
         home = self._router.home(session_of(field, name, _key(call)))
         places = self._up()

@@ -6,13 +6,11 @@ which rows are done, so a batch continues after a restart or a kill.
 """
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from time import time
 
 import numpy as np
@@ -32,6 +30,7 @@ from mainstem.plan.planner import PlanConfig
 from mainstem.server.apps import AppFiller
 from mainstem.server.http.auth import Tenant
 from mainstem.server.http.limits import RequestGate
+from mainstem.server.kept.batch_results import make_results
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
 from mainstem.server.link.answering import EngineFault, FormFault, RequestFault
@@ -145,9 +144,10 @@ class BatchRunner:
         """Work on a batch until it has ended; retry with growing pauses while the disk fails."""
         wait_s = RETRY_S
         try:
-            while not self._latest(batch).is_ended:
+            # None: a client has deleted the batch after its end
+            while (latest := self._found(batch)) is not None and not latest.is_ended:
                 try:
-                    await self._attempt(self._latest(batch))
+                    await self._attempt(latest)
                 except OSError as error:
                     facts = {"batch": batch.batch_id, "reason": str(error), "retry_s": wait_s}
                     log.error("a batch waits for the disk", extra={"facts": facts})
@@ -189,8 +189,11 @@ class BatchRunner:
         except (ValueError, LookupError, TypeError):  # its answers are damaged
             self._batches.put(failed.moved(BatchStatus.FAILED))
 
+    def _found(self, batch: Batch) -> Batch | None:
+        return self._batches.find(batch.owner, batch.batch_id)
+
     def _latest(self, batch: Batch) -> Batch:
-        found = self._batches.find(batch.owner, batch.batch_id)
+        found = self._found(batch)
         assert found is not None
         return found
 
@@ -225,13 +228,14 @@ class BatchRunner:
         await self._finish(latest, status)
 
     async def _finish(self, batch: Batch, status: BatchStatus) -> None:
-        """Write answers and errors to two files, and save that the batch has ended."""
+        """Write the files with the answers, and save that the batch has ended."""
         finalizing = batch.moved(BatchStatus.FINALIZING)
         work = self._batches.work_path(batch)
-        ids = await _parted(self._files, batch, work)
-        ended = replace(finalizing, output_file_id=ids[0], error_file_id=ids[1]).moved(status)
-        self._batches.put(ended)
+        made = await make_results(self._files, finalizing, work, status)
+        self._batches.put(made.moved(status))
         work.unlink(missing_ok=True)
+        if batch.is_of_messages:  # its requests are no file of the client
+            await asyncio.to_thread(self._files.remove, batch.owner, batch.input_file_id)
         facts = {"batch": batch.batch_id, "status": status.value, "rows": batch.total}
         log.info("batch ended", extra={"facts": facts})
 
@@ -364,7 +368,7 @@ class _BatchRun:
     def note_done(self) -> None:
         """Count the rows that are in the file already, from an earlier process or attempt."""
         done = self._out.done
-        self._count(total=0, completed=done.num_answered, failed=done.num_failed)
+        self._count(completed=done.num_answered, failed=done.num_failed)
 
     async def answer_all(self, source: InputFile, room_bytes: int) -> BatchStatus:
         """Answer every row that is left; returns how the batch ended: completed, out of time or out
@@ -373,7 +377,7 @@ class _BatchRun:
         async with asyncio.TaskGroup() as group:
             while (planned := await asyncio.to_thread(next, windows, None)) is not None:
                 window = planned.window
-                self._count(total=window.num_rows_read)
+                self._count(total=max(self._batch.total, window.num_rows_read))
                 for failure in window.failures:
                     if self._num_bytes >= room_bytes:
                         return BatchStatus.FAILED
@@ -437,39 +441,3 @@ def _in_order(planned: PlannedWindow) -> Iterator[int]:
     neighbours."""
     for stretch in planned.stretches(LengthEstimate()):
         yield from stretch.row_indices.tolist()
-
-
-async def _parted(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
-    """Run `_part` on a thread, which cannot be stopped. A cancelled caller still waits for the
-    thread, so that no second thread writes the same files.
-    """
-    parting = asyncio.ensure_future(asyncio.to_thread(_part, files, batch, work))
-    try:
-        return await asyncio.shield(parting)
-    except asyncio.CancelledError:
-        await asyncio.gather(parting, return_exceptions=True)
-        raise
-
-
-def _part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
-    """Write the files of answers and of errors; returns their ids, or None for an empty file. Runs
-    on a thread."""
-    if not work.exists():
-        return None, None
-    ids: list[str | None] = []
-    for is_wanted, name in zip((True, False), batch.answer_names, strict=True):
-        with files.writing(batch.owner, name) as (file_id, path):
-            num_lines = 0
-            with work.open("rb") as lines, path.open("wb") as target:
-                for line in lines:
-                    if not line.endswith(b"\n"):
-                        break  # the last line is incomplete: the process was killed
-                    is_answer = json.loads(line)["response"] is not None
-                    if is_answer is is_wanted:
-                        target.write(line)
-                        num_lines += 1
-            if num_lines:
-                filename = f"{name.replace(' ', '_')}.jsonl"
-                files.put(batch.owner, file_id, filename, "batch_output", batch.output_ttl_s)
-            ids.append(file_id if num_lines else None)
-    return ids[0], ids[1]

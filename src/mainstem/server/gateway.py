@@ -29,6 +29,7 @@ from mainstem.server.kept.file_store import FileStore, lock_folder
 from mainstem.server.kept.pruning import Pruner
 from mainstem.server.kept.recording import Recorder
 from mainstem.server.kept.response_store import KeptResponse, ResponseFile, ResponseStore
+from mainstem.server.kept.room import Room
 from mainstem.server.kept.saver import Saver
 from mainstem.server.kept.turns import SessionTurn
 from mainstem.server.link.answering import SHUTTING_DOWN, Answering, EngineFault
@@ -91,6 +92,7 @@ class BatchService:
 
     files: FileStore
     batches: BatchStore
+    room: Room
     runner: BatchRunner
     pruner: Pruner
 
@@ -186,7 +188,17 @@ class Gateway:
             lambda: self.is_draining,
         )
         pruner = Pruner(files, batches, self.limits.file_ttl_s)
-        self.batches = BatchService(files, batches, runner, pruner)
+        self.batches = BatchService(
+            files, batches, Room(files, batches, self.limits), runner, pruner
+        )
+
+    @property
+    def batch_service(self) -> BatchService:
+        """Files and batches; raises ApiError 404 if the server has no folder for them."""
+        if self.batches is None:
+            message = "this server keeps no files: it was started without --data-dir"
+            raise ApiError(404, message, code="not_enabled")
+        return self.batches
 
     def keep_sessions(self, file: SessionFile) -> None:
         """Load sessions from a file and save them there; called before the server starts. Raises

@@ -17,11 +17,13 @@ from mainstem.core.ids import unique_ids
 from mainstem.server.apis.admin import AdminRoutes
 from mainstem.server.apis.batches import BatchRoutes
 from mainstem.server.apis.completions import CompletionRoutes
+from mainstem.server.apis.message_batches import MessageBatchRoutes
 from mainstem.server.apis.messages import MessagesRoutes
 from mainstem.server.apis.models import ModelRoutes
 from mainstem.server.apis.responses import ResponseRoutes
 from mainstem.server.apis.scores import ScoreRoutes
 from mainstem.server.apis.status import StatusRoutes
+from mainstem.server.apis.stored_chats import StoredChatRoutes
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Tenant
 from mainstem.server.http.faults import (
@@ -38,8 +40,10 @@ APIS = (
     StatusRoutes,
     ModelRoutes,
     CompletionRoutes,
+    StoredChatRoutes,
     ResponseRoutes,
     MessagesRoutes,
+    MessageBatchRoutes,
     BatchRoutes,
     ScoreRoutes,
     AdminRoutes,

@@ -4,14 +4,16 @@
     answer, schema --broken_rule--> the first place where `uniqueItems` or `propertyNames` is broken
 
 `propertyNames` with a list of names (pydantic's dict[Enum, ...]) becomes `properties`, and a
-pattern for names becomes `patternProperties`. Limits of their length, and `uniqueItems` (pydantic's
-set[str]), are left out of the form. They are checked when the answer is complete.
+pattern for names becomes `patternProperties`. `uniqueItems` of up to four options (pydantic's
+set[Enum]) becomes the list of all sets. Limits of the length of names, and `uniqueItems` of other
+items (set[str]), are left out of the form. They are checked when the answer is complete.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 
 from mainstem.core.json import Json, JsonView
 from mainstem.text.schemas import BY_NAME, NESTED
@@ -19,6 +21,9 @@ from mainstem.text.schemas import BY_NAME, NESTED
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _NAME_RULES = ("type", "enum", "const", "minLength", "maxLength", "title", "description")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+MAX_SET = 4  # options of a set whose lists are all written out, 65 at most
+_NOTES = ("title", "description", "default", "examples")
+_SET_RULES = {"type", "items", "uniqueItems", "minItems", "maxItems", "$defs", *_NOTES}
 _MAX_DEPTH = 64  # of references in a schema
 _MAX_VISITS = 20_000  # values that are compared with schemas in one check
 
@@ -55,12 +60,46 @@ def _lowered_object(schema: JsonView, root: JsonView, made: Lowered) -> Json:
         elif name in _COUNTS and isinstance(value, float) and value.is_integer():
             low[name] = int(value)  # 1.0 is an integer in JSON schemas
         elif name == "uniqueItems" and isinstance(value, bool):
+            if value and (alone := _set_of_few(schema, root)) is not None:
+                return alone
             made.must_check |= value
         elif name != "propertyNames":
             low[name] = value
     if "propertyNames" in schema:
         _lower_names(low, _resolved(schema["propertyNames"], root), made)
     return low
+
+
+def _set_of_few(schema: JsonView, root: JsonView) -> Json | None:
+    """The lists without a repetition of a few options, one alternative each; None: the items are
+    not given as options, there are more than MAX_SET, or the list has other rules."""
+    items = _resolved(schema.get("items"), root)
+    if set(schema) - _SET_RULES or not isinstance(items, Mapping):
+        return None
+    values = [items["const"]] if "const" in items else items.get("enum")
+    if not isinstance(values, list) or not set(items) <= {"type", "enum", "const", *_NOTES}:
+        return None
+    if "type" in items and not (items["type"] == "string" and _are_texts(values)):
+        return None
+    by_text = {json.dumps(each, sort_keys=True): each for each in values}
+    least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_SET)
+    if not isinstance(least, int | float) or not isinstance(most, int | float):
+        return None  # llguidance refuses it
+    if len(by_text) > MAX_SET:
+        return None
+    lists = [
+        list(chosen)
+        for count in range(len(by_text) + 1)
+        if least <= count <= most
+        for chosen in permutations(by_text.values(), count)
+    ]
+    kept = {name: schema[name] for name in ("$defs",) if name in schema}
+    return kept | {"anyOf": [_exact_list(each) for each in lists]} if lists else None
+
+
+def _exact_list(values: list[object]) -> Json:
+    places = [{"const": each} for each in values]
+    return {"type": "array", "prefixItems": places, "items": False, "minItems": len(values)}
 
 
 def _lower_names(low: Json, names: object, made: Lowered) -> None:
@@ -97,9 +136,13 @@ def _options(names: object) -> list[str] | None:
     if not isinstance(names, Mapping):
         return None
     options = [names["const"]] if "const" in names else names.get("enum")
-    if not isinstance(options, list) or not all(isinstance(each, str) for each in options):
+    if not isinstance(options, list) or not _are_texts(options):
         return None
     return [each for each in options if _breaks_name(each, names) is None]
+
+
+def _are_texts(values: list[object]) -> bool:
+    return all(isinstance(each, str) for each in values)
 
 
 def _resolved(schema: object, root: JsonView) -> object:

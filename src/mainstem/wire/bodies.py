@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from mainstem.core.json import Json, JsonView
 from mainstem.wire.fields import Anything, Metadata, read_fields
 
-RowUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/score"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/score"]
 
 
 class TokenizeOptions(Struct, frozen=True):
@@ -42,7 +42,7 @@ class BatchBody(Struct, frozen=True):
     """`POST /v1/batches`."""
 
     input_file_id: str
-    endpoint: RowUrl
+    endpoint: Endpoint
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None  # of the files with answers and errors
@@ -51,7 +51,7 @@ class BatchBody(Struct, frozen=True):
 class RowEnvelope(Struct, frozen=True):
     """A line of a batch file, around the body of its request."""
 
-    url: RowUrl
+    url: Endpoint | Literal["/v1/messages"]
     body: dict[str, object]
     custom_id: Anything = None
     method: Literal["POST"] = "POST"

@@ -12,6 +12,8 @@ from mainstem.core.version import __version__
 from mainstem.wire import neutral
 from mainstem.wire.bodies import AppBody, BatchBody, DetokenizeBody, TokenizeOptions
 from mainstem.wire.chat.bodies import ChatBody, CompletionBody
+from mainstem.wire.chat.stored import CHATS_URL, ChatUpdate, StoredChatFields
+from mainstem.wire.messages.batches import BATCHES_URL, MessageBatchBody
 from mainstem.wire.messages.bodies import CountBody, MessagesBody
 from mainstem.wire.responses.bodies import ResponsesBody
 from mainstem.wire.scores import LabelScoreBody, ScoreBody
@@ -19,9 +21,12 @@ from mainstem.wire.scores import LabelScoreBody, ScoreBody
 BODIES = (
     ChatBody,
     CompletionBody,
+    StoredChatFields,
+    ChatUpdate,
     ResponsesBody,
     MessagesBody,
     CountBody,
+    MessageBatchBody,
     TokenizeOptions,
     DetokenizeBody,
     AppBody,
@@ -94,6 +99,11 @@ ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
     ("/v1/models", "get", "The model, and the model with each app", None),
     ("/v1/models/{name}", "get", "One model", None),
     ("/v1/chat/completions", "post", "Answer a conversation", ChatBody),
+    (CHATS_URL, "get", "The stored chats of this key", None),
+    (f"{CHATS_URL}/{{chat_id}}", "get", "A stored chat", None),
+    (f"{CHATS_URL}/{{chat_id}}", "post", "Replace its metadata", ChatUpdate),
+    (f"{CHATS_URL}/{{chat_id}}", "delete", "Forget a stored chat", None),
+    (f"{CHATS_URL}/{{chat_id}}/messages", "get", "The messages that it answered", None),
     ("/v1/completions", "post", "Continue prompts", CompletionBody),
     ("/v1/responses", "post", "Answer items", ResponsesBody),
     ("/v1/responses/input_tokens", "post", "The number of an input's tokens", ResponsesBody),
@@ -103,6 +113,12 @@ ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
     ("/v1/responses/{response_id}", "delete", "Forget a response", None),
     ("/v1/messages", "post", "Answer a conversation, as Anthropic does", MessagesBody),
     ("/v1/messages/count_tokens", "post", "The number of a prompt's tokens", CountBody),
+    (BATCHES_URL, "get", "The message batches of this key", None),
+    (BATCHES_URL, "post", "Answer many requests", MessageBatchBody),
+    (f"{BATCHES_URL}/{{batch_id}}", "get", "A message batch", None),
+    (f"{BATCHES_URL}/{{batch_id}}", "delete", "Remove a batch that has ended", None),
+    (f"{BATCHES_URL}/{{batch_id}}/cancel", "post", "End a message batch early", None),
+    (f"{BATCHES_URL}/{{batch_id}}/results", "get", "Its results as JSON lines", None),
     ("/v1/score", "post", "How likely choices are after a context", _SCORES),
     ("/score", "post", "Same as /v1/score", _SCORES),
     ("/generative_scoring", "post", "The first label's probability", LabelScoreBody),
@@ -177,6 +193,8 @@ def _schemas(*, has_any_role: bool) -> Json:
             for option in described.get("anyOf", [described]):
                 if option.get("type") in ("integer", "number"):
                     option["minimum"], option["maximum"] = RANGES[name]
+    stored = schemas[StoredChatFields.__name__]["properties"]
+    schemas[ChatBody.__name__]["properties"] |= stored
     for body in BODIES:
         schemas[body.__name__]["additionalProperties"] = False
     for name, kind in _TOKENIZED.items():

@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from mainstem.core.files import write_whole
 from mainstem.server import batch_runner
-from mainstem.server.kept import batch_store
+from mainstem.server.kept import batch_results, batch_store
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
 from tests.server.apis.test_batches import ENDED, a_client, a_row, answers, lines
@@ -213,17 +213,17 @@ def test_batches_are_cancelled_on_a_full_disk_whether_they_run_or_wait(
 def test_a_batch_cancelled_while_its_files_are_made_does_not_make_them_twice_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part, at_it, most_at_it = batch_runner._part, [], []
+    part, at_it, most_at_it = batch_results.write_parts, [], []
 
-    def slow_part(files: FileStore, batch: Batch, work: Path) -> tuple[str | None, str | None]:
+    def slow_part(files: FileStore, batch: Batch, work: Path, status: BatchStatus) -> Batch:
         at_it.append(batch.batch_id)
         most_at_it.append(len(at_it))
         sleep(0.5)
-        ids = part(files, batch, work)
+        made = part(files, batch, work, status)
         at_it.remove(batch.batch_id)
-        return ids
+        return made
 
-    monkeypatch.setattr(batch_runner, "_part", slow_part)
+    monkeypatch.setattr(batch_results, "write_parts", slow_part)
     with a_server(data_dir=tmp_path) as running, a_client(running) as client:
         batch_id = begin(client, 3)
         until(lambda: bool(at_it))

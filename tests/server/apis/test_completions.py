@@ -426,7 +426,6 @@ def test_tokenizer_info_has_the_fields_of_vllm(server: Running) -> None:
         ("/tokenise", "did you mean /tokenize?"),
         ("/v1/assistants", "use POST /v1/chat/completions"),
         ("/v1/conversations/c1/items", "use previous_response_id"),
-        ("/v1/messages/batches", "use POST /v1/batches"),
         ("/v1/embeddings", "embeddings are not served"),
         ("/qqqqqq", "/openapi.json"),
     ],

@@ -437,7 +437,7 @@ def test_other_errors_have_the_same_format(server: Running) -> None:
     assert wrong.headers["allow"] == "POST"
     batches = server.post("/v1/messages/batches", {})
     assert batches.json()["error"]["type"] == "not_found_error"
-    assert "use POST /v1/batches" in batches.json()["error"]["message"]
+    assert "--data-dir" in batches.json()["error"]["message"]
 
 
 # --- keys ----------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from mainstem.server.kept import pruning
 from mainstem.server.kept.batch_store import Batch, BatchStatus, BatchStore
 from mainstem.server.kept.file_store import FileStore
 from mainstem.server.kept.pruning import Pruner
-from mainstem.wire.bodies import BatchBody
 from tests.server.apis.test_batch_faults import num_answered
 from tests.server.apis.test_batches import ENDED, a_client, a_row, answers, lines, run
 from tests.server.running import Running, a_server, until
@@ -117,7 +116,7 @@ def test_a_batch_of_an_expired_file_is_refused(tmp_path: Path) -> None:
 
 
 def a_batch(shelf: BatchStore, status: BatchStatus) -> Batch:
-    made = shelf.create("owner", BatchBody("file-" + "0" * 24, "/v1/completions", "24h"))
+    made = shelf.create("owner", "/v1/completions", "file-" + "0" * 24)
     old = replace(made, times=dict.fromkeys(made.times, LONG_AGO))
     moved = old.moved(status)
     shelf.put(moved)
@@ -190,7 +189,7 @@ def test_a_batch_with_damaged_answers_fails_and_expires_like_others(tmp_path: Pa
     with a_server(data_dir=tmp_path) as running:
         made = upload(running)
     (owner,) = (path.name for path in (tmp_path / "files").iterdir())
-    batch = batches.create(owner, BatchBody(made["id"], "/v1/completions", "24h"))
+    batch = batches.create(owner, "/v1/completions", made["id"])
     batches.work_path(batch).write_bytes(b"damaged\n")
     with a_server(data_dir=tmp_path) as running:
         url = f"/v1/batches/{batch.batch_id}"

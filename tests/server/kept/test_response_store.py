@@ -143,3 +143,13 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+def test_chats_are_listed_apart_from_responses_and_by_owner() -> None:
+    store = a_store(clock := Clock(), response_ttl_s=10)
+    keep(store, "me", "resp_a")
+    keep(store, "me", "chatcmpl-a")
+    keep(store, "you", "chatcmpl-b")
+    assert [kept.response_id for kept in store.chats("me")] == ["chatcmpl-a"]
+    clock.now_s = 11
+    assert store.chats("me") == store.chats("nobody") == []

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: the same chats in another format.
 
-A body becomes a chat (`read_messages`, in wire), the chat is checked like OpenAI's (`CallParser`),
-and `Gateway.encode` makes its token ids (text/encoding.py).
+A body becomes a chat that is checked like OpenAI's (`read_call`, in wire),
+and `Gateway.encode` makes its token ids (text/encoding.py). Batches are in message_batches.py.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -25,12 +25,18 @@ from mainstem.server.link.answering import Answering
 from mainstem.server.pins import Prefix, num_common
 from mainstem.text.encoding import Chat
 from mainstem.wire.answers import PromptAnswers
-from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.calls import Call
 from mainstem.wire.chat.rendering import CompletionReply
 from mainstem.wire.errors import WireError
 from mainstem.wire.events import named_event
 from mainstem.wire.messages.bodies import TTL_S, CountBody, MessagesBody
-from mainstem.wire.messages.parsing import Mark, MessagesAsked, in_messages_terms, read_messages
+from mainstem.wire.messages.parsing import (
+    MESSAGES_URL,
+    Mark,
+    MessagesAsked,
+    in_messages_terms,
+    read_call,
+)
 from mainstem.wire.messages.rendering import PING, MessageReply, MessageStream, PinnedTokens
 
 
@@ -43,7 +49,7 @@ class MessagesRoutes:
 
     def listed(self) -> list[Route]:
         return [
-            Route("/v1/messages", self.create, methods=["POST"]),
+            Route(MESSAGES_URL, self.create, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count, methods=["POST"]),
         ]
 
@@ -79,19 +85,8 @@ class MessagesRoutes:
     async def _read(
         self, request: Request, kind: type[CountBody]
     ) -> tuple[MessagesAsked, Call, Chat]:
-        gateway = self._gateway
-        body = await read_json(request, gateway.limits)
-        asked = read_messages(body, kind, gateway.engine.tokenizer.chat_template or "")
-        try:
-            call, [chat] = gateway.parser.parse(asked.fields, CallKind.CHAT)
-        except WireError as error:
-            raise in_messages_terms(error) from None
-        if asked.must_think and call.reasoning is None:
-            reason = "this model has no known format of reasoning"
-            message = f"thinking: 'enabled' is not supported: {reason}"
-            raise WireError("invalid_value", message, "thinking")
-        assert isinstance(chat, Chat)
-        return asked, call, chat
+        body = await read_json(request, self._gateway.limits)
+        return read_call(self._gateway.parser, body, kind)
 
 
 class PrefixKeeper:

@@ -4,7 +4,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -17,14 +16,15 @@ from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Tenant
 from mainstem.server.http.body import read_json
 from mainstem.server.http.faults import ApiError, is_anthropics
+from mainstem.server.http.pages import messages_page
 from mainstem.text.encoding import Chat
 from mainstem.text.tokenizer import SPECIAL_ROLES
 from mainstem.wire.bodies import DetokenizeBody, tokenize_options
 from mainstem.wire.calls import CallKind
 from mainstem.wire.chat.logprobs import token_text
 from mainstem.wire.fields import read_fields
+from mainstem.wire.messages.rendering import moment
 
-PAGE, MAX_PAGE = 20, 1000  # models in a page of Anthropic's API
 INLINE_IDS = 1 << 10  # writing out more ids would block the event loop for over 1 ms
 
 Written = TypeVar("Written")
@@ -49,7 +49,7 @@ class ModelRoutes:
     async def models(self, request: Request) -> Response:
         names = self._model_names()
         if is_anthropics(request.scope):
-            return JSONResponse(self._page(names, request))
+            return messages_page(request, [(name, self._model_info(name)) for name in names])
         return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
@@ -76,39 +76,14 @@ class ModelRoutes:
 
     def _model_info(self, name: str) -> dict[str, object]:
         """A model in the format of Anthropic's API."""
-        created = datetime.fromtimestamp(self._gateway.model.created, UTC)
         return {
             "type": "model",
             "id": name,
             "display_name": name,
-            "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "created_at": moment(self._gateway.model.created),
             "max_input_tokens": self._gateway.engine.max_model_len,
             "max_tokens": self._gateway.engine.max_model_len,
             "lifecycle": "active",
-        }
-
-    def _page(self, names: Sequence[str], request: Request) -> dict[str, object]:
-        """A page of the list in the format of Anthropic's API."""
-        params = request.query_params
-        limit = params.get("limit", str(PAGE))
-        if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit) <= MAX_PAGE:
-            message = f"limit: must be between 1 and {MAX_PAGE}, got {limit!r:.80}"
-            raise ApiError(400, message, "limit", "invalid_value")
-        after, before = params.get("after_id"), params.get("before_id")
-        for field, name in (("after_id", after), ("before_id", before)):
-            if name is not None and name not in names:
-                message = f"{field}: there is no model {name!r:.80}"
-                raise ApiError(400, message, field, "invalid_value")
-        first = 0 if after is None else names.index(after) + 1
-        end = len(names) if before is None else names.index(before)
-        found = names[first:end]
-        is_backwards = before is not None and after is None
-        shown = found[-int(limit) :] if is_backwards else found[: int(limit)]
-        return {
-            "data": [self._model_info(name) for name in shown],
-            "has_more": len(shown) < len(found),
-            "first_id": shown[0] if shown else None,
-            "last_id": shown[-1] if shown else None,
         }
 
     async def tokenizer_info(self, request: Request) -> Response:

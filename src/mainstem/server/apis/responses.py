@@ -59,18 +59,12 @@ class ResponseRoutes:
         for name in request.query_params:
             message = f"{name}: a stored response is returned whole; leave this out"
             raise ApiError(400, message, name, "unknown_field")
-        response_id = request.path_params["response_id"]
-        kept = self._store.find(request.state.tenant.owner, response_id)
-        if kept is None:
-            raise _not_found(response_id)
-        return JSONResponse(kept.read().response)
+        return JSONResponse(self._found(request).read().response)
 
     async def delete(self, request: Request) -> Response:
         """Forget a response, and the token ids of its conversation."""
-        response_id, owner = request.path_params["response_id"], request.state.tenant.owner
-        kept = self._store.remove(owner, response_id)
-        if kept is None:
-            raise _not_found(response_id)
+        kept, owner = self._found(request), request.state.tenant.owner
+        self._store.remove(owner, response_id := kept.response_id)
         self._gateway.sessions.remove(owner, kept.session_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -96,9 +90,8 @@ class ResponseRoutes:
 
     async def list_input(self, request: Request) -> Response:
         """The items that a stored response answered, those of earlier responses included."""
-        owner, response_id = request.state.tenant.owner, request.path_params["response_id"]
-        if (found := self._store.find(owner, response_id)) is None:
-            raise _not_found(response_id)
+        owner, found = request.state.tenant.owner, self._found(request)
+        response_id = found.response_id
         *earlier, last = self._store.chain(owner, response_id) or [found]
         items = [item for each in earlier for item in each.read().items] + last.read().input
         number = response_id.removeprefix("resp_")
@@ -106,11 +99,17 @@ class ResponseRoutes:
         return page_of(request, [(str(item["id"]), item) for item in reversed(shown)])
 
     async def cancel(self, request: Request) -> Response:
-        response_id = request.path_params["response_id"]
-        if self._store.find(request.state.tenant.owner, response_id) is None:
-            raise _not_found(response_id)
+        self._found(request)
         message = "only responses in the background can be cancelled, and there are none here"
         raise ApiError(400, message, "response_id", "invalid_value")
+
+    def _found(self, request: Request) -> KeptResponse:
+        response_id = request.path_params["response_id"]
+        found = self._store.find(request.state.tenant.owner, response_id)
+        if found is None or found.is_chat:
+            message = f"there is no response {response_id!r:.80}; it may not have been stored"
+            raise ApiError(404, message, "response_id", "response_not_found")
+        return found
 
     async def _answer(self, request: Request, body: ResponsesBody) -> Response:
         gateway, owner = self._gateway, request.state.tenant.owner
@@ -154,7 +153,7 @@ class ResponseRoutes:
         if previous_id is None:
             return []
         earlier = self._store.chain(owner, previous_id)
-        if earlier is None:
+        if earlier is None or earlier[0].is_chat:
             message = f"previous_response_id: {previous_id!r:.80}, or a response before it, is "
             message += "not kept; send the conversation as input"
             code = "previous_response_not_found"
@@ -172,11 +171,6 @@ def _in_session(call: Call, body: ResponsesBody, session_id: str | None) -> Call
 def _rename(error: ApiError | WireError) -> None:
     """Change an error so that it names the wrong field as this API does."""
     error.message, error.param = renamed(error.message, error.param)
-
-
-def _not_found(response_id: str) -> ApiError:
-    message = f"there is no response {response_id!r:.80}; it may not have been stored"
-    return ApiError(404, message, "response_id", "response_not_found")
 
 
 class ResponseWriter:

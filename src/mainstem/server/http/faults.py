@@ -31,7 +31,6 @@ CHAT = "use POST /v1/chat/completions"
 NOT_SERVED = {
     "/v1/conversations": "OpenAI's Conversations API is not served; use previous_response_id of "
     "POST /v1/responses",
-    "/v1/messages/batches": "Anthropic's batches are not served; use POST /v1/batches",
     "/v1/assistants": f"OpenAI's Assistants API is not served; {CHAT}",
     "/v1/threads": f"OpenAI's Assistants API is not served; {CHAT}",
     "/v1/embeddings": "embeddings are not served: the model generates text only",

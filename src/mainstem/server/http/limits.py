@@ -23,6 +23,7 @@ class ServerLimits:
     # an idle connection; proxies keep theirs for 60 s and should be the first to close
     idle_s: int = 75
     upload_bytes: int = 256 << 20  # a file sent to /v1/files
+    message_batch_bytes: int = 64 << 20  # a body sent to /v1/messages/batches
     upload_s: float = 3600.0  # for the whole upload; each piece must arrive within `body_s`
     stored_bytes: int = 4 << 30  # all files of a key, including the answers of its batches
     stored_files: int = 10_000  # of a key; even a small file needs an entry in a folder

@@ -1,5 +1,5 @@
-"""Stores batches as in OpenAI's API, one JSON file each. A file is replaced atomically when its
-batch changes."""
+"""Stores batches of OpenAI's and Anthropic's API, one JSON file each. A file is replaced atomically
+when its batch changes."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -7,10 +7,11 @@ from enum import Enum
 from pathlib import Path
 from secrets import token_hex
 from time import time
+from typing import TypedDict, Unpack
 
 from mainstem.core.files import write_whole
 from mainstem.server.kept.file_store import remove_fresh
-from mainstem.wire.bodies import BatchBody
+from mainstem.wire.messages.parsing import MESSAGES_URL
 
 WINDOW = "24h"  # the only supported completion window
 WINDOW_S = 24 * 3600
@@ -59,6 +60,11 @@ class Batch:
         return self.status in ENDED
 
     @property
+    def is_of_messages(self) -> bool:
+        """Whether it belongs to Anthropic's API."""
+        return self.endpoint == MESSAGES_URL
+
+    @property
     def ended_s(self) -> int | None:
         return self.times[f"{self.status.value}_at"] if self.is_ended else None
 
@@ -96,6 +102,14 @@ class Batch:
         }
 
 
+class Given(TypedDict, total=False):
+    """What a client may say about a batch, by the names of Batch."""
+
+    metadata: dict[str, str] | None
+    output_ttl_s: int | None
+    total: int
+
+
 @dataclass(slots=True)
 class BatchStore:
     """All batches, in memory and on disk. The event loop owns it and writes the files itself, since
@@ -107,26 +121,19 @@ class BatchStore:
     def __post_init__(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_fresh(self.folder)
-        found = [_read(path) for path in self.folder.glob("*/batch_*.json")]
+        found = [_read(path) for path in self.folder.glob("*/*batch_*.json")]
         for batch in sorted(found, key=lambda batch: (batch.times["created_at"], batch.batch_id)):
             self._batches[batch.batch_id] = batch
 
-    def create(self, owner: str, body: BatchBody) -> Batch:
+    def create(
+        self, owner: str, endpoint: str, input_file_id: str, **given: Unpack[Given]
+    ) -> Batch:
+        """Save a new batch, which waits for its turn."""
         now = int(time())
         times = {"created_at": now, "expires_at": now + WINDOW_S}
-        batch_id = f"batch_{token_hex(12)}"
-        validating = BatchStatus.VALIDATING
-        after = body.output_expires_after
-        batch = Batch(
-            batch_id,
-            owner,
-            body.endpoint,
-            body.input_file_id,
-            validating,
-            times,
-            body.metadata,
-            output_ttl_s=None if after is None else after.seconds,
-        )
+        prefix = "msgbatch" if endpoint == MESSAGES_URL else "batch"
+        batch_id, validating = f"{prefix}_{token_hex(12)}", BatchStatus.VALIDATING
+        batch = Batch(batch_id, owner, endpoint, input_file_id, validating, times, **given)
         (self.folder / owner).mkdir(mode=0o700, exist_ok=True)
         self.put(batch)
         return batch
@@ -147,7 +154,7 @@ class BatchStore:
         return batch if batch is not None and batch.owner == owner else None
 
     def listed(self, owner: str) -> list[Batch]:
-        """The owner's batches, latest first."""
+        """The owner's batches of both APIs, latest first."""
         return [batch for batch in self._batches.values() if batch.owner == owner][::-1]
 
     def opened(self) -> list[Batch]:

@@ -22,6 +22,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from mainstem.core.errors import ConfigError
 from mainstem.core.files import FRESH, write_whole
 
+HIDDEN = "message_batch"  # purpose of files that clients do not see: those of message batches
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 
 
@@ -35,6 +36,10 @@ class StoredFile:
     num_bytes: int
     created: int
     ttl_s: int | None = None  # when it expires, counted from `created`; None: with all others
+
+    @property
+    def is_hidden(self) -> bool:
+        return self.purpose == HIDDEN
 
     def expires_s(self, ttl_s: float) -> float:
         """When it expires, if files live for `ttl_s`: never later than the others."""

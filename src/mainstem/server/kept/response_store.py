@@ -1,4 +1,5 @@
-"""Keeps responses, for `GET /v1/responses/ID` and for requests that continue them by id."""
+"""Keeps responses, for `GET /v1/responses/ID` and for requests that continue them by id; and chats
+that were answered with `store: true`."""
 
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
@@ -18,16 +19,18 @@ Key = tuple[str, str]  # owner, response id
 
 RECORD_BYTES = 1024  # approximate memory of a record besides its JSON
 FORMAT = 1  # version of the file's format
+CHAT_PREFIX = "chatcmpl-"  # of the ids of chats
 
 _TABLE = """CREATE TABLE IF NOT EXISTS responses (owner TEXT, response_id TEXT, previous_id TEXT,
     session_id TEXT, data BLOB, used_s REAL, PRIMARY KEY (owner, response_id))"""
 
 
 class Exchanged(msgspec.Struct, frozen=True):
-    """Input and output of a response, as stored in JSON."""
+    """Input and output of a response, or of a chat, as stored in JSON."""
 
-    input: list[Item]  # input items of this response only, not of earlier ones
+    input: list[Item]  # items, or a chat's messages; only those of this request, not earlier ones
     response: Json
+    at_s: float = 0.0  # when a chat was answered, in seconds since 1970
 
     @property
     def items(self) -> list[Item]:
@@ -46,6 +49,10 @@ class KeptResponse:
     session_id: str  # named after the first response of the conversation
     data: bytes
     used_s: float  # seconds since 1970
+
+    @property
+    def is_chat(self) -> bool:
+        return self.response_id.startswith(CHAT_PREFIX)
 
     def read(self) -> Exchanged:
         return msgspec.json.decode(self.data, type=Exchanged)
@@ -100,6 +107,12 @@ class ResponseStore:
         for kept in found:
             self._put(owner, replace(kept, used_s=self._clock()))
         return found
+
+    def chats(self, owner: str) -> list[KeptResponse]:
+        """The owner's stored chats, in no certain order."""
+        self._forget_old(owner)
+        shelf = self._shelves.get(owner)
+        return [] if shelf is None else [each for each in shelf.kept.values() if each.is_chat]
 
     def keep(
         self,

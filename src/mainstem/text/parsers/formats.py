@@ -82,6 +82,7 @@ class AnswerFormats:
     special: Mapping[str, int] = field(default_factory=dict)  # special tokens among the marks
     # efforts of reasoning -> the template variables that ask for them
     efforts: Mapping[str, JsonView] = field(default_factory=dict)
+    template: str = ""  # the chat template, which says what variables it reads
 
     def shown_ids(self, *formats: Enum | None) -> frozenset[int]:
         """The special tokens that parsers of these formats must see."""
@@ -114,7 +115,8 @@ def find_formats(
     marks = {mark for each in (tools, reasoning) if each is not None for mark in MARKS[each]}
     ids = {mark: tokenizer.special_id(mark) for mark in marks}
     special = {mark: token_id for mark, token_id in ids.items() if token_id is not None}
-    return AnswerFormats(tools, reasoning, special, _efforts_of(tokenizer.chat_template or ""))
+    template = tokenizer.chat_template or ""
+    return AnswerFormats(tools, reasoning, special, _efforts_of(template), template)
 
 
 def _efforts_of(template: str) -> dict[str, JsonView]:

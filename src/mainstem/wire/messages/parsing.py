@@ -2,6 +2,7 @@
 
     body (JSON object) -- bodies.py: names and types --> MessagesBody
                        -- here: Anthropic's meanings --> fields of a ChatBody, [Mark, ...]
+                       -- CallParser                 --> Call, Chat
 
 Fields that would change the answer and are not supported are refused; the error names them.
 """
@@ -14,7 +15,9 @@ from msgspec import structs
 
 from mainstem.core.json import Json, JsonView
 from mainstem.core.spelling import did_you_mean
-from mainstem.text.encoding import Message
+from mainstem.text.encoding import Chat, Message
+from mainstem.wire.calls import Call, CallKind
+from mainstem.wire.chat.parsing import CallParser
 from mainstem.wire.errors import WireError
 from mainstem.wire.fields import read_fields
 from mainstem.wire.messages.bodies import (
@@ -32,6 +35,7 @@ from mainstem.wire.messages.bodies import (
 )
 from mainstem.wire.neutral import MESSAGES, without_neutral
 
+MESSAGES_URL = "/v1/messages"
 MAX_MARKS = 4  # maximum number of `cache_control` in one body, as in Anthropic's API
 # a line that Claude Code puts before its system prompt; it changes each time and is not needed
 BILLING = "x-anthropic-billing-header:"
@@ -56,6 +60,23 @@ class MessagesAsked:
     marks: list[Mark]
     must_think: bool = False
     shows_thinking: bool = True
+
+
+def read_call(
+    parser: CallParser, body: JsonView, kind: type[CountBody]
+) -> tuple[MessagesAsked, Call, Chat]:
+    """Read a body as a chat; raises WireError that names the field as this API does."""
+    asked = read_messages(body, kind, parser.find_formats().template)
+    try:
+        call, [chat] = parser.parse(asked.fields, CallKind.CHAT)
+    except WireError as error:
+        raise in_messages_terms(error) from None
+    if asked.must_think and call.reasoning is None:
+        reason = "this model has no known format of reasoning"
+        message = f"thinking: 'enabled' is not supported: {reason}"
+        raise WireError("invalid_value", message, "thinking")
+    assert isinstance(chat, Chat)
+    return asked, call, chat
 
 
 def read_messages(body: JsonView, kind: type[CountBody], template: str) -> MessagesAsked:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -183,7 +184,12 @@ _ERROR_KINDS = {
 }
 
 
-def error_body(status: int, message: str, code: str | None, request_id: str) -> Json:
+def moment(seconds: int) -> str:
+    """A time, in seconds since 1970, as this API writes it (RFC 3339)."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def error_body(status: int, message: str, code: str | None, request_id: str | None) -> Json:
     """The error object for an HTTP status."""
     kind = _ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     if code == "context_length_exceeded":
