@@ -370,6 +370,8 @@ class Output:
     is_form_fault: bool = False  # whether it ended because it cannot continue in its form
     text: str = ""  # text that is now certain
     stop_reason: str | int | None = None  # the stop string or token that ended it
+    # in the last Output of an answer: the versions of the weights that made it, in order
+    weights: tuple[str, ...] = ()
 
     def next_token(self, token_id: int) -> "Output":
         """The Output after this one, if it adds only a token."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepResult
+from mainstem.core.weights import ModelWeights
 from mainstem.kernels.recurrent import cpu as kernels
 from mainstem.models.block import Gate, OpenGate
 from mainstem.models.cpu.decoder import Decoder
@@ -60,6 +61,7 @@ class CpuRunner:
             self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
         self._previous = torch.empty(0, dtype=torch.long)
         self._single = SingleTokenPass.make(decoder, pages, self._attention.tables)
+        self.weights: ModelWeights | None = None
         self._loads: Loads | None = None
         self.sampler = Sampler()
 
@@ -70,6 +72,20 @@ class CpuRunner:
     @property
     def pages(self) -> DevicePages:
         return self._pages
+
+    def exchange(self, decoder: Decoder | None) -> None:
+        """Use other weights of the same recipe from now on; None: free those in use."""
+        self._single = None
+        self._attention.sinks = () if decoder is None else decoder.sinks
+        self._recurrence = None
+        if decoder is None:
+            del self._decoder
+            return
+        self._decoder = decoder
+        if decoder.recurrent:
+            assert self.states is not None
+            self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
+        self._single = SingleTokenPass.make(decoder, self._pages, self._attention.tables)
 
     def attach(self, loads: Loads) -> None:
         """Set the loads that steps may name from now on."""

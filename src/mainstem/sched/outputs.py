@@ -3,7 +3,7 @@
 import numpy as np
 
 from mainstem.core.ids import RequestId, SeqSlot
-from mainstem.core.request import FinishReason, Output
+from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.step import Int32s, Step, StepResult
 from mainstem.sched.sequence import Sequence
 from mainstem.sched.table import SeqTable
@@ -14,6 +14,7 @@ class OutputMaker:
 
     def __init__(self, table: SeqTable) -> None:
         self._table = table
+        self.weights_version = ""  # its name
         self._made: list[Output] = []
         self._ended: set[RequestId] = set()  # requests whose last Output was not taken yet
 
@@ -69,6 +70,14 @@ class OutputMaker:
         """Deliver the rest of a sequence that ends while it waits."""
         self._make(sequence, sequence.output_ids[sequence.num_delivered :], reason, fault)
 
+    def refuse(self, request: Request, reason: FinishReason, fault: str | None = None) -> None:
+        """Deliver the end of a request that never had a sequence."""
+        self._ended.add(request.request_id)
+        for index in range(request.sampling.n):
+            self._made.append(
+                Output(request.request_id, index, (), finish_reason=reason, fault=fault)
+            )
+
     def keep_logprobs(self, step: Step, result: StepResult) -> list[Sequence]:
         """Store a step's logprobs with their sequences until they are delivered. Returns the
         sequences whose prompt logprobs are now complete and useful to other sequences."""
@@ -120,5 +129,6 @@ class OutputMaker:
             num_dropped_tokens=0 if truncated is None else truncated.num_dropped,
             fault=fault,
             is_form_fault=sequence.form is not None and sequence.form.is_broken,
+            weights=() if reason is None else (*sequence.earlier_weights, self.weights_version),
         )
         self._made.append(output)
