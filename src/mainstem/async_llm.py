@@ -1,13 +1,16 @@
 """AsyncLLM: the engine for programs that run an event loop (docs/python.md)."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from mainstem.core.config import EngineConfig
 from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams
-from mainstem.llm.loaded import LoadedModel, ReadyPrompt
+from mainstem.core.weights import Tag, UpdateMode
+from mainstem.engine.engine import Engine
+from mainstem.llm.loaded import LoadedModel, ReadyPrompt, Weights, read_mode, read_tags, read_update
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.engine_thread import Ended, EngineThread, News
 from mainstem.text.prompts import (
@@ -99,6 +102,29 @@ class AsyncLLM(LoadedModel):
         async with aclosing(self._news(request)) as outputs:
             async for output in outputs:
                 scoring.take(place, output)
+
+    async def update_weights(
+        self, weights: Weights, *, mode: UpdateMode | str = UpdateMode.FINISH
+    ) -> str:
+        """Bring other weights into force, as LLM.update_weights does. An iterator is read on the
+        engine's thread. `mode` is for the requests that are open: with "finish", they are answered
+        first, and those that come meanwhile wait."""
+        update, how = read_update(weights, mode)
+        return await self._change(lambda engine: engine.update_weights(update, how))
+
+    async def sleep(self, level: int = 1, *, mode: UpdateMode | str = UpdateMode.FINISH) -> None:
+        """Give memory back until `wake_up`, as LLM.sleep does; `mode` may be "abort"."""
+        how = read_mode(mode)
+        await self._change(lambda engine: engine.sleep(level, how))
+
+    async def wake_up(self, tags: Iterable[Tag | str] | None = None) -> None:
+        """Undo `sleep`, as LLM.wake_up does."""
+        wanted = read_tags(tags)
+        await self._change(lambda engine: engine.wake(wanted))
+
+    async def _change(self, begin: Callable[[Engine], "Future[str]"]) -> str:
+        self._check_open()
+        return await asyncio.wrap_future(self._thread.change(begin))
 
     async def close(self) -> None:
         """Stop the engine; open requests end with an error."""

@@ -140,9 +140,7 @@ class Engine:
         """The name of the version in force."""
         return version_name(self.identity)
 
-    def update_weights(
-        self, update: Update, mode: UpdateMode = UpdateMode.FINISH
-    ) -> "Future[str]":
+    def update_weights(self, update: Update, mode: UpdateMode = UpdateMode.FINISH) -> "Future[str]":
         """Bring other weights into force between two steps, which the caller runs until the future
         has the name of the new version, or an error. Requests that are submitted from now on are
         answered with the new weights."""

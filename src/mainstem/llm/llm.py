@@ -1,6 +1,7 @@
 """LLM: the engine for scripts, with the names vLLM users know (docs/python.md)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -14,8 +15,17 @@ from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams, id_array
 from mainstem.core.step import Int32s
+from mainstem.core.weights import Tag, UpdateMode
+from mainstem.engine.engine import Engine
 from mainstem.llm.bar import PromptBar
-from mainstem.llm.loaded import LoadedModel, ReadyPrompt, overflow_policy
+from mainstem.llm.loaded import (
+    LoadedModel,
+    ReadyPrompt,
+    Weights,
+    overflow_policy,
+    read_tags,
+    read_update,
+)
 from mainstem.llm.steps import SharedSteps
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.prompts import (
@@ -159,6 +169,48 @@ class LLM(LoadedModel):
             counted = f"{len(faults)} of {len(listed)} contexts could not be scored"
             raise AnswerFailed(f"{counted}; number {first}: {faults[first]}", results)
         return results
+
+    def update_weights(
+        self, weights: Weights, *, mode: UpdateMode | str = UpdateMode.FINISH
+    ) -> str:
+        """Bring other weights of the same model into force; returns the name of their version.
+
+            llm.update_weights("checkpoints/step-20")          # a folder
+            llm.update_weights(model.state_dict().items())     # an iterator of (name, tensor)
+
+        `weights` are all tensors of a checkpoint, or some: the others stay. Tensors must not change
+        before the call returns. No K and V of the old weights is used for the new ones. `mode` says
+        what happens to open streams: "finish" answers them first, "abort" ends them, "continue"
+        goes on with the new weights and the old K and V. If the call raises, the old weights are in
+        force, whole (after WeightsLost: none are, until they are updated).
+        """
+        update, how = read_update(weights, mode)
+        return self._change(lambda engine: engine.update_weights(update, how))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: that of cached K and V, and of the weights, which level
+        1 keeps in host memory and level 2 drops. Open streams are read to their end first."""
+        self._change(lambda engine: engine.sleep(level))
+
+    def wake_up(self, tags: Iterable[Tag | str] | None = None) -> None:
+        """Undo `sleep`: all of it, or only "weights" or only "kv_cache". Weights that level 2
+        dropped are read from their folder again; if they came from an iterator, prompts are refused
+        until `update_weights` has brought all of them."""
+        wanted = read_tags(tags)
+        self._change(lambda engine: engine.wake(wanted))
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.text_engine.engine.is_asleep
+
+    def _change(self, begin: Callable[[Engine], "Future[str]"]) -> str:
+        with self._call():
+            change = begin(self.text_engine.engine)
+            while not change.done():
+                outputs = self._steps.step()
+                assert not outputs, "only streams run during a change"
+                self._check_open()
+            return change.result()
 
     def stream(
         self,

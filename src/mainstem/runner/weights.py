@@ -18,10 +18,10 @@ from secrets import token_bytes
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mainstem.core.errors import InvalidRequest, MainstemError, UnsupportedModel, WeightsLost
+from mainstem.core.errors import InvalidRequest, UnsupportedModel, WeightsLost
 from mainstem.core.weights import FolderUpdate, Tag, TensorUpdate, Update
 from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.decoder import Decoder
@@ -87,10 +87,13 @@ class RunnerWeights:
     def update(self, update: Update) -> bytes:
         if self._level == 1:
             raise InvalidRequest("weights", "are in host memory; call wake_up first")
-        if isinstance(update, FolderUpdate) and (update.folder / CONFIG_FILE).is_file():
-            values = self._take_folder(update.folder)
-        else:
-            values = self._take_tensors(update)
+        try:
+            if isinstance(update, FolderUpdate) and (update.folder / CONFIG_FILE).is_file():
+                values = self._take_folder(update.folder)
+            else:
+                values = self._take_tensors(update)
+        except UnsupportedModel as error:
+            raise InvalidRequest("weights", f"{error}") from None
         self._values = values
         self._last_origin = values.origin
         return values.identity
@@ -126,10 +129,7 @@ class RunnerWeights:
 
     def _take_folder(self, folder: Path) -> _Values:
         spec = self._loaded.origin.spec
-        try:
-            origin = folder_origin(folder, spec.ignored_fields)
-        except MainstemError as error:
-            raise InvalidRequest("weights", f"{folder}: {error}") from None
+        origin = folder_origin(folder, spec.ignored_fields)
         _check_same_model(spec, origin.spec)
         values = _Values(origin, b"", {}, frozenset())
         self._change(self._source(values), None)
@@ -160,7 +160,9 @@ class RunnerWeights:
         source = self._source(_Values(before.origin, b"", held, lost))
         is_whole = self._values is None
         self._change(source, None if is_whole else frozenset(names))
-        identity = sha256(MARK + self._loaded.identify(self._loaded.origin) + before.identity + mark)
+        identity = sha256(
+            MARK + self._loaded.identify(self._loaded.origin) + before.identity + mark
+        )
         if self._parts.keeps_values:
             kept = _own(names)
             return _Values(before.origin, identity.digest(), before.held | kept, frozenset())
@@ -183,8 +185,6 @@ class RunnerWeights:
         except WeightsLost:
             self._values = None
             raise
-        except UnsupportedModel as error:
-            raise InvalidRequest("weights", f"{error}") from None
 
 
 def collect(update: TensorUpdate) -> dict[str, Tensor]:
@@ -247,8 +247,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, Tensor], bytes]:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     given[name] = opened.get_tensor(name)
-    except (OSError, UnsupportedModel) as error:
-        raise InvalidRequest("weights", f"{folder}: {error}") from None
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModel(f"{folder}: {error}") from None
     return given, digest.digest()
 
 
@@ -276,8 +276,7 @@ class CpuParts:
         self._runner.exchange(self._make(source))
 
     def sleep(self, level: int) -> None:
-        """Pages that were never written again take no memory; weights are in host memory already.
-        """
+        """Pages that were never written again take no memory; weights are in host memory already."""
         for tensor in self._runner.pages.tensors:
             _give_back(tensor)
         if level == 2:
@@ -300,4 +299,3 @@ def _give_back(tensor: Tensor) -> None:
     if end > begin:
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
-

@@ -29,6 +29,7 @@ class CompletionOutput:
     logprobs: list[PlaceLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    weights: tuple[str, ...] = ()  # the versions of the weights that made it, in order
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -70,6 +71,7 @@ class AnswerPiece:
     num_cached_tokens: int
     num_dropped_tokens: int
     prompt_logprobs: list[PlaceLogprobs | None] | None = None  # sent once, with the first token
+    weights: tuple[str, ...] = ()  # in the last piece: the versions of the weights that made it
 
 
 def empty_result(
@@ -100,6 +102,7 @@ def piece_of(output: Output, tokenizer: Tokenizer) -> AnswerPiece:
         num_cached_tokens=output.num_cached_tokens,
         num_dropped_tokens=output.num_dropped_tokens,
         prompt_logprobs=prompt,
+        weights=output.weights,
     )
 
 
@@ -118,6 +121,7 @@ def add_piece(result: RequestOutput, piece: AnswerPiece) -> None:
     if piece.finish_reason is not None:
         answer.finish_reason = piece.finish_reason
         answer.stop_reason = piece.stop_reason
+        answer.weights = piece.weights
 
 
 def _place(entry: TokenLogprobs, tokenizer: Tokenizer) -> PlaceLogprobs:
