@@ -11,6 +11,7 @@ from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingP
 from mainstem.core.weights import Tag, UpdateMode
 from mainstem.engine.engine import Engine
 from mainstem.llm.loaded import LoadedModel, ReadyPrompt, Weights, read_mode, read_tags, read_update
+from mainstem.llm.rollouts import RolloutGroup, RolloutPart
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.engine_thread import Ended, EngineThread, News
 from mainstem.text.prompts import (
@@ -102,6 +103,36 @@ class AsyncLLM(LoadedModel):
         async with aclosing(self._news(request)) as outputs:
             async for output in outputs:
                 scoring.take(place, output)
+
+    async def rollouts(
+        self,
+        prompts: Iterable[ScriptPrompt | RolloutGroup],
+        n: int = 8,
+        sampling_params: SamplingParams | None = None,
+        *,
+        budget: int | None = None,
+    ) -> AsyncGenerator[RolloutGroup, None]:
+        """Yield groups of sampled answers as LLM.rollouts does. Steps run on the engine's thread
+        while the caller works on a group."""
+        self._check_open()
+        args = (list(prompts), n, sampling_params, budget)
+        groups = await asyncio.to_thread(self._rollout_parts, *args)
+        running = [asyncio.ensure_future(self._whole(parts)) for parts in groups]
+        try:
+            for group in asyncio.as_completed(running):
+                yield await group
+        finally:
+            for each in running:
+                each.cancel()
+
+    async def _whole(self, parts: list[tuple[Request, RolloutPart]]) -> RolloutGroup:
+        async def run(request: Request, part: RolloutPart) -> None:
+            async with aclosing(self._news(request)) as outputs:
+                async for output in outputs:
+                    part.add(piece_of(output, self.tokenizer))
+
+        await asyncio.gather(*(run(*each) for each in parts))
+        return parts[0][1].group
 
     async def update_weights(
         self, weights: Weights, *, mode: UpdateMode | str = UpdateMode.FINISH

@@ -339,6 +339,9 @@ class TokenLogprobs:
     rank: int  # 1 is the likeliest
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    # of the token in the distribution it was drawn from, after penalties, masks, temperature and
+    # filters; None: it was not drawn. 0.0 if it was the only possible one
+    drawn_logprob: float | None = None
 
     def __post_init__(self) -> None:
         assert not math.isnan(self.logprob)

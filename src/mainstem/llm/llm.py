@@ -26,6 +26,7 @@ from mainstem.llm.loaded import (
     read_tags,
     read_update,
 )
+from mainstem.llm.rollouts import OpenGroup, RolloutGroup, RolloutPart
 from mainstem.llm.steps import SharedSteps
 from mainstem.text.control_tokens import without_marks
 from mainstem.text.prompts import (
@@ -169,6 +170,49 @@ class LLM(LoadedModel):
             counted = f"{len(faults)} of {len(listed)} contexts could not be scored"
             raise AnswerFailed(f"{counted}; number {first}: {faults[first]}", results)
         return results
+
+    def rollouts(
+        self,
+        prompts: Iterable[ScriptPrompt | RolloutGroup],
+        n: int = 8,
+        sampling_params: SamplingParams | None = None,
+        *,
+        budget: int | None = None,
+    ) -> Iterator[RolloutGroup]:
+        """Sample `n` answers of each prompt; yields each group when it is whole.
+
+            for group in llm.rollouts(prompts, 8, SamplingParams(max_tokens=64)):
+                rewards = [reward(answer.text) for answer in group.answers]
+
+        A prompt is computed once for all its answers. Answers have logprobs as arrays. With a
+        `budget`, an answer gets at most so many tokens in this call: groups with longer answers are
+        yielded unfinished, and a later call takes them in place of prompts. It continues from the
+        pages of K and V that are cached; if the weights have changed, all tokens are computed
+        again. Steps run while the caller waits for a group: see AsyncLLM.rollouts for steps that
+        run meanwhile, too.
+        """
+        with self._call():
+            groups = self._rollout_parts(prompts, n, sampling_params, budget)
+        return self._groups(groups)
+
+    def _groups(self, groups: list[list[tuple[Request, RolloutPart]]]) -> Iterator[RolloutGroup]:
+        ids = [request.request_id for parts in groups for request, _ in parts]
+        try:
+            with self._call():
+                waiting = [
+                    OpenGroup([(part, self._steps.open_stream(request)) for request, part in parts])
+                    for parts in groups
+                ]
+            while waiting:
+                with self._call():
+                    self._steps.step()
+                whole = [opened for opened in waiting if opened.read(self.tokenizer)]
+                waiting = [opened for opened in waiting if opened not in whole]
+                for opened in whole:
+                    yield opened.group
+        finally:
+            for request_id in ids:
+                self._leave(request_id)
 
     def update_weights(
         self, weights: Weights, *, mode: UpdateMode | str = UpdateMode.FINISH

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
 from os import PathLike
@@ -36,6 +36,13 @@ from mainstem.core.weights import (
     UpdateMode,
 )
 from mainstem.engine.build import build_engine
+from mainstem.llm.rollouts import (
+    RolloutGroup,
+    RolloutPart,
+    check_continuable,
+    new_group,
+    parts_of,
+)
 from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.prompts import (
     Conversation,
@@ -233,6 +240,38 @@ class LoadedModel:
             overflow=overflow_policy(overflow),
         )
         return ReadyPrompt(request, text, session if is_conversation(prompt) else None, ids)
+
+    def _rollout_parts(
+        self,
+        prompts: Iterable[ScriptPrompt | RolloutGroup],
+        n: int,
+        sampling: SamplingParams | None,
+        budget: int | None,
+    ) -> list[list[tuple[Request, RolloutPart]]]:
+        """The requests of each group; raises InvalidRequest."""
+        if sampling is None:
+            sampling = self.get_default_sampling_params()
+        if sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)
+        check_continuable(sampling, budget)
+        groups: list[list[tuple[Request, RolloutPart]]] = []
+        for index, given in enumerate(prompts):
+            group = given
+            if not isinstance(group, RolloutGroup):
+                assert not isinstance(given, RolloutGroup)
+                prompt = read_prompt(given)
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                group = new_group(index, ids, n)
+            parts = parts_of(group, sampling, budget)
+            if not parts:
+                raise InvalidRequest("prompts", f"number {index} is a group that is whole already")
+            groups.append([(self._rollout_request(part), part) for part in parts])
+        return groups
+
+    def _rollout_request(self, part: RolloutPart) -> Request:
+        return Request(
+            self._next_id(), id_array(part.prompt_ids), part.sampling, delivery=Delivery.AT_END
+        )
 
     def _scoring(
         self, context: str | list[int] | list[Message], choices: Sequence[str]

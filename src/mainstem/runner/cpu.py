@@ -15,7 +15,7 @@ from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.recurrence import HybridAttention, Recurrence, step_segments
-from mainstem.runner.sampler import Sampler, start_logprobs
+from mainstem.runner.sampler import Sampler, drawn_logprobs, start_logprobs
 from mainstem.runner.single import SingleTokenPass
 from mainstem.runner.states import DeviceStates
 from mainstem.runner.weighing import WeighingAttention
@@ -165,8 +165,9 @@ class CpuRunner:
         token_ids = self.sampler.sample(logits, step)
         if raw is None:
             return token_ids, {}
-        counts = step.sampling.num_logprobs[wanted]
-        records = start_logprobs(raw, token_ids[torch.from_numpy(wanted)], counts).resolve()
+        counts, rows = step.sampling.num_logprobs[wanted], torch.from_numpy(wanted)
+        drawn = drawn_logprobs(logits[rows], token_ids[rows], step.sampling, wanted)
+        records = start_logprobs(raw, token_ids[rows], counts, drawn).resolve()
         return token_ids, dict(zip(wanted.tolist(), records, strict=True))
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> tuple[TokenLogprobs, ...]:

@@ -40,7 +40,13 @@ from mainstem.runner.recurrence import (
     one_prompt,
     step_segments,
 )
-from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs, to_host
+from mainstem.runner.sampler import (
+    LogprobRows,
+    Sampler,
+    drawn_logprobs,
+    start_logprobs,
+    to_host,
+)
 from mainstem.runner.states import DeviceStates
 from mainstem.runner.uploads import Uploads
 from mainstem.runner.weighing import WeighingAttention
@@ -339,7 +345,8 @@ class GpuRunner:
         ids = self.sampler.sample(wide, step)
         if raw is None:
             return ids, None
-        return ids, start_logprobs(raw, ids[rows], step.sampling.num_logprobs[wanted])
+        drawn = drawn_logprobs(wide[rows], ids[rows], step.sampling, wanted)
+        return ids, start_logprobs(raw, ids[rows], step.sampling.num_logprobs[wanted], drawn)
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> list[LogprobRows]:
         num_rows = len(step.prompt_logprob_rows)

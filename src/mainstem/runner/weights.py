@@ -276,7 +276,7 @@ class CpuParts:
         self._runner.exchange(self._make(source))
 
     def sleep(self, level: int) -> None:
-        """Pages that were never written again take no memory; weights are in host memory already."""
+        """Free the memory of pages; at level 1, weights stay where they are."""
         for tensor in self._runner.pages.tensors:
             _give_back(tensor)
         if level == 2:
