@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import Tensor
@@ -48,9 +48,7 @@ def reward(country: str, answer: str) -> float:
 
 
 def prompt_ids(llm: LLM, country: str) -> list[int]:
-    question = f"What is the capital of {country}?"
-    text = llm.tokenizer.chat_text([{"role": "user", "content": question}])
-    return llm.tokenizer.encode_chat_text(text)
+    return llm.tokenizer.encode(f"Question: What is the capital of {country}?\nAnswer:")
 
 
 def token_logprobs(model: PreTrainedModel, prompt: list[int], answers: Sequence[Rollout]) -> Tensor:
@@ -90,11 +88,13 @@ def train(args: argparse.Namespace) -> None:
     folder, _ = fetch_model(ModelConfig(model="smollm2"))
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     policy.train()
-    policy.model.embed_tokens.weight.requires_grad_(False)
-    learned = [each for each in policy.parameters() if each.requires_grad]
+    policy.requires_grad_(False)
+    policy.model.layers[-args.layers :].requires_grad_(True)
+    changing = {name: each for name, each in policy.named_parameters() if each.requires_grad}
+    learned = [*changing.values()]
     optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=0.0)
     llm = LLM("smollm2", dtype="float32", kv_tokens=32_768)
-    sampling = SamplingParams(temperature=1.0, max_tokens=args.max_tokens)
+    sampling = SamplingParams(temperature=1.0, max_tokens=args.max_tokens, stop="\n")
     began_s = perf_counter()
     with Path(args.out).open("w") as out:
         for number in range(args.rounds):
@@ -112,11 +112,12 @@ def train(args: argparse.Namespace) -> None:
             torch.nn.utils.clip_grad_norm_(learned, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            version = llm.update_weights(policy.state_dict().items())
+            version = llm.update_weights(changing)  # all others stay
             record = {
                 "round": number,
                 "reward": round(sum(earned) / len(earned), 4),
                 "seconds": round(perf_counter() - began_s, 1),
+                "cpu_seconds": round(process_time(), 1),  # of all cores
                 "weights": version,
                 "answer": group.answers[0].text,
             }
@@ -130,7 +131,8 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--answers", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=2e-5)
+    parser.add_argument("--max-tokens", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=10, help="how many last layers learn")
+    parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--out", default="grpo.jsonl")
     train(parser.parse_args())

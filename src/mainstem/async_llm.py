@@ -1,19 +1,17 @@
 """AsyncLLM: the engine for programs that run an event loop (docs/python.md)."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from mainstem.core.config import EngineConfig
 from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams
 from mainstem.core.weights import Tag, UpdateMode
-from mainstem.engine.engine import Engine
 from mainstem.llm.loaded import LoadedModel, ReadyPrompt, Weights, read_mode, read_tags, read_update
 from mainstem.llm.rollouts import RolloutGroup, RolloutPart
 from mainstem.text.control_tokens import without_marks
-from mainstem.text.engine_thread import Ended, EngineThread, News
+from mainstem.text.engine_thread import BeginChange, Ended, EngineThread, News
 from mainstem.text.prompts import (
     Context,
     Conversation,
@@ -153,7 +151,7 @@ class AsyncLLM(LoadedModel):
         wanted = read_tags(tags)
         await self._change(lambda engine: engine.wake(wanted))
 
-    async def _change(self, begin: Callable[[Engine], "Future[str]"]) -> str:
+    async def _change(self, begin: BeginChange) -> str:
         self._check_open()
         return await asyncio.wrap_future(self._thread.change(begin))
 

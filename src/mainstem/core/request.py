@@ -373,8 +373,7 @@ class Output:
     is_form_fault: bool = False  # whether it ended because it cannot continue in its form
     text: str = ""  # text that is now certain
     stop_reason: str | int | None = None  # the stop string or token that ended it
-    # in the last Output of an answer: the versions of the weights that made it, in order
-    weights: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()  # versions of the weights that made the answer so far, in order
 
     def next_token(self, token_id: int) -> "Output":
         """The Output after this one, if it adds only a token."""
@@ -384,4 +383,5 @@ class Output:
             (token_id,),
             num_cached_tokens=self.num_cached_tokens,
             num_dropped_tokens=self.num_dropped_tokens,
+            weights=self.weights,
         )

@@ -31,8 +31,8 @@ BOTH_TAGS = frozenset(Tag)
 
 @dataclass(frozen=True, slots=True)
 class FolderUpdate:
-    """All tensors of a folder. With a config.json, the folder is a whole model: its version is the
-    one of an engine that was started with it."""
+    """All tensors of a folder, or of one safetensors file. With a config.json, the folder is a
+    whole model: its version is the one of an engine that was started with it."""
 
     folder: Path
 
@@ -61,6 +61,14 @@ class ModelWeights(Protocol):
 
         If this raises, the old weights are in force, whole; or none are, if it raises WeightsLost.
         """
+        ...
+
+    def lose(self) -> None:
+        """Other weights were in force in a process that has ended: `update` must bring all."""
+        ...
+
+    def resume(self) -> None:
+        """Undo `lose`, if no update has begun since; raises InvalidRequest."""
         ...
 
     def sleep(self, level: int) -> None:

@@ -167,6 +167,23 @@ class Engine:
 
         return self._change(work, mode)
 
+    def lose_weights(self) -> None:
+        """Refuse requests until all weights are updated, or `resume_weights`: the process that
+        this one replaces had other weights, which are lost."""
+        if self._weights is not None:
+            self._weights.lose()
+        self._fault = WeightsLost(
+            "the engine's process ended, and with it the weights that it was given. Update all "
+            "weights again, or go on with those that the engine was started with"
+        )
+
+    def resume_weights(self) -> str:
+        """Undo `lose_weights`: answer with the weights that the engine was started with."""
+        if isinstance(self._fault, WeightsLost):
+            self._changeable().resume()
+            self._fault = None
+        return self.weights_version
+
     def sleep(self, level: int, mode: UpdateMode = UpdateMode.FINISH) -> "Future[str]":
         """Give memory back, and accept no request until `wake`; otherwise like `update_weights`.
         Level 1 keeps the weights in host memory, level 2 drops them."""
@@ -201,6 +218,11 @@ class Engine:
             return self.weights_version
 
         return self._change(work, UpdateMode.FINISH)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether requests are accepted."""
+        return self._fault is None
 
     @property
     def is_asleep(self) -> bool:

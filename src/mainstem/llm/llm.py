@@ -1,7 +1,6 @@
 """LLM: the engine for scripts, with the names vLLM users know (docs/python.md)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -16,7 +15,6 @@ from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams, id_array
 from mainstem.core.step import Int32s
 from mainstem.core.weights import Tag, UpdateMode
-from mainstem.engine.engine import Engine
 from mainstem.llm.bar import PromptBar
 from mainstem.llm.loaded import (
     LoadedModel,
@@ -29,6 +27,7 @@ from mainstem.llm.loaded import (
 from mainstem.llm.rollouts import OpenGroup, RolloutGroup, RolloutPart
 from mainstem.llm.steps import SharedSteps
 from mainstem.text.control_tokens import without_marks
+from mainstem.text.engine_thread import BeginChange
 from mainstem.text.prompts import (
     Context,
     Conversation,
@@ -247,7 +246,7 @@ class LLM(LoadedModel):
     def is_sleeping(self) -> bool:
         return self.text_engine.engine.is_asleep
 
-    def _change(self, begin: Callable[[Engine], "Future[str]"]) -> str:
+    def _change(self, begin: BeginChange) -> str:
         with self._call():
             change = begin(self.text_engine.engine)
             while not change.done():

@@ -82,6 +82,7 @@ class RunnerWeights:
             loaded.origin, loaded.identify(loaded.origin), {}, frozenset()
         )
         self._last_origin = loaded.origin
+        self._before_loss: _Values | None = None
         self._level = 0  # 0: awake
 
     def update(self, update: Update) -> bytes:
@@ -97,6 +98,14 @@ class RunnerWeights:
         self._values = values
         self._last_origin = values.origin
         return values.identity
+
+    def lose(self) -> None:
+        self._before_loss, self._values = self._values, None
+
+    def resume(self) -> None:
+        if self._before_loss is None:
+            raise InvalidRequest("weights", "there are none to go on with; update all of them")
+        self._values, self._before_loss = self._before_loss, None
 
     def sleep(self, level: int) -> None:
         if level not in (1, 2):
@@ -180,6 +189,7 @@ class RunnerWeights:
         return source
 
     def _change(self, source: Checkpoint, names: frozenset[str] | None) -> None:
+        self._before_loss = None
         try:
             self._parts.change(source, names)
         except WeightsLost:
@@ -242,8 +252,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, Tensor], bytes]:
     given: dict[str, Tensor] = {}
     digest = sha256()
     try:
-        for file in weight_files(folder):
-            digest.update(file_sha256(file))
+        for file in weight_files(folder) if folder.is_dir() else [folder]:
+            digest.update(file_sha256(file) if folder.is_dir() else token_bytes(32))
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     given[name] = opened.get_tensor(name)

@@ -127,14 +127,14 @@ class Endings:
             for sequence, num_pages in preempted:
                 self._wait_again(sequence, num_pages)
 
-    def rename(self, earlier: str) -> None:
+    def rename(self, earlier: tuple[str, ...]) -> None:
         """After the store was renamed: sequences that ran with the weights named `earlier` go on
         without names, and those that wait get new ones."""
         self._running.forget_names()
         for answers in self.sequences.values():
             for sequence in answers:
                 if sequence.num_cached_tokens is not None:
-                    sequence.earlier_weights += (earlier,)
+                    sequence.earlier_weights += earlier
                 if sequence.truncated is not None:
                     # kept pages of the conversation are those of the old weights
                     sequence.truncated = replace(sequence.truncated, origins=None)

@@ -14,9 +14,17 @@ class OutputMaker:
 
     def __init__(self, table: SeqTable) -> None:
         self._table = table
-        self.weights_version = ""  # its name
+        self._weights: tuple[str, ...] = ()  # the name of the version in force; none: unknown
         self._made: list[Output] = []
         self._ended: set[RequestId] = set()  # requests whose last Output was not taken yet
+
+    def name_weights(self, version: str) -> None:
+        """Tokens from now on are made by this version of the weights."""
+        self._weights = (version,) if version else ()
+
+    def _weights_of(self, sequence: Sequence) -> tuple[str, ...]:
+        earlier = sequence.earlier_weights
+        return earlier + self._weights if earlier else self._weights
 
     @property
     def has_outputs(self) -> bool:
@@ -35,6 +43,10 @@ class OutputMaker:
         self._ended.clear()
         made, self._made = self._made, []
         return made
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return self._weights
 
     def stream(self, slots: Int32s, token_ids: Int32s) -> None:
         """Deliver one new token for each of many sequences. This is the fast path."""
@@ -55,6 +67,7 @@ class OutputMaker:
                     num_dropped_tokens=(
                         0 if sequence.truncated is None else sequence.truncated.num_dropped
                     ),
+                    weights=self._weights_of(sequence),
                 )
             )
 
@@ -129,6 +142,6 @@ class OutputMaker:
             num_dropped_tokens=0 if truncated is None else truncated.num_dropped,
             fault=fault,
             is_form_fault=sequence.form is not None and sequence.form.is_broken,
-            weights=() if reason is None else (*sequence.earlier_weights, self.weights_version),
+            weights=self._weights_of(sequence),
         )
         self._made.append(output)

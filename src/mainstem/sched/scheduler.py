@@ -198,14 +198,14 @@ class Scheduler:
     def change_weights(self, identity: bytes) -> None:
         """The runner has other weights now; no step is in flight. Sequences that run go on, and
         their pages get no name: they depend on the old weights, too."""
-        earlier = self._outputs.weights_version
+        earlier = self._outputs.weights
         self._store.rename(identity)
         self._endings.rename(earlier)
         self.name_weights(identity)
 
     def name_weights(self, identity: bytes) -> None:
         """Answers that end from now on name this version."""
-        self._outputs.weights_version = version_name(identity)
+        self._outputs.name_weights(version_name(identity))
 
     # --- steps ----------------------------------------------------------------------------------
 

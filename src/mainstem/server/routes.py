@@ -22,6 +22,7 @@ from mainstem.server.apis.models import ModelRoutes
 from mainstem.server.apis.responses import ResponseRoutes
 from mainstem.server.apis.scores import ScoreRoutes
 from mainstem.server.apis.status import StatusRoutes
+from mainstem.server.apis.weights import WeightRoutes
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Tenant
 from mainstem.server.http.faults import (
@@ -43,6 +44,7 @@ APIS = (
     BatchRoutes,
     ScoreRoutes,
     AdminRoutes,
+    WeightRoutes,
 )
 
 HANDLED = (ApiError, WireError, HTTPException, Exception)

@@ -31,13 +31,14 @@ class Ended:
 
 
 News = Output | Ended
+BeginChange = Callable[[Engine], "Future[str]"]  # Engine.update_weights, sleep or wake
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
     """A change of the engine that its caller waits for."""
 
-    begin: Callable[[Engine], "Future[str]"]
+    begin: BeginChange
     done: "Future[str]"
 
 
@@ -72,7 +73,7 @@ class EngineThread:
         """Stop a request; only news of a step that is already running may still be delivered."""
         self._commands.put(request_id)
 
-    def change(self, begin: Callable[[Engine], "Future[str]"]) -> "Future[str]":
+    def change(self, begin: BeginChange) -> "Future[str]":
         """Have the engine change something between steps (Engine.update_weights, sleep, wake)."""
         done: Future[str] = Future()
         with self._lock:

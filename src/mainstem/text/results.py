@@ -88,7 +88,7 @@ class AnswerPiece:
     num_cached_tokens: int
     num_dropped_tokens: int
     prompt_logprobs: list[PlaceLogprobs | None] | None = None  # sent once, with the first token
-    weights: tuple[str, ...] = ()  # in the last piece: the versions of the weights that made it
+    weights: tuple[str, ...] = ()  # versions of the weights that made the answer so far, in order
     raw: tuple[float, ...] = ()  # CompletionOutput.raw_logprobs of these tokens
     drawn: tuple[float, ...] = ()  # likewise, drawn_logprobs
 
