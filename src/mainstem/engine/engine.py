@@ -161,8 +161,9 @@ class Engine:
                 raise
             self.identity = identity
             self._scheduler.change_weights(identity)
+            self._note_awake(frozenset({Tag.WEIGHTS}))
             if was_lost:
-                self._fault = None
+                self._fault = EngineAsleep() if self._asleep else None
             return self.weights_version
 
         return self._change(work, mode)
@@ -194,6 +195,8 @@ class Engine:
             raise InvalidRequest("mode", "a request cannot continue while the engine sleeps")
 
         def work() -> str:
+            if self._asleep:
+                raise InvalidRequest("engine", "it sleeps already")
             self._scheduler.change_weights(self.identity)  # the pages are lost
             weights.sleep(level)
             if self._fault is None:
@@ -212,12 +215,15 @@ class Engine:
                 weights.wake(tags & self._asleep)
             except WeightsLost as error:
                 self._fault = error
-            self._asleep -= tags
-            if not self._asleep and isinstance(self._fault, EngineAsleep):
-                self._fault = None
+            self._note_awake(tags)
             return self.weights_version
 
         return self._change(work, UpdateMode.FINISH)
+
+    def _note_awake(self, tags: frozenset[Tag]) -> None:
+        self._asleep -= tags
+        if not self._asleep and isinstance(self._fault, EngineAsleep):
+            self._fault = None
 
     @property
     def is_answering(self) -> bool:

@@ -191,6 +191,8 @@ class Checkpoint:
         self._ignored = () if quantized is None else quantized.ignored_endings
         self._lost: frozenset[str] = frozenset()
         self._copies = False
+        self._has_files = folder is not None
+        self._unknown: set[str] = set()  # held tensors that no file has
         self._missing: set[str] = set()
         self._taken: set[str] = set()
         # biases stored next to packed products; those not taken must be 0, as some tools write them
@@ -229,6 +231,8 @@ class Checkpoint:
                         f"tensor {name} has shape {given.get_shape()}, "
                         f"expected {list(stored.get_shape())}"
                     )
+            else:
+                self._unknown.add(name)
             self._open[name] = (held, name)
 
     def copy_files(self) -> None:
@@ -239,9 +243,30 @@ class Checkpoint:
         """Refuse to take these tensors from the files: they have other values now."""
         self._lost = frozenset(names)
 
-    def keep_only(self, prefixes: tuple[str, ...]) -> None:
-        """Forget all tensors but those whose names begin so: only they will be taken."""
-        self._open = {name: at for name, at in self._open.items() if name.startswith(prefixes)}
+    def forget(self, prefixes: tuple[str, ...]) -> None:
+        """Do without the tensors whose names begin so: they will not be taken."""
+        kept = {name: at for name, at in self._open.items() if not name.startswith(prefixes)}
+        self._open = kept
+
+    def check_given(self, names: Names) -> None:
+        """Raise UnsupportedModel if a tensor was given that the files do not have. The head of a
+        tied embedding may be given, too."""
+        unknown = self._unknown - {f"{names.head}.weight", f"{names.embedding}.weight"}
+        if self._has_files and unknown:
+            raise UnsupportedModel(f"the checkpoint holds unexpected tensors {_shorten(unknown)}")
+
+    def check_lost(self, prefixes: tuple[str, ...] | None) -> None:
+        """Raise UnsupportedModel if one of the tensors whose names begin so (None: any) is lost."""
+        for name in sorted(self._lost & self._open.keys()):
+            if prefixes is None or name.startswith(prefixes):
+                self._refuse_lost(name)
+
+    def _refuse_lost(self, name: str) -> None:
+        if name in self._lost:
+            raise UnsupportedModel(
+                f"{name} is needed too: it is in the same part of the model as a given tensor, and "
+                "the values that an earlier update gave it are not kept; give both"
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -294,11 +319,7 @@ class Checkpoint:
         """A tensor of the files as it is stored, on the device."""
         if name not in self._open:
             raise UnsupportedModel(f"the checkpoint lacks {name}")
-        if name in self._lost:
-            raise UnsupportedModel(
-                f"{name} is needed too: it is part of the same product as a given tensor, and the "
-                "values that an earlier update gave it are not kept; give both"
-            )
+        self._refuse_lost(name)
         handle, its_name = self._open[name]
         found = handle.get_slice(its_name)
         if tuple(found.get_shape()) != shape:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Spans, Step, StepResult
+from mainstem.core.weights import ModelWeights
 from mainstem.kernels.attention.plan import Launches
 from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.copy import copy_slots
@@ -114,6 +115,8 @@ class GpuRunner:
         self._graphs: StepGraphs | None = None
         self._before_last: dict[int, Rows] = {}  # by size: output of a graph without the last layer
         self._loads: Loads | None = None
+        self._graph_sizes: tuple[int, ...] = ()
+        self.weights: ModelWeights | None = None
         self.sampler = Sampler(device)
 
     @property
@@ -136,6 +139,7 @@ class GpuRunner:
     @torch.inference_mode()
     def warm_up(self, graph_sizes: tuple[int, ...]) -> None:
         """Compile every kernel, allocate what the largest step needs, and capture the graphs."""
+        self._graph_sizes = graph_sizes
         if not self._is_cuda:
             return
         self._inputs.clear()
@@ -169,6 +173,27 @@ class GpuRunner:
             has_states=bool(decoder.recurrent),
         )
         torch.cuda.synchronize(self._device)
+
+    @property
+    def decoder(self) -> GpuDecoder:
+        return self._decoder
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether graphs are captured; True on devices without graphs."""
+        return self._graphs is not None or not self._is_cuda
+
+    def drop_graphs(self) -> None:
+        """Forget what has the addresses of weights and pages: they are about to have others. Call
+        `capture_again` before the next step."""
+        self.drain()
+        self._graphs = None
+        self._before_last.clear()
+        self._attention.forget_addresses()
+
+    def capture_again(self) -> None:
+        """Capture the graphs that were dropped."""
+        self.warm_up(self._graph_sizes)
 
     def launch(self, step: Step) -> GpuStep:
         """Queue the step; see Runner in core.step."""

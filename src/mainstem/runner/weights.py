@@ -83,11 +83,9 @@ class RunnerWeights:
         )
         self._last_origin = loaded.origin
         self._before_loss: _Values | None = None
-        self._level = 0  # 0: awake
+        self._is_dropped = False  # `sleep` has dropped them
 
     def update(self, update: Update) -> bytes:
-        if self._level == 1:
-            raise InvalidRequest("weights", "are in host memory; call wake_up first")
         try:
             if isinstance(update, FolderUpdate) and (update.folder / CONFIG_FILE).is_file():
                 values = self._take_folder(update.folder)
@@ -95,7 +93,7 @@ class RunnerWeights:
                 values = self._take_tensors(update)
         except UnsupportedModel as error:
             raise InvalidRequest("weights", f"{error}") from None
-        self._values = values
+        self._values, self._is_dropped = values, False
         self._last_origin = values.origin
         return values.identity
 
@@ -110,21 +108,19 @@ class RunnerWeights:
     def sleep(self, level: int) -> None:
         if level not in (1, 2):
             raise InvalidRequest("level", f"must be 1 or 2, got {level}")
-        if self._level == 0:
-            self._parts.sleep(level)
-            self._level = level
-            if level == 2 and self._values is not None and self._is_held(self._values):
+        self._parts.sleep(level)
+        if level == 2:
+            self._is_dropped = True
+            if self._values is not None and self._is_held(self._values):
                 self._values = None
 
     def wake(self, tags: frozenset[Tag]) -> None:
-        if self._level == 0:
-            return
         source = None
-        if self._level == 2 and Tag.WEIGHTS in tags and self._values is not None:
+        if self._is_dropped and Tag.WEIGHTS in tags and self._values is not None:
             source = self._source(self._values)
         self._parts.wake(tags, source)
         if Tag.WEIGHTS in tags:
-            self._level = 0
+            self._is_dropped = self._is_dropped and source is None
             if self._values is None:
                 raise WeightsLost(
                     "sleep(level=2) dropped weights that came from an iterator: update all of them"
@@ -167,7 +163,7 @@ class RunnerWeights:
         names = _canonical(given, self._source(before))
         held, lost = before.held | names, before.lost - names.keys()
         source = self._source(_Values(before.origin, b"", held, lost))
-        is_whole = self._values is None
+        is_whole = self._values is None or self._is_dropped
         self._change(source, None if is_whole else frozenset(names))
         identity = sha256(
             MARK + self._loaded.identify(self._loaded.origin) + before.identity + mark
