@@ -128,7 +128,7 @@ class RunnerWeights:
 
     def _is_held(self, values: _Values) -> bool:
         """Whether some values are only in this process."""
-        return bool(values.held or values.lost)
+        return bool(values.held or values.lost) or isinstance(values.origin, RandomOrigin)
 
     # --- a whole model --------------------------------------------------------------------------
 

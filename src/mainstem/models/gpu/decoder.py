@@ -30,8 +30,8 @@ from mainstem.models.gpu.experts import GpuExperts
 from mainstem.models.gpu.joins import InputReader, Joins, make_joins, make_norm
 from mainstem.models.gpu.layer_inputs import GpuLayerEnd, GpuLayerInputBlock, GpuLayerInputs
 from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
-from mainstem.models.gpu.packed import DenseRoom
 from mainstem.models.gpu.mlp import BranchNorms, DenseMlp, ExpertsMlp, GpuMlp, NormedExpertsMlp
+from mainstem.models.gpu.packed import DenseRoom
 from mainstem.models.gpu.workspace import Workspace, only_experts, shared_mlp
 from mainstem.models.pour import pour, tensors_in
 from mainstem.models.recurrent_tensors import RecurrentTensors
