@@ -76,7 +76,7 @@ def test_whole_and_in_part(folders: tuple[Path, Path]) -> None:
     assert answer(engine) == second
     change(engine, FolderUpdate(a))
     assert answer(engine) == first
-    for part in ("model.layers.0.", "model.layers.1.", "model.embed", "model.norm"):
+    for part in ("model.layers.0.", "model.layers.1.", ("model.embed", "model.norm")):
         change(engine, TensorUpdate([i for i in tensors.items() if i[0].startswith(part)]))
     assert answer(engine) == second
     with pytest.raises(InvalidRequest, match=r"layers.0\S* is needed too"):

@@ -6,7 +6,13 @@ from tests.kernels.interpreted import in_another_process, run_interpreted, short
 
 pytestmark = in_another_process
 
-MODULES = ["test_gpu.py", "test_gpu_recipes.py", "test_gpu_packed.py", "test_gpu_linears.py"]
+MODULES = [
+    "test_gpu.py",
+    "test_gpu_recipes.py",
+    "test_gpu_packed.py",
+    "test_gpu_linears.py",
+    "test_gpu_weights.py",
+]
 
 
 @short_and_slow

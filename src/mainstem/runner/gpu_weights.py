@@ -105,10 +105,13 @@ class Freed:
             self._contents.copy_(self._bytes(), non_blocking=is_cuda)
             if is_cuda:
                 torch.cuda.synchronize()
-        storage.resize_(0)
+        if storage.resizable():  # all memory of a GPU is; views of files are not
+            storage.resize_(0)
 
     def restore(self) -> None:
         """Allocate the memory again, with what was kept, or zeros."""
+        if not self._storage.resizable():
+            return
         self._storage.resize_(self._num_bytes)
         if self._contents is None:
             self._bytes().zero_()
