@@ -96,7 +96,7 @@ def train(args: argparse.Namespace) -> None:
     llm = LLM("smollm2", dtype="float32", kv_tokens=32_768)
     sampling = SamplingParams(temperature=1.0, max_tokens=args.max_tokens, stop="\n")
     began_s = perf_counter()
-    with Path(args.out).open("w") as out:
+    with Path(args.out).open("w", buffering=1) as out:
         for number in range(args.rounds):
             if perf_counter() - began_s > args.minutes * 60:
                 break
@@ -125,6 +125,23 @@ def train(args: argparse.Namespace) -> None:
             out.write(json.dumps(record) + "\n")
 
 
+def draw(results: Path, picture: Path) -> None:
+    """Draw the rewards of a finished run over its minutes."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  # not needed to train
+
+    rounds = [json.loads(row) for row in results.read_text().splitlines()]
+    minutes = [each["seconds"] / 60 for each in rounds]
+    rewards = torch.tensor([each["reward"] for each in rounds])
+    means = [float(rewards[max(0, i - 5) : i + 1].mean()) for i in range(len(rounds))]
+    figure = Figure(figsize=(7, 3.6), layout="tight")
+    axes = figure.subplots()
+    axes.plot(minutes, rewards, color="#bbb", linewidth=1, label="one round")
+    axes.plot(minutes, means, color="#1f5fa8", linewidth=2, label="mean of 6 rounds")
+    axes.set(xlabel="minutes", ylabel="reward", ylim=(0, 1.05))
+    axes.legend(loc="lower right")
+    figure.savefig(picture, dpi=110)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1000)
@@ -135,4 +152,9 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=10, help="how many last layers learn")
     parser.add_argument("--lr", type=float, default=5e-5)
     parser.add_argument("--out", default="grpo.jsonl")
-    train(parser.parse_args())
+    parser.add_argument("--draw", metavar="FILE.png", help="only draw the results in --out")
+    given = parser.parse_args()
+    if given.draw is None:
+        train(given)
+    else:
+        draw(Path(given.out), Path(given.draw))
