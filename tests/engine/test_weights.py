@@ -34,9 +34,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
-def varied(model: torch.nn.Module, folder: Path) -> None:
+def varied(model: torch.nn.Module, folder: Path, seed: int = 9) -> None:
     """Save other weights of a model to the folder."""
-    torch.manual_seed(9)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

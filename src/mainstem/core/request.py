@@ -371,9 +371,9 @@ class Output:
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
     fault: str | None = None  # the error that ended the answer (FinishReason.ERROR)
     is_form_fault: bool = False  # whether it ended because it cannot continue in its form
+    weights: tuple[str, ...] = ()  # versions of the weights that made the answer so far, in order
     text: str = ""  # text that is now certain
     stop_reason: str | int | None = None  # the stop string or token that ended it
-    weights: tuple[str, ...] = ()  # versions of the weights that made the answer so far, in order
 
     def next_token(self, token_id: int) -> "Output":
         """The Output after this one, if it adds only a token."""
