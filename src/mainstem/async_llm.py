@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from mainstem.core.config import EngineConfig
 from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams
-from mainstem.llm.loaded import LoadedModel, ReadyPrompt
+from mainstem.core.weights import Tag, UpdateMode
+from mainstem.llm.loaded import LoadedModel, ReadyPrompt, Weights, read_mode, read_tags, read_update
+from mainstem.llm.rollouts import RolloutGroup, RolloutPart
 from mainstem.text.control_tokens import without_marks
-from mainstem.text.engine_thread import Ended, EngineThread, News
+from mainstem.text.engine_thread import BeginChange, Ended, EngineThread, News
 from mainstem.text.prompts import (
     Context,
     Conversation,
@@ -99,6 +101,59 @@ class AsyncLLM(LoadedModel):
         async with aclosing(self._news(request)) as outputs:
             async for output in outputs:
                 scoring.take(place, output)
+
+    async def rollouts(
+        self,
+        prompts: Iterable[ScriptPrompt | RolloutGroup],
+        n: int = 8,
+        sampling_params: SamplingParams | None = None,
+        *,
+        budget: int | None = None,
+    ) -> AsyncGenerator[RolloutGroup, None]:
+        """Yield groups of sampled answers as LLM.rollouts does. Steps run on the engine's thread
+        while the caller works on a group."""
+        self._check_open()
+        args = (list(prompts), n, sampling_params, budget)
+        groups = await asyncio.to_thread(self._rollout_parts, *args)
+        running = [asyncio.ensure_future(self._whole(parts)) for parts in groups]
+        try:
+            for group in asyncio.as_completed(running):
+                yield await group
+        finally:
+            for each in running:
+                each.cancel()
+
+    async def _whole(self, parts: list[tuple[Request, RolloutPart]]) -> RolloutGroup:
+        async def run(request: Request, part: RolloutPart) -> None:
+            async with aclosing(self._news(request)) as outputs:
+                async for output in outputs:
+                    part.add(piece_of(output, self.tokenizer))
+
+        await asyncio.gather(*(run(*each) for each in parts))
+        return parts[0][1].group
+
+    async def update_weights(
+        self, weights: Weights, *, mode: UpdateMode | str = UpdateMode.FINISH
+    ) -> str:
+        """Bring other weights into force, as LLM.update_weights does. An iterator is read on the
+        engine's thread. `mode` is for the requests that are open: with "finish", they are answered
+        first, and those that come meanwhile wait."""
+        update, how = read_update(weights, mode)
+        return await self._change(lambda engine: engine.update_weights(update, how))
+
+    async def sleep(self, level: int = 1, *, mode: UpdateMode | str = UpdateMode.FINISH) -> None:
+        """Give memory back until `wake_up`, as LLM.sleep does; `mode` may be "abort"."""
+        how = read_mode(mode)
+        await self._change(lambda engine: engine.sleep(level, how))
+
+    async def wake_up(self, tags: Iterable[Tag | str] | None = None) -> None:
+        """Undo `sleep`, as LLM.wake_up does."""
+        wanted = read_tags(tags)
+        await self._change(lambda engine: engine.wake(wanted))
+
+    async def _change(self, begin: BeginChange) -> str:
+        self._check_open()
+        return await asyncio.wrap_future(self._thread.change(begin))
 
     async def close(self) -> None:
         """Stop the engine; open requests end with an error."""

@@ -26,6 +26,10 @@ BENCHES = {
     "tables": ("mainstem_bench.tables", "a table's rows, by order of columns and of rows"),
     "fewshot": ("mainstem_bench.fewshot", "few-shot questions with and without sharing"),
     "decode": ("mainstem_bench.decode", "milliseconds per decode step on random weights"),
+    "rollouts": (
+        "mainstem_bench.rollouts",
+        "updates of weights, sleep, and many answers of each prompt, on random weights",
+    ),
     "ranks": ("mainstem_bench.ranks", "time of a step on several cards, projected from one card"),
     "soak": (
         "mainstem_bench.soak",

@@ -12,6 +12,7 @@ MODULES = [
     "test_gpu_recipes.py",
     "test_gpu_packed.py",
     "test_gpu_linears.py",
+    "test_gpu_weights.py",
 ]
 
 

@@ -122,6 +122,14 @@ def parser() -> argparse.ArgumentParser:
         help="keys for /admin/, in lines of name:key",
     )  # fmt: skip
     made.add_argument(
+        "--weights-root", type=Path, metavar="DIR",
+        help="POST /admin/weights takes folders below this one (none)",
+    )  # fmt: skip
+    made.add_argument(
+        "--max-weights-gib", type=positive, default=defaults.weights_bytes / GIB, metavar="GIB",
+        help="limit for tensors sent to POST /admin/weights (%(default)g)",
+    )  # fmt: skip
+    made.add_argument(
         "--data-dir",
         type=Path,
         metavar="DIR",
@@ -273,6 +281,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
         stored_files=args.max_files,
         file_ttl_s=args.file_ttl_s,
         pinned_share=args.max_pinned_share,
+        weights_bytes=int(args.max_weights_gib * GIB),
     )
     keys = None if args.api_key_file is None else KeyRing.load(args.api_key_file)
     admin_keys = None if args.admin_key_file is None else KeyRing.load(args.admin_key_file)
@@ -299,6 +308,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
             args.data_dir,
             folder,
             args.record,
+            args.weights_root,
         )
         gateway = make_gateway(settings, tokenizer, launch)
         host, port = listener.getsockname()[:2]

@@ -5,6 +5,8 @@ MainstemError
   InvalidRequest   the caller's fault: 4xx at the server, an error row in a batch
     MissingPackage   a field of the request needs an optional package that is not installed
     TooManyForms     forms of answers in use hold too much memory: 429 at the server
+    WeightsLost      no weights are in force: 503 at the server, until they are updated
+    EngineAsleep     the engine sleeps: 503 at the server, until it is woken up
   UnsupportedModel a checkpoint with an architecture that this engine does not have
   ModelNotFound    a model argument that leads to no model
   OutOfPages       too few free pages: the scheduler catches it and waits
@@ -42,6 +44,20 @@ class MissingPackage(InvalidRequest):
 class TooManyForms(InvalidRequest):
     """The forms of the caller's answers use all the memory allowed. Memory is freed as answers
     end."""
+
+
+class WeightsLost(InvalidRequest):
+    """No weights are in force, or not those that the caller believes in."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("weights", reason)
+
+
+class EngineAsleep(InvalidRequest):
+    """The engine has given its memory back."""
+
+    def __init__(self) -> None:
+        super().__init__("engine", "it sleeps; call wake_up first")
 
 
 class UnsupportedModel(MainstemError):

@@ -339,6 +339,9 @@ class TokenLogprobs:
     rank: int  # 1 is the likeliest
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    # of the token in the distribution it was drawn from, after penalties, masks, temperature and
+    # filters; None: it was not drawn. 0.0 if it was the only possible one
+    drawn_logprob: float | None = None
 
     def __post_init__(self) -> None:
         assert not math.isnan(self.logprob)
@@ -368,6 +371,7 @@ class Output:
     num_dropped_tokens: int = 0  # prompt tokens that did not fit into the context window
     fault: str | None = None  # the error that ended the answer (FinishReason.ERROR)
     is_form_fault: bool = False  # whether it ended because it cannot continue in its form
+    weights: tuple[str, ...] = ()  # versions of the weights that made the answer so far, in order
     text: str = ""  # text that is now certain
     stop_reason: str | int | None = None  # the stop string or token that ended it
 
@@ -379,4 +383,5 @@ class Output:
             (token_id,),
             num_cached_tokens=self.num_cached_tokens,
             num_dropped_tokens=self.num_dropped_tokens,
+            weights=self.weights,
         )

@@ -20,7 +20,7 @@ from mainstem.plan.cost import Heads, card_for, full_speed_tokens, worth_sharing
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import CPU, device_name
 from mainstem.runner.origin import RandomOrigin, folder_origin
-from mainstem.runner.ranks.load import load_model
+from mainstem.runner.ranks.load import load_model, weights_of
 from mainstem.sched.scheduler import Scheduler
 
 # limited, since each token needs memory for one Partial per few hundred keys
@@ -146,4 +146,6 @@ def join(
         span_align_tokens=facts.span_align_tokens,
         fetching=make_fetching(card, facts, config.store, store) if stack.tiers else None,
     )
-    return Engine(scheduler, runner if around is None else around(runner), bus, facts.identity)
+    weights = weights_of(runner)
+    wrapped = runner if around is None else around(runner)
+    return Engine(scheduler, wrapped, bus, facts.identity, weights)

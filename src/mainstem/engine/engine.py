@@ -1,18 +1,36 @@
 """The engine: schedule, run, commit. Token ids in, token ids out; any runner."""
 
 import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from os import getpid
 from time import perf_counter
 
 from mainstem.core.config import StoreConfig
-from mainstem.core.errors import EngineLost, ForkedProcess, OutOfDeviceMemory
+from mainstem.core.errors import (
+    EngineAsleep,
+    EngineLost,
+    ForkedProcess,
+    InvalidRequest,
+    OutOfDeviceMemory,
+    WeightsLost,
+)
 from mainstem.core.events import EventBus, StepStarted
 from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.interrupts import held_interrupts
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import InFlight, Int32s, Runner, Step
+from mainstem.core.weights import (
+    BOTH_TAGS,
+    ModelWeights,
+    Tag,
+    Update,
+    UpdateMode,
+    version_name,
+)
 from mainstem.sched.scheduler import Scheduler
 
 # the engine is lost after this many failed steps without a request to blame, or after this many
@@ -32,9 +50,15 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, bus: EventBus, identity: bytes = b""
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        bus: EventBus,
+        identity: bytes = b"",
+        weights: ModelWeights | None = None,
     ) -> None:
-        """`identity` identifies the model: its weights, dtype, quantization and page layout."""
+        """`identity` identifies the model: its weights, dtype, quantization and page layout.
+        `weights` changes them; None: they cannot change."""
         self._scheduler = scheduler
         self._store = scheduler.store
         self._runner = runner
@@ -42,10 +66,15 @@ class Engine:
         # steps that failed since the last success: without a request to blame, and with one
         self._num_failures = 0
         self._num_blamed = 0
+        self._asleep: frozenset[Tag] = frozenset()
         self._is_torn = False  # a step was interrupted, and the engine has not recovered since
         self._owner = getpid()
         self.bus = bus
         self.identity = identity
+        scheduler.name_weights(identity)
+        self._weights = weights
+        self._changes: deque[_Change] = deque()  # in the order of the calls
+        self._fault: InvalidRequest | None = None  # why no request is accepted
 
     @property
     def is_forked(self) -> bool:
@@ -60,7 +89,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._changes)
 
     @property
     def step_tokens(self) -> int:
@@ -85,6 +114,8 @@ class Engine:
         """Queue a request; raises InvalidRequest if it can never run. After an interrupt it may
         be queued or not; `abort` works in both cases."""
         self.check_process()
+        if self._fault is not None and not self._scheduler.is_holding:
+            raise self._fault
         self._scheduler.submit(request)
 
     @held_interrupts()
@@ -101,6 +132,145 @@ class Engine:
     def stop(self, request_id: RequestId, index: int) -> None:
         """End one answer after the tokens that the caller has read."""
         self._scheduler.stop(request_id, index)
+
+    # --- weights and memory that change ---------------------------------------------------------
+
+    @property
+    def weights_version(self) -> str:
+        """The name of the version in force."""
+        return version_name(self.identity)
+
+    def update_weights(self, update: Update, mode: UpdateMode = UpdateMode.FINISH) -> "Future[str]":
+        """Bring other weights into force between two steps, which the caller runs until the future
+        has the name of the new version, or an error. Requests that are submitted from now on are
+        answered with the new weights."""
+        weights = self._changeable()
+        if mode is UpdateMode.CONTINUE and not self._store.can_rename_running:
+            raise InvalidRequest(
+                "mode",
+                "continue is not supported for a model with recurrent or windowed layers; finish "
+                "and abort are",
+            )
+
+        def work() -> str:
+            was_lost = isinstance(self._fault, WeightsLost)
+            try:
+                identity = weights.update(update)
+            except WeightsLost as error:
+                self._fault = error
+                raise
+            self.identity = identity
+            self._scheduler.change_weights(identity)
+            self._note_awake(frozenset({Tag.WEIGHTS}))
+            if was_lost:
+                self._fault = EngineAsleep() if self._asleep else None
+            return self.weights_version
+
+        return self._change(work, mode)
+
+    def lose_weights(self) -> None:
+        """Refuse requests until all weights are updated, or `resume_weights`: the process that
+        this one replaces had other weights, which are lost."""
+        if self._weights is not None:
+            self._weights.lose()
+        self._fault = WeightsLost(
+            "the engine's process ended, and with it the weights that it was given. Update all "
+            "weights again, or go on with those that the engine was started with"
+        )
+
+    def resume_weights(self) -> str:
+        """Undo `lose_weights`: answer with the weights that the engine was started with."""
+        if isinstance(self._fault, WeightsLost):
+            self._changeable().resume()
+            self._fault = None
+        return self.weights_version
+
+    def sleep(self, level: int, mode: UpdateMode = UpdateMode.FINISH) -> "Future[str]":
+        """Give memory back, and accept no request until `wake`; otherwise like `update_weights`.
+        Level 1 keeps the weights in host memory, level 2 drops them."""
+        weights = self._changeable()
+        if level not in (1, 2):
+            raise InvalidRequest("level", f"must be 1 or 2, got {level!r}")
+        if mode is UpdateMode.CONTINUE:
+            raise InvalidRequest("mode", "a request cannot continue while the engine sleeps")
+
+        def work() -> str:
+            if self._asleep:
+                raise InvalidRequest("engine", "it sleeps already")
+            self._scheduler.change_weights(self.identity)  # the pages are lost
+            weights.sleep(level)
+            if self._fault is None:
+                self._fault = EngineAsleep()
+            self._asleep = BOTH_TAGS
+            return self.weights_version
+
+        return self._change(work, mode)
+
+    def wake(self, tags: frozenset[Tag] = BOTH_TAGS) -> "Future[str]":
+        """Undo `sleep`, or a part of it; requests are accepted when everything is awake."""
+        weights = self._changeable()
+
+        def work() -> str:
+            try:
+                weights.wake(tags & self._asleep)
+            except WeightsLost as error:
+                self._fault = error
+            self._note_awake(tags)
+            return self.weights_version
+
+        return self._change(work, UpdateMode.FINISH)
+
+    def _note_awake(self, tags: frozenset[Tag]) -> None:
+        self._asleep -= tags
+        if not self._asleep and isinstance(self._fault, EngineAsleep):
+            self._fault = None
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether requests are accepted."""
+        return self._fault is None
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._asleep)
+
+    def _changeable(self) -> ModelWeights:
+        self.check_process()
+        if self._weights is None:
+            raise InvalidRequest("weights", "cannot change in this engine")
+        return self._weights
+
+    def _change(self, work: Callable[[], str], mode: UpdateMode) -> "Future[str]":
+        future: Future[str] = Future()
+        self._changes.append(_Change(work, mode, future))
+        self._begin_change()
+        return future
+
+    def _begin_change(self) -> None:
+        """Prepare the first change: requests of callers that come now are answered after it."""
+        mode = self._changes[0].mode
+        if mode is not UpdateMode.CONTINUE:
+            self._scheduler.hold()
+        if mode is UpdateMode.ABORT:
+            self._scheduler.abort_all()
+
+    def _make_changes(self) -> None:
+        """Make the changes that need not wait any longer; no step is in flight."""
+        while self._changes:
+            change = self._changes[0]
+            if change.mode is not UpdateMode.CONTINUE and self._scheduler.has_sequences:
+                return
+            self._runner.drain()
+            with held_interrupts():
+                self._changes.popleft()
+                try:
+                    change.future.set_result(change.work())
+                except Exception as error:  # raised in the caller
+                    change.future.set_exception(error)
+                if self._changes:
+                    self._begin_change()
+            if not self._changes:
+                self._scheduler.release(self._fault)
 
     def step(self) -> list[Output]:
         """Advance by one step; returns the new outputs.
@@ -126,7 +296,10 @@ class Engine:
 
     def _step(self) -> None:
         launched = None
-        step = self._next_step()
+        if self._changes and self._in_flight is None:
+            self._make_changes()
+        # the first change waits for the step in flight
+        step = self._next_step() if not self._is_change_next else None
         if step is not None:
             launched = self._launch(step)
         if self._in_flight is None and not self._runner.can_overlap:
@@ -137,6 +310,11 @@ class Engine:
         done, self._in_flight = self._in_flight, launched
         if done is not None:
             self._take_in(done)
+
+    @property
+    def _is_change_next(self) -> bool:
+        """Whether a change waits only for the step in flight."""
+        return bool(self._changes) and self._changes[0].mode is UpdateMode.CONTINUE
 
     @held_interrupts()
     def _next_step(self) -> Step | None:
@@ -271,6 +449,15 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
             log.error("the last step failed", exc_info=error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Something that is done between two steps."""
+
+    work: Callable[[], str]
+    mode: UpdateMode  # what happens to the requests before it
+    future: "Future[str]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from time import sleep
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from mainstem.kv.states import StateStore
 from mainstem.kv.stored_states import StoredStates
 
 EVICT_SHARE = 64  # an eviction frees up to 1/64 of all pages, or more if more are needed
+POLL_S = 0.0005
 DEFAULT_CONFIG = StoreConfig()
 NOTHING_STORED = StoredCounts()
 
@@ -532,6 +534,31 @@ class KVStore:
         if self._bus.has_listeners(PagesCleared) and not any(self.stored_keys().values()):
             self._bus.publish(PagesCleared())
         return count
+
+    @property
+    def can_rename_running(self) -> bool:
+        """Whether `rename` may be called while sequences run."""
+        return self.states is None and self.parts is None
+
+    def rename(self, identity: bytes) -> None:
+        """The model has other weights from now on: forget every page on the device and name the
+        next ones with the new `identity`. What lower tiers have is found again if these weights
+        come back.
+
+        Waits for copies. Sequences that run keep their pages, without names.
+        """
+        self.flush()
+        while self.num_copies:
+            self.poll()
+            sleep(POLL_S)
+        self.loader.take_news()
+        if self.states is not None:
+            self.states.forget_kept()
+        indexed = np.flatnonzero(self._index.is_indexed).astype(np.int32)
+        self._index.unname(indexed)
+        self._identity, self._last_chain = identity, None
+        if self._bus.has_listeners(PagesCleared):
+            self._bus.publish(PagesCleared())
 
     def stored_keys(self) -> dict[str, set[PageKey]]:
         """The pages that can be found, by tier."""

@@ -14,10 +14,20 @@ from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.interrupts import guarded_interrupts
 from mainstem.core.request import Delivery, Output, Overflow, Request, SamplingParams, id_array
 from mainstem.core.step import Int32s
+from mainstem.core.weights import Tag, UpdateMode
 from mainstem.llm.bar import PromptBar
-from mainstem.llm.loaded import LoadedModel, ReadyPrompt, overflow_policy
+from mainstem.llm.loaded import (
+    LoadedModel,
+    ReadyPrompt,
+    Weights,
+    overflow_policy,
+    read_tags,
+    read_update,
+)
+from mainstem.llm.rollouts import OpenGroup, RolloutGroup, RolloutPart
 from mainstem.llm.steps import SharedSteps
 from mainstem.text.control_tokens import without_marks
+from mainstem.text.engine_thread import BeginChange
 from mainstem.text.prompts import (
     Context,
     Conversation,
@@ -159,6 +169,91 @@ class LLM(LoadedModel):
             counted = f"{len(faults)} of {len(listed)} contexts could not be scored"
             raise AnswerFailed(f"{counted}; number {first}: {faults[first]}", results)
         return results
+
+    def rollouts(
+        self,
+        prompts: Iterable[ScriptPrompt | RolloutGroup],
+        n: int = 8,
+        sampling_params: SamplingParams | None = None,
+        *,
+        budget: int | None = None,
+    ) -> Iterator[RolloutGroup]:
+        """Sample `n` answers of each prompt; yields each group when it is whole.
+
+            for group in llm.rollouts(prompts, 8, SamplingParams(max_tokens=64)):
+                rewards = [reward(answer.text) for answer in group.answers]
+
+        A prompt is computed once for all its answers. Answers have logprobs as arrays. With a
+        `budget`, an answer gets at most so many tokens in this call: groups with longer answers are
+        yielded unfinished, and a later call takes them in place of prompts. It continues from the
+        pages of K and V that are cached; if the weights have changed, all tokens are computed
+        again. Steps run while the caller waits for a group: see AsyncLLM.rollouts for steps that
+        run meanwhile, too.
+        """
+        with self._call():
+            groups = self._rollout_parts(prompts, n, sampling_params, budget)
+        return self._groups(groups)
+
+    def _groups(self, groups: list[list[tuple[Request, RolloutPart]]]) -> Iterator[RolloutGroup]:
+        ids = [request.request_id for parts in groups for request, _ in parts]
+        try:
+            with self._call():
+                waiting = [
+                    OpenGroup([(part, self._steps.open_stream(request)) for request, part in parts])
+                    for parts in groups
+                ]
+            while waiting:
+                with self._call():
+                    self._steps.step()
+                whole = [opened for opened in waiting if opened.read(self.tokenizer)]
+                waiting = [opened for opened in waiting if opened not in whole]
+                for opened in whole:
+                    yield opened.group
+        finally:
+            for request_id in ids:
+                self._leave(request_id)
+
+    def update_weights(
+        self, weights: Weights, *, mode: UpdateMode | str = UpdateMode.FINISH
+    ) -> str:
+        """Bring other weights of the same model into force; returns the name of their version.
+
+            llm.update_weights("checkpoints/step-20")          # a folder
+            llm.update_weights(model.state_dict().items())     # an iterator of (name, tensor)
+
+        `weights` are all tensors of a checkpoint, or some: the others stay. Tensors must not change
+        before the call returns. No K and V of the old weights is used for the new ones. `mode` says
+        what happens to open streams: "finish" answers them first, "abort" ends them, "continue"
+        goes on with the new weights and the old K and V. If the call raises, the old weights are in
+        force, whole (after WeightsLost: none are, until they are updated).
+        """
+        update, how = read_update(weights, mode)
+        return self._change(lambda engine: engine.update_weights(update, how))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: that of cached K and V, and of the weights, which level
+        1 keeps in host memory and level 2 drops. Open streams are read to their end first."""
+        self._change(lambda engine: engine.sleep(level))
+
+    def wake_up(self, tags: Iterable[Tag | str] | None = None) -> None:
+        """Undo `sleep`: all of it, or only "weights" or only "kv_cache". Weights that level 2
+        dropped are read from their folder again; if they came from an iterator, prompts are refused
+        until `update_weights` has brought all of them."""
+        wanted = read_tags(tags)
+        self._change(lambda engine: engine.wake(wanted))
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self.text_engine.engine.is_asleep
+
+    def _change(self, begin: BeginChange) -> str:
+        with self._call():
+            change = begin(self.text_engine.engine)
+            while not change.done():
+                outputs = self._steps.step()
+                assert not outputs, "only streams run during a change"
+                self._check_open()
+            return change.result()
 
     def stream(
         self,

@@ -1,12 +1,14 @@
 """LoadedModel: what LLM and AsyncLLM have in common."""
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import count
+from os import PathLike
 from pathlib import Path
 from threading import Lock
-from typing import NoReturn, Self, Unpack
+from typing import NoReturn, Self, TypeVar, Unpack
 
 import numpy as np
 
@@ -25,7 +27,22 @@ from mainstem.core.request import (
     SamplingParams,
     id_array,
 )
+from mainstem.core.weights import (
+    BOTH_TAGS,
+    FolderUpdate,
+    Tag,
+    TensorUpdate,
+    Update,
+    UpdateMode,
+)
 from mainstem.engine.build import build_engine
+from mainstem.llm.rollouts import (
+    RolloutGroup,
+    RolloutPart,
+    check_continuable,
+    new_group,
+    parts_of,
+)
 from mainstem.text.encoding import Chat, Prompt
 from mainstem.text.prompts import (
     Conversation,
@@ -43,6 +60,9 @@ from mainstem.text.text_engine import TextEngine
 from mainstem.text.tokenizer import GENERATION_FILE, Tokenizer
 from mainstem.vllm_names import SamplingParams as ScriptSamplingParams
 from mainstem.vllm_names import VllmArguments, own_arguments
+
+# the weights of an update: a folder, or tensors (of torch) by their names in a checkpoint
+Weights = str | PathLike[str] | Iterable[tuple[str, object]] | Mapping[str, object]
 
 
 class LoadedModel:
@@ -132,6 +152,11 @@ class LoadedModel:
     def tokenizer(self) -> Tokenizer:
         return self.text_engine.tokenizer
 
+    @property
+    def weights_version(self) -> str:
+        """The name of the weights in force; an answer's `weights` names those that made it."""
+        return self.text_engine.engine.weights_version
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer and chat template: `encode`, `decode`, `render_chat`."""
         return self.tokenizer
@@ -216,6 +241,38 @@ class LoadedModel:
         )
         return ReadyPrompt(request, text, session if is_conversation(prompt) else None, ids)
 
+    def _rollout_parts(
+        self,
+        prompts: Iterable[ScriptPrompt | RolloutGroup],
+        n: int,
+        sampling: SamplingParams | None,
+        budget: int | None,
+    ) -> list[list[tuple[Request, RolloutPart]]]:
+        """The requests of each group; raises InvalidRequest."""
+        if sampling is None:
+            sampling = self.get_default_sampling_params()
+        if sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)
+        check_continuable(sampling, budget)
+        groups: list[list[tuple[Request, RolloutPart]]] = []
+        for index, given in enumerate(prompts):
+            group = given
+            if not isinstance(group, RolloutGroup):
+                assert not isinstance(given, RolloutGroup)
+                prompt = read_prompt(given)
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                group = new_group(index, ids, n)
+            parts = parts_of(group, sampling, budget)
+            if not parts:
+                raise InvalidRequest("prompts", f"number {index} is a group that is whole already")
+            groups.append([(self._rollout_request(part), part) for part in parts])
+        return groups
+
+    def _rollout_request(self, part: RolloutPart) -> Request:
+        return Request(
+            self._next_id(), id_array(part.prompt_ids), part.sampling, delivery=Delivery.AT_END
+        )
+
     def _scoring(
         self, context: str | list[int] | list[Message], choices: Sequence[str]
     ) -> ContextScoring:
@@ -255,6 +312,41 @@ class ReadyPrompt:
     text: str | None  # with marks in a chat (text/control_tokens.py); None: given as ids
     session: str | None  # the session that keeps the turn after it has ended
     prompt_ids: list[int]
+
+
+def read_update(weights: Weights, mode: UpdateMode | str) -> tuple[Update, UpdateMode]:
+    """The arguments of `update_weights`; raises InvalidRequest."""
+    update: Update
+    if isinstance(weights, str | PathLike):
+        folder = Path(weights).expanduser()
+        if not folder.is_dir():
+            raise InvalidRequest("weights", f"{folder} is not a folder")
+        update = FolderUpdate(folder)
+    else:
+        update = TensorUpdate(weights.items() if isinstance(weights, Mapping) else weights)
+    return update, read_mode(mode)
+
+
+def read_mode(mode: UpdateMode | str) -> UpdateMode:
+    """What happens to open requests; raises InvalidRequest."""
+    return _one_of("mode", UpdateMode, mode)
+
+
+def read_tags(tags: Iterable[Tag | str] | None) -> frozenset[Tag]:
+    """The `tags` of `wake_up`; None means all. Raises InvalidRequest."""
+    return BOTH_TAGS if tags is None else frozenset(_one_of("tags", Tag, tag) for tag in tags)
+
+
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+def _one_of(field: str, kind: type[_Choice], given: _Choice | str) -> _Choice:
+    known = {each.value: each for each in kind}
+    if isinstance(given, kind):
+        return given
+    if given not in known:
+        raise InvalidRequest(field, f"must be one of {[*known]}, got {given!r}")
+    return known[given]
 
 
 def overflow_policy(given: Overflow | str | None) -> Overflow | None:

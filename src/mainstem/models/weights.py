@@ -4,13 +4,13 @@ of a checkpoint."""
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -124,36 +124,149 @@ def take_weight(source: WeightSource, name: str, *shape: int, at: tuple[slice, .
     return source.take(f"{name}.weight", shape, at) if packed is None else packed
 
 
+_STORED_FLOATS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+_STORED_DTYPES = _STORED_FLOATS | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+
+
+class HeldTensors:
+    """Tensors in memory, read like an open file of the safetensors library."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def get_slice(self, name: str) -> "_HeldSlice":
+        return _HeldSlice(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class _HeldSlice:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return _STORED_DTYPES.get(self._tensor.dtype, str(self._tensor.dtype))
+
+    def __getitem__(self, at: object) -> Tensor:
+        return self._tensor[at]  # type: ignore[index]
+
+
 class Checkpoint:
     """The tensors of a folder, taken whole or in parts; `finish` reports tensors that were not
     taken or are missing."""
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         dtype: torch.dtype,
         device: torch.device = _CPU,
         names: Names = _USUAL_NAMES,
         quantized: QuantizedSpec | None = None,
     ) -> None:
-        """`names` says which tensors are ignored, and which are renamed."""
+        """`names` says which tensors are ignored, and which are renamed. Without a folder, all
+        tensors are those of `hold`."""
         self._dtype = dtype
         self._device = device
         self._quantized = quantized
-        ignored = () if quantized is None else quantized.ignored_endings
+        self._names = names
+        self._ignored = () if quantized is None else quantized.ignored_endings
+        self._lost: frozenset[str] = frozenset()
+        self._copies = False
+        self._has_files = folder is not None
+        self._unknown: set[str] = set()  # held tensors that no file has
         self._missing: set[str] = set()
         self._taken: set[str] = set()
         # biases stored next to packed products; those not taken must be 0, as some tools write them
         self._maybe_biases: set[str] = set()
-        self._open = {}  # canonical name -> file, and the tensor's name in the file
-        for file in weight_files(folder):
+        # canonical name -> file, and the tensor's name in the file
+        self._open: dict[str, tuple[Any, str]] = {}
+        for file in () if folder is None else weight_files(folder):
             try:
                 handle = safe_open(file, framework="pt")
             except SafetensorError as error:
                 raise UnsupportedModel(f"{file} is damaged: {error}") from error
             for name in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
-                if not names.is_ignored(name) and not name.endswith(ignored):
+                if not names.is_ignored(name) and not name.endswith(self._ignored):
                     self._open[names.canonical(name)] = (handle, name)
+
+    def canonical(self, name: str) -> str | None:
+        """The name by which a tensor of a file is taken; None: it is ignored."""
+        if self._names.is_ignored(name) or name.endswith(self._ignored):
+            return None
+        return self._names.canonical(name)
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take these tensors, by canonical names, instead of those of the files. Raises
+        UnsupportedModel if one has another dtype than the quantized tensor that it replaces."""
+        held = HeldTensors(tensors)
+        for name in tensors:
+            if name in self._open:
+                handle, its_name = self._open[name]
+                stored, given = handle.get_slice(its_name), held.get_slice(name)
+                was, now = stored.get_dtype(), given.get_dtype()
+                floats = _STORED_FLOATS.values()
+                if was != now and not (was in floats and now in floats):
+                    raise UnsupportedModel(f"tensor {name} has dtype {now}, expected {was}")
+                if list(stored.get_shape()) != given.get_shape():
+                    raise UnsupportedModel(
+                        f"tensor {name} has shape {given.get_shape()}, "
+                        f"expected {list(stored.get_shape())}"
+                    )
+            else:
+                self._unknown.add(name)
+            self._open[name] = (held, name)
+
+    def copy_files(self) -> None:
+        """Take copies of what is in files, not views of the files, which may change later."""
+        self._copies = True
+
+    def lose(self, names: Collection[str]) -> None:
+        """Refuse to take these tensors from the files: they have other values now."""
+        self._lost = frozenset(names)
+
+    def forget(self, prefixes: tuple[str, ...]) -> None:
+        """Do without the tensors whose names begin so: they will not be taken."""
+        kept = {name: at for name, at in self._open.items() if not name.startswith(prefixes)}
+        self._open = kept
+
+    def check_given(self, names: Names) -> None:
+        """Raise UnsupportedModel if a tensor was given that the files do not have. The head of a
+        tied embedding may be given, too."""
+        unknown = self._unknown - {f"{names.head}.weight", f"{names.embedding}.weight"}
+        if self._has_files and unknown:
+            raise UnsupportedModel(f"the checkpoint holds unexpected tensors {_shorten(unknown)}")
+
+    def check_lost(self, prefixes: tuple[str, ...] | None) -> None:
+        """Raise UnsupportedModel if one of the tensors whose names begin so (None: any) is lost."""
+        for name in sorted(self._lost & self._open.keys()):
+            if prefixes is None or name.startswith(prefixes):
+                self._refuse_lost(name)
+
+    def _refuse_lost(self, name: str) -> None:
+        if name in self._lost:
+            raise UnsupportedModel(
+                f"{name} is needed too: it is in the same part of the model as a given tensor, and "
+                "the values that an earlier update gave it are not kept; give both"
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -200,14 +313,15 @@ class Checkpoint:
         if name not in self._open:
             return None
         handle, its_name = self._open[name]
-        return tuple(handle.get_slice(its_name).get_shape())  # type: ignore[no-untyped-call]
+        return tuple(handle.get_slice(its_name).get_shape())
 
     def stored(self, name: str, shape: tuple[int, ...], at: tuple[slice, ...] = ()) -> Tensor:
         """A tensor of the files as it is stored, on the device."""
         if name not in self._open:
             raise UnsupportedModel(f"the checkpoint lacks {name}")
+        self._refuse_lost(name)
         handle, its_name = self._open[name]
-        found = handle.get_slice(its_name)  # type: ignore[no-untyped-call]
+        found = handle.get_slice(its_name)
         if tuple(found.get_shape()) != shape:
             raise UnsupportedModel(
                 f"tensor {its_name} has shape {list(found.get_shape())}, expected {list(shape)}"
@@ -216,8 +330,8 @@ class Checkpoint:
         if part_shape(shape, at) != shape:
             tensor: Tensor = found[at]
         else:
-            tensor = handle.get_tensor(its_name)  # type: ignore[no-untyped-call]
-        return tensor.to(self._device)
+            tensor = handle.get_tensor(its_name)
+        return tensor.to(self._device, copy=self._copies)
 
     def has(self, name: str) -> bool:
         return name in self._open
@@ -245,7 +359,7 @@ class Checkpoint:
     def _rows(self, name: str, at: slice) -> Tensor:
         """Rows of a stored tensor, on the CPU; this does not count as taking it."""
         handle, its_name = self._open[name]
-        rows: Tensor = handle.get_slice(its_name)[at]  # type: ignore[no-untyped-call]
+        rows: Tensor = handle.get_slice(its_name)[at]
         return rows
 
     def drop(self, name: str) -> None:

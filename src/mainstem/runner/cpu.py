@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Step, StepResult
+from mainstem.core.weights import ModelWeights
 from mainstem.kernels.recurrent import cpu as kernels
 from mainstem.models.block import Gate, OpenGate
 from mainstem.models.cpu.decoder import Decoder
@@ -14,7 +15,7 @@ from mainstem.runner.gates import Loads
 from mainstem.runner.inputs import make_inputs, make_token_ids
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.recurrence import HybridAttention, Recurrence
-from mainstem.runner.sampler import Sampler, start_logprobs
+from mainstem.runner.sampler import Sampler, drawn_logprobs, start_logprobs
 from mainstem.runner.single import SingleTokenPass
 from mainstem.runner.states import DeviceStates
 from mainstem.runner.weighing import WeighingAttention
@@ -62,6 +63,7 @@ class CpuRunner:
             self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
         self._previous = torch.empty(0, dtype=torch.long)
         self._single = SingleTokenPass.make(decoder, pages, self._attention.tables)
+        self.weights: ModelWeights | None = None
         self._loads: Loads | None = None
         self.sampler = Sampler()
 
@@ -72,6 +74,21 @@ class CpuRunner:
     @property
     def pages(self) -> DevicePages:
         return self._pages
+
+    def exchange(self, decoder: Decoder | None) -> None:
+        """Use other weights of the same recipe from now on; None: free those in use."""
+        self._single = None
+        self._attention.sinks = () if decoder is None else decoder.sinks
+        self._attention.query_gains = () if decoder is None else decoder.query_gains
+        self._recurrence = None
+        if decoder is None:
+            del self._decoder
+            return
+        self._decoder = decoder
+        if decoder.recurrent:
+            assert self.states is not None
+            self._recurrence = Recurrence(decoder.spec, decoder.recurrent, self.states, kernels)
+        self._single = SingleTokenPass.make(decoder, self._pages, self._attention.tables)
 
     def attach(self, loads: Loads) -> None:
         """Set the loads that steps may name from now on."""
@@ -151,8 +168,9 @@ class CpuRunner:
         token_ids = self.sampler.sample(logits, step)
         if raw is None:
             return token_ids, {}
-        counts = step.sampling.num_logprobs[wanted]
-        records = start_logprobs(raw, token_ids[torch.from_numpy(wanted)], counts).resolve()
+        counts, rows = step.sampling.num_logprobs[wanted], torch.from_numpy(wanted)
+        drawn = drawn_logprobs(logits[rows], token_ids[rows], step.sampling, wanted)
+        records = start_logprobs(raw, token_ids[rows], counts, drawn).resolve()
         return token_ids, dict(zip(wanted.tolist(), records, strict=True))
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> tuple[TokenLogprobs, ...]:

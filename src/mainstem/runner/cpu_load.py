@@ -1,5 +1,6 @@
 """Makes a CpuRunner from weights. The free memory decides how many pages it has."""
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -7,9 +8,9 @@ import torch
 from mainstem.core.config import DEFAULT_CHUNK_TOKENS, CacheConfig, DType, EngineConfig, Quantize
 from mainstem.core.errors import ConfigError
 from mainstem.models.collectives import ALONE, Collectives, smallest
-from mainstem.models.cpu.decoder import make_decoder, pack
+from mainstem.models.cpu.decoder import Decoder, make_decoder, pack
 from mainstem.models.cpu.quantize import check_quantizable, quantize_decoder
-from mainstem.models.weights import compute_dtype
+from mainstem.models.weights import Checkpoint, compute_dtype
 from mainstem.runner.cpu import LAYOUT, CpuRunner
 from mainstem.runner.division import KvCosts, divide
 from mainstem.runner.facts import RunnerFacts
@@ -17,6 +18,7 @@ from mainstem.runner.machine import available_bytes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.pages import DevicePages
 from mainstem.runner.states import pages_per_state
+from mainstem.runner.weights import CpuParts, LoadFacts, RunnerWeights
 
 _MAX_AUTO_TOKENS = 262_144
 _KV_SHARE = 0.4  # of the memory that the weights leave, at most
@@ -45,11 +47,13 @@ def load_cpu_runner(
             raise ConfigError("quantize=int8 computes in float32; set dtype to auto or float32")
         check_quantizable(spec)
         dtype = torch.float32
-    decoder = make_decoder(origin.open(dtype, torch.device("cpu")), spec, ranks)
-    if model.quantize is Quantize.INT8:
+    is_int8, device = model.quantize is Quantize.INT8, torch.device("cpu")
+    decoder = make_decoder(origin.open(dtype, device), spec, ranks)
+    is_packed = False
+    if is_int8:
         decoder = quantize_decoder(decoder)
     else:
-        pack(decoder, int(available_bytes() * _PACKED_SHARE) // ranks.shard.of)
+        is_packed = pack(decoder, int(available_bytes() * _PACKED_SHARE) // ranks.shard.of)
     part = decoder.spec
     kv_bytes = part.kv_elements_per_token * dtype.itemsize
     budget = _page_budget(cache, available, kv_bytes, ranks.shard.of)
@@ -75,7 +79,21 @@ def load_cpu_runner(
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
     facts = facts.with_states(num_states, per_state)
     pages = DevicePages(part, kv.num_pages, cache.page_size, dtype, kv.num_parts)
-    return CpuRunner(decoder, pages, context, num_states=num_states), facts
+    runner = CpuRunner(decoder, pages, context, num_states=num_states)
+
+    def make(source: Checkpoint) -> Decoder:
+        made = make_decoder(source, spec, ranks)
+        if is_int8:
+            return quantize_decoder(made)
+        pack(made, sys.maxsize if is_packed else -1)
+        return made
+
+    def identify(other: Origin) -> bytes:
+        return make_facts(other, config, ranks.shard, dtype, context, kv, LAYOUT).identity
+
+    loaded = LoadFacts(origin, dtype, device, identify)
+    runner.weights = RunnerWeights(loaded, CpuParts(runner, make))
+    return runner, facts
 
 
 def _page_budget(cache: CacheConfig, available_before: int, kv_bytes: int, num_ranks: int) -> int:

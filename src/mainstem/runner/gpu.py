@@ -19,6 +19,7 @@ from torch import Tensor
 from mainstem.core.errors import OutOfDeviceMemory
 from mainstem.core.request import TokenLogprobs
 from mainstem.core.step import Spans, Step, StepResult
+from mainstem.core.weights import ModelWeights
 from mainstem.kernels.attention.plan import Launches
 from mainstem.kernels.host import forget_constants
 from mainstem.kernels.memory.copy import copy_slots
@@ -34,7 +35,13 @@ from mainstem.runner.gpu_inputs import GpuInputs, InputBuffers, all_sizes, padde
 from mainstem.runner.gpu_pages import GpuPages
 from mainstem.runner.graphs import FEW_TOKENS, StepGraphs
 from mainstem.runner.recurrence import DecodeStates, HybridAttention, Recurrence
-from mainstem.runner.sampler import LogprobRows, Sampler, start_logprobs, to_host
+from mainstem.runner.sampler import (
+    LogprobRows,
+    Sampler,
+    drawn_logprobs,
+    start_logprobs,
+    to_host,
+)
 from mainstem.runner.states import DeviceStates
 from mainstem.runner.uploads import Uploads
 from mainstem.runner.weighing import WeighingAttention
@@ -107,6 +114,8 @@ class GpuRunner:
         self._graphs: StepGraphs | None = None
         self._before_last: dict[int, Rows] = {}  # by size: output of a graph without the last layer
         self._loads: Loads | None = None
+        self._graph_sizes: tuple[int, ...] = ()
+        self.weights: ModelWeights | None = None
         self.sampler = Sampler(device)
 
     @property
@@ -129,6 +138,7 @@ class GpuRunner:
     @torch.inference_mode()
     def warm_up(self, graph_sizes: tuple[int, ...]) -> None:
         """Compile every kernel, allocate what the largest step needs, and capture the graphs."""
+        self._graph_sizes = graph_sizes
         if not self._is_cuda:
             return
         self._inputs.clear()
@@ -163,6 +173,27 @@ class GpuRunner:
             has_states=bool(decoder.recurrent),
         )
         torch.cuda.synchronize(self._device)
+
+    @property
+    def decoder(self) -> GpuDecoder:
+        return self._decoder
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether graphs are captured; True on devices without graphs."""
+        return self._graphs is not None or not self._is_cuda
+
+    def drop_graphs(self) -> None:
+        """Forget what has the addresses of weights and pages: they are about to have others. Call
+        `capture_again` before the next step."""
+        self.drain()
+        self._graphs = None
+        self._before_last.clear()
+        self._attention.forget_addresses()
+
+    def capture_again(self) -> None:
+        """Capture the graphs that were dropped."""
+        self.warm_up(self._graph_sizes)
 
     def launch(self, step: Step) -> GpuStep:
         """Queue the step; see Runner in core.step."""
@@ -339,7 +370,8 @@ class GpuRunner:
         ids = self.sampler.sample(wide, step)
         if raw is None:
             return ids, None
-        return ids, start_logprobs(raw, ids[rows], step.sampling.num_logprobs[wanted])
+        drawn = drawn_logprobs(wide[rows], ids[rows], step.sampling, wanted)
+        return ids, start_logprobs(raw, ids[rows], step.sampling.num_logprobs[wanted], drawn)
 
     def _prompt_logprobs(self, hidden: Tensor, step: Step) -> list[LogprobRows]:
         num_rows = len(step.prompt_logprob_rows)

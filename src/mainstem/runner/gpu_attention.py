@@ -104,6 +104,11 @@ class LayerSpans:
             has_merge |= needed.merge
         return Launches(has_large, has_merge)
 
+    def forget_addresses(self) -> None:
+        """Pages are about to have other addresses."""
+        for attention in self._kinds.values():
+            attention.forget_addresses()
+
     def run(
         self,
         layer: int,
@@ -151,6 +156,10 @@ class GpuAttention:
         self._query_gains = query_gains
         self._inputs: GpuInputs | None = None
         self._launches = ALL_LAUNCHES
+
+    def forget_addresses(self) -> None:
+        """See LayerSpans."""
+        self._spans.forget_addresses()
 
     @property
     def kinds_of_steps(self) -> tuple[Launches, ...]:

@@ -18,10 +18,12 @@ from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.gpu import GpuRunner
 from mainstem.runner.gpu_attention import GpuAttention, LayerSpans, SpanSettings
 from mainstem.runner.gpu_pages import GpuPages
+from mainstem.runner.gpu_weights import GpuParts
 from mainstem.runner.graphs import FEW_TOKENS, graph_sizes
 from mainstem.runner.origin import Origin, context_of, make_facts
 from mainstem.runner.recurrence import Recurrence
 from mainstem.runner.states import DeviceStates, pages_per_state
+from mainstem.runner.weights import LoadFacts, RunnerWeights
 
 LAYOUT = b"gpu:1:halves"  # of K and V in a page; part of the model's identity
 DEFAULT_TOKENS = 2048  # in a step, unless the config says otherwise
@@ -117,6 +119,12 @@ def load_gpu_runner(
     most = max_tokens if ranks.shard.is_whole else min(max_tokens, FEW_TOKENS)
     runner.warm_up(graph_sizes(spec, most) if ranks.is_capturable else ())
     facts = make_facts(origin, config, ranks.shard, dtype, context, kv, LAYOUT)
+
+    def identify(other: Origin) -> bytes:
+        return make_facts(other, config, ranks.shard, dtype, context, kv, LAYOUT).identity
+
+    loaded = LoadFacts(origin, dtype, device, identify)
+    runner.weights = RunnerWeights(loaded, GpuParts(runner, spec))
     facts = facts.with_states(num_states, per_state)
     return runner, facts.on_device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter",

@@ -239,8 +239,12 @@ class LogprobRows:
     """Log-probabilities that are being copied to the host; call `resolve` when the copy is
     complete."""
 
-    def __init__(self, values: Tensor, ints: Tensor, counts: Int32s) -> None:
-        self._values = values  # logprobs of the chosen token and of the top tokens
+    def __init__(
+        self, values: Tensor, ints: Tensor, counts: Int32s, has_drawn: bool = False
+    ) -> None:
+        # logprobs of the chosen token and of the top tokens; last, that of the draw
+        self._values = values
+        self._has_drawn = has_drawn
         self._ints = ints  # id and rank of the chosen token, ids of the top tokens
         self._counts = counts
 
@@ -254,6 +258,7 @@ class LogprobRows:
                 rank=ints[1],
                 top_ids=tuple(ints[2 : 2 + count]),
                 top_logprobs=tuple(values[1 : 1 + count]),
+                drawn_logprob=values[-1] if self._has_drawn else None,
             )
             for values, ints, count in zip(
                 self._values.tolist(), self._ints.tolist(), self._counts.tolist(), strict=True
@@ -261,9 +266,42 @@ class LogprobRows:
         ]
 
 
-def start_logprobs(logits: Tensor, token_ids: Tensor, counts: Int32s) -> LogprobRows:
+def drawn_logprobs(edited: Tensor, token_ids: Tensor, batch: SampleBatch, rows: Int64s) -> Tensor:
+    """Return the log-probability of each token in the distribution that it was drawn from, [rows]
+    fp32. `edited` are the logits [rows, vocab] of these `rows` of the batch after `sample`, which
+    has applied masks and penalties.
+
+    Probabilities of a row are summed in fp64, in the order of the tokens' ids or, if the row is
+    filtered, of their scores.
+    """
+    device = edited.device
+    temperature = torch.from_numpy(batch.temperature[rows]).to(device)
+    is_drawn = temperature > 0
+    scores = edited.float() / torch.where(is_drawn, temperature, 1.0)[:, None]
+    chosen = scores.gather(1, token_ids[:, None])[:, 0]
+    top_p, top_k, min_p = batch.top_p[rows], batch.top_k[rows], batch.min_p[rows]
+    if (top_k < edited.shape[1]).any() or (top_p < 1.0).any():
+        scores = scores.sort(dim=1, descending=True).values
+    highest = scores.amax(dim=1, keepdim=True)
+    weights = torch.exp((scores - highest).double())
+    if (min_p > 0).any():
+        weights[weights < torch.from_numpy(min_p).to(device).double()[:, None]] = 0.0
+    if (top_k < edited.shape[1]).any():
+        places = torch.arange(edited.shape[1], device=device)
+        weights[places >= torch.from_numpy(top_k).to(device)[:, None]] = 0.0
+    if (top_p < 1.0).any():
+        share = torch.from_numpy(top_p).to(device).double()[:, None]
+        reached = weights.cumsum(dim=1)
+        weights[reached - weights >= share * reached[:, -1:]] = 0.0
+    found = (chosen - highest[:, 0]).double() - weights.sum(dim=1).log()
+    return torch.where(is_drawn, found, 0.0).float()
+
+
+def start_logprobs(
+    logits: Tensor, token_ids: Tensor, counts: Int32s, drawn: Tensor | None = None
+) -> LogprobRows:
     """Start to compute log-probabilities of the model's own distribution, before temperature and
-    penalties.
+    penalties. `drawn` are those of `drawn_logprobs`, which are kept beside them.
 
     logits are [rows, vocab]. Row i gets the log-probabilities of `token_ids[i]` and of the
     `counts[i]` likeliest tokens.
@@ -273,7 +311,9 @@ def start_logprobs(logits: Tensor, token_ids: Tensor, counts: Int32s) -> Logprob
     rows = [slice(first, first + _LOGPROB_ROWS) for first in starts]
     parts = [_logprobs(logits[part], token_ids[part], num_top) for part in rows]
     values, ints = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return LogprobRows(to_host(values), to_host(ints), counts)
+    if drawn is not None:
+        values = torch.cat((values, drawn[:, None]), dim=1)
+    return LogprobRows(to_host(values), to_host(ints), counts, drawn is not None)
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """How sequences wait, are preempted and end, and how all start again after a failed step."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from mainstem.core.events import EventBus, SequenceFinished, SequencePreempted, StepFailed
@@ -124,6 +126,31 @@ class Endings:
             self._queue.refill(self._in_state(SeqState.WAITING))
             for sequence, num_pages in preempted:
                 self._wait_again(sequence, num_pages)
+
+    def rename(self, earlier: tuple[str, ...]) -> None:
+        """After the store was renamed: sequences that ran with the weights named `earlier` go on
+        without names, and those that wait get new ones."""
+        self._running.forget_names()
+        for answers in self.sequences.values():
+            for sequence in answers:
+                if sequence.num_cached_tokens is not None:
+                    sequence.earlier_weights += earlier
+                if sequence.truncated is not None:
+                    # kept pages of the conversation are those of the old weights
+                    sequence.truncated = replace(sequence.truncated, origins=None)
+                is_new = sequence.num_cached_tokens is None and sequence.truncated is None
+                if is_new and sequence.chain is not None:
+                    request = sequence.request
+                    ids, salt, public = request.prompt_ids, request.salt, request.public_tokens
+                    sequence.chain = self._store.chain(ids, salt, public)
+                else:
+                    sequence.chain = None
+                sequence.history = None
+        waiting = self._in_state(SeqState.WAITING)
+        for sequence in waiting:
+            self._store.dismiss(sequence.queue_place)
+            self._expect(sequence)
+        self._queue.refill(waiting)
 
     def fail(self, step: Step | None, fault: str) -> bool:
         """Recover from a step that failed, or could not be made (None), and look for the cause (see

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mainstem.core.ids import RequestId, SeqSlot
-from mainstem.core.request import FinishReason, Output
+from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.step import Int32s, Step, StepResult
 from mainstem.sched.sequence import Sequence
 from mainstem.sched.table import SeqTable
@@ -14,8 +14,17 @@ class OutputMaker:
 
     def __init__(self, table: SeqTable) -> None:
         self._table = table
+        self._weights: tuple[str, ...] = ()  # the name of the version in force; none: unknown
         self._made: list[Output] = []
         self._ended: set[RequestId] = set()  # requests whose last Output was not taken yet
+
+    def name_weights(self, version: str) -> None:
+        """Tokens from now on are made by this version of the weights."""
+        self._weights = (version,) if version else ()
+
+    def _weights_of(self, sequence: Sequence) -> tuple[str, ...]:
+        earlier = sequence.earlier_weights
+        return earlier + self._weights if earlier else self._weights
 
     @property
     def has_outputs(self) -> bool:
@@ -34,6 +43,10 @@ class OutputMaker:
         self._ended.clear()
         made, self._made = self._made, []
         return made
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return self._weights
 
     def stream(self, slots: Int32s, token_ids: Int32s) -> None:
         """Deliver one new token for each of many sequences. This is the fast path."""
@@ -54,6 +67,7 @@ class OutputMaker:
                     num_dropped_tokens=(
                         0 if sequence.truncated is None else sequence.truncated.num_dropped
                     ),
+                    weights=self._weights_of(sequence),
                 )
             )
 
@@ -68,6 +82,14 @@ class OutputMaker:
     def deliver_waiting(self, sequence: Sequence, reason: FinishReason, fault: str | None) -> None:
         """Deliver the rest of a sequence that ends while it waits."""
         self._make(sequence, sequence.output_ids[sequence.num_delivered :], reason, fault)
+
+    def refuse(self, request: Request, reason: FinishReason, fault: str | None = None) -> None:
+        """Deliver the end of a request that never had a sequence."""
+        self._ended.add(request.request_id)
+        for index in range(request.sampling.n):
+            self._made.append(
+                Output(request.request_id, index, (), finish_reason=reason, fault=fault)
+            )
 
     def keep_logprobs(self, step: Step, result: StepResult) -> list[Sequence]:
         """Store a step's logprobs with their sequences until they are delivered. Returns the
@@ -120,5 +142,6 @@ class OutputMaker:
             num_dropped_tokens=0 if truncated is None else truncated.num_dropped,
             fault=fault,
             is_form_fault=sequence.form is not None and sequence.form.is_broken,
+            weights=self._weights_of(sequence),
         )
         self._made.append(output)

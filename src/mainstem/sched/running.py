@@ -166,6 +166,10 @@ class RunningSet:
         if self.windows is not None:
             self.windows.clear()
 
+    def forget_names(self) -> None:
+        """No page of a running sequence has a name any longer."""
+        self._last_names.clear()
+
     def note_named(self, slot: SeqSlot, chain: PageChain) -> None:
         """The pages of this chain, which has tokens of the answer, too, are named already."""
         if chain.keys:

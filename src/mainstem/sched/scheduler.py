@@ -29,6 +29,7 @@ from mainstem.core.ids import RequestId, SeqSlot
 from mainstem.core.request import FinishReason, Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s, Step, StepId, StepResult
+from mainstem.core.weights import version_name
 from mainstem.kv.store import KVStore
 from mainstem.sched.batching import StepWork, build_step
 from mainstem.sched.ending import Endings
@@ -88,19 +89,24 @@ class Scheduler:
         self._spans = SpanBuilder(store.page_size, policy, config.span_levels, span_align_tokens)
         self._step_ids = count()
         self._host_s = 0.0
+        self._held: dict[RequestId, Request] | None = None  # submitted while an update waits
 
     # --- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest if it can never run."""
         request_id = request.request_id
-        if request_id in self._sequences or self._outputs.has_last(request_id):
+        is_held = self._held is not None and request_id in self._held
+        if is_held or request_id in self._sequences or self._outputs.has_last(request_id):
             raise InvalidRequest("request_id", f"{request_id!r} is already running")
         if request.plan_place is not None and not 0 <= request.plan_place < len(
             self._running.order
         ):
             raise InvalidRequest("plan_place", f"{request.plan_place} was not announced")
         sequences, cut = self._intake.accept(request)
+        if self._held is not None:
+            self._held[request_id] = request
+            return
         self._sequences[request_id] = sequences
         for sequence in sequences:
             self._endings.wait(sequence)
@@ -123,6 +129,8 @@ class Scheduler:
 
     def abort(self, request_id: RequestId) -> None:
         """Stop all answers to a request; ignores unknown and finished requests."""
+        if self._held is not None and request_id in self._held:
+            self._outputs.refuse(self._held.pop(request_id), FinishReason.ABORT)
         for sequence in list(self._sequences.get(request_id, ())):
             self._endings.end(sequence, FinishReason.ABORT)
 
@@ -151,7 +159,53 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences) or self._outputs.has_outputs or not self._running.is_settled
+        has_held = bool(self._held)
+        return self.has_sequences or self._outputs.has_outputs or has_held
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a sequence runs or waits to run, or a slot of an ended one is still in use."""
+        return bool(self._sequences) or not self._running.is_settled
+
+    # --- other weights --------------------------------------------------------------------------
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether requests are held instead of queued."""
+        return self._held is not None
+
+    def hold(self) -> None:
+        """Queue no request from now on, until `release`: the weights are about to change."""
+        if self._held is None:
+            self._held = {}
+
+    def release(self, fault: InvalidRequest | None) -> None:
+        """Queue the requests that were submitted since `hold`; with a `fault`, end them."""
+        held, self._held = self._held or {}, None
+        for request in held.values():
+            try:
+                if fault is not None:
+                    raise fault
+                self.submit(request)
+            except InvalidRequest as error:
+                self._outputs.refuse(request, FinishReason.ERROR, str(error))
+
+    def abort_all(self) -> None:
+        """Abort every request that is not held."""
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+
+    def change_weights(self, identity: bytes) -> None:
+        """The runner has other weights now; no step is in flight. Sequences that run go on, and
+        their pages get no name: they depend on the old weights, too."""
+        earlier = self._outputs.weights
+        self._store.rename(identity)
+        self._endings.rename(earlier)
+        self.name_weights(identity)
+
+    def name_weights(self, identity: bytes) -> None:
+        """Answers that end from now on name this version."""
+        self._outputs.name_weights(version_name(identity))
 
     # --- steps ----------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ class Sequence:
     output_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))  # used while waiting
     num_cached_tokens: int | None = None  # None until first admitted
     num_delivered: int = 0  # output tokens the caller has seen
+    earlier_weights: tuple[str, ...] = ()  # versions before the present one that it has run with
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # not delivered yet
 
     def __post_init__(self) -> None:

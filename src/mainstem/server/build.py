@@ -40,6 +40,7 @@ class GatewaySettings:
     data_dir: Path | None = None  # folder for files and batches
     kept_in: Path | None = None  # folder for sessions and responses
     record: Path | None = None
+    weights_root: Path | None = None  # folders of weights for /admin/weights are below it
 
 
 def server_config(config: EngineConfig) -> EngineConfig:
@@ -73,6 +74,8 @@ def make_gateway(
         identity = tokenizer_identity(tokenizer)
         gateway.keep_sessions(SessionFile(settings.kept_in / SESSIONS_FILE, identity))
         gateway.keep_responses(ResponseFile(settings.kept_in / RESPONSES_FILE))
+    if settings.weights_root is not None:
+        gateway.weights_root = settings.weights_root.resolve()
     if settings.record is not None:
         gateway.recorder = Recorder(settings.record)
     _check_apps(gateway)

@@ -130,6 +130,7 @@ class Gateway:
         self._fingerprint = model.fingerprint
         engine.on_tokens = self.live.rate.add
         engine.on_recovered = self._refill
+        self.weights_root: Path | None = None  # /admin/weights takes folders below it; None: none
         self.recorder: Recorder | None = None  # records requests, for a benchmark
         self._savers: list[Saver[Session] | Saver[KeptResponse]] = []
         self._folder_lock: BaseFileLock | None = None  # held until `close`

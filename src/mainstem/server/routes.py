@@ -24,6 +24,7 @@ from mainstem.server.apis.responses import ResponseRoutes
 from mainstem.server.apis.scores import ScoreRoutes
 from mainstem.server.apis.status import StatusRoutes
 from mainstem.server.apis.stored_chats import StoredChatRoutes
+from mainstem.server.apis.weights import WeightRoutes
 from mainstem.server.gateway import Gateway
 from mainstem.server.http.auth import Tenant
 from mainstem.server.http.faults import (
@@ -47,6 +48,7 @@ APIS = (
     BatchRoutes,
     ScoreRoutes,
     AdminRoutes,
+    WeightRoutes,
 )
 
 HANDLED = (ApiError, WireError, HTTPException, Exception)

@@ -6,12 +6,14 @@ deliver(news)         <-------------------------  once per step, on the engine's
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
 from mainstem.core.errors import AnswerFailed, EngineLost, InvalidRequest, MainstemError
 from mainstem.core.request import Output, Request
+from mainstem.engine.engine import Engine
 from mainstem.text.text_engine import TextEngine
 
 IDLE_S = 0.2  # between steps while no request runs; such steps only complete saves of pages
@@ -29,6 +31,15 @@ class Ended:
 
 
 News = Output | Ended
+BeginChange = Callable[[Engine], "Future[str]"]  # Engine.update_weights, sleep or wake
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of the engine that its caller waits for."""
+
+    begin: BeginChange
+    done: "Future[str]"
 
 
 class EngineThread:
@@ -42,7 +53,8 @@ class EngineThread:
         """`deliver` is called on the engine's thread and must not wait."""
         self._engine = engine
         self._deliver = deliver
-        self._commands: SimpleQueue[Request | str | None] = SimpleQueue()  # None: stop
+        self._commands: SimpleQueue[Request | str | _Change | None] = SimpleQueue()  # None: stop
+        self._changes: list[_Change] = []  # begun, and not done
         # unfinished answers of each request; used only by the thread
         self._num_open: dict[str, int] = {}
         self._is_stopped = False
@@ -60,6 +72,15 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """Stop a request; only news of a step that is already running may still be delivered."""
         self._commands.put(request_id)
+
+    def change(self, begin: BeginChange) -> "Future[str]":
+        """Have the engine change something between steps (Engine.update_weights, sleep, wake)."""
+        done: Future[str] = Future()
+        with self._lock:
+            if self._is_stopped:
+                raise _closed()
+            self._commands.put(_Change(begin, done))
+        return done
 
     def close(self) -> None:
         """End open requests with an error, and wait for the thread, which closes the engine."""
@@ -103,9 +124,28 @@ class EngineThread:
                 return False
             if isinstance(command, Request):
                 self._submit(command)
+            elif isinstance(command, _Change):
+                self._begin(command)
             else:
                 self._num_open.pop(command, None)
                 self._engine.abort(command)
+
+    def _begin(self, change: "_Change") -> None:
+        try:
+            begun = change.begin(self._engine.engine)
+        except Exception as error:  # raised in the caller
+            change.done.set_exception(error)
+            return
+        self._changes.append(change)
+
+        def end(begun: "Future[str]") -> None:
+            self._changes.remove(change)
+            if (error := begun.exception()) is not None:
+                change.done.set_exception(error)
+            else:
+                change.done.set_result(begun.result())
+
+        begun.add_done_callback(end)
 
     def _submit(self, request: Request) -> None:
         try:
@@ -152,6 +192,9 @@ class EngineThread:
     def _end_all(self, make_error: Callable[[], MainstemError]) -> None:
         self._deliver([Ended(request_id, make_error()) for request_id in self._num_open])
         self._num_open.clear()
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change.done.set_exception(make_error())
 
     def _fail(self, reason: str) -> None:
         """After a failure, end open and new requests with an error, until `close`."""
@@ -159,6 +202,8 @@ class EngineThread:
         while (command := self._commands.get()) is not None:
             if isinstance(command, Request):
                 self._deliver([Ended(command.request_id, EngineLost(reason))])
+            elif isinstance(command, _Change):
+                command.done.set_exception(EngineLost(reason))
 
 
 def _closed() -> InvalidRequest:

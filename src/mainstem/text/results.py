@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mainstem.core.request import Output, SamplingParams, TokenLogprobs
+from mainstem.core.step import Float32s
 from mainstem.text.tokenizer import Tokenizer
 
 
@@ -29,6 +32,21 @@ class CompletionOutput:
     logprobs: list[PlaceLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    weights: tuple[str, ...] = ()  # the versions of the weights that made it, in order
+    raw: list[float] = field(default_factory=list)
+    drawn: list[float] = field(default_factory=list)
+
+    @property
+    def raw_logprobs(self) -> Float32s:
+        """[tokens] the log-probability of each token in the model's own distribution, before
+        temperature and filters; empty if logprobs were not requested."""
+        return np.array(self.raw, np.float32)
+
+    @property
+    def drawn_logprobs(self) -> Float32s:
+        """[tokens] the log-probability of each token in the distribution that it was drawn from:
+        after penalties, masks, temperature and filters. All 0 if the answer is greedy."""
+        return np.array(self.drawn, np.float32)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -70,6 +88,9 @@ class AnswerPiece:
     num_cached_tokens: int
     num_dropped_tokens: int
     prompt_logprobs: list[PlaceLogprobs | None] | None = None  # sent once, with the first token
+    weights: tuple[str, ...] = ()  # versions of the weights that made the answer so far, in order
+    raw: tuple[float, ...] = ()  # CompletionOutput.raw_logprobs of these tokens
+    drawn: tuple[float, ...] = ()  # likewise, drawn_logprobs
 
 
 def empty_result(
@@ -100,6 +121,9 @@ def piece_of(output: Output, tokenizer: Tokenizer) -> AnswerPiece:
         num_cached_tokens=output.num_cached_tokens,
         num_dropped_tokens=output.num_dropped_tokens,
         prompt_logprobs=prompt,
+        weights=output.weights,
+        raw=tuple(entry.logprob for entry in output.logprobs),
+        drawn=tuple(entry.drawn_logprob or 0.0 for entry in output.logprobs),
     )
 
 
@@ -110,6 +134,8 @@ def add_piece(result: RequestOutput, piece: AnswerPiece) -> None:
     answer.token_ids += piece.token_ids
     if answer.logprobs is not None:
         answer.logprobs += piece.logprobs or []
+        answer.raw += piece.raw
+        answer.drawn += piece.drawn
     if piece.prompt_logprobs is not None:
         result.prompt_logprobs = piece.prompt_logprobs
     if piece.index == 0:
@@ -118,6 +144,7 @@ def add_piece(result: RequestOutput, piece: AnswerPiece) -> None:
     if piece.finish_reason is not None:
         answer.finish_reason = piece.finish_reason
         answer.stop_reason = piece.stop_reason
+        answer.weights = piece.weights
 
 
 def _place(entry: TokenLogprobs, tokenizer: Tokenizer) -> PlaceLogprobs:

@@ -26,6 +26,7 @@ class AnswerSoFar:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    weights: tuple[str, ...] = ()  # the versions of the weights that made it
 
     @property
     def text(self) -> str:
@@ -58,6 +59,7 @@ class PromptAnswers:
         answer.logprobs += output.logprobs
         answer.finish_reason = output.finish_reason
         answer.stop_reason = output.stop_reason
+        answer.weights = output.weights
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if output.index == 0:
@@ -95,3 +97,8 @@ class AnswerParts:
                 self.num_calls += 1
             told.append(part)
         return told
+
+
+def told_weights(versions: tuple[str, ...]) -> dict[str, object]:
+    """The field of a choice that names the versions of the weights that made it."""
+    return {"weights": list(versions)} if versions else {}

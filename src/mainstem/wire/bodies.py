@@ -31,6 +31,28 @@ class AppBody(Struct, frozen=True):
     prompt: str
 
 
+class WeightsBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/weights`: a folder below --weights-root; or `resume`, after the engine's process
+    has ended and its weights are lost: to go on with those of --model."""
+
+    folder: str | None = None
+    mode: Literal["finish", "abort", "continue"] = "finish"
+    resume: bool = False
+
+
+class SleepBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/sleep`."""
+
+    level: Literal[1, 2] = 1
+    mode: Literal["finish", "abort"] = "finish"
+
+
+class WakeBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/wake_up`; without tags, everything is woken up."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+
+
 class ExpiresAfter(Struct, frozen=True, forbid_unknown_fields=True):
     """When a file is removed; the range is that of OpenAI's API."""
 

@@ -10,7 +10,15 @@ from mainstem.core.neutral import OnlyAt
 from mainstem.core.request import SAMPLING_RANGES
 from mainstem.core.version import __version__
 from mainstem.wire import neutral
-from mainstem.wire.bodies import AppBody, BatchBody, DetokenizeBody, TokenizeOptions
+from mainstem.wire.bodies import (
+    AppBody,
+    BatchBody,
+    DetokenizeBody,
+    SleepBody,
+    TokenizeOptions,
+    WakeBody,
+    WeightsBody,
+)
 from mainstem.wire.chat.bodies import ChatBody, CompletionBody
 from mainstem.wire.chat.stored import CHATS_URL, ChatUpdate, StoredChatFields
 from mainstem.wire.messages.batches import BATCHES_URL, MessageBatchBody
@@ -145,6 +153,10 @@ ROUTES: tuple[tuple[str, str, str, type[Struct] | Json | None], ...] = (
     ("/admin/apps/{name}", "put", "Add an app, or change its prompt", AppBody),
     ("/admin/apps/{name}", "delete", "Remove an app", None),
     ("/admin/reset_prefix_cache", "post", "Forget cached pages not in use", None),
+    ("/admin/weights", "get", "The version of the weights in force", None),
+    ("/admin/weights", "post", "Bring other weights into force", WeightsBody),
+    ("/admin/sleep", "post", "Give memory back", SleepBody),
+    ("/admin/wake_up", "post", "Undo sleep", WakeBody),
 )
 
 

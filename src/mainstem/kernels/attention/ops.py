@@ -517,6 +517,10 @@ class SpanAttention:
                 num_warps=4, **overlap_options(self._device),
             )  # fmt: skip
 
+    def forget_addresses(self) -> None:
+        """Pages are about to have other addresses."""
+        self._descriptors.clear()
+
     def _views_of(self, pages: Tensor) -> "_Descriptors":
         """Descriptors, made once per layer, since a model keeps its pages."""
         found = self._descriptors.get(pages.data_ptr())

@@ -250,18 +250,20 @@ def make_decoder(checkpoint: WeightSource, spec: ModelSpec, ranks: Collectives =
     return decoder
 
 
-def pack(decoder: Decoder, max_bytes: int) -> None:
+def pack(decoder: Decoder, max_bytes: int) -> bool:
     """Give the dense linears their second copy (DenseLinear.pack) if all copies together take at
-    most `max_bytes`."""
+    most `max_bytes`; returns whether they have it."""
     linears: list[Linear | None] = [decoder.head]
     for layer in decoder.layers:
         linears += [layer.qkv, layer.out]
         if isinstance(layer.mlp, Mlp):
             linears += [layer.mlp.first, layer.mlp.down]
     dense = [linear for linear in linears if isinstance(linear, DenseLinear)]
-    if sum(linear.weight.nbytes for linear in dense) <= max_bytes:
+    has_room = sum(linear.weight.nbytes for linear in dense) <= max_bytes
+    if has_room:
         for linear in dense:
             linear.pack()
+    return has_room
 
 
 def _inputs(

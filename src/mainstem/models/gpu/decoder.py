@@ -18,21 +18,23 @@ import torch
 from torch import Tensor
 
 from mainstem.core.config import Quantize
-from mainstem.core.errors import ConfigError
+from mainstem.core.errors import ConfigError, UnsupportedModel
 from mainstem.kernels.dense.activations import Act
 from mainstem.kernels.dense.head_norms import HeadNorms, joint_norm_, joint_squares, norm_heads_
 from mainstem.kernels.dense.logits import scale_logits_
 from mainstem.kernels.dense.norms import Norm
 from mainstem.models.block import Attention, Gate
-from mainstem.models.collectives import ALONE, Collectives
+from mainstem.models.collectives import ALONE, Alone, Collectives, ProcessGroup
 from mainstem.models.expert_tensors import ExpertTensors
 from mainstem.models.gpu.experts import GpuExperts
 from mainstem.models.gpu.joins import InputReader, Joins, make_joins, make_norm
 from mainstem.models.gpu.layer_inputs import GpuLayerEnd, GpuLayerInputBlock, GpuLayerInputs
 from mainstem.models.gpu.linears import Linear, LinearMaker, Rows
 from mainstem.models.gpu.mlp import BranchNorms, DenseMlp, ExpertsMlp, GpuMlp, NormedExpertsMlp
+from mainstem.models.gpu.packed import DenseRoom
 from mainstem.models.gpu.workspace import Workspace, only_experts, shared_mlp
 from mainstem.models.head_layer_norm import HeadLayerNorm
+from mainstem.models.pour import pour, tensors_in
 from mainstem.models.recurrent_tensors import RecurrentTensors
 from mainstem.models.spec import ExpertsSpec, ModelSpec, QkNorm, Residual
 from mainstem.models.tensors import (
@@ -45,7 +47,7 @@ from mainstem.models.tensors import (
     TensorReader,
 )
 from mainstem.models.vocabulary import VocabularyPart
-from mainstem.models.weights import WeightSource
+from mainstem.models.weights import Checkpoint, WeightSource
 
 EarlyNorm = Callable[[Tensor], None]  # norms some heads of qkv in place, before attention
 
@@ -101,12 +103,13 @@ class GpuDecoder:
         self.sinks = tuple(sinks)  # of layers with attention: [heads] of each that has them
         self.recurrent = tuple(layer.recurrent for layer in layers if layer.recurrent is not None)
         self._page_layers = spec.page_layers
-        self._embedding = embedding
+        self.embedding = embedding
         self.inputs: GpuLayerInputs | None = None  # if layers have inputs of their own
         # of layers with attention: gains of rotated queries, [dim]
         self.query_gains: Sequence[Tensor | None] = [None] * len(sinks)
+        self.change: DecoderChange | None = None
         self._layers = layers
-        self._head = head
+        self.head = head
         self._space = space
         # the scale is rounded to the same dtype as the numbers it multiplies
         self._embedding_scale = float(torch.tensor(spec.embedding_scale).to(self.dtype))
@@ -121,9 +124,9 @@ class GpuDecoder:
         """Return the input of the first layer, and put the residual into the workspace."""
         out = self._space.residual[: len(token_ids)]
         if self._vocabulary is None:
-            torch.index_select(self._embedding, 0, token_ids, out=out)
+            torch.index_select(self.embedding, 0, token_ids, out=out)
         else:
-            self._vocabulary.embed(token_ids, self._embedding, out)
+            self._vocabulary.embed(token_ids, self.embedding, out)
         if self._embedding_scale != 1.0:
             out.mul_(self._embedding_scale)
         if self.inputs is not None:
@@ -199,10 +202,10 @@ class GpuDecoder:
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[rows, vocab] in the model's dtype, into `out`."""
         if self._vocabulary is None:
-            logits = self._head(hidden, out)
+            logits = self.head(hidden, out)
         else:
-            part = hidden.new_empty(len(hidden), len(self._embedding))
-            logits = out.copy_(self._vocabulary.join(self._head(hidden, part)))
+            part = hidden.new_empty(len(hidden), len(self.embedding))
+            logits = out.copy_(self._vocabulary.join(self.head(hidden, part)))
         scale_logits_(logits, self.spec.logit_scale, self.spec.logit_softcap)
         return logits
 
@@ -264,6 +267,8 @@ def load_gpu_decoder(
     linears.finish()
     decoder = GpuDecoder(spec, embedding, layers, head, space, sinks, ranks)
     decoder.inputs, decoder.query_gains = inputs, query_gains
+    has_own_head = isinstance(ends.head.weight, Tensor) and ends.head.weight is not embedding
+    decoder.change = DecoderChange(decoder, compiler, pieces, last, has_own_head)
     return decoder
 
 
@@ -287,6 +292,94 @@ class _Pieces:
         return GpuLayer(
             self.reads, self.mixer, self.recurrent, self.mlp, joins, self.end, following
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderChange:
+    """Puts other weights into a decoder, at the same addresses: it makes a layer anew, and copies
+    its tensors over the old ones."""
+
+    decoder: GpuDecoder
+    compiler: "_Compiler"
+    pieces: "list[_Pieces]"
+    last: InputReader
+    has_own_head: bool
+
+    def plan(
+        self, source: Checkpoint, spec: ModelSpec, names: frozenset[str] | None
+    ) -> "ChangePlan":
+        """Find the parts that the tensors with these names (None: all) are in, and check that the
+        `source` has what they need; `spec` describes the whole model. Raises UnsupportedModel."""
+        prefixes = [spec.names.layer.format(index) + "." for index in range(spec.num_layers)]
+        every = range(spec.num_layers)
+        layers, has_ends = list(every), True
+        if names is not None:
+            layers = [i for i in every if any(name.startswith(prefixes[i]) for name in names)]
+            has_ends = any(not name.startswith(tuple(prefixes)) for name in names)
+        source.check_given(spec.names)
+        source.forget(tuple(prefixes[i] for i in every if i not in layers))
+        source.check_lost(None if has_ends else tuple(prefixes[i] for i in layers))
+        if has_ends:
+            self._check_head(source, spec)
+        return ChangePlan(source, spec, layers, has_ends)
+
+    def run(self, plan: "ChangePlan") -> None:
+        """Change the parts. If this raises, some are changed and others are not."""
+        compiler = replace(self.compiler, linears=self.compiler.linears.again())
+        reader = TensorReader(plan.source, plan.spec, compiler.ranks.shard)
+        embedding = reader.embedding() if plan.has_ends else None
+        inputs = compiler.inputs(reader.inputs()) if plan.has_ends else None
+        for index in plan.layers:
+            self._change_layer(compiler, reader.layer(index), index)
+        if embedding is not None:
+            ends = reader.ends(embedding)
+            self._pour(self.decoder.embedding, embedding)
+            self._pour(self.last.norm, make_norm(ends.norm, compiler.spec))
+            self._pour(self.decoder.head, compiler.linears.head(ends.head))
+            self._pour(self.decoder.inputs, inputs)
+
+    def _change_layer(self, compiler: "_Compiler", tensors: LayerTensors, index: int) -> None:
+        spec = compiler.spec
+        self._pour(self.pieces[index], compiler.pieces(tensors, index))
+        if spec.layers[index].attention is not None:
+            number = sum(layer.attention is not None for layer in spec.layers[:index])
+            self._pour(self.decoder.sinks[number], tensors.sinks)
+            self._pour(self.decoder.query_gains[number], tensors.query_gain)
+
+    def _check_head(self, source: Checkpoint, spec: ModelSpec) -> None:
+        """Refuse to tie a head, or to untie it: the head would need memory, or its users another
+        address."""
+        is_tied = spec.has_tied_embeddings
+        if is_tied and source.has_other(spec.names.head, spec.names.embedding) != self.has_own_head:
+            raise UnsupportedModel(
+                f"{spec.names.head}.weight and {spec.names.embedding}.weight must "
+                f"{'differ' if self.has_own_head else 'be equal'}, as when the model was loaded"
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """All weights."""
+        decoder = self.decoder
+        ends = (decoder.embedding, decoder.head, decoder.inputs, self.last.norm)
+        parts = (ends, decoder.sinks, decoder.query_gains, self.pieces)
+        return tensors_in(parts, SHARED)
+
+    @staticmethod
+    def _pour(old: object, new: object) -> None:
+        pour(old, new, SHARED)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePlan:
+    """What a DecoderChange changes."""
+
+    source: Checkpoint
+    spec: ModelSpec
+    layers: list[int]
+    has_ends: bool  # whether what is not in a layer changes: embedding, head, last norm
+
+
+# of the whole model: buffers, memory to dequantize in, and what sums over ranks
+SHARED: tuple[type, ...] = (Workspace, DenseRoom, Alone, ProcessGroup, ModelSpec, LinearMaker)
 
 
 @dataclass(frozen=True, slots=True)

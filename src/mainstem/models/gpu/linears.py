@@ -83,6 +83,11 @@ class LinearMaker:
         self._unpacked: list[str] = []  # formats of the products that were dequantized
         self._unpacked_experts: list[Unpacked] = []  # by layer
 
+    def again(self) -> "LinearMaker":
+        """Another one with the same settings, for weights that replace those made here."""
+        room = self._room
+        return LinearMaker(self._quantize, self._is_deterministic, self._dtype, room.device)
+
     @property
     def room_bytes(self) -> int:
         """The size of the memory that the products share; known after `finish`."""

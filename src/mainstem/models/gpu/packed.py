@@ -23,7 +23,7 @@ class DenseRoom:
     4-bit weights here. All products of a model share it, so they must run one after another."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
         self._most = 0
         self._room: Tensor | None = None
 
@@ -38,7 +38,7 @@ class DenseRoom:
 
     def open(self) -> None:
         """Allocate the memory, unless no product has reserved any."""
-        self._room = torch.empty(self._most, dtype=self._dtype, device=self._device)
+        self._room = torch.empty(self._most, dtype=self._dtype, device=self.device)
 
     def dense(self, weight: Nibbles) -> Tensor:
         """The weight dequantized, [out, in]; valid until the next call."""

@@ -10,6 +10,7 @@ import torch
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Runner
+from mainstem.core.weights import ModelWeights
 from mainstem.models.shard import Shard, part_of
 from mainstem.runner.facts import RunnerFacts
 from mainstem.runner.load import choose_device, load_runner
@@ -29,6 +30,11 @@ def load_model(origin: Origin, config: EngineConfig) -> tuple[Runner, RunnerFact
     if config.model.tensor_parallel == 1:
         return load_runner(origin, config)
     return load_ranks(origin, config)
+
+
+def weights_of(runner: Runner) -> ModelWeights | None:
+    """What changes the weights of a runner that `load_model` made."""
+    return getattr(runner, "weights", None)
 
 
 def load_ranks(

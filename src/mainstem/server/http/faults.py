@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from mainstem.core.errors import InvalidRequest, TooManyForms
+from mainstem.core.errors import EngineAsleep, InvalidRequest, TooManyForms, WeightsLost
 from mainstem.core.spelling import nearest
 from mainstem.server.link.answering import EngineFault, FormFault, RequestFault
 from mainstem.wire.errors import WireError
@@ -127,6 +127,8 @@ def messages_error(error: ApiError, request_id: str) -> dict[str, object]:
 
 def from_invalid(error: InvalidRequest) -> ApiError:
     """The error for a request that the engine refuses."""
+    if isinstance(error, WeightsLost | EngineAsleep):
+        return unavailable(error.reason)
     if isinstance(error, TooManyForms):
         return busy(str(error), 5)
     return ApiError(400, str(error), error.field, "invalid_value")

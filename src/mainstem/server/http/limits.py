@@ -40,6 +40,7 @@ class ServerLimits:
     response_bytes: int = 256 << 20
     open_answers: int = 2048  # running and waiting, of all clients; above this, 429
     pinned_share: float = 0.25  # share of the device's pages that a key may keep by `cache_control`
+    weights_bytes: int = 16 << 30  # tensors sent to /admin/weights
     requests_per_minute: int | None = None  # per key
     open_requests: int | None = None  # per key
 

@@ -19,10 +19,12 @@ from typing import Protocol
 
 import numpy as np
 
+from mainstem.core.errors import InvalidRequest, WeightsLost
 from mainstem.core.events import EventBus, StepFailed
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s
+from mainstem.core.weights import BOTH_TAGS, Tag, UpdateMode
 from mainstem.server.link.answering import (
     SHUTTING_DOWN,
     Answering,
@@ -37,12 +39,18 @@ from mainstem.server.link.protocol import (
     ClearCache,
     Close,
     Command,
+    CommandResult,
     EngineReport,
+    LoseWeights,
     Pin,
     Ready,
+    ResumeWeights,
+    SleepEngine,
     StepInProgress,
     Stop,
     Unframer,
+    UpdateWeights,
+    WakeEngine,
     decode_report,
     frame,
     pack_request,
@@ -104,11 +112,14 @@ class EngineClient:
         ready = self._launched.wait_ready()
         self.max_model_len = ready.max_model_len
         self.snapshot: EngineSnapshot = ready.snapshot
+        self.weights_version = ready.weights_version
+        self._is_updated = False  # the engine has, or may have, other weights than the model's own
+        self._asleep: frozenset[Tag] = frozenset()
         self.step: StepInProgress | None = None  # the step that ran when the snapshot was taken
         # consecutive starts without a token, including the present one until its first token
         self._num_starts = 1
         self._open: dict[int, OpenRequest] = {}
-        self._calls: dict[int, asyncio.Future[int]] = {}
+        self._calls: dict[int, asyncio.Future[CommandResult]] = {}
         self._numbers = count()
         self._commands: list[Command] = []  # commands of this iteration of the event loop
         self._transport: asyncio.WriteTransport | None = None
@@ -182,21 +193,62 @@ class EngineClient:
         many are pinned. `salt` and `public_tokens` are those of the requests that computed the
         prefixes."""
         packed = tuple(np.asarray(prefix, np.int32).tobytes() for prefix in prefixes)
-        return await self._call(lambda call: Pin(call, name, packed, salt, public_tokens))
+        reply = await self._call(lambda call: Pin(call, name, packed, salt, public_tokens))
+        return reply.value
 
     async def clear_cache(self) -> int:
         """Forget every cached page, in every tier, that no sequence holds; returns how many were on
         the device."""
-        return await self._call(ClearCache)
+        return (await self._call(ClearCache)).value
+
+    async def update_weights(self, path: str, mode: UpdateMode) -> str:
+        """Bring other weights into force; returns the name of their version. Raises InvalidRequest,
+        EngineFault."""
+        was_updated, self._is_updated = self._is_updated, True
+        try:
+            return await self._call_change(lambda call: UpdateWeights(call, path, mode))
+        except WeightsLost:
+            raise
+        except InvalidRequest:  # the old weights are in force
+            self._is_updated = was_updated
+            raise
+
+    async def resume_weights(self) -> str:
+        """After a crash: answer with the model that the server was started with."""
+        version = await self._call_change(ResumeWeights)
+        self._is_updated = False
+        return version
+
+    async def sleep(self, level: int, mode: UpdateMode) -> str:
+        """Give memory back until `wake`."""
+        version = await self._call_change(lambda call: SleepEngine(call, level, mode))
+        self._asleep = BOTH_TAGS
+        return version
+
+    async def wake(self, tags: frozenset[Tag]) -> str:
+        """Undo `sleep`, or a part of it."""
+        version = await self._call_change(lambda call: WakeEngine(call, tags))
+        self._asleep -= tags
+        return version
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine has given memory back."""
+        return bool(self._asleep)
+
+    async def _call_change(self, make: Callable[[int], Command]) -> str:
+        reply = await self._call(make)
+        self.weights_version = reply.version
+        return reply.version
 
     async def check(self) -> bool:
         """Whether anything runs; raises EngineFault if a page was lost."""
-        return bool(await self._call(CheckEngine))
+        return bool((await self._call(CheckEngine)).value)
 
-    async def _call(self, make: Callable[[int], Command]) -> int:
+    async def _call(self, make: Callable[[int], Command]) -> CommandResult:
         self._check_running()
         call = next(self._numbers)
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[CommandResult] = asyncio.get_running_loop().create_future()
         self._calls[call] = answer
         self._send(make(call))
         try:
@@ -247,18 +299,24 @@ class EngineClient:
             if opened := self._open.get(number):
                 self._read(opened, output, now_s)
         for reply in report.replies:
-            answer = self._calls.get(reply.call)
-            if answer is not None and not answer.done():
-                if reply.fault is None:
-                    answer.set_result(reply.value)
-                else:
-                    answer.set_exception(EngineFault(reply.fault))
+            self._hear_reply(reply)
         for event in report.events:
             self.bus.publish(unpack_event(event))
         if num_tokens:
             self._num_starts = 0
             if self.on_tokens is not None:
                 self.on_tokens(num_tokens)
+
+    def _hear_reply(self, reply: CommandResult) -> None:
+        answer = self._calls.get(reply.call)
+        if answer is None or answer.done():
+            return
+        if reply.refused is not None:
+            answer.set_exception(reply.refused.error())
+        elif reply.fault is not None:
+            answer.set_exception(EngineFault(reply.fault))
+        else:
+            answer.set_result(reply)
 
     def _hear_tokens(self, tokens: list[int], now_s: float) -> int:
         """Read one more token for each of many answers. This is the common case."""
@@ -338,7 +396,10 @@ class EngineClient:
                 )
                 continue
             self.snapshot = ready.snapshot
+            self.weights_version, self._asleep = ready.weights_version, frozenset()
             self.state = EngineState.RUNNING
+            if self._is_updated:  # before any request
+                self._send(LoseWeights(next(self._numbers)))
             self._is_running.set()
             self.num_restarts += 1
             log.info("the engine is back", extra={"facts": {"restarts": self.num_restarts}})

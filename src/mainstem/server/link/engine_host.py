@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic, sleep
 from typing import get_args
 
@@ -23,23 +24,30 @@ from mainstem.core.events import Event, SequenceAdmitted, StepStarted
 from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
+from mainstem.core.weights import FolderUpdate
 from mainstem.engine.engine import Engine
 from mainstem.server.link.kv_events import KvEventPublisher
 from mainstem.server.link.protocol import (
     Abort,
+    Change,
     CheckEngine,
     ClearCache,
     Close,
     Command,
     CommandResult,
     EngineReport,
+    LoseWeights,
     Pin,
     Ready,
     Refused,
+    ResumeWeights,
+    SleepEngine,
     StepInProgress,
     Stop,
     Submit,
     Unframer,
+    UpdateWeights,
+    WakeEngine,
     decode_commands,
     frame,
     pack_event,
@@ -153,7 +161,7 @@ class EngineHost:
         try:
             self._probe()
             self._listen()
-            self._link.send(Ready(self._engine.max_model_len, self._engine.snapshot()))
+            self._link.send(self._ready())
             while not self._is_closing:
                 self._take_commands()
                 self._take_forms()
@@ -173,6 +181,10 @@ class EngineHost:
         finally:
             self._forms.close()
             self._engine.close()
+
+    def _ready(self) -> Ready:
+        engine = self._engine
+        return Ready(engine.max_model_len, engine.snapshot(), engine.weights_version)
 
     def _listen(self) -> None:
         bus = self._engine.bus
@@ -204,6 +216,8 @@ class EngineHost:
                     self._engine.stop(request_id, index)
             case Close():
                 self._is_closing = True
+            case UpdateWeights() | LoseWeights() | ResumeWeights() | SleepEngine() | WakeEngine():
+                self._change(command)
             case _:
                 self._answer(command)
 
@@ -248,6 +262,44 @@ class EngineHost:
             log.error("a request could not be queued", exc_info=error)
             error = InvalidRequest("request", "the engine could not queue it")
         self._report.refused.append(Refused.of(number, error))
+
+    def _change(self, command: Change) -> None:
+        """Begin a change; its result is reported when it is made."""
+        engine, call = self._engine, command.call
+
+        def report(change: "Future[str]") -> None:
+            error = change.exception()
+            for opened in self._open.values():
+                opened.begun.clear()  # the next news says by which weights they were made
+            if error is None:
+                result = CommandResult(call, 0, version=change.result())
+            elif isinstance(error, InvalidRequest):
+                result = CommandResult(call, 0, refused=Refused.of(0, error))
+            else:
+                log.error("the weights could not be changed", exc_info=error)
+                result = CommandResult(call, 0, fault=f"{type(error).__name__}: {error}")
+            self._report.replies.append(result)
+
+        change: Future[str]
+        try:
+            match command:
+                case UpdateWeights(_, path, mode):
+                    change = engine.update_weights(FolderUpdate(Path(path)), mode)
+                case SleepEngine(_, level, mode):
+                    change = engine.sleep(level, mode)
+                case WakeEngine(_, tags):
+                    change = engine.wake(tags)
+                case LoseWeights():
+                    change = Future()
+                    engine.lose_weights()
+                    change.set_result(engine.weights_version)
+                case ResumeWeights():
+                    change = Future()
+                    change.set_result(engine.resume_weights())
+        except Exception as error:  # sent to the caller
+            change = Future()
+            change.set_exception(error)
+        change.add_done_callback(report)
 
     def _answer(self, command: Pin | ClearCache | CheckEngine) -> None:
         try:
@@ -344,6 +396,8 @@ class EngineHost:
         """Check that the engine still answers, by a request of one token. If that fails, the engine
         is broken, and the requests were not at fault."""
         self._must_probe = False
+        if not self._engine.is_answering:
+            return
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         self._engine.submit(Request(PROBE, np.zeros(1, np.int32), sampling))
         for _ in range(MAX_LAST_STEPS):

@@ -19,11 +19,18 @@ import numpy as np
 from msgspec import Struct
 
 from mainstem.core.config import EngineConfig
-from mainstem.core.errors import InvalidRequest, MissingPackage, TooManyForms
+from mainstem.core.errors import (
+    EngineAsleep,
+    InvalidRequest,
+    MissingPackage,
+    TooManyForms,
+    WeightsLost,
+)
 from mainstem.core.events import Event
 from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.request import Output, Overflow, Request, SamplingParams, Scoring
 from mainstem.core.snapshot import EngineSnapshot
+from mainstem.core.weights import Tag, UpdateMode
 from mainstem.server.link.kv_events import KvEventsConfig
 
 _LENGTH = struct.Struct("<I")
@@ -97,11 +104,48 @@ class CheckEngine(Struct, array_like=True, frozen=True, tag="check"):
     call: int
 
 
+class UpdateWeights(Struct, array_like=True, frozen=True, tag="update"):
+    """Bring the weights in a folder, or in a safetensors file, into force. Answered with the name
+    of their version."""
+
+    call: int
+    path: str
+    mode: UpdateMode
+
+
+class LoseWeights(Struct, array_like=True, frozen=True, tag="lose"):
+    """The engine before this one had other weights; see Engine.lose_weights. The first command."""
+
+    call: int
+
+
+class ResumeWeights(Struct, array_like=True, frozen=True, tag="resume"):
+    """Answer with the model's own weights. Answered with the name of their version."""
+
+    call: int
+
+
+class SleepEngine(Struct, array_like=True, frozen=True, tag="sleep"):
+    """Give memory back; see Engine.sleep. Answered with the name of the version."""
+
+    call: int
+    level: int
+    mode: UpdateMode
+
+
+class WakeEngine(Struct, array_like=True, frozen=True, tag="wake"):
+    """Undo SleepEngine, or a part of it. Answered with the name of the version."""
+
+    call: int
+    tags: frozenset[Tag]
+
+
 class Close(Struct, array_like=True, frozen=True, tag="close"):
     """Save pages that must be saved, and end."""
 
 
-Command = Submit | Abort | Stop | Pin | ClearCache | CheckEngine | Close
+Change = UpdateWeights | LoseWeights | ResumeWeights | SleepEngine | WakeEngine
+Command = Submit | Abort | Stop | Pin | ClearCache | CheckEngine | Change | Close
 
 # --- from the engine -----------------------------------------------------------------------------
 
@@ -111,6 +155,7 @@ class Ready(Struct, array_like=True, frozen=True, tag="ready"):
 
     max_model_len: int
     snapshot: EngineSnapshot
+    weights_version: str = ""
 
 
 class NotMade(Struct, array_like=True, frozen=True, tag="not made"):
@@ -147,6 +192,10 @@ class Refused(Struct, array_like=True, frozen=True):
         return cls(number, type(error).__name__, error.field, error.reason)
 
     def error(self) -> InvalidRequest:
+        if self.kind == WeightsLost.__name__:
+            return WeightsLost(self.reason)
+        if self.kind == EngineAsleep.__name__:
+            return EngineAsleep()
         return _REFUSALS.get(self.kind, InvalidRequest)(self.field, self.reason)
 
 
@@ -166,6 +215,8 @@ class CommandResult(Struct, array_like=True, frozen=True):
     call: int
     value: int
     fault: str | None = None
+    version: str = ""  # of the weights, after a Change
+    refused: Refused | None = None  # the caller's fault, instead of `fault`
 
 
 class EngineReport(Struct, array_like=True, tag="report"):

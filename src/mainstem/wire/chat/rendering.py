@@ -8,7 +8,7 @@ from mainstem.core.request import FinishReason, TokenLogprobs
 from mainstem.text.parsers.counting import count_reasoning
 from mainstem.text.tokenizer import Tokenizer
 from mainstem.text.tools import Reasoning, ToolCall
-from mainstem.wire.answers import AnswerParts, Heading, PromptAnswers
+from mainstem.wire.answers import AnswerParts, Heading, PromptAnswers, told_weights
 from mainstem.wire.calls import Call, CallKind
 from mainstem.wire.chat.logprobs import (
     Offsets,
@@ -135,6 +135,7 @@ class CompletionReply:
         choice["logprobs"] = logprobs
         choice["finish_reason"] = reason
         choice["stop_reason"] = answer.stop_reason  # like vLLM: the stop string or token id
+        choice |= told_weights(answer.weights)
         if call.is_scoring:
             choice |= {"finish_reason": "length", "stop_reason": None}
         if call.returns_token_ids:

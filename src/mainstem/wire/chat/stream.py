@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from mainstem.core.json import Json
 from mainstem.core.request import Output
 from mainstem.text.tools import Reasoning
-from mainstem.wire.answers import AnswerParts, PromptAnswers
+from mainstem.wire.answers import AnswerParts, PromptAnswers, told_weights
 from mainstem.wire.chat.logprobs import Offsets, Place, chat_logprobs, completion_logprobs
 from mainstem.wire.chat.rendering import (
     REASONING_NAMES,
@@ -157,6 +157,8 @@ class CompletionStream:
                 places, starts = [each[0] for each in ready], [each[1] for each in ready]
                 logprobs = completion_logprobs(places, starts, choice.num_chars, reply.tokenizer)
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
+            if reason is not None:
+                ending |= told_weights(output.weights)
             yield self._text_part(text, logprobs, ids) | ending | prompt_ids
 
     def _chat_parts(self, output: Output, choice: _StreamedChoice) -> Iterator[Json]:
@@ -167,6 +169,7 @@ class CompletionStream:
             if reason == "stop" and choice.parts.num_calls:
                 reason = "tool_calls"
             ending = {"finish_reason": reason, "stop_reason": output.stop_reason}
+            ending |= told_weights(output.weights)
             yield {"delta": {}, "logprobs": None, **ending}
 
     def _deltas(self, output: Output, choice: _StreamedChoice) -> Iterator[Json]:
