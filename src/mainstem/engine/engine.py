@@ -237,7 +237,8 @@ class Engine:
     def _changeable(self) -> ModelWeights:
         self.check_process()
         if self._weights is None:
-            raise InvalidRequest("weights", "cannot change in this engine")
+            reason = "cannot change here: with tensor_parallel above 1 they are in other processes"
+            raise InvalidRequest("weights", reason)
         return self._weights
 
     def _change(self, work: Callable[[], str], mode: UpdateMode) -> "Future[str]":

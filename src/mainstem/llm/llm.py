@@ -242,6 +242,13 @@ class LLM(LoadedModel):
         wanted = read_tags(tags)
         self._change(lambda engine: engine.wake(wanted))
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached page, on all tiers. For callers of vLLM's method: after
+        `update_weights` no page of old weights can be found anyway."""
+        with self._call():
+            self.text_engine.engine.clear_cache()
+        return True
+
     @property
     def is_sleeping(self) -> bool:
         return self.text_engine.engine.is_asleep
