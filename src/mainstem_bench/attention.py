@@ -25,7 +25,6 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "mainstem bench attention",
         description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
     )
     made.add_argument("--seqs", type=positive_count, default=32)
     made.add_argument("--prefix", type=int, default=2048, help="a multiple of the page size")

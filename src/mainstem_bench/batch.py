@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from mainstem.batch.files import InputFile
 from mainstem.cli import batch
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, given_settings
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import SETTINGS
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.tables import table
@@ -45,14 +46,11 @@ class BatchPass:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench batch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench batch", description=__doc__)
     made.add_argument("--input", type=Path, metavar="FILE", help="documents and questions")
     made.add_argument("--requests", type=positive_count, default=200, metavar="N")
-    made.add_argument(
-        "--output", type=positive_count, default=32, metavar="N", help="tokens per answer (32)"
-    )
+    flag = partial(add_flag, made)
+    flag("--output", positive_count, "tokens per answer", 32)
     made.add_argument("--json", action="store_true")
     add_engine_flags(made)
     return made

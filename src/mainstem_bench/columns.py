@@ -38,9 +38,7 @@ WORDS = 2000
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench columns", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench columns", description=__doc__)
     made.add_argument("tables", nargs="*", type=Path, metavar="TABLE", help="of up to 7 columns")
     made.add_argument("--rows", type=positive_count, metavar="N", help="only the first N of each")
     made.add_argument("--random-rows", type=positive_count, metavar="N", help="of a random table")

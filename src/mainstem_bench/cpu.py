@@ -29,9 +29,7 @@ Prompts = list[list[int]]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench cpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench cpu", description=__doc__)
     made.add_argument("--requests", type=positive_count, default=64)
     made.add_argument("--prefix", type=int, default=1024)
     made.add_argument("--own", type=int, default=32)

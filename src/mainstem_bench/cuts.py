@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.kernels.attention.cutting import ways_to_cut
 from mainstem.kernels.attention.plan import Launches, plan_cut
 from mainstem_bench.kernel import DTYPE, Bench, fingerprint, make_attention, seen_spans
@@ -115,9 +115,7 @@ def summary(step: str, us: dict[tuple[int, int, int], float], taken_us: float) -
 def main(args: list[str]) -> int:
     """Print one line per step, and a summary."""
     parser = Parser(prog="mainstem bench cuts")
-    parser.add_argument(
-        "--steps", type=positive_count, default=40, help="random steps (default: 40)"
-    )
+    add_flag(parser, "--steps", positive_count, "random steps", 40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON line per step")
     chosen = parser.parse_args(args)

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -27,7 +28,7 @@ from time import perf_counter
 from mainstem import LLM, SamplingParams
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import ConfigError, InvalidRequest
 from mainstem.core.files import read_plain_or_gzip
@@ -191,23 +192,13 @@ def measure(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench fewshot", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench fewshot", description=__doc__)
     made.add_argument("--file", type=Path, metavar="FILE", help="questions (some of MMLU)")
     made.add_argument("--shots", nargs="+", type=positive_count, default=[1, 3, 5], metavar="N")
     made.add_argument("--questions", type=positive_count, default=100, metavar="N", help="(100)")
-    made.add_argument(
-        "--going-on", type=positive_count, default=16, metavar="N",
-        help="questions for which the model also generates text (16)",
-    )  # fmt: skip
-    made.add_argument(
-        "--tokens",
-        type=positive_count,
-        default=16,
-        metavar="N",
-        help="number of generated tokens (16)",
-    )
+    flag = partial(add_flag, made)
+    flag("--going-on", positive_count, "questions for which the model also generates text", 16)
+    flag("--tokens", positive_count, "number of generated tokens", 16)
     made.add_argument(
         "--shares", nargs="+", choices=[share.value for share in Share],
         default=[share.value for share in (Share.NONE, Share.STORAGE, Share.READS)],

@@ -15,12 +15,13 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.plan.cost import H200
 from mainstem_bench.kernel import FIXED_US, Bench, fingerprint, floor_us
 from mainstem_bench.workloads import AttentionCase, Run, grouped, own_runs, unequal_groups
@@ -148,9 +149,8 @@ def main(args: list[str]) -> int:
     """Print one line per shape, and a summary of the random ones; returns 1 if they miss a
     limit."""
     parser = Parser(prog="mainstem bench heads")
-    parser.add_argument(
-        "--shapes", type=positive_count, default=24, help="random shapes (default: 24)"
-    )
+    flag = partial(add_flag, parser)
+    flag("--shapes", positive_count, "random shapes", 24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help="only the shapes whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON line per shape")

@@ -13,6 +13,7 @@ new engine answers all requests, with a disk folder that is empty at first: a ne
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from mainstem.checkpoints.hub import resolve_model
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import comma_list, not_negative, one_of, positive, positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -70,7 +71,6 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "mainstem bench policies",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument(
         "record",
@@ -94,20 +94,13 @@ def parser() -> argparse.ArgumentParser:
         ("new", 40, "new tokens of a later turn"),
         ("output", 16, "tokens of an answer"),
     ):
-        work.add_argument(
-            f"--{name}", type=positive_count, default=count, metavar="N", help=f"{about} ({count})"
-        )
-    work.add_argument(
-        "--rate", type=positive, default=2.0, metavar="R", help="turns a second (%(default)s)"
-    )
+        flag = partial(add_flag, work)
+        flag(f"--{name}", positive_count, f"{about}", count)
+    flag("--rate", positive, "turns a second", 2.0, metavar="R")
     room = made.add_argument_group("room, as a number of complete conversations")
     for name, most in (("device", 3.0), ("host", 6.0), ("disk", 12.0)):
-        room.add_argument(
-            f"--{name}-sessions",
-            type=not_negative,
-            default=most,
-            metavar="X",
-            help=f"conversations that the {name} holds ({most:g})",
+        add_flag(
+            room, f"--{name}-sessions", not_negative, f"conversations that the {name} holds", most
         )
     made.add_argument("--json", action="store_true", help="one JSON line for each policy")
     add_engine_flags(made)

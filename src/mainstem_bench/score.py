@@ -12,7 +12,7 @@ import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.plan import Prompts
 from mainstem.core.request import Scoring
@@ -52,16 +52,12 @@ class ScoreJob:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench score", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench score", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
     for flag, default in (
         ("--contexts", 1000), ("--context-tokens", 1210), ("--choices", 8), ("--choice-tokens", 4)
     ):  # fmt: skip
-        made.add_argument(
-            flag, type=positive_count, default=default, metavar="N", help="(%(default)s)"
-        )
+        add_flag(made, flag, positive_count, "", default)
     made.add_argument("--json", action="store_true", help="one line")
     add_engine_flags(made)
     return made

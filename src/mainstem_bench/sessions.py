@@ -18,6 +18,7 @@ import argparse
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from random import Random
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -26,7 +27,7 @@ import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, StoreConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
@@ -58,7 +59,6 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "mainstem bench sessions",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--workload", choices=list(WORKLOADS), default="anchor")
     made.add_argument("--sessions", type=positive_count, metavar="N", help="(the workload's own)")
@@ -71,27 +71,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE.jsonl",
         help="real conversations; see bench serve",
     )
-    made.add_argument(
-        "--turns",
-        type=positive_count,
-        default=5,
-        metavar="N",
-        help="turns, with --conversations (5)",
-    )
-    made.add_argument(
-        "--output",
-        type=positive_count,
-        default=96,
-        metavar="N",
-        help="tokens of an answer, with --conversations (96)",
-    )
-    made.add_argument(
-        "--at-once",
-        type=positive_count,
-        default=10,
-        metavar="N",
-        help="conversations at once, with --conversations (10)",
-    )
+    flag = partial(add_flag, made)
+    flag("--turns", positive_count, "turns, with --conversations", 5)
+    flag("--output", positive_count, "tokens of an answer, with --conversations", 96)
+    flag("--at-once", positive_count, "conversations at once, with --conversations", 10)
     made.add_argument(
         "--end", choices=["close", "kill"], action="append",
         help="with --conversations, how the process ends before the last turn: closed, or kill -9 "

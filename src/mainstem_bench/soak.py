@@ -46,9 +46,7 @@ ALLOWED_GROWTH_BYTES = 16 << 20  # bytes of the device's memory, since allocator
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench soak", description=__doc__)
     made.add_argument("--requests", type=positive_count, default=20_000, metavar="N")
     made.add_argument("--model-shape", choices=list(SHAPES), default="tiny")
     made.add_argument("--seed", type=int, default=0)

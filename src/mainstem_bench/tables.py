@@ -9,13 +9,14 @@ timed separately.
 
 import argparse
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.plan import Int64s, Prompts
 from mainstem.core.tables import table
@@ -106,14 +107,11 @@ class TokenTable:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench tables", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench tables", description=__doc__)
     made.add_argument("--model-shape", choices=list(SHAPES), default="llama31-8b")
     made.add_argument("--rows", type=positive_count, default=4000, metavar="N", help="(4000)")
-    made.add_argument(
-        "--output", type=positive_count, default=8, metavar="N", help="tokens per answer (8)"
-    )
+    flag = partial(add_flag, made)
+    flag("--output", positive_count, "tokens per answer", 8)
     made.add_argument("--json", action="store_true", help="one line")
     add_engine_flags(made)
     return made

@@ -29,6 +29,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
@@ -38,7 +39,7 @@ import numpy as np
 from mainstem.checkpoints.hub import resolve_model
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -210,17 +211,11 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "mainstem bench truncation",
         description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
     )
-    made.add_argument(
-        "--text", type=Path, metavar="FILE", help="what to read, also .gz (the demo's documents)"
-    )
-    made.add_argument(
-        "--tokens", type=positive_count, default=3072, metavar="N", help="tokens to read (3072)"
-    )
-    made.add_argument(
-        "--turn", type=positive_count, default=64, metavar="N", help="tokens a turn (64)"
-    )
+    flag = partial(add_flag, made)
+    flag("--text", Path, "what to read, also .gz (the demo's documents)")
+    flag("--tokens", positive_count, "tokens to read", 3072)
+    flag("--turn", positive_count, "tokens a turn", 64)
     made.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=list(WAYS), metavar="WAY")
     made.add_argument(
         "--questions",
@@ -230,9 +225,7 @@ def parser() -> argparse.ArgumentParser:
         help='questions: {"doc": text, "items": [{"q": question, "a": answer}]} a line,\n'
         "also .gz; any number of files",
     )
-    made.add_argument(
-        "--documents", type=positive_count, default=40, metavar="N", help="number to use (40)"
-    )
+    flag("--documents", positive_count, "number to use", 40)
     made.add_argument(
         "--document-first",
         action="store_true",

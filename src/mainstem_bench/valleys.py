@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from mainstem.cli.flag_types import positive_count
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import SchedConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
@@ -72,30 +72,15 @@ class JobTrace:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench valleys", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    made = Parser("mainstem bench valleys", description=__doc__)
     made.add_argument("--workload", choices=list(OFFLINE_JOBS), default="industry")
-    made.add_argument(
-        "--groups", type=positive_count, metavar="N", help="documents (the workload's)"
-    )
-    made.add_argument(
-        "--output",
-        type=positive_count,
-        metavar="N",
-        help="mean tokens of an answer (the workload's own)",
-    )
-    made.add_argument(
-        "--spread", type=float, default=0.5, metavar="X",
-        help="outputs are shorter or longer by up to this share of the mean (%(default)s)",
-    )  # fmt: skip
-    made.add_argument(
-        "--kv-tokens", type=positive_count, metavar="N", help="of KV (the workload's)"
-    )
+    flag = partial(add_flag, made)
+    flag("--groups", positive_count, "documents (the workload's)")
+    flag("--output", positive_count, "mean tokens of an answer (the workload's own)")
+    flag("--spread", float, "outputs are shorter or longer by up to this share of the mean", 0.5)
+    flag("--kv-tokens", positive_count, "of KV (the workload's)")
     made.add_argument("--chunk-tokens", type=int, default=4096)
-    made.add_argument(
-        "--max-seqs", type=positive_count, default=256, metavar="N", help="limit of `capped` (256)"
-    )
+    flag("--max-seqs", positive_count, "limit of `capped`", 256)
     made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
     made.add_argument("--plot", type=Path, metavar="FILE.png")
     return made

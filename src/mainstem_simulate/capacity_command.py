@@ -11,12 +11,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from mainstem.checkpoints.progress import StageBar
 from mainstem.cli.flag_types import not_negative_count, positive
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.words import counted
 from mainstem.kv.eviction import POLICIES
@@ -43,28 +44,17 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="mainstem capacity",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_trace_flags(made)
-    made.add_argument(
-        "--target-hit-rate",
-        type=positive,
-        default=0.9,
-        metavar="X",
-        help="the target: saved prompt tokens / all prompt tokens (0.9)",
-    )
+    flag = partial(add_flag, made)
+    flag("--target-hit-rate", positive, "the target: saved prompt tokens / all prompt tokens", 0.9)
     made.add_argument(
         "--policy",
         choices=list(POLICIES),
         default="lookahead",
         help="which pages are evicted first (lookahead)",
     )
-    made.add_argument(
-        "--lookahead",
-        type=not_negative_count,
-        metavar="N",
-        help="waiting requests that the policy sees",
-    )
+    flag("--lookahead", not_negative_count, "waiting requests that the policy sees")
     add_storage_prices(made)
     made.add_argument("--json", action="store_true", help="one JSON object")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rate against capacity in GB")

@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from mainstem.cli.flag_types import (
@@ -23,7 +24,7 @@ from mainstem.cli.flag_types import (
     one_of,
     positive_count,
 )
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
 from mainstem.kv.eviction import POLICIES
@@ -49,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="mainstem simulate",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_trace_flags(made)
     store = made.add_argument_group("store")
@@ -70,19 +70,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="GB",
         help="device memory for cached pages (0: all hits come from host memory)",
     )
-    store.add_argument(
+    flag = partial(add_flag, store)
+    flag(
         "--lookahead",
-        type=not_negative_count,
-        metavar="N",
-        help="waiting requests that the policy sees (as many as the store holds; belady: all)",
+        not_negative_count,
+        "waiting requests that the policy sees (as many as the store holds; belady: all)",
     )
-    store.add_argument(
-        "--headroom",
-        type=not_negative,
-        default=HEADROOM,
-        metavar="X",
-        help=f"share of host memory kept free, if there is a disk ({HEADROOM})",
-    )
+    flag("--headroom", not_negative, "share of host memory kept free, if there is a disk", HEADROOM)
     world = made.add_argument_group("service")
     world.add_argument(
         "--queue",
@@ -90,30 +84,15 @@ def parser() -> argparse.ArgumentParser:
         default=Queue.SATURATED.value,
         help="saturated: requests always wait; arrivals: they come when the trace says (saturated)",
     )
-    world.add_argument(
-        "--warmup",
-        type=not_negative_count,
-        default=0,
-        metavar="N",
-        help="leave the first N requests out of the counts",
+    add_flag(
+        world, "--warmup", not_negative_count, "leave the first N requests out of the counts", 0
     )
     add_rate_flags(world, list(ServiceRates.__dataclass_fields__))
     money = made.add_argument_group("prices")
-    money.add_argument(
-        "--gpu-price",
-        type=not_negative,
-        default=prices.gpu,
-        metavar="$",
-        help=f"US dollars per GPU and hour ({prices.gpu})",
-    )
+    flag = partial(add_flag, money)
+    flag("--gpu-price", not_negative, "US dollars per GPU and hour", prices.gpu, metavar="$")
     add_storage_prices(money)
-    money.add_argument(
-        "--gpus",
-        type=positive_count,
-        default=prices.num_gpus,
-        metavar="N",
-        help="number of GPUs that make up the device (1)",
-    )
+    flag("--gpus", positive_count, "number of GPUs that make up the device", prices.num_gpus)
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates and device time")
     return made

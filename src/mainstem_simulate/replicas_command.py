@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from mainstem.cli.flag_types import (
@@ -19,7 +20,7 @@ from mainstem.cli.flag_types import (
     positive,
     positive_count,
 )
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
 from mainstem.core.tables import table
 from mainstem.ray.router import RouterKind
@@ -46,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="mainstem simulate",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_trace_flags(made)
     fleet = made.add_argument_group("replicas")
@@ -81,20 +81,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="GB/S",
         help=f"GB/s from that store to each replica ({SHARED_GB_PER_S:g})",
     )
-    fleet.add_argument(
+    flag = partial(add_flag, fleet)
+    flag(
         "--busy",
-        type=positive,
-        default=0.7,
-        metavar="X",
-        help="share of the time that devices with one common memory would be busy (0.7)",
+        positive,
+        "share of the time that devices with one common memory would be busy",
+        0.7,
     )
     world = made.add_argument_group("service")
-    world.add_argument(
-        "--warmup",
-        type=not_negative_count,
-        default=0,
-        metavar="N",
-        help="leave the first N requests out of the counts",
+    add_flag(
+        world, "--warmup", not_negative_count, "leave the first N requests out of the counts", 0
     )
     add_rate_flags(world, ("prefill_tokens_per_s", "decode_tokens_per_s"))
     made.add_argument("--json", action="store_true", help="one JSON object a line")

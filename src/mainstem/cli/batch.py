@@ -50,7 +50,7 @@ from mainstem.cli.flags import (
     engine_config,
     model_defaults,
 )
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.cli.stop_signals import StopSignals
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError, InvalidRequest
@@ -71,7 +71,6 @@ def parser() -> argparse.ArgumentParser:
         "mainstem batch",
         usage="%(prog)s IN -o OUT [--resume[=changed] | --overwrite] [flags]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("input", metavar="IN", help="JSON lines, also .gz or .zst; -: standard input")
     made.add_argument("-o", "--output", required=True, metavar="OUT", help="-: standard output")
@@ -106,10 +105,10 @@ def add_job_flags(made: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute equal greedy rows one by one; do not copy one answer",
     )
-    made.add_argument(
-        "--levels", type=int, default=PlanConfig().levels, metavar="N",
-        help="maximum levels of shared prefixes; 1: as in BatchLLM (%(default)s)",
-    )  # fmt: skip
+    flag = partial(add_flag, made)
+    flag(
+        "--levels", int, "maximum levels of shared prefixes; 1: as in BatchLLM", PlanConfig().levels
+    )
     made.add_argument(
         "--window-mib", type=int, metavar="N",
         help="memory for rows that are planned together (1/8 of the free memory, up to 2048)",
@@ -142,10 +141,8 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
         default=None,
         help="do not stop at end tokens",
     )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N",
-        help="rows without a seed get one made from N and their custom_id (%(default)s)",
-    )  # fmt: skip
+    flag = partial(add_flag, group)
+    flag("--seed", int, "rows without a seed get one made from N and their custom_id", 0)
 
 
 def open_engine(config: EngineConfig) -> TextEngine:

@@ -54,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "mainstem cache",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("action", choices=["stats", "verify", "clear"])
     made.add_argument("folder", type=Path, metavar="DIR")

@@ -8,13 +8,14 @@ import argparse
 import json
 import textwrap
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
 
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, engine_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import InvalidRequest
 from mainstem.core.metrics import Counters
@@ -56,23 +57,12 @@ def parser() -> argparse.ArgumentParser:
         "mainstem demo",
         usage="%(prog)s [flags]",
         description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
     )
     made.add_argument("--input", type=Path, metavar="FILE.jsonl", help="documents and questions")
-    made.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/demo.jsonl"),
-        metavar="FILE.jsonl",
-        help="file for the answers (%(default)s)",
-    )
-    made.add_argument(
-        "--max-tokens", type=positive_count, default=24, metavar="N",
-        help="maximum tokens of an answer (%(default)s)",
-    )  # fmt: skip
-    made.add_argument(
-        "--limit", type=positive_count, metavar="N", help="ask only the first N questions"
-    )
+    flag = partial(add_flag, made)
+    flag("--out", Path, "file for the answers", Path("out/demo.jsonl"), metavar="FILE.jsonl")
+    flag("--max-tokens", positive_count, "maximum tokens of an answer", 24)
+    flag("--limit", positive_count, "ask only the first N questions")
     add_engine_flags(made)
     return made
 

@@ -24,7 +24,7 @@ from mainstem.cli.flags import (
     model_defaults,
 )
 from mainstem.cli.kv_event_flags import add_kv_event_flags, kv_events_config
-from mainstem.cli.parser import Parser
+from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.server.apps import AppFile, AppRegistry
@@ -76,13 +76,8 @@ def parser() -> argparse.ArgumentParser:
     made = Parser("mainstem serve", usage="%(prog)s [MODEL] [flags]", description=__doc__)
     made.add_argument("model_given", nargs="?", metavar="MODEL", help="the same as --model")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    made.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="N",
-        help="port to listen on; 0: any free port (8000)",
-    )
+    flag = partial(add_flag, made)
+    flag("--port", int, "port to listen on; 0: any free port", 8000)
     made.add_argument(
         "--served-model-name",
         nargs="+",
@@ -117,10 +112,7 @@ def parser() -> argparse.ArgumentParser:
         "--api-key-file", type=Path, metavar="FILE",
         help="clients' keys, in lines of name:key (none: anybody may use the server)",
     )  # fmt: skip
-    made.add_argument(
-        "--admin-key-file", type=Path, metavar="FILE",
-        help="keys for /admin/, in lines of name:key",
-    )  # fmt: skip
+    flag("--admin-key-file", Path, "keys for /admin/, in lines of name:key")
     made.add_argument(
         "--data-dir",
         type=Path,
@@ -128,13 +120,7 @@ def parser() -> argparse.ArgumentParser:
         help="folder for files, batches, sessions, responses and the apps of /admin/apps; without "
         "it, /v1/files and /v1/batches are not available",
     )
-    made.add_argument(
-        "--shutdown-s",
-        type=not_negative,
-        default=30.0,
-        metavar="S",
-        help="time to finish answers at shutdown (30)",
-    )
+    flag("--shutdown-s", not_negative, "time to finish answers at shutdown", 30.0, metavar="S")
     made.add_argument(
         "--record",
         type=Path,
@@ -147,40 +133,23 @@ def parser() -> argparse.ArgumentParser:
         "--log-level", choices=LEVELS, default="info", help="least severe messages to log (info)"
     )
     limits = made.add_argument_group("limits")
-    limits.add_argument(
+    flag = partial(add_flag, limits)
+    flag(
         "--max-queue",
-        type=positive_count,
-        default=defaults.open_answers,
-        metavar="N",
-        help=f"maximum answers running and waiting, then 429 ({defaults.open_answers})",
+        positive_count,
+        "maximum answers running and waiting, then 429",
+        defaults.open_answers,
     )
-    limits.add_argument(
-        "--rate-limit",
-        type=positive_count,
-        metavar="N",
-        help="maximum requests per minute of a key (no limit)",
-    )
-    limits.add_argument(
-        "--max-concurrent",
-        type=positive_count,
-        metavar="N",
-        help="maximum open requests of a key (no limit)",
-    )
-    limits.add_argument(
+    flag("--rate-limit", positive_count, "maximum requests per minute of a key (no limit)")
+    flag("--max-concurrent", positive_count, "maximum open requests of a key (no limit)")
+    flag(
         "--max-pinned-share",
-        type=positive,
-        default=defaults.pinned_share,
-        metavar="X",
-        help="share of the device's pages that a key may pin with cache_control (%(default)g)",
+        positive,
+        "share of the device's pages that a key may pin with cache_control",
+        defaults.pinned_share,
     )
     kept = SessionLimits()
-    limits.add_argument(
-        "--max-sessions",
-        type=positive_count,
-        default=kept.max_sessions,
-        metavar="N",
-        help=f"maximum sessions that are kept ({kept.max_sessions})",
-    )
+    flag("--max-sessions", positive_count, "maximum sessions that are kept", kept.max_sessions)
     limits.add_argument(
         "--session-ttl-s",
         type=positive,
@@ -188,19 +157,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"unused sessions are removed after S seconds ({kept.ttl_s:g})",
     )
-    limits.add_argument(
+    flag(
         "--max-upload-mib",
-        type=positive_count,
-        default=defaults.upload_bytes // MIB,
-        metavar="N",
-        help="maximum size of an uploaded file (%(default)s)",
+        positive_count,
+        "maximum size of an uploaded file",
+        defaults.upload_bytes // MIB,
     )
-    limits.add_argument(
+    flag(
         "--max-body-mib",
-        type=positive_count,
-        default=defaults.body_bytes // MIB,
-        metavar="N",
-        help="maximum size of any other request (%(default)s)",
+        positive_count,
+        "maximum size of any other request",
+        defaults.body_bytes // MIB,
     )
     limits.add_argument(
         "--max-stored-gib",
@@ -209,13 +176,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="maximum size of all files of a key, including answers of its batches (%(default)g)",
     )
-    limits.add_argument(
-        "--max-files",
-        type=positive_count,
-        default=defaults.stored_files,
-        metavar="N",
-        help="maximum number of files of a key (%(default)s)",
-    )
+    flag("--max-files", positive_count, "maximum number of files of a key", defaults.stored_files)
     limits.add_argument(
         "--file-ttl-s",
         type=positive,
