@@ -19,9 +19,10 @@ from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.ids import RequestId
-from mainstem.core.request import Request, SamplingParams
+from mainstem.core.request import Request
 from mainstem.core.tables import table
 from mainstem.llm import LLM
+from mainstem_bench.feed import greedy
 from mainstem_bench.report import line, load_average
 from mainstem_bench.settings import empty_folder
 
@@ -83,14 +84,14 @@ def ours(config: EngineConfig, prompts: Prompts, output: int) -> dict[str, objec
     """Return the seconds for all prompts. The model is loaded and warmed up before the clock
     starts."""
     llm = LLM.from_config(config)
-    llm.generate([prompts[0][-8:]], _greedy(4), use_tqdm=False)
+    llm.generate([prompts[0][-8:]], greedy(4), use_tqdm=False)
     llm.text_engine.engine.clear_cache()
     load = load_average()
     first_s = 0.0
     began_s = perf_counter()
     for index, ids in enumerate(prompts):
         llm.text_engine.submit(
-            Request(RequestId(f"bench-{index}"), np.asarray(ids), _greedy(output))
+            Request(RequestId(f"bench-{index}"), np.asarray(ids), greedy(output))
         )
     num_tokens = 0
     while llm.text_engine.has_work:
@@ -170,7 +171,3 @@ RIVALS: dict[str, tuple[str, Callable[[EngineConfig, Prompts, int], dict[str, ob
     "transformers": ("transformers", transformers_generate),
     "vllm": ("vllm", vllm_generate),
 }
-
-
-def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

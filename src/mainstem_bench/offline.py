@@ -19,7 +19,6 @@ from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig, Quantize, Share
 from mainstem.core.errors import ConfigError
 from mainstem.core.plan import Prompts
-from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.quantized.packing import PackedKind
@@ -31,7 +30,7 @@ from mainstem_bench.limit import ModelCost, job_floor
 from mainstem_bench.machine import Machine
 from mainstem_bench.packed import add_weights_flag, shape_with
 from mainstem_bench.profile import ProfileWindow
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shared, shuffled
@@ -41,7 +40,6 @@ WARM_SEED = 99  # prompts of the warm-up differ from the job's
 WARM_TOKENS = 50_000  # tokens computed in mixed steps
 WARM_SEQS = 512  # sequences that decode at once
 CHECKED_TOKENS = 8
-NESTED = ("settings", "profile")  # only in JSON; the profile has separate tables
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,12 +72,7 @@ def main(argv: list[str]) -> int:
     job = chosen_job(args)
     config = random_config(args, job.model_shape, job.kv_tokens)
     job = replace(job, kv_tokens=config.cache.kv_tokens or job.kv_tokens)
-    result = measure(args, job, config)
-    if args.json:
-        print(line("offline", result))
-    else:
-        rows = [[name, str(value)] for name, value in result.items() if name not in NESTED]
-        print(table(["", job.name], rows))
+    show("offline", measure(args, job, config), args.json)
     return 0
 
 

@@ -29,7 +29,6 @@ from mainstem.core.config import DType, EngineConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.events import EventBus
 from mainstem.core.metrics import Counters
-from mainstem.core.tables import table
 from mainstem.engine.build import build_engine, build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.models.families import read_spec
@@ -37,7 +36,7 @@ from mainstem.models.spec import ModelSpec
 from mainstem_bench.arrivals import Arrival, TimedAnswer, answer_arrivals, arrival_times
 from mainstem_bench.machine import Machine
 from mainstem_bench.replay import read_parts
-from mainstem_bench.report import line, load_average, spread
+from mainstem_bench.report import load_average, show_all, spread
 from mainstem_bench.settings import empty_folder, random_config, settings
 from mainstem_bench.shapes import SHAPES
 
@@ -115,15 +114,10 @@ def main(argv: list[str]) -> int:
     arrivals, about = _arrivals(args, spec)
     room = Room(args.device_sessions, args.host_sessions, args.disk_sessions)
     config = _with_flags(args, with_room(config, spec, arrivals, room))
-    results: list[dict[str, object]] = []
-    for policy in args.policy:
-        result = {"policy": policy} | about | measure(config, folder, policy, arrivals)
-        results.append(result)
-        if args.json:
-            print(line("policies", result | {"settings": settings(config)}), flush=True)
-    if not args.json:
-        names = [name for name in results[0] if name not in about]
-        print(table(names, [[str(result[name]) for name in names] for result in results]))
+    results = (
+        {"policy": policy} | measure(config, folder, policy, arrivals) for policy in args.policy
+    )
+    show_all("policies", results, args.json, about | {"settings": settings(config)})
     return 0
 
 

@@ -30,7 +30,6 @@ from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, StoreConfig
 from mainstem.core.errors import ConfigError
-from mainstem.core.tables import table
 from mainstem_bench.chat_sessions import ChatWork, measure_chats
 from mainstem_bench.overlap import (
     measure_busy,
@@ -39,7 +38,7 @@ from mainstem_bench.overlap import (
     measure_saves,
     measure_saving,
 )
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show_all
 from mainstem_bench.session_engine import WORKLOADS, ReturningSessions, SessionEngine, TurnTimes
 from mainstem_bench.settings import empty_folder, random_config, settings
 
@@ -97,16 +96,8 @@ def main(argv: list[str]) -> int:
         about["workload"] = asdict(work)
         found = _measure(args, work, random_config(args, work.model_shape, work.device_tokens))
     began_s = perf_counter()
-    results: list[dict[str, object]] = []
-    for result in found:
-        results.append(result | {"at_s": round(perf_counter() - began_s, 1)})
-        if args.json:
-            print(line("sessions", results[-1] | about), flush=True)
-    if not args.json:
-        names = list(dict.fromkeys(name for result in results for name in result))
-        names = [name for name in names if name != "settings"]
-        rows = [[str(result.get(name, "")) for name in names] for result in results]
-        print(table(names, rows))
+    timed = (result | {"at_s": round(perf_counter() - began_s, 1)} for result in found)
+    results = show_all("sessions", timed, args.json, about)
     return 1 if any("error" in result for result in results) else 0
 
 

@@ -19,14 +19,13 @@ from mainstem.cli.flags import add_engine_flags
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import DType, EngineConfig, Quantize
 from mainstem.core.plan import Int64s, Prompts
-from mainstem.core.tables import table
 from mainstem.engine.build import build_random_engine
 from mainstem.engine.engine import Engine
 from mainstem.plan.columns import Column, choose_order, given_order
 from mainstem_bench.feed import JobRun, run_job
 from mainstem_bench.machine import Machine
 from mainstem_bench.offline import WARM_SEQS, warm_up
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.settings import random_config, settings
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.workloads import OfflineJob
@@ -120,12 +119,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     config = random_config(args, args.model_shape, KV_TOKENS)
-    result = measure(args.rows, args.output, args.model_shape, config)
-    if args.json:
-        print(line("tables", result))
-    else:
-        rows = [[name, str(value)] for name, value in result.items() if name != "settings"]
-        print(table(["", args.model_shape], rows))
+    show("tables", measure(args.rows, args.output, args.model_shape, config), args.json)
     return 0
 
 

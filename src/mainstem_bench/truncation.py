@@ -48,12 +48,11 @@ from mainstem.core.ids import RequestId, SessionId
 from mainstem.core.metrics import Counters
 from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.step import Runner
-from mainstem.core.tables import table
 from mainstem.engine.engine import Engine
 from mainstem.models.families import read_spec
 from mainstem.text.tokenizer import Tokenizer
 from mainstem_bench.kept import KeptModel
-from mainstem_bench.report import line
+from mainstem_bench.report import show_all
 from mainstem_bench.truncated_questions import QuestionSet, Score, ask, compare, read_documents
 from mainstem_bench.ways import WAYS, OverflowWay, WatchedRunner, way_config
 
@@ -251,14 +250,8 @@ def main(argv: list[str]) -> int:
         rows = _scores(model, config, args.ways, questions)
     sources = args.questions or [args.text]
     names = " ".join(source.name if source else "demo" for source in sources)
-    results: list[dict[str, object]] = []
-    for row in rows:
-        results.append(row | {"text": names, "window": config.sched.max_model_len})
-        if args.json:
-            print(line("truncation", results[-1]), flush=True)
-    if not args.json:
-        header = list(dict.fromkeys(name for row in results for name in row))
-        print(table(header, [[_cell(row.get(name, "")) for name in header] for row in results]))
+    about = {"text": names, "window": config.sched.max_model_len}
+    show_all("truncation", (row | about for row in rows), args.json)
     return 0
 
 
@@ -307,7 +300,3 @@ def read_text(path: Path | None) -> str:
         rows = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
         return "\n\n".join(json.loads(row)["doc"] for row in rows.splitlines())
     return read_plain_or_gzip(path)
-
-
-def _cell(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
