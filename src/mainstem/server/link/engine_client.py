@@ -23,6 +23,7 @@ from mainstem.core.events import EventBus, StepFailed
 from mainstem.core.request import Output, Request
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.core.step import Int32s
+from mainstem.server.link import protocol
 from mainstem.server.link.answering import (
     SHUTTING_DOWN,
     Answering,
@@ -30,24 +31,6 @@ from mainstem.server.link.answering import (
     FormFault,
     OpenRequest,
     RequestFault,
-)
-from mainstem.server.link.protocol import (
-    Abort,
-    CheckEngine,
-    ClearCache,
-    Close,
-    Command,
-    EngineReport,
-    Pin,
-    Ready,
-    StepInProgress,
-    Stop,
-    Unframer,
-    decode_report,
-    frame,
-    pack_request,
-    unpack_event,
-    unpack_output,
 )
 from mainstem.text.boundaries import MessageStarts
 from mainstem.text.tokenizer import Tokenizer
@@ -73,7 +56,7 @@ class Launched(Protocol):
     @property
     def connection(self) -> socket.socket: ...
 
-    def wait_ready(self) -> Ready: ...
+    def wait_ready(self) -> protocol.Ready: ...
 
     def kill(self) -> None: ...
 
@@ -104,13 +87,15 @@ class EngineClient:
         ready = self._launched.wait_ready()
         self.max_model_len = ready.max_model_len
         self.snapshot: EngineSnapshot = ready.snapshot
-        self.step: StepInProgress | None = None  # the step that ran when the snapshot was taken
+        self.step: protocol.StepInProgress | None = (
+            None  # the step that ran when the snapshot was taken
+        )
         # consecutive starts without a token, including the present one until its first token
         self._num_starts = 1
         self._open: dict[int, OpenRequest] = {}
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._numbers = count()
-        self._commands: list[Command] = []  # commands of this iteration of the event loop
+        self._commands: list[protocol.Command] = []  # commands of this iteration of the event loop
         self._transport: asyncio.WriteTransport | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._is_running = asyncio.Event()
@@ -151,7 +136,7 @@ class EngineClient:
         for opened in answering.requests:
             self._open[opened.number] = opened
             request = self._message_starts.mark(opened.request)
-            self._send(pack_request(opened.number, request, self._eos_ids, owner))
+            self._send(protocol.pack_request(opened.number, request, self._eos_ids, owner))
         try:
             await answering.accepted()
         except BaseException:
@@ -164,7 +149,7 @@ class EngineClient:
         for opened in answering.requests:
             if self._open.pop(opened.number, None) is not None:
                 opened.ended_s = monotonic()
-                self._send(Abort(opened.number))
+                self._send(protocol.Abort(opened.number))
 
     def fail_open(self, reason: str) -> None:
         """End every request in progress with a fault, for example when the time for shutting down
@@ -182,18 +167,18 @@ class EngineClient:
         many are pinned. `salt` and `public_tokens` are those of the requests that computed the
         prefixes."""
         packed = tuple(np.asarray(prefix, np.int32).tobytes() for prefix in prefixes)
-        return await self._call(lambda call: Pin(call, name, packed, salt, public_tokens))
+        return await self._call(lambda call: protocol.Pin(call, name, packed, salt, public_tokens))
 
     async def clear_cache(self) -> int:
         """Forget every cached page, in every tier, that no sequence holds; returns how many were on
         the device."""
-        return await self._call(ClearCache)
+        return await self._call(protocol.ClearCache)
 
     async def check(self) -> bool:
         """Whether anything runs; raises EngineFault if a page was lost."""
-        return bool(await self._call(CheckEngine))
+        return bool(await self._call(protocol.CheckEngine))
 
-    async def _call(self, make: Callable[[int], Command]) -> int:
+    async def _call(self, make: Callable[[int], protocol.Command]) -> int:
         self._check_running()
         call = next(self._numbers)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -212,7 +197,7 @@ class EngineClient:
         if self.state is not EngineState.RUNNING:
             raise EngineFault(f"the engine is {self.state.value}")
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: protocol.Command) -> None:
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._flush)
         self._commands.append(command)
@@ -220,14 +205,14 @@ class EngineClient:
     def _flush(self) -> None:
         commands, self._commands = self._commands, []
         if self._transport is not None and commands:
-            self._transport.write(frame(commands))
+            self._transport.write(protocol.frame(commands))
 
     # --- reports --------------------------------------------------------------------------------
 
     def _hear(self, message: bytes) -> None:
         """Distribute a report to its requests."""
-        report = decode_report(message)
-        assert isinstance(report, EngineReport)
+        report = protocol.decode_report(message)
+        assert isinstance(report, protocol.EngineReport)
         now_s = monotonic()
         if report.snapshot is not None:
             self.snapshot, self.step = report.snapshot, report.step
@@ -242,7 +227,7 @@ class EngineClient:
                 opened.answering.fail(refusal.error())
         num_tokens = self._hear_tokens(report.tokens, now_s)
         for number, packed in report.news:
-            output = unpack_output(packed)
+            output = protocol.unpack_output(packed)
             num_tokens += len(output.token_ids)
             if opened := self._open.get(number):
                 self._read(opened, output, now_s)
@@ -254,7 +239,7 @@ class EngineClient:
                 else:
                     answer.set_exception(EngineFault(reply.fault))
         for event in report.events:
-            self.bus.publish(unpack_event(event))
+            self.bus.publish(protocol.unpack_event(event))
         if num_tokens:
             self._num_starts = 0
             if self.on_tokens is not None:
@@ -287,7 +272,7 @@ class EngineClient:
             )
             return
         if output.finish_reason is not None and not has_ended:
-            self._send(Stop(opened.number, output.index))
+            self._send(protocol.Stop(opened.number, output.index))
         if opened.is_finished:
             del self._open[opened.number]
 
@@ -367,7 +352,7 @@ class EngineClient:
             self.state = EngineState.STOPPING
         if self._transport is None:
             self._launched.kill()  # the engine has ended, or is still starting
-        self._send(Close())
+        self._send(protocol.Close())
         self._flush()
         if self._restarting is not None:
             await self._restarting
@@ -383,7 +368,7 @@ class _Reports(asyncio.Protocol):
     def __init__(self, hear: Callable[[bytes], None], lose: Callable[[], None]) -> None:
         self._hear = hear
         self._lose = lose
-        self._unframer = Unframer()
+        self._unframer = protocol.Unframer()
 
     def data_received(self, data: bytes) -> None:
         for message in self._unframer.push(data):

@@ -24,28 +24,8 @@ from mainstem.core.ids import PageKey, RequestId
 from mainstem.core.request import Output, Request, SamplingParams
 from mainstem.core.snapshot import EngineSnapshot
 from mainstem.engine.engine import Engine
+from mainstem.server.link import protocol
 from mainstem.server.link.kv_events import KvEventPublisher
-from mainstem.server.link.protocol import (
-    Abort,
-    CheckEngine,
-    ClearCache,
-    Close,
-    Command,
-    CommandResult,
-    EngineReport,
-    Pin,
-    Ready,
-    Refused,
-    StepInProgress,
-    Stop,
-    Submit,
-    Unframer,
-    decode_commands,
-    frame,
-    pack_event,
-    pack_output,
-    unpack_request,
-)
 from mainstem.text.form_queue import FormQueue
 from mainstem.text.grammar import CompiledForm, Grammars
 
@@ -73,7 +53,7 @@ class FrontLink:
         connection.setblocking(False)
         self._connection = connection
         self._poll = select.poll()  # not `select`, which cannot handle descriptors above 1023
-        self._unframer = Unframer()
+        self._unframer = protocol.Unframer()
         self._unsent = bytearray()
 
     def receive(self, wait_s: float) -> Iterator[bytes]:
@@ -96,7 +76,7 @@ class FrontLink:
     def send(self, message: object) -> None:
         """Queue a message; it is sent as fast as the front reads. Raises FrontLeft if the front has
         left, or if more than MAX_UNSENT_BYTES wait for it."""
-        self._unsent += frame(message)
+        self._unsent += protocol.frame(message)
         self._flush()
         if len(self._unsent) > MAX_UNSENT_BYTES:
             raise FrontLeft
@@ -139,10 +119,12 @@ class EngineHost:
         self._open: dict[str, _Submitted] = {}
         self._ids: dict[int, RequestId] = {}  # by number
         self._pinned: dict[str, list[PageKey]] = {}  # pages by the name under which they are pinned
-        self._report = EngineReport()
+        self._report = protocol.EngineReport()
         self._snapshot_s = 0.0
         self._was_idle = True
-        self._seen: tuple[EngineSnapshot, StepInProgress | None] | None = None  # what was sent last
+        self._seen: tuple[EngineSnapshot, protocol.StepInProgress | None] | None = (
+            None  # what was sent last
+        )
         self._must_probe = False  # a request failed, perhaps because the engine is broken
         self._is_closing = False
 
@@ -153,7 +135,7 @@ class EngineHost:
         try:
             self._probe()
             self._listen()
-            self._link.send(Ready(self._engine.max_model_len, self._engine.snapshot()))
+            self._link.send(protocol.Ready(self._engine.max_model_len, self._engine.snapshot()))
             while not self._is_closing:
                 self._take_commands()
                 self._take_forms()
@@ -187,30 +169,30 @@ class EngineHost:
         idle_s = COMPILING_S if self._compiling else IDLE_S
         wait_s = 0.0 if self._engine.has_work else idle_s
         for message in self._link.receive(wait_s):
-            for command in decode_commands(message):
+            for command in protocol.decode_commands(message):
                 self._obey(command)
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: protocol.Command) -> None:
         match command:
-            case Submit():
+            case protocol.Submit():
                 self._submit(command)
-            case Abort(number):
+            case protocol.Abort(number):
                 if (waiting := self._compiling.pop(number, None)) is not None:
                     waiting[1].cancel()
                 if (request_id := self._ids.get(number)) is not None:
                     self._engine.abort(request_id)
-            case Stop(number, index):
+            case protocol.Stop(number, index):
                 if (request_id := self._ids.get(number)) is not None:
                     self._engine.stop(request_id, index)
-            case Close():
+            case protocol.Close():
                 self._is_closing = True
             case _:
                 self._answer(command)
 
-    def _submit(self, command: Submit) -> None:
+    def _submit(self, command: protocol.Submit) -> None:
         number = command.number
         try:
-            request = unpack_request(command)
+            request = protocol.unpack_request(command)
         except InvalidRequest as error:
             self._refuse(number, error)
             return
@@ -247,19 +229,19 @@ class EngineHost:
         if not isinstance(error, InvalidRequest):
             log.error("a request could not be queued", exc_info=error)
             error = InvalidRequest("request", "the engine could not queue it")
-        self._report.refused.append(Refused.of(number, error))
+        self._report.refused.append(protocol.Refused.of(number, error))
 
-    def _answer(self, command: Pin | ClearCache | CheckEngine) -> None:
+    def _answer(self, command: protocol.Pin | protocol.ClearCache | protocol.CheckEngine) -> None:
         try:
             value, fault = self._do(command), None
         except Exception as error:  # sent to the caller
             value, fault = 0, f"{type(error).__name__}: {error}"
-        self._report.replies.append(CommandResult(command.call, value, fault))
+        self._report.replies.append(protocol.CommandResult(command.call, value, fault))
 
-    def _do(self, command: Pin | ClearCache | CheckEngine) -> int:
+    def _do(self, command: protocol.Pin | protocol.ClearCache | protocol.CheckEngine) -> int:
         engine = self._engine
         match command:
-            case Pin(_, name, prefixes, salt, public_tokens):
+            case protocol.Pin(_, name, prefixes, salt, public_tokens):
                 # unpin the old pages first: they may include the new ones
                 engine.unpin(self._pinned.pop(name, []))
                 arrays = [np.frombuffer(prefix, np.int32) for prefix in prefixes]
@@ -267,9 +249,9 @@ class EngineHost:
                 if keys:
                     self._pinned[name] = keys
                 return len(keys)
-            case ClearCache():
+            case protocol.ClearCache():
                 return engine.clear_cache()
-            case CheckEngine():
+            case protocol.CheckEngine():
                 engine.check()
                 return int(engine.has_work)
 
@@ -292,7 +274,7 @@ class EngineHost:
                 tokens += (opened.number, output.index, output.token_ids[0])
                 continue
             opened.begun.add(output.index)
-            news.append((opened.number, pack_output(output)))
+            news.append((opened.number, protocol.pack_output(output)))
             if output.fault is not None:
                 self._must_probe |= not output.is_form_fault
                 self._engine.abort(output.request_id)  # ends its other answers
@@ -306,7 +288,7 @@ class EngineHost:
             opened = self._open.get(event.request_id)
             if opened is not None and event.index == 0:
                 self._report.admitted.append((opened.number, monotonic()))
-        self._report.events.append(pack_event(event))
+        self._report.events.append(protocol.pack_event(event))
 
     def _report_step(self, event: StepStarted) -> None:
         """Report the start of a step, which may take seconds, if the last report is old or said
@@ -314,7 +296,7 @@ class EngineHost:
         now_s = monotonic()
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._was_idle = False
-            self._renew_snapshot(now_s, StepInProgress(event.num_tokens, now_s))
+            self._renew_snapshot(now_s, protocol.StepInProgress(event.num_tokens, now_s))
             # not raised in the middle of a step; `receive` raises it again
             with suppress(FrontLeft):
                 self._send()
@@ -326,7 +308,7 @@ class EngineHost:
         if self._was_idle or now_s - self._snapshot_s > SNAPSHOT_S:
             self._renew_snapshot(now_s, None)
 
-    def _renew_snapshot(self, now_s: float, step: StepInProgress | None) -> None:
+    def _renew_snapshot(self, now_s: float, step: protocol.StepInProgress | None) -> None:
         self._snapshot_s = now_s
         seen = self._engine.snapshot(), step
         if seen != self._seen:
@@ -335,7 +317,7 @@ class EngineHost:
 
     def _send(self) -> None:
         if not self._report.is_empty:
-            report, self._report = self._report, EngineReport()
+            report, self._report = self._report, protocol.EngineReport()
             self._link.send(report)
 
     # --- the end --------------------------------------------------------------------------------
