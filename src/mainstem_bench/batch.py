@@ -24,8 +24,7 @@ from mainstem.cli.flags import add_engine_flags, given_settings
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import SETTINGS
 from mainstem.core.errors import InvalidRequest
-from mainstem.core.tables import table
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import line, load_average, show_all
 
 PLANNED: tuple[str, ...] = ()
 PLAIN = ("--share", "none", "--no-plan", "--no-dedupe")
@@ -82,7 +81,7 @@ def main(argv: list[str]) -> int:
         }
         print(line("batch", values))
     else:
-        print(report(len(prompts), [planned, plain]))
+        show_all("batch", [asdict(planned), asdict(plain)], is_json=False)
         print(f"\n{speedup:.2f}x; {same} of {len(prompts)} answers are the same")
     return 0 if same == len(prompts) else 1
 
@@ -158,19 +157,3 @@ def run(name: str, source: Path, flags: list[str]) -> tuple[BatchPass, dict[str,
         summary["saving_ratio"],
     )
     return done, answers
-
-
-def report(num_requests: int, runs: list[BatchPass]) -> str:
-    header = ["batch", "seconds", "CPU seconds", "requests/s", "prompt tokens computed", "saved"]
-    lines = [
-        [
-            done.name,
-            f"{done.seconds:.1f}",
-            f"{done.cpu_seconds:.1f}",
-            f"{done.requests_per_s:.2f}",
-            f"{done.computed_prompt_tokens:,}",
-            f"{done.saving_ratio:.1%}",
-        ]
-        for done in runs
-    ]
-    return f"{num_requests} requests\n{table(header, lines)}"

@@ -20,10 +20,9 @@ from mainstem.cli.parser import Parser
 from mainstem.core.config import EngineConfig
 from mainstem.core.ids import RequestId
 from mainstem.core.request import Request
-from mainstem.core.tables import table
 from mainstem.llm import LLM
 from mainstem_bench.feed import greedy
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show_all
 from mainstem_bench.settings import empty_folder
 
 Prompts = list[list[int]]
@@ -64,12 +63,7 @@ def main(argv: list[str]) -> int:
             print(f"{name}: {package} is not installed")
             continue
         results.append(run(config, prompts, args.output) | {"engine": name})
-    for result in results:
-        if args.json:
-            print(line("cpu", result))
-    if not args.json:
-        header = ["engine", "seconds", "requests_per_s", "decode_tokens_per_s", "load_before"]
-        print(table(header, [[str(r.get(name, "-")) for name in header] for r in results]))
+    show_all("cpu", results, args.json)
     return 0
 
 

@@ -28,7 +28,6 @@ from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import Device, ModelConfig
 from mainstem.core.errors import ConfigError
 from mainstem.core.step import Int32s
-from mainstem.core.tables import gigabytes
 from mainstem.models.config_file import CONFIG_FILE
 from mainstem.models.cpu.decoder import load_decoder, pack
 from mainstem.models.families import read_spec
@@ -37,7 +36,7 @@ from mainstem.runner.load import choose_device, device_name
 from mainstem_bench.calibration import CalibratedLayers
 from mainstem_bench.llama import ByKind, Llama
 from mainstem_bench.perplexity import perplexity
-from mainstem_bench.report import line, load_average
+from mainstem_bench.report import load_average, show
 from mainstem_bench.rounding import Grid, Rounded, nearest
 from mainstem_bench.scales import BATCH, train_scales
 
@@ -111,29 +110,18 @@ def main(argv: list[str]) -> int:
         "device": device_name(config),
         "quantize_s": round(quantize_s, 1),
         "bytes": sizes[1],
+        "bytes_before": sizes[0],
         "load_before": load,
     }
-    if not args.json:
-        kind = "symmetric" if args.symmetric else "with zero points"
-        how = f"for {args.inputs:,} tokens of input" if args.inputs else "to the nearest"
-        print(f"4 bits, groups of {args.group}, {kind}, rounded {how}")
-        if steps:
-            first, last = _ends(divergences)
-            print(f"scales trained on {steps * STEP:,} tokens, KL divergence {first} -> {last}")
-        print(f"weights {gigabytes(sizes[0])} -> {gigabytes(sizes[1])}, {quantize_s:.0f} s")
     for text, plain, quantized in zip(args.text, before, after, strict=True):
-        change = quantized / plain - 1
-        if not args.json:
-            print(f"{text.name}: perplexity {plain:.3f} -> {quantized:.3f} ({change:+.2%})")
-            continue
         result = {
             "text": text.name,
             "scored_tokens": args.score_tokens,
             "perplexity": round(plain, 4),
             "perplexity_quantized": round(quantized, 4),
-            "change": round(change, 4),
+            "change": round(quantized / plain - 1, 4),
         }
-        print(line("quantized", made | result))
+        show("quantized", made | result, args.json)
     return 0
 
 

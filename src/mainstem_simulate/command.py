@@ -10,10 +10,8 @@ With --replicas N it simulates many replicas behind a router, with other flags:
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,13 +24,13 @@ from mainstem.cli.flag_types import (
 )
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
-from mainstem.core.tables import table
 from mainstem.kv.eviction import POLICIES
 from mainstem.kv.policy import HEADROOM
 from mainstem_simulate import replicas_command
 from mainstem_simulate.plots import plot_reports, require_matplotlib
+from mainstem_simulate.printed import as_table, json_line
 from mainstem_simulate.service import Prices, ServiceRates
-from mainstem_simulate.simulator import Queue, SimulationConfig, SimulationReport, simulate
+from mainstem_simulate.simulator import Queue, SimulationConfig, simulate
 from mainstem_simulate.trace_flags import (
     add_rate_flags,
     add_storage_prices,
@@ -41,7 +39,6 @@ from mainstem_simulate.trace_flags import (
     read_options,
     warn_if_nothing_is_shared,
 )
-from mainstem_simulate.trace_records import Trace
 from mainstem_simulate.traces import read_trace
 
 
@@ -116,9 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = simulate(trace, config)
         reports.append(report)
         if args.json:
-            print(json.dumps(as_json(report, trace)), flush=True)
+            print(json_line(report, trace), flush=True)
     if not args.json:
-        print(as_table(reports))
+        print(as_table(reports, COLUMNS))
     if args.plot is not None:
         plot_reports(reports, args.plot)
     return 0
@@ -158,38 +155,20 @@ def configs(args: argparse.Namespace, kv_bytes: float) -> list[SimulationConfig]
     ]
 
 
-def as_json(report: SimulationReport, trace: Trace) -> dict[str, object]:
-    values = {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in asdict(report).items()
-    }
-    return {"format": trace.format.value, "can_share": trace.can_share, **values}
-
-
-def as_table(reports: Sequence[SimulationReport]) -> str:
-    header = (
-        "policy", "lookahead", "device GB", "host GB", "disk GB", "hit rate", "device", "DRAM",
-        "disk", "unbounded",
-        "TTFT s", "prefill tokens", "device s", "cost $", "seconds",
-    )  # fmt: skip
-    rows = [
-        (
-            report.policy,
-            f"{report.lookahead:,}",
-            f"{report.device_gb:g}",
-            f"{report.host_gb:g}",
-            f"{report.disk_gb:g}",
-            f"{report.hit_rate:.4f}",
-            f"{report.hit_rate_device:.4f}",
-            f"{report.hit_rate_dram:.4f}",
-            f"{report.hit_rate_disk:.4f}",
-            f"{report.hit_rate_unbounded:.4f}",
-            f"{report.mean_ttft_s:.3f}",
-            f"{report.prefill_tokens:,}",
-            f"{report.device_s:,.0f}",
-            f"{report.cost:.2f}",
-            f"{report.seconds:.1f}",
-        )
-        for report in reports
-    ]
-    return table(header, rows)
+COLUMNS = {  # of a table for people: the report's field, and its form
+    "policy": ("policy", ""),
+    "lookahead": ("lookahead", ","),
+    "device GB": ("device_gb", "g"),
+    "host GB": ("host_gb", "g"),
+    "disk GB": ("disk_gb", "g"),
+    "hit rate": ("hit_rate", ".4f"),
+    "device": ("hit_rate_device", ".4f"),
+    "DRAM": ("hit_rate_dram", ".4f"),
+    "disk": ("hit_rate_disk", ".4f"),
+    "unbounded": ("hit_rate_unbounded", ".4f"),
+    "TTFT s": ("mean_ttft_s", ".3f"),
+    "prefill tokens": ("prefill_tokens", ","),
+    "device s": ("device_s", ",.0f"),
+    "cost $": ("cost", ".2f"),
+    "seconds": ("seconds", ".1f"),
+}

@@ -6,9 +6,8 @@ is one line of the output.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +21,11 @@ from mainstem.cli.flag_types import (
 )
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
-from mainstem.core.tables import table
 from mainstem.ray.router import RouterKind
 from mainstem_simulate.device_pages import PagedTrace
 from mainstem_simulate.fleet_plots import plot_fleets
 from mainstem_simulate.plots import require_matplotlib
+from mainstem_simulate.printed import as_table, json_line
 from mainstem_simulate.replicas import FleetConfig, FleetReport, find_reference, simulate_fleet
 from mainstem_simulate.service import ServiceRates
 from mainstem_simulate.trace_flags import (
@@ -36,7 +35,6 @@ from mainstem_simulate.trace_flags import (
     read_options,
     warn_if_nothing_is_shared,
 )
-from mainstem_simulate.trace_records import Trace
 from mainstem_simulate.traces import read_trace
 
 DEVICE_TOKENS = 1_000_000
@@ -111,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for report in _reports(PagedTrace.of(trace), configs, args):
         reports.append(report)
         if args.json:
-            print(json.dumps(_as_json(report, trace)), flush=True)
+            print(json_line(report, trace), flush=True)
     if not args.json:
-        print(_as_table(reports))
+        print(as_table(reports, COLUMNS))
     if args.plot is not None:
         plot_fleets(reports, args.plot)
     return 0
@@ -150,33 +148,16 @@ def _reports(
                 yield simulate_fleet(trace, chosen, reference)
 
 
-def _as_json(report: FleetReport, trace: Trace) -> dict[str, object]:
-    values = {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name, value in asdict(report).items()
-    }
-    return {"format": trace.format.value, "can_share": trace.can_share, **values}
-
-
-def _as_table(reports: Sequence[FleetReport]) -> str:
-    header = (
-        "router", "replicas", "tokens each", "shared GB", "hit rate", "of reference",
-        "TTFT s", "p99 s", "busy", "max/mean load", "device s",
-    )  # fmt: skip
-    rows = [
-        (
-            report.router,
-            f"{report.replicas}",
-            f"{report.device_tokens:,}",
-            f"{report.shared_gb:g}",
-            f"{report.hit_rate:.4f}",
-            f"{report.hit_rate_kept:.3f}",
-            f"{report.mean_ttft_s:.3f}",
-            f"{report.p99_ttft_s:.3f}",
-            f"{report.busy:.3f}",
-            f"{report.load_max_over_mean:.3f}",
-            f"{report.device_s:,.0f}",
-        )
-        for report in reports
-    ]
-    return table(header, rows)
+COLUMNS = {  # of a table for people: the report's field, and its form
+    "router": ("router", ""),
+    "replicas": ("replicas", ""),
+    "tokens each": ("device_tokens", ","),
+    "shared GB": ("shared_gb", "g"),
+    "hit rate": ("hit_rate", ".4f"),
+    "of reference": ("hit_rate_kept", ".3f"),
+    "TTFT s": ("mean_ttft_s", ".3f"),
+    "p99 s": ("p99_ttft_s", ".3f"),
+    "busy": ("busy", ".3f"),
+    "max/mean load": ("load_max_over_mean", ".3f"),
+    "device s": ("device_s", ",.0f"),
+}
