@@ -26,19 +26,11 @@ from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
 from mainstem.kv.eviction import POLICIES
 from mainstem.kv.policy import HEADROOM
-from mainstem_simulate import replicas_command
+from mainstem_simulate import replicas_command, trace_flags
 from mainstem_simulate.plots import plot_reports, require_matplotlib
 from mainstem_simulate.printed import as_table, json_line
 from mainstem_simulate.service import Prices, ServiceRates
 from mainstem_simulate.simulator import Queue, SimulationConfig, simulate
-from mainstem_simulate.trace_flags import (
-    add_rate_flags,
-    add_storage_prices,
-    add_trace_flags,
-    kv_bytes_per_token,
-    read_options,
-    warn_if_nothing_is_shared,
-)
 from mainstem_simulate.traces import read_trace
 
 
@@ -48,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         prog="mainstem simulate",
         description=__doc__,
     )
-    add_trace_flags(made)
+    trace_flags.add_trace_flags(made)
     store = made.add_argument_group("store")
     store.add_argument(
         "--policy",
@@ -84,11 +76,11 @@ def parser() -> argparse.ArgumentParser:
     add_flag(
         world, "--warmup", not_negative_count, "leave the first N requests out of the counts", 0
     )
-    add_rate_flags(world, list(ServiceRates.__dataclass_fields__))
+    trace_flags.add_rate_flags(world, list(ServiceRates.__dataclass_fields__))
     money = made.add_argument_group("prices")
     flag = partial(add_flag, money)
     flag("--gpu-price", not_negative, "US dollars per GPU and hour", prices.gpu, metavar="$")
-    add_storage_prices(money)
+    trace_flags.add_storage_prices(money)
     flag("--gpus", positive_count, "number of GPUs that make up the device", prices.num_gpus)
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates and device time")
@@ -102,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(words)
     if args.plot is not None:
         require_matplotlib()
-    trace = read_trace(args.trace, read_options(args))
-    warn_if_nothing_is_shared(trace)
+    trace = read_trace(args.trace, trace_flags.read_options(args))
+    trace_flags.warn_if_nothing_is_shared(trace)
     if args.warmup >= len(trace.requests):
         raise ConfigError(
             f"--warmup {args.warmup} leaves no request to count: there are {len(trace.requests)}"
         )
     reports = []
-    for config in configs(args, kv_bytes_per_token(args)):
+    for config in configs(args, trace_flags.kv_bytes_per_token(args)):
         report = simulate(trace, config)
         reports.append(report)
         if args.json:

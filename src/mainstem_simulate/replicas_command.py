@@ -22,19 +22,13 @@ from mainstem.cli.flag_types import (
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.errors import ConfigError
 from mainstem.ray.router import RouterKind
+from mainstem_simulate import trace_flags
 from mainstem_simulate.device_pages import PagedTrace
 from mainstem_simulate.fleet_plots import plot_fleets
 from mainstem_simulate.plots import require_matplotlib
 from mainstem_simulate.printed import as_table, json_line
 from mainstem_simulate.replicas import FleetConfig, FleetReport, find_reference, simulate_fleet
 from mainstem_simulate.service import ServiceRates
-from mainstem_simulate.trace_flags import (
-    add_rate_flags,
-    add_trace_flags,
-    kv_bytes_per_token,
-    read_options,
-    warn_if_nothing_is_shared,
-)
 from mainstem_simulate.traces import read_trace
 
 DEVICE_TOKENS = 1_000_000
@@ -46,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         prog="mainstem simulate",
         description=__doc__,
     )
-    add_trace_flags(made)
+    trace_flags.add_trace_flags(made)
     fleet = made.add_argument_group("replicas")
     fleet.add_argument(
         "--replicas", type=comma_list(positive_count), required=True, metavar="N", help="how many"
@@ -90,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     add_flag(
         world, "--warmup", not_negative_count, "leave the first N requests out of the counts", 0
     )
-    add_rate_flags(world, ("prefill_tokens_per_s", "decode_tokens_per_s"))
+    trace_flags.add_rate_flags(world, ("prefill_tokens_per_s", "decode_tokens_per_s"))
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     made.add_argument("--plot", type=Path, metavar="FILE", help="hit rates, TTFT and loads")
     return made
@@ -102,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_matplotlib()
     if args.ttl is not None:
         raise ConfigError("--ttl is not simulated with --replicas")
-    configs = list(_configs(args, kv_bytes_per_token(args)))
-    trace = read_trace(args.trace, read_options(args))
-    warn_if_nothing_is_shared(trace)
+    configs = list(_configs(args, trace_flags.kv_bytes_per_token(args)))
+    trace = read_trace(args.trace, trace_flags.read_options(args))
+    trace_flags.warn_if_nothing_is_shared(trace)
     reports = []
     for report in _reports(PagedTrace.of(trace), configs, args):
         reports.append(report)

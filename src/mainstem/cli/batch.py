@@ -32,6 +32,7 @@ from mainstem.batch.marks import Marker
 from mainstem.batch.ordering import PlannedWindow, WindowPlanner
 from mainstem.batch.summary import Summary
 from mainstem.batch.windows import RowReader, RowSource, WindowReader
+from mainstem.cli import flags
 from mainstem.cli.app_flag import add_app_flag, apps_by_name
 from mainstem.cli.batch_workers import (
     Team,
@@ -40,15 +41,6 @@ from mainstem.cli.batch_workers import (
     join_ray_address,
     load_tokenizer,
     open_team,
-)
-from mainstem.cli.flags import (
-    DRAW_FLAGS,
-    add_draw_flags,
-    add_engine_flags,
-    add_generation_flag,
-    add_parser_flags,
-    engine_config,
-    model_defaults,
 )
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.cli.stop_signals import StopSignals
@@ -63,7 +55,7 @@ from mainstem.wire.chat.parsing import CallParser
 MIB = 1 << 20
 LARGEST_WINDOW_MIB = 2048
 KEEP_ALL, REDO_CHANGED = "all", "changed"  # values of --resume
-DEFAULT_FLAGS = ["max_tokens", *DRAW_FLAGS, "stop", "ignore_eos"]  # fields of SamplingParams
+DEFAULT_FLAGS = ["max_tokens", *flags.DRAW_FLAGS, "stop", "ignore_eos"]  # fields of SamplingParams
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,10 +107,10 @@ def add_job_flags(made: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     made.add_argument("--summary-json", type=Path, metavar="FILE", help="also write the summary")
     made.add_argument("--no-progress", action="store_true", help="no progress bar")
-    add_parser_flags(made)
+    flags.add_parser_flags(made)
     add_worker_flags(made)
     _add_default_flags(made)
-    add_engine_flags(made)
+    flags.add_engine_flags(made)
 
 
 def _add_default_flags(made: argparse.ArgumentParser) -> None:
@@ -127,8 +119,8 @@ def _add_default_flags(made: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, metavar="N",
         help="maximum tokens of an answer (16 for prompts, the rest of the context for chats)",
     )  # fmt: skip
-    add_draw_flags(group, {})
-    add_generation_flag(group)
+    flags.add_draw_flags(group, {})
+    flags.add_generation_flag(group)
     group.add_argument(
         "--stop",
         action="append",
@@ -225,7 +217,7 @@ def run_job(
     """Answer the rows of an input into `args.output`; `args` are those of `add_job_flags`, and
     `resume` and `overwrite`."""
     is_spread = has_workers(args)
-    config = engine_config(args)
+    config = flags.engine_config(args)
     config.check()
     if args.no_plan and (args.no_reorder or args.levels != PlanConfig().levels):
         raise ConfigError("--no-reorder and --levels would have no effect with --no-plan")
@@ -245,7 +237,7 @@ def run_job(
         tokenizer = load_words(config) if engine is None else engine.tokenizer
         formats = find_formats(tokenizer, args.tool_call_parser, args.reasoning_parser)
         call_parser = CallParser(
-            model_defaults(args, tokenizer) | defaults, find_formats=lambda: formats
+            flags.model_defaults(args, tokenizer) | defaults, find_formats=lambda: formats
         )
         limit, identity = sys.maxsize, config.model.model.encode()
         if engine is not None:

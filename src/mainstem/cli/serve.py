@@ -15,14 +15,8 @@ import uvicorn
 
 from mainstem.checkpoints.fetch import fetch_model
 from mainstem.checkpoints.progress import StageBar
+from mainstem.cli import flags
 from mainstem.cli.flag_types import not_negative, positive, positive_count
-from mainstem.cli.flags import (
-    add_engine_flags,
-    add_generation_flag,
-    add_parser_flags,
-    engine_config,
-    model_defaults,
-)
 from mainstem.cli.kv_event_flags import add_kv_event_flags, kv_events_config
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig
@@ -127,8 +121,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE.jsonl",
         help="record each prompt's token ids and time in this file, for `mainstem bench replay`",
     )
-    add_generation_flag(made)
-    add_parser_flags(made)
+    flags.add_generation_flag(made)
+    flags.add_parser_flags(made)
     made.add_argument(
         "--log-level", choices=LEVELS, default="info", help="least severe messages to log (info)"
     )
@@ -185,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"files and ended batches are removed after S seconds ({defaults.file_ttl_s:.0f})",
     )
     add_kv_event_flags(made)
-    add_engine_flags(made)
+    flags.add_engine_flags(made)
     return made
 
 
@@ -220,7 +214,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
     Errors in the flags are found before the model is loaded.
     """
     args = parse(argv)
-    config = server_config(engine_config(args))
+    config = server_config(flags.engine_config(args))
     config.check()
     _check_files(args)
     kv_events = kv_events_config(args)
@@ -253,7 +247,7 @@ def main(argv: list[str], open_: OpenModel = open_model) -> int:
             names,
             Access(keys, admin_keys),
             apps,
-            model_defaults(args, tokenizer),
+            flags.model_defaults(args, tokenizer),
             limits,
             session_limits,
             (args.tool_call_parser, args.reasoning_parser),
