@@ -111,20 +111,11 @@ def add_rate_flags(group: argparse._ActionsContainer, names: Sequence[str]) -> N
 def add_storage_prices(group: argparse._ActionsContainer) -> None:
     """Flags for prices of storage."""
     prices = Prices()
-    group.add_argument(
-        "--dram-price",
-        type=not_negative,
-        default=prices.dram_gb,
-        metavar="$",
-        help=f"US dollars per GB of host memory and hour ({prices.dram_gb})",
-    )
-    group.add_argument(
-        "--disk-price",
-        type=not_negative,
-        default=prices.disk_gb,
-        metavar="$",
-        help=f"US dollars per GB of disk and hour ({prices.disk_gb})",
-    )
+    for name, default, what in (
+        ("dram", prices.dram_gb, "host memory"), ("disk", prices.disk_gb, "disk")
+    ):  # fmt: skip
+        words = f"US dollars per GB of {what} and hour"
+        add_flag(group, f"--{name}-price", not_negative, words, default, metavar="$")
 
 
 def read_options(args: argparse.Namespace) -> ReadOptions:
