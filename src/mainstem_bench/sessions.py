@@ -17,10 +17,10 @@ conversations instead, turn by turn; the last turn's history is loaded from disk
 import argparse
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from random import Random
-from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
@@ -124,7 +124,7 @@ def _measure(
             yield {"tier": tier, "parts": parts, "left_out": f"after {args.limit_s:g} s"}
             continue
         try:
-            with InTier(config, work, tier) as tiered, SessionEngine(work, tiered) as bench:
+            with in_tier(config, work, tier) as tiered, SessionEngine(work, tiered) as bench:
                 for part in parts:
                     yield from _safely(part, tier, _start(part, bench, tier, args.document_tokens))
         except Exception as error:
@@ -166,33 +166,25 @@ def _told(error: Exception, part: str, tier: str) -> dict[str, object]:
     return {"part": part, "tier": tier, "error": f"{type(error).__name__}: {error}"}
 
 
-class InTier:
+@contextmanager
+def in_tier(config: EngineConfig, work: ReturningSessions, tier: str) -> Iterator[EngineConfig]:
     """The config that keeps histories in one tier; a folder made for it is removed afterwards."""
-
-    def __init__(self, config: EngineConfig, work: ReturningSessions, tier: str) -> None:
-        self._config, self._work, self._tier = config, work, tier
-        self._folder: TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> EngineConfig:
-        given = self._config.store
-        if self._tier == "none":
-            store = StoreConfig(host_gb=0.0, policy=given.policy)
-        elif self._tier == "host":
-            host_gb = given.host_gb or self._work.host_gb
-            store = replace(given, host_gb=host_gb, disk_dir=None, disk_gb=StoreConfig().disk_gb)
-        else:
-            self._folder = empty_folder(given.disk_dir)
+    given, disk_gb = config.store, StoreConfig().disk_gb
+    if tier == "none":
+        yield replace(config, store=StoreConfig(host_gb=0.0, policy=given.policy))
+    elif tier == "host":
+        host_gb = given.host_gb or work.host_gb
+        store = replace(given, host_gb=host_gb, disk_dir=None, disk_gb=disk_gb)
+        yield replace(config, store=store)
+    else:
+        with empty_folder(given.disk_dir) as folder:
             store = replace(
                 given,
-                host_gb=given.host_gb or STAGING * self._work.host_gb,
-                disk_dir=self._folder.name,
-                disk_gb=DISK_GB if given.disk_gb == StoreConfig().disk_gb else given.disk_gb,
+                host_gb=given.host_gb or STAGING * work.host_gb,
+                disk_dir=folder,
+                disk_gb=DISK_GB if given.disk_gb == disk_gb else given.disk_gb,
             )
-        return replace(self._config, store=store)
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
+            yield replace(config, store=store)
 
 
 def measure_turns(bench: SessionEngine, tier: str) -> Iterator[dict[str, object]]:

@@ -40,6 +40,7 @@ from mainstem_bench.report import line
 from mainstem_bench.shapes import SHAPES
 from mainstem_bench.step_trace import StepTrace
 from mainstem_bench.workloads import OFFLINE_JOBS, OfflineJob, shuffled
+from mainstem_simulate.plots import new_figure, require_matplotlib, save_figure
 
 PAGE_SIZE = 16
 ELEMENT_BYTES = 2  # bf16
@@ -88,6 +89,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    if args.plot is not None:
+        require_matplotlib()
     if not 0 <= args.spread < 1:
         raise ConfigError(f"--spread must be at least 0 and below 1, got {args.spread}")
     job = OFFLINE_JOBS[args.workload]
@@ -175,25 +178,17 @@ def virtual_s(model: ModelCost, step: Step) -> float:
 
 def plot(runs: Sequence[JobTrace], path: Path) -> None:
     """Plot tokens per step against time, with decodes below, one row for each way."""
-    try:
-        from matplotlib import pyplot  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install mainstem[plot]") from error
-    size = (9, 1 + 1.7 * len(runs))
-    figure, rows = pyplot.subplots(
-        len(runs), 1, figsize=size, sharex=True, sharey=True, squeeze=False
-    )
-    for axes, each in zip(rows[:, 0], runs, strict=True):
+    figure = new_figure(9, 1 + 1.7 * len(runs))
+    rows = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, each in zip(rows, runs, strict=True):
         trace = each.trace
-        axes.fill_between(trace.ends_s, trace.num_tokens, step="pre", color="#9ecae1", label="all")
-        axes.fill_between(
-            trace.ends_s, trace.num_decodes, step="pre", color="#08519c", label="decodes"
-        )
-        axes.set_ylabel("tokens in a step")
+        for values, color, label in (
+            (trace.num_tokens, "#9ecae1", "all"), (trace.num_decodes, "#08519c", "decodes")
+        ):  # fmt: skip
+            axes.fill_between(trace.ends_s, values, step="pre", color=color, label=label)
         title = f"{each.way}: {trace.seconds:.1f} s, {each.saving_ratio:.0%} of prompt tokens saved"
         axes.set_title(title, loc="left", fontsize=10)
-    rows[0, 0].legend(loc="lower right", fontsize=8)
-    rows[-1, 0].set_xlabel("seconds (cost model of an H200)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        axes.set_ylabel("tokens in a step")
+    rows[0].legend(loc="lower right", fontsize=8)
+    rows[-1].set_xlabel("seconds (cost model of an H200)")
+    save_figure(figure, path)
