@@ -187,6 +187,19 @@ class WindowParts:
         self._num_free = len(free)
         self._free[: len(free)] = free[::-1]
 
+    def lend_to_run(self, first: int, pages: Int32s, kept: Int32s) -> None:
+        """`lend_to_load` for those of `pages`, a run that follows the first `first` of the pages
+        `kept`, which are in the last window before its end. Pages before them are loaded without;
+        parts of `kept` are not given away for this. Raises OutOfPages."""
+        begin = self.first(first + len(pages))
+        needed = kept[begin:first]
+        needed = needed[self.has(needed)]
+        self.need(needed)
+        try:
+            self.lend_to_load(pages[max(0, begin - first) :])
+        finally:
+            self.end(needed)
+
     def drop(self, pages: Int32s) -> None:
         """These pages became free."""
         pages = pages[self.has(pages)]
