@@ -38,7 +38,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class TableField:
     """A column of the table."""
 
     name: str
@@ -49,14 +49,14 @@ class Field:
 
 # in the given order, as a database might export them: the key first, the text before the facts
 FIELDS = (
-    Field("id", 8),
-    Field("title", 20),
-    Field("review", 60),
-    Field("category", 12, 10, of="brand"),
-    Field("brand", 16, 40, of="product"),
-    Field("product", 48, 400),
-    Field("seller", 80, 100),
-    Field("policy", 200, 4),
+    TableField("id", 8),
+    TableField("title", 20),
+    TableField("review", 60),
+    TableField("category", 12, 10, of="brand"),
+    TableField("brand", 16, 40, of="product"),
+    TableField("product", 48, 400),
+    TableField("seller", 80, 100),
+    TableField("policy", 200, 4),
 )
 
 

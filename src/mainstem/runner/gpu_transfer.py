@@ -114,7 +114,7 @@ class GpuCopier:
         self._pieces = StatePieces(pages.num_pages, states)
         self._slab = HostSlab(host_bytes, shapes, dtype, is_pinned=True, part=part)
         self._parts = [
-            _Part(tensor, found.layers, found.is_windowed, start, tensor[0, 0, 0].nbytes)
+            _CopiedPart(tensor, found.layers, found.is_windowed, start, tensor[0, 0, 0].nbytes)
             for tensor, found, start in zip(
                 pages.tensors, pages.parts, self._slab.part_starts, strict=True
             )
@@ -163,7 +163,7 @@ class GpuCopier:
         transfer.events = [_recorded(stream)] * self._num_groups()
         return transfer
 
-    def _save_part(self, part: "_Part", places: Int32s, slots: Int32s) -> None:
+    def _save_part(self, part: "_CopiedPart", places: Int32s, slots: Int32s) -> None:
         half_bytes, num_halves = part.half_bytes, 2 * len(part.layers)
         distance = part.tensor[0, 0].nbytes  # from K to V, from V to the next layer's K
         at_once, pitch = num_halves, distance
@@ -203,7 +203,7 @@ class GpuCopier:
         self._loads[load_id] = transfer
         return transfer
 
-    def _load_layers(self, part: "_Part", layers: slice, slots: Int32s, ids: Tensor) -> None:
+    def _load_layers(self, part: "_CopiedPart", layers: slice, slots: Int32s, ids: Tensor) -> None:
         """Copy some layers of a part from ascending slots to these places."""
         tensor, staging = part.tensor[layers], self._staging
         width = len(tensor) * part.layer_bytes
@@ -267,14 +267,14 @@ class GpuCopier:
     def _num_groups(self) -> int:
         return -(-self._num_layers // LAYERS_AT_ONCE)
 
-    def _address(self, slot: int, part: "_Part", layer: int) -> int:
+    def _address(self, slot: int, part: "_CopiedPart", layer: int) -> int:
         """Where layer number `layer` of a part begins in a slot."""
         first = self._slab.address + slot * self._slab.slot_bytes
         return first + part.start + layer * part.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _CopiedPart:
     """A part of all pages."""
 
     tensor: Tensor  # [layers, 2, places, kv_heads, page_size, head_dim]

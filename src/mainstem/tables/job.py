@@ -16,7 +16,7 @@ from mainstem.tables.asking import (
 from mainstem.tables.fields import (
     FieldOrder,
     Reorder,
-    Rows,
+    TableReader,
     checked_fields,
     count_rows,
     order_fields,
@@ -59,7 +59,7 @@ def wish_for(
 class TableJob:
     """A table, and what is asked of its rows. `prepare` comes before everything else."""
 
-    def __init__(self, table: Rows, wish: Wish) -> None:
+    def __init__(self, table: TableReader, wish: Wish) -> None:
         """Raises InvalidRequest for whatever is wrong with the call, before a model is needed."""
         self._table, self._wish = table, wish
         self._prompt = _prompt(wish, table.columns)
