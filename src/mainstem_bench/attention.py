@@ -21,10 +21,7 @@ from mainstem_bench.report import load_average, show
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench attention",
-        description=__doc__,
-    )
+    made = Parser("mainstem bench attention", description=__doc__)
     made.add_argument("--seqs", type=positive_count, default=32)
     made.add_argument("--prefix", type=int, default=2048, help="a multiple of the page size")
     made.add_argument("--own", type=int, default=128)

@@ -67,10 +67,7 @@ class Room(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench policies",
-        description=__doc__,
-    )
+    made = Parser("mainstem bench policies", description=__doc__)
     made.add_argument(
         "record",
         type=Path,

@@ -55,10 +55,7 @@ PARTS = ("turns", *OVERLAP, "document")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench sessions",
-        description=__doc__,
-    )
+    made = Parser("mainstem bench sessions", description=__doc__)
     made.add_argument("--workload", choices=list(WORKLOADS), default="anchor")
     made.add_argument("--sessions", type=positive_count, metavar="N", help="(the workload's own)")
     made.add_argument("--part", choices=list(PARTS), action="append")

@@ -207,10 +207,7 @@ def _agreement(likeliest: dict[int, int], whole: Whole) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench truncation",
-        description=__doc__,
-    )
+    made = Parser("mainstem bench truncation", description=__doc__)
     flag = partial(add_flag, made)
     flag("--text", Path, "what to read, also .gz (the demo's documents)")
     flag("--tokens", positive_count, "tokens to read", 3072)

@@ -35,10 +35,7 @@ from mainstem_simulate.traces import read_trace
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="mainstem capacity",
-        description=__doc__,
-    )
+    made = Parser("mainstem capacity", description=__doc__)
     trace_flags.add_trace_flags(made)
     flag = partial(add_flag, made)
     flag("--target-hit-rate", positive, "the target: saved prompt tokens / all prompt tokens", 0.9)

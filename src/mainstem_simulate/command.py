@@ -36,10 +36,7 @@ from mainstem_simulate.traces import read_trace
 
 def parser() -> argparse.ArgumentParser:
     prices = Prices()
-    made = Parser(
-        prog="mainstem simulate",
-        description=__doc__,
-    )
+    made = Parser("mainstem simulate", description=__doc__)
     trace_flags.add_trace_flags(made)
     store = made.add_argument_group("store")
     store.add_argument(

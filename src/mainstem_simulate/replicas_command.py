@@ -36,10 +36,7 @@ SHARED_GB_PER_S = 10.0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="mainstem simulate",
-        description=__doc__,
-    )
+    made = Parser("mainstem simulate", description=__doc__)
     trace_flags.add_trace_flags(made)
     fleet = made.add_argument_group("replicas")
     fleet.add_argument(

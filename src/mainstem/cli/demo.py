@@ -53,11 +53,7 @@ class DemoPass:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem demo",
-        usage="%(prog)s [flags]",
-        description=__doc__,
-    )
+    made = Parser("mainstem demo", usage="%(prog)s [flags]", description=__doc__)
     made.add_argument("--input", type=Path, metavar="FILE.jsonl", help="documents and questions")
     flag = partial(add_flag, made)
     flag("--out", Path, "file for the answers", Path("out/demo.jsonl"), metavar="FILE.jsonl")

@@ -36,10 +36,7 @@ DEFAULT_RESULTS = Path("out/paper")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        "mainstem bench paper",
-        description=__doc__,
-    )
+    made = Parser("mainstem bench paper", description=__doc__)
     made.add_argument("items", nargs="*", metavar="ITEM", help="relay-fig7, relay, all")
     made.add_argument(
         "--list", action="store_true", help="list the items and the minutes that each takes"
