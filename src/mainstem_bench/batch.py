@@ -12,13 +12,12 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import process_time
 
-from mainstem.batch.files import InputFile
 from mainstem.cli import batch
+from mainstem.cli.demo import load_questions
 from mainstem.cli.flag_types import positive_count
 from mainstem.cli.flags import add_engine_flags, given_settings
 from mainstem.cli.parser import Parser, add_flag
@@ -59,8 +58,6 @@ def main(argv: list[str]) -> int:
     """Exit status 0 if both runs gave the same answers."""
     args = parser().parse_args(argv)
     prompts = read_prompts(args.input)[: args.requests]
-    if not prompts:
-        raise InvalidRequest("--input", "has no questions")
     load = load_average()
     with TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
@@ -89,20 +86,12 @@ def main(argv: list[str]) -> int:
 def read_prompts(path: Path | None) -> list[str]:
     """Return one prompt per question, in file order. Prompts begin with the document, since that is
     the part they share."""
-    name = str(path or files("mainstem") / "data" / "demo_docs.jsonl")
-    source = InputFile(name)
-    prompts: list[str] = []
-    for entry in source:
-        try:
-            row = json.loads(entry.data or b"")
-            for item in row["items"]:
-                question = str(item["q"])
-                if not question.startswith("\n"):
-                    question = f"\n\nQuestion: {question}\nAnswer:"
-                prompts.append(str(row["doc"]) + question)
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequest(name, f"line {entry.number}: {error!r}") from error
-    source.close()
+    prompts = []
+    for each in load_questions(path):
+        text = each.text
+        if not text.startswith("\n"):
+            text = f"\n\nQuestion: {text}\nAnswer:"
+        prompts.append(each.doc + text)
     return prompts
 
 

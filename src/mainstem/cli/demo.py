@@ -18,6 +18,7 @@ from mainstem.cli.flags import add_engine_flags, engine_config
 from mainstem.cli.parser import Parser, add_flag
 from mainstem.core.config import EngineConfig, Share
 from mainstem.core.errors import InvalidRequest
+from mainstem.core.files import UNREADABLE, read_plain_or_gzip
 from mainstem.core.metrics import Counters
 from mainstem.core.request import SamplingParams
 from mainstem.core.tables import table
@@ -81,14 +82,14 @@ def main(argv: list[str]) -> int:
 
 def load_questions(path: Path | None) -> list[Question]:
     """Questions in file order; raises InvalidRequest naming the line that is wrong."""
-    source = path or files("mainstem") / "data" / "demo_docs.jsonl"
     questions: list[Question] = []
     try:
-        text = source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequest("--input", f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("--input", f"{path} is not UTF-8: {error}") from error
+        if path is None:
+            text = (files("mainstem") / "data" / "demo_docs.jsonl").read_text(encoding="utf-8")
+        else:
+            text = read_plain_or_gzip(path)
+    except UNREADABLE as error:
+        raise InvalidRequest("--input", f"cannot read {path}: {error}") from error
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)

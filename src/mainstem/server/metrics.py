@@ -130,6 +130,10 @@ GAUGES = {
     "mainstem:sessions": "Sessions that are kept.",
     "mainstem:session_tokens": "Tokens of the sessions that are kept.",
 }
+COUNTED = (  # gauges that are counts in a snapshot
+    "pages", "held_pages", "window_parts", "held_window_parts", "cached_pages", "host_pages",
+    "disk_pages", "states", "held_states", "kept_states",
+)  # fmt: skip
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": (TTFT_BUCKETS_S, "Arrival to first token."),
     "vllm:inter_token_latency_seconds": (INTER_TOKEN_BUCKETS_S, "Token to next token."),
@@ -244,16 +248,7 @@ class ServerMetrics(Collector):
                 "mainstem:unfinished_prompts": len(snapshot.prompts),
                 "mainstem:unfinished_prompt_tokens": num_read,
                 "vllm:kv_cache_usage_perc": snapshot.num_held_pages / max(1, snapshot.num_pages),
-                "mainstem:pages": snapshot.num_pages,
-                "mainstem:held_pages": snapshot.num_held_pages,
-                "mainstem:window_parts": snapshot.num_window_parts,
-                "mainstem:held_window_parts": snapshot.num_held_window_parts,
-                "mainstem:cached_pages": snapshot.num_cached_pages,
-                "mainstem:states": snapshot.num_states,
-                "mainstem:held_states": snapshot.num_held_states,
-                "mainstem:kept_states": snapshot.num_kept_states,
-                "mainstem:host_pages": snapshot.num_host_pages,
-                "mainstem:disk_pages": snapshot.num_disk_pages,
+                **{f"mainstem:{each}": getattr(snapshot, f"num_{each}") for each in COUNTED},
                 "mainstem:host_bytes": snapshot.num_host_pages * snapshot.stored_page_bytes,
                 "mainstem:disk_bytes": snapshot.num_disk_pages * snapshot.stored_page_bytes,
                 "mainstem:page_size_tokens": snapshot.page_size,
