@@ -167,15 +167,12 @@ class JobInput(Protocol):
     @property
     def output(self) -> str:
         """The name of what the job makes, for the summary."""
-        ...
 
     def lines(self, tokenizer: Tokenizer) -> RowSource:
         """The rows, to be read once."""
-        ...
 
     def again(self) -> AbstractContextManager[Iterable[Line]]:
         """The same rows, to be compared with those of an earlier run; called after `lines`."""
-        ...
 
     def close(self) -> None: ...
 

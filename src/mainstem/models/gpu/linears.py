@@ -33,11 +33,9 @@ class Linear(Protocol):
     @property
     def fp8_per(self) -> Fp8Per | None:
         """The form of quantized rows that the product takes; None if it takes plain rows only."""
-        ...
 
     def __call__(self, x: Rows, out: Tensor) -> Tensor:
         """x [tokens, in], buffer [tokens, out] -> output [tokens, out]."""
-        ...
 
 
 class PlainLinear:

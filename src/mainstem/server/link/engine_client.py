@@ -62,7 +62,6 @@ class Launched(Protocol):
 
     def end(self, within_s: float | None) -> str:
         """Wait until it ends and return how; after `within_s` it is killed."""
-        ...
 
 
 class EngineClient:
